@@ -1,1 +1,100 @@
-"""tiercache: embedding tables larger than memory, trained in PyTorch from an SSD parameter store."""
+"""tiercache: embedding tables larger than memory, trained in PyTorch from an SSD parameter store.
+
+Public names load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiercache.batch import Batch as Batch
+    from tiercache.cache import TierCache as TierCache
+    from tiercache.embedding import TieredEmbedding as TieredEmbedding
+    from tiercache.embedding import TieredEmbeddingBag as TieredEmbeddingBag
+    from tiercache.errors import TierCacheError as TierCacheError
+    from tiercache.extraction import extract as extract
+    from tiercache.passset import PassSet as PassSet
+    from tiercache.resident import ResidentCache as ResidentCache
+    from tiercache.schema import Dense as Dense
+    from tiercache.schema import Feature as Feature
+    from tiercache.schema import Schema as Schema
+    from tiercache.store import Store as Store
+    from tiercache.store.errors import StoreError as StoreError
+    from tiercache.store.table import SGD as SGD
+    from tiercache.store.table import Adagrad as Adagrad
+    from tiercache.store.table import Adam as Adam
+    from tiercache.store.table import Constant as Constant
+    from tiercache.store.table import Normal as Normal
+    from tiercache.store.table import RowWiseAdagrad as RowWiseAdagrad
+    from tiercache.store.table import Table as Table
+    from tiercache.store.table import Uniform as Uniform
+    from tiercache.store.table import Zeros as Zeros
+    from tiercache.visit import Visit as Visit
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "SGD": "store.table",
+    "Adagrad": "store.table",
+    "Adam": "store.table",
+    "Batch": "batch",
+    "Constant": "store.table",
+    "Dense": "schema",
+    "Feature": "schema",
+    "Normal": "store.table",
+    "PassSet": "passset",
+    "ResidentCache": "resident",
+    "RowWiseAdagrad": "store.table",
+    "Schema": "schema",
+    "Store": "store",
+    "StoreError": "store.errors",
+    "Table": "store.table",
+    "TierCache": "cache",
+    "TierCacheError": "errors",
+    "TieredEmbedding": "embedding",
+    "TieredEmbeddingBag": "embedding",
+    "Uniform": "store.table",
+    "Visit": "visit",
+    "Zeros": "store.table",
+    "extract": "extraction",
+}
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Batch",
+    "Constant",
+    "Dense",
+    "Feature",
+    "Normal",
+    "PassSet",
+    "ResidentCache",
+    "RowWiseAdagrad",
+    "Schema",
+    "Store",
+    "StoreError",
+    "Table",
+    "TierCache",
+    "TierCacheError",
+    "TieredEmbedding",
+    "TieredEmbeddingBag",
+    "Uniform",
+    "Visit",
+    "Zeros",
+    "extract",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tiercache' has no attribute {name!r}")
+    value = getattr(import_module(f"tiercache.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

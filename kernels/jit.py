@@ -1,0 +1,72 @@
+"""How every kernel is compiled: cached on disk, without the GIL, on OpenMP threads.
+
+`serial` kernels may run on any thread. `parallel` kernels run on the training thread only: one of them at a time.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import config
+
+__all__ = ["KERNELS", "inlined", "parallel", "serial", "set_threads", "threads"]
+
+# workqueue aborts when two threads run parallel kernels at once; it is only the last resort, where no OpenMP exists.
+if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
+    config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+KERNELS: list[Any] = []
+"""Every compiled entry point, in the order of definition."""
+
+
+def _source_stamp() -> bytes:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+_STAMP = _source_stamp()
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Any:
+    options = {"nogil": True, "error_model": "numpy", **options}
+    try:
+        kernel = numba.njit(cache=True, **options)(function)
+        # numba compares the stamp of the caller's file only, so an edited callee in another file would stay stale.
+        kernel._cache._cache_file._source_stamp = _STAMP
+    except RuntimeError:  # neither the package's folder nor the user's cache folder can be written
+        kernel = numba.njit(**options)(function)
+    KERNELS.append(kernel)
+    return kernel
+
+
+def serial(function: Callable[..., Any]) -> Any:
+    """Compile an entry point that any thread may call."""
+    return _compiled(function)
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """Compile an entry point that runs on all threads; only the training thread may call it."""
+    return _compiled(function, parallel=True)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a piece that is merged into its callers, so that constant arguments become constants."""
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
+
+
+def threads() -> int:
+    """Return the number of threads that parallel kernels started by this thread use."""
+    return int(numba.get_num_threads())
+
+
+def set_threads(num_threads: int) -> None:
+    """Let parallel kernels started by this thread use `num_threads` threads: results keep their bits.
+
+    Raises ValueError when it is below 1 or above the number of cores that numba found.
+    """
+    numba.set_num_threads(num_threads)

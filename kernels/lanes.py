@@ -1,0 +1,196 @@
+"""Sixteen float32 at a time: a vector type for kernels, so that loops need not hope for the vectoriser.
+
+`Lanes` values live in registers. Offsets count elements of the flattened C-contiguous array and are not checked.
+`count` says how many lanes take part (a constant 16 after inlining costs nothing); the others read as zero and are not
+written. LLVM lowers everything to whatever the processor has. No operation is fused with another.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
+
+__all__ = ["WIDTH", "atomic_next", "fence", "load", "prefetch", "splat", "sqrt", "store", "stream", "total"]
+
+WIDTH = 16
+
+_FLOAT = ir.FloatType()
+_INT = ir.IntType(32)
+_VECTOR = ir.VectorType(_FLOAT, WIDTH)
+_MASK = ir.VectorType(ir.IntType(1), WIDTH)
+
+
+class Lanes(types.Type):
+    """Numba's type of sixteen float32."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Lanes16xfloat32")
+
+
+lanes = Lanes()
+
+
+@register_model(Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, _VECTOR)
+
+
+def _operator(function: Callable[..., Any], instruction: str) -> None:
+    @type_callable(function)
+    def _typed(_context: Any) -> Any:
+        def typer(left: Any, right: Any) -> Any:
+            return lanes if isinstance(left, Lanes) and isinstance(right, Lanes) else None
+
+        return typer
+
+    @lower_builtin(function, Lanes, Lanes)
+    def _lowered(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return getattr(builder, instruction)(*arguments)
+
+
+for _function, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _operator(_function, _instruction)
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [offset])
+
+
+def _vector_address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    return builder.bitcast(_address(context, builder, array_type, array, offset), _VECTOR.as_pointer())
+
+
+def _repeat(builder: Any, value: Any, kind: Any) -> Any:
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT(0))
+    zeros = ir.Constant(ir.VectorType(_INT, WIDTH), [0] * WIDTH)
+    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+
+
+def _mask(builder: Any, count: Any) -> Any:
+    wide = ir.VectorType(_INT, WIDTH)
+    limit = _repeat(builder, builder.trunc(count, _INT), wide)
+    return builder.icmp_signed("<", ir.Constant(wide, list(range(WIDTH))), limit)
+
+
+def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    function_type = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load(_typing: Any, array: Any, offset: Any, count: Any) -> Any:
+    """Return `count` elements of a float32 array from `offset` on."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address = _vector_address(context, builder, array, arguments[0], arguments[1])
+        rest = ir.Constant(_VECTOR, [0.0] * WIDTH)
+        inputs = [address, _INT(4), _mask(builder, arguments[2]), rest]
+        return _call(builder, "llvm.masked.load.v16f32.p0", _VECTOR, inputs)
+
+    return lanes(array, types.intp, types.intp), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store(_typing: Any, array: Any, offset: Any, value: Any, count: Any) -> Any:
+    """Write the first `count` lanes of `value` to a float32 array from `offset` on."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address = _vector_address(context, builder, array, arguments[0], arguments[1])
+        inputs = [arguments[2], address, _INT(4), _mask(builder, arguments[3])]
+        _call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), inputs)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes, types.intp), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stream(_typing: Any, array: Any, offset: Any, value: Any) -> Any:
+    """Write sixteen lanes past the caches, to an address that is a multiple of 64 bytes; `fence` makes them visible."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address = _vector_address(context, builder, array, arguments[0], arguments[1])
+        written = builder.store(arguments[2], address, align=4 * WIDTH)
+        written.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def splat(_typing: Any, value: Any) -> Any:
+    """Return sixteen times one float32."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return _repeat(builder, arguments[0], _VECTOR)
+
+    return lanes(types.float32), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sqrt(_typing: Any, value: Any) -> Any:
+    """Return the correctly rounded square roots."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return _call(builder, "llvm.sqrt.v16f32", _VECTOR, [arguments[0]])
+
+    return lanes(lanes), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def total(_typing: Any, value: Any) -> Any:
+    """Return the sum of all lanes, by halves: lane i + lane i+8, then +4, +2, +1."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        value, half = arguments[0], WIDTH // 2
+        while half:
+            order = ir.Constant(ir.VectorType(_INT, WIDTH), [(lane + half) % WIDTH for lane in range(WIDTH)])
+            value = builder.fadd(value, builder.shuffle_vector(value, ir.Constant(_VECTOR, ir.Undefined), order))
+            half //= 2
+        return builder.extract_element(value, _INT(0))
+
+    return types.float32(lanes), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fence(_typing: Any) -> Any:
+    """Make everything this thread wrote, streamed writes too, visible to the others."""
+
+    def emit(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
+    """Ask for the cache line of the element at `offset` of the flattened array; never faults."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address = _address(context, builder, array, arguments[0], arguments[1])
+        inputs = [builder.bitcast(address, cgutils.voidptr_t), _INT(0), _INT(3), _INT(1)]
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_next(_typing: Any, counter: Any) -> Any:
+    """Return the first element of an int64 array and add one to it, as one step for all threads."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address = _address(context, builder, counter, arguments[0], ir.IntType(64)(0))
+        return builder.atomic_rmw("add", address, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(counter), emit

@@ -1,0 +1,149 @@
+"""What a pass switch moves, as orders of positions and slots: serial kernels for the reader thread."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect
+from tiercache.kernels.jit import serial
+
+__all__ = ["assign_slots", "count_gaps", "permutation", "stable_order_by_gap", "take"]
+
+@serial
+def _stable_order_by_gap(gap_K, limit, counts, order_K):  # type: ignore[no-untyped-def]
+    counts[:] = 0
+    for i in range(gap_K.size):
+        g = gap_K[i]
+        if g > limit:
+            g = limit
+        counts[g + 1] += 1
+    for g in range(1, counts.size):
+        counts[g] += counts[g - 1]
+    for i in range(gap_K.size):
+        g = gap_K[i]
+        if g > limit:
+            g = limit
+        order_K[counts[g]] = i
+        counts[g] += 1
+    for g in range(counts.size - 1, 0, -1):
+        counts[g] = counts[g - 1]
+    counts[0] = 0
+
+
+@serial
+def _assign_slots(old_slots, old_next_gap, new_prev_gap, spare_slots, new_slots):  # type: ignore[no-untyped-def]
+    num_spare = spare_slots[-1]
+    kept = 0
+    for i in range(old_slots.size):
+        if old_next_gap[i] == 1:
+            kept += 1
+        else:
+            spare_slots[num_spare] = old_slots[i]
+            num_spare += 1
+    old = 0
+    met = 0
+    for j in range(new_prev_gap.size):
+        if new_prev_gap[j] == 1:
+            while old < old_slots.size and old_next_gap[old] != 1:
+                old += 1
+            if old == old_slots.size:
+                return -1
+            new_slots[j] = old_slots[old]
+            old += 1
+            met += 1
+        else:
+            num_spare -= 1
+            new_slots[j] = spare_slots[num_spare]
+    spare_slots[-1] = num_spare
+    return kept if met == kept else -1
+
+
+@serial
+def _take(values, places, out):  # type: ignore[no-untyped-def]
+    for i in range(places.size):
+        out[i] = values[places[i]]
+
+
+@serial
+def _count_gaps(gap_K, limit, counts):  # type: ignore[no-untyped-def]
+    for i in range(gap_K.size):
+        g = gap_K[i]
+        counts[g if g < limit else limit] += 1
+
+
+@serial
+def _permutation(seed, out_N):  # type: ignore[no-untyped-def]
+    for i in range(out_N.size):
+        out_N[i] = i
+    state = np.uint64(seed)
+    for i in range(out_N.size - 1, 0, -1):
+        state += np.uint64(0x9E3779B97F4A7C15)
+        z = state
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        bound = np.uint64(i + 1)
+        if bound < np.uint64(0x100000000):
+            j = ((z >> np.uint64(32)) * bound) >> np.uint64(32)
+        else:
+            j = z % bound
+        held = out_N[i]
+        out_N[i] = out_N[np.int64(j)]
+        out_N[np.int64(j)] = held
+
+
+def stable_order_by_gap(
+    gap_K: NDArray[np.int32], limit: int, order_K: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Write to `order_K` the positions sorted by `min(gap, limit)`, equal gaps in position order: a counting sort.
+
+    Returns int64 (limit + 2,): at [g] the first place of gap g, at [limit + 1] the number of positions.
+    """
+    starts = np.empty(limit + 2, np.int64)
+    _stable_order_by_gap(expect("gap_K", gap_K, np.int32), limit, starts, expect("order_K", order_K, np.int32, written=True))
+    return starts
+
+
+def assign_slots(
+    old_slots: NDArray[np.int32],
+    old_next_gap: NDArray[np.int32],
+    new_prev_gap: NDArray[np.int32],
+    spare_slots: NDArray[np.int32],
+    new_slots: NDArray[np.int32],
+) -> int:
+    """Give the rows of the next visit their slots: kept rows stay, the others take what departs, then spares.
+
+    old_slots (K,): slots of the visit now on the device; old_next_gap (K,): 1 means kept. new_prev_gap (K',): 1 means
+    kept; new_slots (K',) is written. Kept rows meet in the same order on both sides. spare_slots is a stack of slots
+    in no use, filled from index 0; its used length comes in as `spare_slots[-1]` and goes out there. Returns the
+    number of kept rows, or -1 where the two sides differ.
+    """
+    return int(
+        _assign_slots(
+            expect("old_slots", old_slots, np.int32),
+            expect("old_next_gap", old_next_gap, np.int32),
+            expect("new_prev_gap", new_prev_gap, np.int32),
+            expect("spare_slots", spare_slots, np.int32, written=True),
+            expect("new_slots", new_slots, np.int32, written=True),
+        )
+    )
+
+
+def take(values: NDArray[np.int32], places: NDArray[np.int32], out: NDArray[np.int32]) -> None:
+    """Write `values[places[i]]` to `out[i]`."""
+    _take(
+        expect("values", values, np.int32), expect("places", places, np.int32), expect("out", out, np.int32, written=True)
+    )
+
+
+def count_gaps(gap_K: NDArray[np.int32], limit: int, counts: NDArray[np.int64]) -> None:
+    """Add to `counts` (limit + 1) how often each `min(gap, limit)` occurs."""
+    _count_gaps(expect("gap_K", gap_K, np.int32), limit, expect("counts", counts, np.int64, written=True))
+
+
+def permutation(seed: int, out_N: NDArray[np.int64]) -> None:
+    """Write a uniform permutation of 0..N-1 that only `seed` (uint64) and N decide.
+
+    Fisher and Yates's shuffle from the last place down; the j-th draw is splitmix64's j-th output from `seed`, brought
+    below its bound by the high half of the product with its upper 32 bits (N < 2^32) or by remainder (beyond).
+    """
+    _permutation(np.uint64(seed), expect("out_N", out_N, np.int64, written=True))

@@ -1,0 +1,69 @@
+"""Names and checksums of blocks."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import numpy as np
+
+from tiercache.store.errors import CorruptBlockError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.segment import Segment
+    from tiercache.store.table import Group
+
+ROWS, KEYS, STATE = b"r", b"k", b"s"
+_NAME = struct.Struct(">cQII")
+
+
+def block_name(kind: bytes, owner: int, group: int, index: int) -> bytes:
+    """Return the name of a block of a segment's rows or keys, or of a commit's dense state; names sort by owner."""
+    return _NAME.pack(kind, owner, group, index)
+
+
+def segment_names(segment: Segment, group: int, first: int, last: int) -> Iterator[bytes]:
+    """Yield the names of rows and keys of blocks [first, last) of a segment stream."""
+    for kind in (ROWS, KEYS):
+        for index in range(first, last):
+            yield block_name(kind, segment.id, group, index)
+
+
+def checksum(data: NDArray[Any]) -> int:
+    """Return the CRC32C of contiguous bytes."""
+    view = data.view()
+    view.flags.writeable = False  # google_crc32c takes read-only buffers, and only those without a copy
+    return int(google_crc32c.value(view))
+
+
+def piece_checksums(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Return the CRC32C of each run of bytes between neighbouring ``offsets`` (counted from the first)."""
+    view = data.view()
+    view.flags.writeable = False
+    bounds = (offsets - offsets[0]).tolist()
+    value = google_crc32c.value
+    return np.array([value(view[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)], dtype=np.uint32)
+
+
+def corrupt_block(
+    store: str, segment: Segment, group: Group, block: int, seen: str, expected: int | None = None
+) -> CorruptBlockError:
+    """Return the error of a block that is not what was written; where known, with the checksum ``expected``."""
+    tables = tuple(table.name for table in group.tables)
+    named = ", ".join(repr(name) for name in tables[:3]) + (
+        f" and {len(tables) - 3} more" if tables[3:] else ""
+    )
+    wanted = "" if expected is None else f" where {expected:08x} was written"
+    return CorruptBlockError(
+        f"block {block} of segment {segment.id} (visit {segment.visit}; tables {named}) of {store} {seen}{wanted}: "
+        "restore the store from a copy, or train again from the start",
+        segment=segment.id,
+        block=block,
+        tables=tables,
+    )

@@ -1,0 +1,106 @@
+"""Commits: the atomic steps of a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tiercache.store.blocks import STATE, block_name, checksum
+from tiercache.store.errors import CorruptStoreError
+from tiercache.store.record import decode, encode
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+STATE_CHUNK_BYTES = 4 << 20
+
+
+class Cursor(NamedTuple):
+    """Where training stands: the next visit to train, and how many of its samples are trained already."""
+
+    visit: int
+    sample: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Commit:
+    """One atomic step of the store."""
+
+    id: int
+    """Counts commits from 0."""
+    cursor: Cursor
+    schedule_digest: str
+    """The pass set and order that next uses come from."""
+    settings: dict[str, Any]
+    """Plain values that decide the bits of what follows."""
+    environment: dict[str, Any]
+    """Plain values that describe where it was made."""
+    segment_ids: tuple[int, ...]
+    """The segments with live rows."""
+    state_bytes: int
+    """Bytes of the dense state."""
+    state_chunk_bytes: int
+    """Bytes of every block of the state but the last."""
+    state_checksums: NDArray[np.uint32]
+    """CRC32C of each block of the state."""
+
+    def state_blocks(self) -> dict[bytes, int]:
+        """Return name and bytes of each block of the dense state, in order."""
+        chunk = self.state_chunk_bytes
+        starts = range(0, self.state_bytes, chunk)
+        return {
+            block_name(STATE, self.id, 0, i): min(chunk, self.state_bytes - start)
+            for i, start in enumerate(starts)
+        }
+
+    def to_bytes(self) -> bytes:
+        """Return its manifest record. Raises ValueError where settings or environment are not plain JSON values."""
+        values = {
+            "id": self.id,
+            "cursor": list(self.cursor),
+            "schedule_digest": self.schedule_digest,
+            "settings": self.settings,
+            "environment": self.environment,
+            "segments": list(self.segment_ids),
+            "state_bytes": self.state_bytes,
+            "state_chunk_bytes": self.state_chunk_bytes,
+        }
+        try:
+            return encode("commit", values, {"state": self.state_checksums})
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"settings and environment of a commit must be plain JSON values: {error}"
+            ) from error
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Commit:
+        """Read a manifest record. Raises CorruptStoreError that calls it ``name``."""
+        values, arrays = decode("commit", data, name)
+        try:
+            visit, sample = values["cursor"]
+            state_bytes, chunk = int(values["state_bytes"]), int(values["state_chunk_bytes"])
+            if state_bytes < 0 or chunk < 1 or -(-state_bytes // chunk) != arrays["state"].size:
+                raise ValueError(f"{arrays['state'].size} checksums for {state_bytes} bytes of state")
+            return cls(
+                id=int(values["id"]),
+                cursor=Cursor(int(visit), int(sample)),
+                schedule_digest=str(values["schedule_digest"]),
+                settings=dict(values["settings"]),
+                environment=dict(values["environment"]),
+                segment_ids=tuple(int(i) for i in values["segments"]),
+                state_bytes=state_bytes,
+                state_chunk_bytes=chunk,
+                state_checksums=arrays["state"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(
+                f"{name} cannot be read ({error}): restore the store from a copy"
+            ) from error
+
+
+def state_chunks(state: NDArray[np.uint8]) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint32]]:
+    """Cut the dense state into blocks and return them with their checksums."""
+    chunks = [state[i : i + STATE_CHUNK_BYTES] for i in range(0, state.size, STATE_CHUNK_BYTES)]
+    return chunks, np.array([checksum(chunk) for chunk in chunks], dtype=np.uint32)

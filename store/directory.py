@@ -1,0 +1,137 @@
+"""The directory of a store: whose it is, which format it has, and who may write to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+from tiercache.store.errors import (
+    FormatVersionError,
+    NotAStoreError,
+    StoreInUseError,
+    StoreMissingError,
+)
+
+FORMAT = "tiercache store"
+FORMAT_VERSION = 1
+MARKER = "store.json"
+LOCK = "writer.lock"
+
+
+class StoreDirectory:
+    """A directory that is a store, or is to become one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find(self) -> bool:
+        """Return whether a store is here; False where nothing is, or only what an interrupted creation left.
+
+        Raises NotAStoreError and FormatVersionError.
+        """
+        if not self.path.exists():
+            return False
+        if not self.path.is_dir():
+            raise NotAStoreError(
+                f"{self.path} is a file, not a store: give the path of a store, or one that is free"
+            )
+        names = {entry.name for entry in self.path.iterdir()}
+        if MARKER in names:
+            self._check_marker()
+            return True
+        if names and LOCK not in names:
+            raise NotAStoreError(
+                f"{self.path} is a directory without {MARKER} that holds {min(names)!r}, not a store: "
+                "give the path of a store, or one that is free"
+            )
+        return False
+
+    def missing(self) -> StoreMissingError:
+        """Return the error of a store that is not here and may not be made."""
+        return StoreMissingError(
+            f"there is no store at {self.path}: check the path, or give tables to create a store there"
+        )
+
+    def create(self) -> None:
+        """Make the directory."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise NotAStoreError(f"{error.filename} is a file: no store can be made below it") from error
+
+    def finish(self, engine: str) -> None:
+        """Write the marker, durably: from now on this is a store."""
+        text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, "engine": engine}) + "\n"
+        draft = self.path / (MARKER + ".new")
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.path / MARKER)
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _check_marker(self) -> None:
+        path = self.path / MARKER
+        try:
+            marker: Any = json.loads(path.read_bytes()[:65536])
+        except ValueError as error:
+            raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
+        if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+            raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")
+        version = marker.get("version")
+        if version != FORMAT_VERSION:
+            newer = isinstance(version, int) and version > FORMAT_VERSION
+            raise FormatVersionError(
+                f"the store at {self.path} has format version {version!r} and this tiercache reads version "
+                f"{FORMAT_VERSION}: {'use a newer tiercache' if newer else 'use the tiercache that wrote it'}"
+            )
+
+
+class WriterLock:
+    """The right to write to a store, held by one process until ``release`` or its end, however it ends."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / LOCK
+        self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._handle, 32, 0).decode("ascii", "replace").strip()
+            self.release()
+            pid = int(holder) if holder.isdigit() else None
+            who = f"process {pid}" if pid else "another process"
+            mine = " (this process)" if pid == os.getpid() else ""
+            raise StoreInUseError(
+                f"the store at {directory} is being written by {who}{mine} and may have one writer: close it there, "
+                "or open it here with mode='r'",
+                pid=pid,
+            ) from error
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let others write; a second time does nothing."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+_held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """Close a forked child's copies, which would hold the lock for as long as the child lives."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,0 +1,117 @@
+"""One dump on its way into an engine: checked, sealed with checksums, cut into bounded transactions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.store.blocks import KEYS, ROWS, block_name, checksum, piece_checksums, segment_names
+from tiercache.store.segment import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.stream import Stream
+    from tiercache.store.table import Group
+
+    Block = tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]
+
+
+class Dump:
+    """The blocks of one segment, handed out as transactions. Its checksums are whole once all are taken."""
+
+    def __init__(self, segment: Segment, blocks: Iterable[Block], transaction_bytes: int) -> None:
+        """Hand out at most ``transaction_bytes`` a transaction, but never less than one block."""
+        self.segment = segment
+        self.bytes_left = segment.row_bytes + 8 * segment.rows
+        self._source = iter(blocks)
+        self._limit = transaction_bytes
+        self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
+        self._largest = max((_block_bytes(stream) for stream in segment.streams), default=0)
+
+    @property
+    def done(self) -> bool:
+        """Whether every block was handed out."""
+        return not self._missing
+
+    def names(self) -> set[bytes]:
+        """Return the names of all blocks."""
+        return {
+            name
+            for group, stream in enumerate(self.segment.streams)
+            for name in segment_names(self.segment, group, 0, stream.num_blocks)
+        }
+
+    def transaction(self) -> Iterator[tuple[bytes, NDArray[Any]]]:
+        """Yield name and bytes of the next blocks. Raises ValueError for blocks that are not what was announced."""
+        size, id_ = 0, self.segment.id
+        while self._missing and (not size or size + self._largest <= self._limit):
+            group, block, data, keys = self._next()
+            self._seal(group, block, data, keys)
+            size += data.size + 8 * keys.size
+            yield block_name(ROWS, id_, group, block), data
+            yield block_name(KEYS, id_, group, block), keys.view(np.uint8)
+        self.bytes_left -= size
+
+    def _next(self) -> Block:
+        try:
+            group, block, data, keys = next(self._source)
+        except StopIteration:
+            raise ValueError(f"append was given {len(self._missing)} blocks too few") from None
+        if (group, block) not in self._missing:
+            raise ValueError(f"append was given block {block} of group {group}, which is none or came before")
+        self._missing.remove((group, block))
+        return group, block, data, np.ascontiguousarray(keys)
+
+    def _seal(self, group: int, block: int, data: NDArray[np.uint8], keys: NDArray[np.int64]) -> None:
+        stream = self.segment.streams[group]
+        size = int(stream.block_bytes_B[block])
+        if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
+            raise ValueError(
+                f"block {block} of group {group} has {data.size:,} of {data.dtype}: "
+                f"it must be {size:,} contiguous bytes"
+            )
+        if keys.dtype != np.int64 or keys.size != size // stream.row_bytes:
+            raise ValueError(
+                f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
+                f"it has {size // stream.row_bytes:,} rows, each with an int64 key"
+            )
+        low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
+        offsets = stream.piece_offset_P[low : high + 1]
+        self.segment.checksums[group][low:high] = piece_checksums(data, offsets)
+        self.segment.key_checksums[group][block] = checksum(keys.view(np.uint8))
+
+
+def new_segment(id_: int, visit: int, streams: Sequence[Stream], *, within: bool) -> Segment:
+    """Return a segment whose checksums are still to come."""
+    return Segment(
+        id=id_,
+        visit=visit,
+        within=within,
+        streams=tuple(streams),
+        checksums=tuple(np.zeros(stream.num_pieces, np.uint32) for stream in streams),
+        key_checksums=tuple(np.zeros(stream.num_blocks, np.uint32) for stream in streams),
+    )
+
+
+def check_streams(streams: Sequence[Stream], groups: Sequence[Group]) -> None:
+    """Raise ValueError where streams are not layouts of the groups' rows."""
+    if len(streams) != len(groups):
+        raise ValueError(f"there are {len(streams)} streams for {len(groups)} groups: give one for each")
+    for group, stream in zip(groups, streams, strict=True):
+        if stream.row_bytes != group.row_bytes:
+            raise ValueError(
+                f"the stream of group {group.index} has rows of {stream.row_bytes} bytes, not {group.row_bytes}"
+            )
+        if any(len(rows.table_rows) != len(group.tables) for rows in stream.ranges):
+            raise ValueError(
+                f"a range of group {group.index} does not count rows of {len(group.tables)} tables"
+            )
+
+
+def _block_bytes(stream: Stream) -> int:
+    """Return the most bytes of a block with its keys."""
+    return min(stream.block_rows, stream.rows) * (stream.row_bytes + 8)

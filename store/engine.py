@@ -1,0 +1,53 @@
+"""The seam between the store's logic and what keeps its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Any
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that an engine holds."""
+
+    records: dict[str, bytes]
+    """Small records by name."""
+    blocks: dict[bytes, int]
+    """Bytes of each block by name."""
+
+
+class Engine(Protocol):
+    """Keeps blocks and small records; knows nothing of segments.
+
+    ``write`` and ``commit`` come from one thread at a time and, where they raise, have changed nothing; ``read``
+    may come from other threads meanwhile. ``MemoryEngine`` is the executable definition.
+    """
+
+    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
+        """Make blocks durable in one transaction; returns when they are.
+
+        An array is copied before the next is asked for, so that a generator may use one buffer for all.
+        Raises StoreFullError.
+        """
+
+    def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill ``out`` with the bytes of a block from ``offset`` on. Raises BlockReadError."""
+
+    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
+        """Set records (None removes one) and delete blocks (some may be gone already), all or nothing, durably.
+
+        Raises StoreFullError.
+        """
+
+    def contents(self) -> Contents:
+        """List everything, without reading blocks."""
+
+    def close(self) -> None:
+        """Give up every resource; a second time does nothing."""

@@ -1,0 +1,100 @@
+"""What can go wrong with a store.
+
+    StoreError
+    ├── StoreMissingError      nothing at the path, and no tables to create a store with
+    ├── NotAStoreError         the path holds something else
+    ├── FormatVersionError     a store of an older or newer format
+    ├── TableMismatchError     a store of other tables
+    ├── StoreInUseError        another writer holds it (.pid)
+    ├── StoreFullError         no room for what was to be written (.needed_bytes)
+    ├── StoreClosedError       used after close, or across a fork
+    └── CorruptStoreError      the file is not what was written
+        ├── CorruptBlockError  one block is not (.segment, .block, .tables)
+        └── BlockReadError     an engine could not deliver a block (.seen); Store turns it into CorruptBlockError
+
+Every message is one sentence: what was seen, what is allowed, what to do. After any of them the store is at
+its last commit when it is opened again.
+"""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Something is wrong with a store."""
+
+
+class StoreMissingError(StoreError):
+    """There is no store at the path."""
+
+
+class NotAStoreError(StoreError):
+    """The path holds something that no store wrote."""
+
+
+class FormatVersionError(StoreError):
+    """The store has a format version that this tiercache does not read."""
+
+
+class TableMismatchError(StoreError):
+    """The store holds other tables than those asked for."""
+
+
+class StoreInUseError(StoreError):
+    """Another writer has the store open."""
+
+    def __init__(self, message: str, *, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+class StoreFullError(StoreError):
+    """Disk or map have no room left: what needed ``needed_bytes``, what stands against it, what to do."""
+
+    def __init__(
+        self, *, needed_bytes: int, limit: str, advice: str, what: str = "the next transaction of the store"
+    ) -> None:
+        super().__init__(f"{what} needs {needed_bytes:,} bytes but {limit}: {advice}")
+        self.needed_bytes, self.limit, self.advice = needed_bytes, limit, advice
+
+    def during(self, what: str, needed_bytes: int) -> StoreFullError:
+        """Return the same error for a whole step that one transaction was part of."""
+        return StoreFullError(needed_bytes=needed_bytes, limit=self.limit, advice=self.advice, what=what)
+
+
+class StoreClosedError(StoreError):
+    """The store is closed, or belongs to the process before a fork."""
+
+
+class CorruptStoreError(StoreError):
+    """The store's file is not what was written."""
+
+
+class CorruptBlockError(CorruptStoreError):
+    """A block is missing, cut short, or has other bytes than were written."""
+
+    def __init__(self, message: str, *, segment: int, block: int, tables: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.segment, self.block, self.tables = segment, block, tables
+
+
+class BlockReadError(CorruptStoreError):
+    """An engine has no such bytes; ``seen`` completes the sentence "the block ..."."""
+
+    def __init__(self, seen: str) -> None:
+        super().__init__(f"the block {seen}")
+        self.seen = seen
+
+
+__all__ = [
+    "BlockReadError",
+    "CorruptBlockError",
+    "CorruptStoreError",
+    "FormatVersionError",
+    "NotAStoreError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFullError",
+    "StoreInUseError",
+    "StoreMissingError",
+    "TableMismatchError",
+]

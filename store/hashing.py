@@ -1,0 +1,77 @@
+"""Table ids and the order of keys: XXH64 of a name, splitmix64's finaliser over keys.
+
+These lines are part of the format (docs/format.md); kernels hold the same functions for numba, and test vectors
+hold the two together. Slow for long bytes: names are short, and columns of strings go through kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_PRIME1, _PRIME2, _PRIME3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_PRIME4, _PRIME5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+
+
+def xxh64(data: bytes, seed: int = 0) -> int:
+    """Return XXH64 (Y. Collet, xxHash specification 0.1.1) of ``data``, an unsigned 64-bit number."""
+    length, at = len(data), 0
+    if length >= 32:
+        lanes = [
+            (seed + _PRIME1 + _PRIME2) & _MASK,
+            (seed + _PRIME2) & _MASK,
+            seed & _MASK,
+            (seed - _PRIME1) & _MASK,
+        ]
+        while at + 32 <= length:
+            for i in range(4):
+                lanes[i] = _round(lanes[i], int.from_bytes(data[at + 8 * i : at + 8 * i + 8], "little"))
+            at += 32
+        value = sum(_rotate(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True)) & _MASK
+        for lane in lanes:
+            value = ((value ^ _round(0, lane)) * _PRIME1 + _PRIME4) & _MASK
+    else:
+        value = (seed + _PRIME5) & _MASK
+    value = (value + length) & _MASK
+    while at + 8 <= length:
+        value ^= _round(0, int.from_bytes(data[at : at + 8], "little"))
+        value = (_rotate(value, 27) * _PRIME1 + _PRIME4) & _MASK
+        at += 8
+    if at + 4 <= length:
+        value ^= (int.from_bytes(data[at : at + 4], "little") * _PRIME1) & _MASK
+        value = (_rotate(value, 23) * _PRIME2 + _PRIME3) & _MASK
+        at += 4
+    for byte in data[at:]:
+        value ^= (byte * _PRIME5) & _MASK
+        value = (_rotate(value, 11) * _PRIME1) & _MASK
+    value = ((value ^ (value >> 33)) * _PRIME2) & _MASK
+    value = ((value ^ (value >> 29)) * _PRIME3) & _MASK
+    return value ^ (value >> 32)
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return splitmix64's finaliser (Steele, Lea, Flood, 2014) of each value: a bijection of 64-bit numbers."""
+    mixed = values ^ (values >> np.uint64(30))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def hash_keys(keys: NDArray[np.int64], table_id: int) -> NDArray[np.uint64]:
+    """Return the hash of each key of a table: keys sorted by it, unsigned, stand in hash order."""
+    return mix(np.ascontiguousarray(keys, dtype=np.int64).view(np.uint64) ^ np.uint64(table_id))
+
+
+def _rotate(value: int, bits: int) -> int:
+    return ((value << bits) | (value >> (64 - bits))) & _MASK
+
+
+def _round(lane: int, word: int) -> int:
+    return (_rotate((lane + word * _PRIME2) & _MASK, 31) * _PRIME1) & _MASK

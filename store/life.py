@@ -1,0 +1,63 @@
+"""Which rows are still needed: derived from a cursor, recorded nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tiercache.store.commit import Cursor
+    from tiercache.store.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """The one rule of life: which ranges of which segments are needed at a cursor. Recorded nowhere.
+
+    A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
+    segment that a commit inside visit v wrote, which holds the whole key set of v.
+    """
+
+    cursor: Cursor
+    within_id: int | None
+    """The segment that alone is live for the visit of the cursor; None where the visit has not begun."""
+
+    @classmethod
+    def at(cls, cursor: Cursor, segments: Iterable[Segment]) -> Life:
+        """Return the rule at ``cursor``. Raises ValueError for a cursor inside a visit that wrote no segment."""
+        if cursor.sample == 0:
+            return cls(cursor, None)
+        written = [s.id for s in segments if s.within and s.visit == cursor.visit]
+        if not written:
+            raise ValueError(
+                f"a commit at sample {cursor.sample} of visit {cursor.visit} needs its rows: "
+                "append them with within=True first"
+            )
+        return cls(cursor, max(written))
+
+    def first_range(self, segment: Segment, group: int) -> int:
+        """Return the first live range of a segment stream: those before are dead, those after are live."""
+        visit = self.cursor.visit
+        if self.within_id is not None and segment.id != self.within_id:
+            visit += 1
+        uses = [rows.next_use for rows in segment.streams[group].ranges]
+        return next((i for i, use in enumerate(uses) if use >= visit), len(uses))
+
+    def first_piece(self, segment: Segment, group: int) -> int:
+        """Return the first live piece of a segment stream; the number of pieces where none is."""
+        stream, index = segment.streams[group], self.first_range(segment, group)
+        return stream.pieces_of(index)[0] if index < len(stream.ranges) else stream.num_pieces
+
+    def first_block(self, segment: Segment, group: int) -> int:
+        """Return the first block of a segment stream that holds a live piece; the number of blocks where none does."""
+        stream, piece = segment.streams[group], self.first_piece(segment, group)
+        return int(stream.piece_block_P[piece]) if piece < stream.num_pieces else stream.num_blocks
+
+    def keeps(self, segment: Segment) -> bool:
+        """Return whether any row of ``segment`` is live."""
+        return any(
+            self.first_piece(segment, group) < stream.num_pieces
+            for group, stream in enumerate(segment.streams)
+        )

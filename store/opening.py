@@ -1,0 +1,113 @@
+"""Opening a store: from a path, or from an engine at hand, to an engine whose tables are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiercache.store.directory import StoreDirectory, WriterLock
+from tiercache.store.errors import CorruptStoreError, NotAStoreError, TableMismatchError
+from tiercache.store.record import decode, encode
+from tiercache.store.recovery import COMMIT, TABLES
+from tiercache.store.table import Table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.store.engine import Contents, Engine
+
+
+@dataclass(kw_only=True, slots=True)
+class Opened:
+    """An engine, what it holds, and whose tables."""
+
+    engine: Engine
+    contents: Contents
+    tables: tuple[Table, ...]
+    lock: WriterLock | None
+
+    def close(self) -> None:
+        """Give both up."""
+        self.engine.close()
+        if self.lock is not None:
+            self.lock.release()
+
+
+def open_path(
+    path: Path, tables: tuple[Table, ...] | None, engine: str, mode: str, map_bytes: int | None
+) -> Opened:
+    """Open or create the store at ``path``. Raises what ``Store.open`` raises."""
+    if engine != "lmdb":
+        raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb' or an engine's instance")
+    from tiercache.store.lmdb_engine import LmdbEngine
+
+    directory = StoreDirectory(path)
+    found = directory.find()
+    if not found and (mode == "r" or tables is None):
+        raise directory.missing()
+    if not found:
+        directory.create()
+    lock = WriterLock(path) if mode == "a" else None
+    opened: LmdbEngine | None = None
+    try:
+        found = directory.find()  # another process may have made it before the lock was ours
+        opened = LmdbEngine(path, create=not found, readonly=mode == "r", map_bytes=map_bytes)
+        contents = opened.contents()
+        if not found and COMMIT in contents.records:
+            raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
+        known = _tables_of(opened, contents, tables, f"the store at {path}", fresh=not found)
+        if not found:
+            directory.finish(engine)
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        if lock is not None:
+            lock.release()
+        raise
+    return Opened(engine=opened, contents=contents, tables=known, lock=lock)
+
+
+def open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:
+    """Open the store that ``engine`` holds, or make one of it where it is empty. Raises what ``Store.open`` raises."""
+    contents = engine.contents()
+    fresh = TABLES not in contents.records and not contents.blocks and mode == "a" and tables is not None
+    known = _tables_of(engine, contents, tables, store, fresh=fresh)
+    return Opened(engine=engine, contents=contents, tables=known, lock=None)
+
+
+def _tables_of(
+    engine: Engine, contents: Contents, wanted: tuple[Table, ...] | None, store: str, *, fresh: bool
+) -> tuple[Table, ...]:
+    """Return the tables of the store, and write those of a fresh one."""
+    if fresh:
+        assert wanted is not None
+        engine.commit({TABLES: encode("tables", {"tables": [t.to_record() for t in wanted]}, {})}, ())
+        return wanted
+    name = f"the table record of {store}"
+    if TABLES not in contents.records:
+        raise CorruptStoreError(f"{name} is missing: restore the store from a copy")
+    values, _ = decode("tables", contents.records[TABLES], name)
+    try:
+        stored = tuple(Table.from_record(record) for record in values["tables"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+    if wanted is not None:
+        _compare(stored, wanted, store)
+    return stored
+
+
+def _compare(stored: tuple[Table, ...], wanted: tuple[Table, ...], store: str) -> None:
+    """Raise TableMismatchError that names the first difference."""
+    advice = "give the tables it was made with, or the path of a new store"
+    have, want = ({table.name: table for table in tables} for tables in (stored, wanted))
+    for name in sorted(have.keys() | want.keys()):
+        if name not in want:
+            raise TableMismatchError(f"{store} has a table {name!r} that was not given: {advice}")
+        if name not in have:
+            raise TableMismatchError(f"{store} has no table {name!r}: {advice}")
+        if have[name] != want[name]:
+            one, other = have[name].to_record(), want[name].to_record()
+            part = next(key for key in one if one[key] != other[key])
+            raise TableMismatchError(
+                f"table {name!r} of {store} has {part} {one[part]!r} and {other[part]!r} was given: {advice}"
+            )

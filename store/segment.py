@@ -1,0 +1,78 @@
+"""Segments: what one visit dumped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiercache.store.errors import CorruptStoreError
+from tiercache.store.record import decode, encode
+from tiercache.store.stream import Stream
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segment:
+    """The rows that one visit dumped: one stream for each group of the store; immutable."""
+
+    id: int
+    """Grows with every segment of a store: of two live rows of one key, that of the larger id is newer."""
+    visit: int
+    """The visit that dumped it."""
+    within: bool
+    """Whether a commit inside the visit wrote it: then it holds the whole key set, with next use ``visit``."""
+    streams: tuple[Stream, ...]
+    """By group; a group that dumped nothing has an empty one."""
+    checksums: tuple[NDArray[np.uint32], ...]
+    """By group: CRC32C of each piece."""
+    key_checksums: tuple[NDArray[np.uint32], ...]
+    """By group: CRC32C of the keys of each block."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all groups."""
+        return sum(stream.rows for stream in self.streams)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of rows of all groups."""
+        return sum(stream.rows * stream.row_bytes for stream in self.streams)
+
+    def to_bytes(self) -> bytes:
+        """Return its manifest record."""
+        arrays = {}
+        for group, (pieces, keys) in enumerate(zip(self.checksums, self.key_checksums, strict=True)):
+            arrays[f"pieces/{group}"], arrays[f"keys/{group}"] = pieces, keys
+        streams = [stream.to_record() for stream in self.streams]
+        values = {"id": self.id, "visit": self.visit, "within": self.within, "streams": streams}
+        return encode("segment", values, arrays)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Segment:
+        """Read a manifest record. Raises CorruptStoreError that calls it ``name``."""
+        values, arrays = decode("segment", data, name)
+        try:
+            checksums = tuple(arrays[f"pieces/{g}"] for g in range(len(values["streams"])))
+            key_checksums = tuple(arrays[f"keys/{g}"] for g in range(len(values["streams"])))
+            streams = tuple(
+                Stream.from_record(record, most_pieces=pieces.size)
+                for record, pieces in zip(values["streams"], checksums, strict=True)
+            )
+            segment = cls(
+                id=int(values["id"]), visit=int(values["visit"]), within=bool(values["within"]),
+                streams=streams, checksums=checksums, key_checksums=key_checksums,
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptStoreError(
+                f"{name} cannot be read ({error}): restore the store from a copy"
+            ) from error
+        for stream, pieces, keys in zip(streams, checksums, key_checksums, strict=True):
+            if (stream.num_pieces, stream.num_blocks) != (pieces.size, keys.size):
+                raise CorruptStoreError(
+                    f"{name} has {pieces.size} piece and {keys.size} key checksums for {stream.num_pieces} pieces "
+                    f"in {stream.num_blocks} blocks: restore the store from a copy"
+                )
+        return segment

@@ -1,0 +1,188 @@
+"""Tables, and the groups of tables whose rows live together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tiercache.store.hashing import xxh64
+from tiercache.store.initializer import (
+    Constant,
+    Initializer,
+    Normal,
+    Uniform,
+    Zeros,
+    initializer_code,
+    initializer_from_record,
+    initializer_to_record,
+)
+from tiercache.store.optimizer import (
+    SGD,
+    Adagrad,
+    Adam,
+    Field,
+    Optimizer,
+    RowWiseAdagrad,
+    optimizer_from_record,
+    optimizer_to_record,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Constant",
+    "Field",
+    "Group",
+    "Initializer",
+    "Normal",
+    "Optimizer",
+    "RowWiseAdagrad",
+    "Table",
+    "Uniform",
+    "Zeros",
+    "group_tables",
+    "initializer_code",
+]
+
+ITEM_BYTES = {"float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """An embedding table: unbounded, its keys are int64."""
+
+    name: str
+    """Its identity: the table id is a hash of it."""
+    dim: int
+    """Numbers in a vector."""
+    optimizer: Optimizer
+    """How its rows step, and so what state a row has."""
+    initializer: Initializer
+    """What its vectors start from."""
+    seed: int = 0
+    """Decides initial rows, with name and key."""
+    dtype: str = "float32"
+    """Of vectors and state."""
+    table_id: int = field(init=False, repr=False, compare=False)
+    """XXH64 (seed 0) of the name in UTF-8."""
+    fields: tuple[Field, ...] = field(init=False, repr=False, compare=False)
+    """The vector, then each optimizer state: a row in the store."""
+    row_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a table is named {self.name!r}: its name must be a string that is not empty")
+        if not self.name.isprintable():
+            raise ValueError(f"table name {self.name!r} has unprintable characters: leave them out")
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
+            raise ValueError(f"dim of table {self.name!r} is {self.dim!r}: it must be a whole number >= 1")
+        if not isinstance(self.optimizer, Optimizer):
+            raise ValueError(
+                f"optimizer of table {self.name!r} is {self.optimizer!r}: "
+                "it must be SGD, Adagrad, RowWiseAdagrad or Adam"
+            )
+        if not isinstance(self.initializer, Initializer):
+            raise ValueError(
+                f"initializer of table {self.name!r} is {self.initializer!r}: "
+                "it must be Uniform, Normal, Zeros or Constant"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed of table {self.name!r} is {self.seed!r}: it must be 0 .. 2**64 - 1")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype of table {self.name!r} is {self.dtype!r}: it must be 'float32'")
+        vector = Field(name="vector", width=self.dim, initial=0.0)
+        fields = (vector, *self.optimizer.state_fields(self.dim))
+        object.__setattr__(self, "table_id", xxh64(self.name.encode()))
+        object.__setattr__(self, "fields", fields)
+        object.__setattr__(self, "row_bytes", ITEM_BYTES[self.dtype] * sum(f.width for f in fields))
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the table as plain JSON values."""
+        return {
+            "name": self.name,
+            "dim": self.dim,
+            "optimizer": optimizer_to_record(self.optimizer),
+            "initializer": initializer_to_record(self.initializer),
+            "seed": self.seed,
+            "dtype": self.dtype,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Table:
+        """Build the table that ``to_record`` wrote. Raises ValueError for anything else."""
+        try:
+            return cls(
+                name=record["name"],
+                dim=record["dim"],
+                optimizer=optimizer_from_record(record["optimizer"]),
+                initializer=initializer_from_record(record["initializer"]),
+                seed=record["seed"],
+                dtype=record["dtype"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a table's record lacks {error}: it must be what a store wrote") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Tables with the same row layout and optimizer; their rows live together."""
+
+    index: int
+    """Its place among the groups of a store."""
+    tables: tuple[Table, ...]
+    """In the order of unsigned table ids."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """What a row of any of its tables has."""
+        return self.tables[0].fields
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """How rows of any of its tables step."""
+        return self.tables[0].optimizer
+
+    @property
+    def dim(self) -> int:
+        """Numbers in a vector."""
+        return self.tables[0].dim
+
+    @property
+    def dtype(self) -> str:
+        """Of vectors and state."""
+        return self.tables[0].dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.tables[0].row_bytes
+
+    def place(self, table_name: str) -> int:
+        """Return the index of a table within the group. Raises KeyError where it has none of that name."""
+        for index, table in enumerate(self.tables):
+            if table.name == table_name:
+                return index
+        raise KeyError(table_name)
+
+
+def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
+    """Group tables by (dim, dtype, optimizer): groups and the tables within stand in the order of table ids.
+
+    Raises ValueError for no tables, two of one name, or two names of one table id.
+    """
+    ordered = sorted(tables, key=lambda table: table.table_id)
+    if not ordered:
+        raise ValueError("there are no tables: a store needs at least one")
+    for one, other in zip(ordered, ordered[1:], strict=False):
+        if one.name == other.name:
+            raise ValueError(f"two tables are named {one.name!r}: every table needs its own name")
+        if one.table_id == other.table_id:
+            raise ValueError(f"tables {one.name!r} and {other.name!r} have one table id: rename one of them")
+    members: dict[tuple[int, str, Optimizer], list[Table]] = {}
+    for table in ordered:
+        members.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
+    return tuple(Group(index=i, tables=tuple(group)) for i, group in enumerate(members.values()))

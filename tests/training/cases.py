@@ -1,0 +1,260 @@
+"""Small trainings for tests: data, schema and a model, tiered or resident, in a few lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+
+import tiercache as tc
+from tiercache.cache import TierCache
+from tiercache.evaluation import RowsNow
+from tiercache.positions import Positions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One sparse feature of a case."""
+
+    name: str
+    table: str
+    hotness: str = "one"
+    length: int = 3
+    weighted: bool = False
+    mode: str = "sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A whole small training."""
+
+    tables: tuple[tc.Table, ...]
+    specs: tuple[Spec, ...]
+    num_samples: int = 256
+    pass_rows: int = 64
+    num_keys: int = 200
+    data_seed: int = 0
+    batch: int = 16
+    epochs: int = 2
+    shuffle: bool = True
+    accumulate: int = 1
+    dense_lr: float = 0.05
+    integers: bool = False
+    order_seed: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def schema(self) -> tc.Schema:
+        """The schema of the case."""
+        features = []
+        for spec in self.specs:
+            features.append(
+                tc.Feature(
+                    name=spec.name,
+                    columns=(spec.name,),
+                    table=spec.table,
+                    hotness=spec.hotness,
+                    length=spec.length if spec.hotness == "fixed" else None,
+                    weights=f"{spec.name}_w" if spec.weighted else None,
+                )
+            )
+        return tc.Schema(label="label", dense=(tc.Dense(column="x"),), features=tuple(features), tables=self.tables)
+
+    def write(self, path: Path) -> Path:
+        """Write the data as one Parquet file."""
+        rng = np.random.default_rng(self.data_seed)
+        n = self.num_samples
+        columns: dict[str, Any] = {
+            "label": rng.integers(0, 2, n).astype(np.float32),
+            "x": rng.integers(-4, 5, n).astype(np.float32) if self.integers else rng.standard_normal(n).astype(np.float32),
+        }
+        for spec in self.specs:
+            skewed = lambda size: np.floor(self.num_keys * rng.random(size) ** 3).astype(np.int64) - 5  # noqa: E731
+            if spec.hotness == "one":
+                columns[spec.name] = skewed(n)
+                continue
+            lengths = rng.integers(0, 5, n) if spec.hotness == "ragged" else np.full(n, spec.length)
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            columns[spec.name] = pa.ListArray.from_arrays(offsets, skewed(int(offsets[-1])))
+            if spec.weighted:
+                weights = rng.random(int(offsets[-1])).astype(np.float32)
+                columns[f"{spec.name}_w"] = pa.ListArray.from_arrays(offsets, weights)
+        pq.write_table(pa.table(columns), path)
+        return path
+
+    def extract(self, folder: Path, *, pass_rows: int | None = None, **options: Any) -> tc.PassSet:
+        """Write data and extract passes of ``pass_rows`` samples."""
+        folder.mkdir(parents=True, exist_ok=True)
+        data = self.write(folder / "data.parquet")
+        options.setdefault("pass_by", f"rows={pass_rows or self.pass_rows}")
+        options.setdefault("device_budget", "1GiB")
+        return tc.extract(
+            data, self.schema, folder / f"passes-{options['pass_by']}", align=1, progress=False, **options
+        )
+
+
+class Net(nn.Module):
+    """Bags, one dense input, one linear layer."""
+
+    def __init__(self, cache: Any, case: Case) -> None:
+        super().__init__()
+        self.bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in case.specs})
+        self.top = nn.Linear(self.bag.out_features + 1, 1)
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return one logit a sample."""
+        return self.top(torch.cat([self.bag(batch), batch.dense], dim=1)).squeeze(1)
+
+
+@dataclass
+class Result:
+    """What a training ends with."""
+
+    rows: dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]
+    dense: dict[str, torch.Tensor]
+
+
+def train(
+    cache: Any,
+    case: Case,
+    *,
+    epochs: int | None = None,
+    seed: int = 1,
+    each_batch: Callable[[int, int], None] = lambda visit, batch: None,
+) -> Net:
+    """Train ``case`` on a cache; ``each_batch(visit, batch)`` is called after every batch."""
+    torch.manual_seed(seed)
+    model = Net(cache, case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
+    cache.track(model=model, optimizer=optimizer)
+    run(cache, case, model, optimizer, epochs=epochs, each_batch=each_batch)
+    return model
+
+
+def run(
+    cache: Any,
+    case: Case,
+    model: Net,
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int | None = None,
+    each_batch: Callable[[int, int], None] = lambda visit, batch: None,
+) -> None:
+    """Run the loop of a case on a model that is tracked already."""
+    loss_of = nn.BCEWithLogitsLoss()
+    for visit in cache.passes(epochs=case.epochs if epochs is None else epochs):
+        held = 0
+        for number, batch in enumerate(visit.batches(case.batch, shuffle=case.shuffle)):
+            loss_of(model(batch), batch.label).backward()
+            held += 1
+            last = visit.samples_done == visit.num_samples
+            if held == case.accumulate or last:
+                optimizer.step()
+                optimizer.zero_grad()
+                held = 0
+                each_batch(visit.index, number)
+
+
+def all_keys(passes: tc.PassSet, table: str) -> NDArray[np.int64]:
+    """Return every key of a table over all passes, ascending."""
+    return np.unique(np.concatenate([np.asarray(p.keys(table)) for p in passes.passes]))
+
+
+def result_of(store: tc.Store, passes: tc.PassSet, model: nn.Module | None) -> Result:
+    """Read everything back from the store."""
+    positions = Positions.of(passes, store.groups)
+    cursor = store.commit.cursor.visit if store.commit else 0
+    now = RowsNow(store=store, positions=positions, keys_of=lambda p, t: np.empty(0, np.int64), after=cursor - 1)
+    rows = {}
+    for table in positions.tables:
+        keys = all_keys(passes, table.name)
+        rows[table.name] = keys, now.fields(table.name, keys)
+    return Result(rows, {} if model is None else {k: v.clone() for k, v in model.state_dict().items()})
+
+
+def result_of_resident(cache: tc.ResidentCache, model: nn.Module) -> Result:
+    """Read everything back from memory."""
+    rows = {}
+    for table in cache.tables:
+        keys = np.asarray(cache.keys(table.name))
+        order = np.argsort(keys)
+        rows[table.name] = keys[order], tuple(f[order].copy() for f in cache.fields(table.name))
+    return Result(rows, {k: v.clone() for k, v in model.state_dict().items()})
+
+
+def assert_same_bits(ours: Result, theirs: Result) -> None:
+    """Compare rows, optimizer state and dense weights bit for bit."""
+    assert ours.rows.keys() == theirs.rows.keys()
+    for name, (keys, fields) in ours.rows.items():
+        np.testing.assert_array_equal(keys, theirs.rows[name][0])
+        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
+            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=name)
+    for name, weight in ours.dense.items():
+        assert torch.equal(weight, theirs.dense[name]), name
+
+
+def tiered(store: tc.Store, passes: tc.PassSet, **options: Any) -> TierCache:
+    """Open a cache with budgets that hold any small case."""
+    options.setdefault("device_budget", "64MiB")
+    options.setdefault("host_budget", "64MiB")
+    return tc.TierCache(store, passes, **options)
+
+
+def resident_result(case: Case, passes: tc.PassSet, **options: Any) -> Result:
+    """Train ``case`` in memory."""
+    cache = tc.ResidentCache(passes, order_seed=case.order_seed)
+    return result_of_resident(cache, train(cache, case, **options))
+
+
+def smallest_host_budget(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
+    """Find, by bisection, the smallest host budget that a cache accepts for a whole epoch."""
+
+    def fits(budget: int) -> bool:
+        try:
+            cache = tc.TierCache(store, passes, host_budget=budget, **options)
+        except tc.TierCacheError:
+            return False
+        try:
+            cache.plan()
+        except tc.TierCacheError:
+            return False
+        finally:
+            cache.close()
+        return True
+
+    low, high = 1, 64 << 20
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def table(name: str, dim: int, optimizer: Any = None, initializer: Any = None, seed: int = 7) -> tc.Table:
+    """Build a table with usual values."""
+    return tc.Table(
+        name=name,
+        dim=dim,
+        optimizer=optimizer or tc.Adagrad(learning_rate=0.05),
+        initializer=initializer or tc.Uniform(low=-0.1, high=0.1),
+        seed=seed,
+    )
+
+
+def batches_of(passes: tc.PassSet) -> Iterator[int]:
+    """Yield the samples of each pass."""
+    for source in passes.passes:
+        yield source.samples

@@ -1,0 +1,147 @@
+"""Tiered training equals training in memory, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.training.cases import (
+    Case,
+    Spec,
+    assert_same_bits,
+    resident_result,
+    result_of,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+
+OPTIMIZERS = [
+    tc.SGD(learning_rate=0.1, decay=0.01),
+    tc.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
+    tc.RowWiseAdagrad(learning_rate=0.1, decay=0.02),
+    tc.Adam(learning_rate=0.01),
+]
+INITIALIZERS = [tc.Uniform(low=-0.2, high=0.3), tc.Normal(mean=0.0, std=0.1), tc.Zeros(), tc.Constant(value=0.25)]
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+def test_tiered_training_ends_with_the_bits_of_training_in_memory(
+    tmp_path: Path, engine: str, optimizer: Any
+) -> None:
+    """Rows, optimizer state and dense weights are equal, for each optimizer and engine."""
+    case = Case(
+        tables=(table("a", 8, optimizer), table("b", 3, optimizer)),
+        specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
+    )
+    passes = case.extract(tmp_path / "data")
+    with tc.Store.open(tmp_path / "model.tc", tables=case.tables, engine=engine) as store:
+        with tiered(store, passes) as cache:
+            model = train(cache, case)
+            assert all(report.planned_equals_measured for report in cache.reports)
+        assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
+    """Draw a whole training and how it is tiered."""
+    num_tables = draw(st.integers(1, 3))
+    dims = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 64, 65, 127, 128, 130]))
+    tables = tuple(
+        table(
+            f"t{i}", draw(dims), draw(st.sampled_from(OPTIMIZERS)), draw(st.sampled_from(INITIALIZERS)),
+            draw(st.integers(0, 3)),
+        )
+        for i in range(num_tables)
+    )  # fmt: skip
+    specs = []
+    for i in range(draw(st.integers(1, 4))):
+        hotness = draw(st.sampled_from(["one", "one", "fixed", "ragged"]))
+        mode = draw(st.sampled_from(["sum", "mean", "max"]))
+        specs.append(
+            Spec(
+                name=f"f{i}",
+                table=f"t{draw(st.integers(0, num_tables - 1))}",
+                hotness=hotness,
+                mode=mode,
+                weighted=hotness == "ragged" and mode != "max" and draw(st.booleans()),
+            )
+        )
+    used = {spec.table for spec in specs}
+    case = Case(
+        tables=tuple(t for t in tables if t.name in used),
+        specs=tuple(specs),
+        num_samples=draw(st.integers(1, 12)) * 16,
+        pass_rows=draw(st.sampled_from([16, 32, 48, 64])),
+        num_keys=draw(st.sampled_from([1, 10, 100, 1000])),
+        data_seed=draw(st.integers(0, 1000)),
+        batch=draw(st.sampled_from([5, 16, 64])),
+        epochs=draw(st.integers(1, 3)),
+        shuffle=draw(st.booleans()),
+        accumulate=draw(st.integers(1, 3)),
+        order_seed=draw(st.sampled_from([None, None, 3])),
+    )
+    return case, {
+        "engine": draw(st.sampled_from(["memory", "memory", "lmdb"])),
+        "commit_every": draw(st.integers(1, 4)),
+        "tight": draw(st.booleans()),
+        "commits": draw(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=2)),
+        "stop_after": draw(st.one_of(st.none(), st.tuples(st.integers(0, 6), st.integers(0, 3)))),
+    }
+
+
+class Stop(Exception):  # noqa: N818 - not an error
+    """Leaves the loop in the middle."""
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, dict[str, Any]]) -> None:
+    """Whatever the budgets, the engine, the commits and a restart in the middle, the bits are those of memory."""
+    case, how = drawn
+    with tempfile.TemporaryDirectory() as folder:
+        tmp = Path(folder)
+        passes = case.extract(tmp / "data")
+        with tc.Store.open(tmp / "model.tc", tables=case.tables, engine=how["engine"]) as store:
+            options: dict[str, Any] = {"commit_every": how["commit_every"], "order_seed": case.order_seed}
+            options["device_budget"] = "64MiB"
+            if how["tight"]:
+                options["host_budget"] = smallest_host_budget(store, passes, **options) + 5000
+
+            def each_batch(visit: int, batch: int) -> None:
+                if (visit, batch) in how["commits"]:
+                    cache.commit()
+                if (visit, batch) == how["stop_after"]:
+                    raise Stop
+
+            with tiered(store, passes, **options) as cache:
+                try:
+                    model = train(cache, case, each_batch=each_batch)
+                except Stop:
+                    how["stop_after"] = None
+                    with tiered(store, passes, **options) as cache:  # noqa: PLW2901 - the run goes on in a new cache
+                        model = train(cache, case, seed=99, each_batch=each_batch)
+                assert all(report.planned_equals_measured for report in cache.reports)
+                assert cache.host_bytes_peak <= cache._budget.rows
+            assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
+
+
+def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(tmp_path: Path) -> None:
+    """Passes of 32 or 96 samples, unshuffled batches of 16: the batches are the same, and so are the bits."""
+    case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),), shuffle=False)
+    results = []
+    for rows in (32, 96):
+        passes = case.extract(tmp_path / "data", pass_rows=rows)
+        with tc.Store.open(tmp_path / f"{rows}.tc", tables=case.tables) as store:
+            with tiered(store, passes) as cache:
+                model = train(cache, case)
+            results.append(result_of(store, passes, model))
+    assert_same_bits(*results)

@@ -1,0 +1,66 @@
+"""How the host budget is shared out: pure arithmetic, the same in the plan and in the tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercache.errors import BudgetError
+from tiercache.sizes import format_bytes
+
+PAGE_BYTES = 4096
+MAX_PIECE_BYTES = 64 << 10
+MAX_BLOCK_BYTES = 4 << 20
+MAX_TRANSACTION_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBudget:
+    """Shares of the host budget that do not change from visit to visit; all in bytes."""
+
+    total: int
+    """What the user allows: anonymous and pinned memory of rows on the host."""
+    evaluation: int
+    """Reserved for rows of evaluation passes."""
+    transaction: int
+    """What one write transaction of the engine may hold in its heap."""
+    piece: int
+    """The most bytes of a piece: the unit of checksums and of eviction."""
+    block: int
+    """The most bytes of a block: the unit of writing and freeing."""
+
+    @classmethod
+    def plan(cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int) -> HostBudget:
+        """Share out ``total``: blocks of a 32nd of the largest pass, transactions of a 16th of the budget.
+
+        Both lie between one row (a page) and 4 MiB (64 MiB for transactions). Raises BudgetError where the
+        fixed shares alone exceed ``total``.
+        """
+        evaluation = total // 16 if evaluation is None else evaluation
+        block = _clamp(largest_pass // 32, max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
+        transaction = _clamp(total // 16, 2 * paged(block), MAX_TRANSACTION_BYTES)
+        piece = _clamp(block // 8, largest_row, max(largest_row, MAX_PIECE_BYTES))
+        if evaluation + transaction > total:
+            raise BudgetError(
+                f"the host budget of {format_bytes(total)} cannot hold {format_bytes(transaction)} for one write "
+                f"transaction and {format_bytes(evaluation)} for evaluation: raise host_budget"
+            )
+        return cls(total=total, evaluation=evaluation, transaction=transaction, piece=piece, block=block)
+
+    @property
+    def region(self) -> int:
+        """Bytes of a region of host memory: whole pages of a block."""
+        return paged(self.block)
+
+    @property
+    def rows(self) -> int:
+        """Bytes left for dumps, staging and cached rows."""
+        return self.total - self.evaluation - self.transaction
+
+
+def paged(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _clamp(value: int, low: int, high: int) -> int:
+    return max(low, min(value, high))

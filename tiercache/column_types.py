@@ -1,0 +1,126 @@
+"""Which types of columns each part of a schema can use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+from pyarrow import types
+
+from tiercache.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from tiercache.schema import Schema
+
+__all__ = ["ColumnUse", "check_columns", "column_uses", "csv_types", "kind_of"]
+
+Use = Literal["number", "integer", "string", "part", "cut"]
+_WANTED = {
+    "number": "numbers",
+    "integer": "integers",
+    "string": "strings",
+    "part": "integers or strings",
+    "cut": "numbers, strings, dates or times",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnUse:
+    """One use of a column: by whom, as what, and whether its values are lists."""
+
+    column: str
+    who: str
+    use: Use
+    is_list: bool = False
+
+
+def column_uses(schema: Schema, cut_column: str | None) -> tuple[ColumnUse, ...]:
+    """Return every use that the schema, and the column where passes are cut, make of columns."""
+    uses = []
+    if schema.label is not None:
+        uses.append(ColumnUse(schema.label, "the label", "number"))
+    uses += [ColumnUse(d.column, "a dense feature", "number") for d in schema.dense]
+    for f in schema.features:
+        use: Use = "part" if f.key == "cross" else "string" if f.key == "string" else "integer"
+        uses += [ColumnUse(column, f"feature {f.name!r}", use, f.hotness != "one") for column in f.columns]
+        if f.weights is not None:
+            uses.append(ColumnUse(f.weights, f"the weights of feature {f.name!r}", "number", f.hotness != "one"))
+    if cut_column is not None:
+        uses.append(ColumnUse(cut_column, "the cut of passes", "cut"))
+    return tuple(uses)
+
+
+def check_columns(path: Path, found: Any, uses: Iterable[ColumnUse]) -> None:
+    """Raise SourceError unless an Arrow schema has every used column, once, with a type its uses can take."""
+    for use in uses:
+        places = found.get_all_field_indices(use.column)
+        if not places:
+            from tiercache.schema import nearest
+
+            close = nearest(use.column, set(found.names))
+            raise SourceError(f"{path} has no column {use.column!r}{close}, which {use.who} needs")
+        if len(places) > 1:
+            raise SourceError(f"{path} has {len(places)} columns {use.column!r}: name each column once")
+        kind = found.field(places[0]).type
+        if not _fits(kind, use):
+            wanted = f"lists of {_WANTED[use.use]}" if use.is_list else _WANTED[use.use]
+            raise SourceError(f"{path}, column {use.column!r}: it holds {kind}, but {use.who} needs {wanted}")
+
+
+def kind_of(column_type: Any) -> Literal["integer", "string", "null"] | None:
+    """Return what keys can be made of a type; None: none."""
+    if types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    if types.is_integer(column_type):
+        return "integer"
+    if types.is_null(column_type):
+        return "null"
+    is_text = types.is_string(column_type) or types.is_large_string(column_type)
+    is_bytes = types.is_binary(column_type) or types.is_large_binary(column_type)
+    return "string" if is_text or is_bytes else None
+
+
+def csv_types(names: Iterable[str], guessed: Any, uses: Iterable[ColumnUse], given: dict[str, str]) -> dict[str, Any]:
+    """Return the type to read each used column of a text file as.
+
+    Keys say what they are. Labels and numbers are float64, or bool where the first lines say so. Columns of crosses
+    are what another feature, the schema or the first lines say.
+    """
+    chosen: dict[str, Any] = {}
+    by_column: dict[str, set[str]] = {}
+    for use in uses:
+        by_column.setdefault(use.column, set()).add(use.use)
+    for column in (name for name in names if name in by_column):
+        wanted, guess = by_column[column], guessed.field(column).type
+        if "integer" in wanted:
+            chosen[column] = pa.int64()
+        elif "string" in wanted:
+            chosen[column] = pa.string()
+        elif "part" in wanted:
+            kind = given.get(column) or kind_of(guess) or "string"
+            chosen[column] = pa.int64() if kind == "integer" else pa.string()
+        elif "number" in wanted:
+            chosen[column] = pa.bool_() if types.is_boolean(guess) else pa.float64()
+        else:
+            chosen[column] = pa.string()
+    return chosen
+
+
+def _fits(kind: Any, use: ColumnUse) -> bool:
+    if types.is_null(kind):
+        return True
+    if use.is_list:
+        if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+            return False
+        kind = kind.value_type
+    if use.use == "number":
+        return bool(
+            types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
+        )
+    if use.use == "cut":
+        return not types.is_nested(kind)
+    return kind_of(kind) in ("integer", "string", "null") if use.use == "part" else kind_of(kind) in (use.use, "null")

@@ -1,0 +1,129 @@
+"""Dense state: what commits with the rows beside them, as tensors and plain values only."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Stateful(Protocol):
+    """Anything with a state_dict: modules, optimizers, schedulers, scalers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Take them back."""
+        ...
+
+
+class DenseState:
+    """Tracked objects and the random generators of torch (CPU), numpy and random.
+
+    Stored with ``torch.save`` and read with ``weights_only=True``: nothing pickled is executed on load.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+
+    def track(self, objects: dict[str, Any]) -> None:
+        """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise StateError(
+                    f"track({name}=...) got a {type(value).__name__}, which has no state_dict and load_state_dict: "
+                    "pass a module, an optimizer, a scheduler, or an object with these two methods"
+                )
+            state = value.state_dict()
+            _refuse_unstorable(state, name)
+            try:
+                _load(_save(state))
+            except Exception as error:
+                raise StateError(
+                    f"the state of track({name}=...) cannot be stored and read back safely ({error}): keep only "
+                    "tensors, numbers, strings, lists, tuples and dictionaries in its state_dict"
+                ) from error
+        self._objects.update(objects)
+
+    def capture(self) -> Callable[[], bytes]:
+        """Clone the state as it is now; the returned function serialises the clone, on any thread."""
+        version, numbers, gauss = random.getstate()
+        kind, words, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
+        state = {
+            "objects": {name: _clone(value.state_dict()) for name, value in self._objects.items()},
+            "torch": torch.get_rng_state().clone(),
+            "python": (version, tuple(numbers), gauss),
+            "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
+        }
+        return lambda: _save(state)
+
+    def restore(self, data: bytes) -> None:
+        """Put every tracked object and generator back. Raises StateError where the names differ."""
+        state = _load(data)
+        stored, tracked = set(state["objects"]), set(self._objects)
+        if stored != tracked:
+            raise StateError(
+                f"the last commit holds the state of {_names(stored)}, but track() was given {_names(tracked)}: "
+                "track the same objects under the same names"
+            )
+        for name, value in self._objects.items():
+            try:
+                value.load_state_dict(state["objects"][name])
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise StateError(
+                    f"the state that the last commit holds for {name!r} does not fit the {type(value).__name__} "
+                    f"given to track(): {error}"
+                ) from error
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        kind, words, place, has_gauss, cached = state["numpy"]
+        np.random.set_state((kind, words.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _save(state: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _clone(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_clone(item) for item in value)
+    return value
+
+
+def _refuse_unstorable(value: Any, path: str) -> None:
+    """Name the first value in a state that is neither a tensor nor plain."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_unstorable(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple, set)):
+        for place, item in enumerate(value):
+            _refuse_unstorable(item, f"{path}[{place}]")
+    elif not isinstance(value, (torch.Tensor, int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)):
+        raise StateError(
+            f"the state at {path} is a {type(value).__name__}, which a commit cannot store: keep only tensors, "
+            "numbers, strings, lists, tuples and dictionaries in a tracked state_dict"
+        )

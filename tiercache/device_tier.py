@@ -1,0 +1,127 @@
+"""The device tier: the rows of the visit being trained, one array per field, each row in its slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import BudgetError
+from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
+from tiercache.rows import GroupRows
+from tiercache.sizes import INDEX_BYTES, format_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tiercache.next_use import Uses
+    from tiercache.positions import Positions
+    from tiercache.store.table import Group
+    from tiercache.visit_plan import VisitPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the rows of one visit and group go."""
+
+    slots_K: NDArray[np.int32]
+    """The slot of each position."""
+    load_slots_K: NDArray[np.int32]
+    """The same slots in the order of loading: kept rows, then segment by segment, then generated rows."""
+    order_K: NDArray[np.int32]
+    """Positions in the order of loading."""
+
+
+class DeviceTier:
+    """Arrays within the device budget. Slots of kept rows never change while they are kept.
+
+    ``place`` runs on the reader thread ahead of time, everything else on the training thread.
+    """
+
+    def __init__(self, positions: Positions, budget: int) -> None:
+        """Plan the arrays: each group's largest pass. Raises BudgetError where they exceed ``budget``."""
+        self._positions = positions
+        groups = positions.groups
+        self.capacity_G = [
+            max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups))
+        ]
+        needs = [
+            rows * (group.row_bytes + INDEX_BYTES)
+            for rows, group in zip(self.capacity_G, groups, strict=True)
+        ]
+        self.num_bytes = sum(needs)
+        if self.num_bytes > budget:
+            raise BudgetError(
+                f"the passes need {format_bytes(self.num_bytes)} on the device ("
+                + ", ".join(
+                    f"{rows:,} rows of dim {group.fields[0].width}"
+                    for rows, group in zip(self.capacity_G, groups, strict=True)
+                )
+                + f") but device_budget is {format_bytes(budget)}: raise it, or extract again with "
+                f"--device-budget {format_bytes(budget)}"
+            )
+        for rows in self.capacity_G:
+            if rows >= 2**31:
+                raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
+        self.fields_G = [
+            tuple(np.zeros((rows, field.width), dtype=np.float32) for field in group.fields)
+            for rows, group in zip(self.capacity_G, groups, strict=True)
+        ]
+        self._spare_G: list[NDArray[np.int32]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows: every slot is spare."""
+        self._spare_G = []
+        for rows in self.capacity_G:
+            spare = np.arange(rows, -1, -1, dtype=np.int32)
+            spare[:rows] -= 1  # slot 0 is on top
+            spare[-1] = rows
+            self._spare_G.append(spare)
+
+    def place(self, plan: VisitPlan, uses: Uses, before: list[Placement] | None, before_uses: Uses | None,
+              before_pass: int | None) -> list[Placement]:  # fmt: skip
+        """Find the slots of the next visit's rows from those of the visit before, or from nothing."""
+        placements = []
+        for g in range(len(self.fields_G)):
+            span = self._positions.span(plan.pass_index, g)
+            prev_gap = uses.prev_gap[plan.pass_index][span]
+            rows = span.stop - span.start
+            slots = np.empty(rows, dtype=np.int32)
+            order = np.empty(rows, dtype=np.int32)
+            if before is None or before_uses is None or before_pass is None:
+                nothing = np.empty(0, dtype=np.int32)
+                kept = assign_slots(nothing, nothing, np.zeros(rows, dtype=np.int32), self._spare_G[g], slots)
+            else:
+                old = before_uses.next_gap[before_pass][self._positions.span(before_pass, g)]
+                kept = assign_slots(before[g].slots_K, old, prev_gap, self._spare_G[g], slots)
+            assert kept == plan.kept_G[g], f"visit {plan.visit} keeps {kept} rows, planned {plan.kept_G[g]}"
+            if plan.within:
+                order[:] = np.arange(rows, dtype=np.int32)
+            else:
+                limit = min(plan.visit + 1, uses.longest)
+                stable_order_by_gap(prev_gap, limit, order)
+            load_slots = np.empty(rows, dtype=np.int32)
+            take(slots, order, load_slots)
+            placements.append(Placement(slots, load_slots, order))
+        return placements
+
+    def dump_order(self, uses: Uses, pass_index: int, group: int) -> NDArray[np.int32]:
+        """Return the positions of a group in dump order: by next use, kept rows first."""
+        gaps = uses.next_gap[pass_index][self._positions.span(pass_index, group)]
+        order = np.empty(gaps.size, dtype=np.int32)
+        stable_order_by_gap(gaps, uses.longest, order)
+        return order
+
+    def rows_of(self, pass_index: int, placements: list[Placement]) -> list[GroupRows]:
+        """Return what a lookup sees."""
+        return [
+            GroupRows.of(group, self.fields_G[g], placements[g].slots_K, self._positions.table_starts(pass_index, g))
+            for g, group in enumerate(self._positions.groups)
+        ]
+
+
+def initial_values(group: Group) -> tuple[float, ...]:
+    """Return the value that each optimizer state of a new row begins with."""
+    return tuple(field.initial for field in group.fields[1:])

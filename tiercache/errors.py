@@ -1,0 +1,73 @@
+"""What can go wrong outside the store, each a sentence that says what was seen, what is allowed and what to do.
+
+TierCacheError
+ ├─ SchemaError      the description of the data is wrong: unknown key, unknown table, a name used twice
+ ├─ SourceError      the data is wrong: names file, row and column
+ ├─ ExtractionError  an extraction cannot start or go on: other options, changed inputs, someone else at work
+ ├─ PassSetError     a pass set is missing, damaged, or of another schema
+ ├─ BudgetError      something does not fit into the memory that it was given
+ └─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
+
+All but TierCacheError itself are ValueErrors too. StoreError and its tree come from `tiercache.store.errors`.
+"""
+
+from tiercache.store.errors import (
+    CorruptBlockError,
+    CorruptStoreError,
+    FormatVersionError,
+    NotAStoreError,
+    StoreClosedError,
+    StoreError,
+    StoreFullError,
+    StoreInUseError,
+    StoreMissingError,
+    TableMismatchError,
+)
+
+__all__ = [
+    "BudgetError",
+    "CorruptBlockError",
+    "CorruptStoreError",
+    "ExtractionError",
+    "FormatVersionError",
+    "NotAStoreError",
+    "PassSetError",
+    "SchemaError",
+    "SourceError",
+    "StateError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFullError",
+    "StoreInUseError",
+    "StoreMissingError",
+    "TableMismatchError",
+    "TierCacheError",
+]
+
+
+class TierCacheError(Exception):
+    """Every error that tiercache raises for something a user can change, outside the store."""
+
+
+class SchemaError(TierCacheError, ValueError):
+    """A schema is wrong: names the key, feature or table."""
+
+
+class SourceError(TierCacheError, ValueError):
+    """Input data is wrong: names the file, and the row (0-based in that file) and column where there is one."""
+
+
+class ExtractionError(TierCacheError, ValueError):
+    """An extraction cannot start or go on as asked."""
+
+
+class PassSetError(TierCacheError, ValueError):
+    """A pass set is missing, unfinished, damaged, or of another schema."""
+
+
+class BudgetError(TierCacheError, ValueError):
+    """Something does not fit into a budget: names the numbers and what to raise."""
+
+
+class StateError(TierCacheError, ValueError):
+    """State cannot be stored or restored: names the object and its place."""

@@ -1,0 +1,69 @@
+"""Samples as training sees them: arrays of labels, dense features and local ids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+__all__ = ["FeatureIds", "SampleBuffers", "Samples"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureIds:
+    """The local ids of one feature: E in all, those of one sample side by side."""
+
+    ids: NDArray[np.int32]
+    """(E,) positions in the key set of the feature's table."""
+    offsets: NDArray[np.int64] | None
+    """(n + 1,) where each sample's ids begin; None: one id per sample, so E = n."""
+    weights: NDArray[np.float32] | None
+    """(E,) one per id; None: all 1."""
+
+    @property
+    def num_ids(self) -> int:
+        """E."""
+        return int(self.ids.size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """n samples. Arrays may be views of one another and of the buffers that they were read into."""
+
+    label: NDArray[np.float32] | None
+    """(n,); None where the schema has no label."""
+    dense: NDArray[np.float32]
+    """(n, D), D may be 0."""
+    singles: NDArray[np.int32]
+    """(S, n), contiguous: the features with one id, in the order of ``SampleLayout.singles``, so that those of one
+    group of tables are neighbors. ``ids`` has its rows."""
+    ids: dict[str, FeatureIds]
+    """Every feature's ids, by its name."""
+
+    @property
+    def num_samples(self) -> int:
+        """n."""
+        return int(self.dense.shape[0])
+
+
+class SampleBuffers:
+    """Memory that reads fill again and again, so that a batch costs no fresh pages.
+
+    What was read into it is valid until the next read into it. Not for use by two threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, NDArray[Any]] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an uninitialized C-contiguous array; the last one of this name loses its content."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.size < size or flat.dtype != dtype:
+            flat = self._flat[name] = np.empty(size + (size >> 3), dtype)
+        return flat[:size].reshape(shape)

@@ -1,0 +1,60 @@
+"""The schedule: which pass is trained at which visit, forever."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.store.hashing import mix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The endless cycle of visits over the passes of one pass set.
+
+    Visit ``e * num_passes + i`` trains the pass at place ``i`` of epoch ``e``'s order. How many epochs are
+    trained is no part of it: training further finds its segments in the right order.
+    """
+
+    num_passes: int
+    """Passes in the pass set; at least 1."""
+    pass_set_digest: str
+    """What the passes hold (``PassSet.digest``)."""
+    order_seed: int | None = None
+    """None: every epoch goes through the passes in their own order. A number: each epoch has a seeded order."""
+
+    def __post_init__(self) -> None:
+        if self.num_passes < 1:
+            raise ValueError(f"a schedule needs at least 1 pass, not {self.num_passes}: extract some data first")
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digest of pass set and order; neither epochs nor budgets change it."""
+        record = {"pass_set": self.pass_set_digest, "order_seed": self.order_seed, "version": 1}
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether every epoch has the same order, so that uses found for one hold for all."""
+        return self.order_seed is None
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the pass index at each place of ``epoch`` (negative epochs too: the past that never was)."""
+        if self.order_seed is None:
+            return np.arange(self.num_passes, dtype=np.int64)
+        seed = np.uint64(self.order_seed & 0xFFFF_FFFF_FFFF_FFFF)
+        passes = np.arange(self.num_passes, dtype=np.uint64)
+        salt = mix(np.array([seed], dtype=np.uint64) ^ np.uint64(epoch & 0xFFFF_FFFF_FFFF_FFFF))
+        return np.argsort(mix(mix(passes) ^ salt), kind="stable").astype(np.int64)
+
+    def epoch_of(self, visit: int) -> int:
+        """Return the epoch that ``visit`` belongs to."""
+        return visit // self.num_passes
+
+    def pass_of(self, visit: int) -> int:
+        """Return the index of the pass that ``visit`` trains."""
+        return int(self.order(self.epoch_of(visit))[visit % self.num_passes])
