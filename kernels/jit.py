@@ -3,8 +3,10 @@
 `serial` kernels may run on any thread. `parallel` kernels run on the training thread only: one of them at a time.
 """
 
+import functools
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,16 @@ KERNELS: list[Any] = []
 """Every compiled entry point, in the order of definition."""
 
 
-def _source_stamp() -> bytes:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.digest()
-
-
-_STAMP = _source_stamp()
+@functools.cache
+def _source_stamp(module: str) -> bytes:
+    """Return a digest of a kernel module and of all kernel modules that it imports."""
+    seen, waiting = {}, [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen[name] = Path(__file__).with_name(f"{name}.py").read_bytes()
+            waiting += re.findall(r"^from tiercache\.kernels\.(\w+) import", seen[name].decode(), re.MULTILINE)
+    return hashlib.sha256(b"".join(seen[name] for name in sorted(seen))).digest()
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Any:
@@ -37,8 +41,8 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     try:
         kernel = numba.njit(cache=True, **options)(function)
         # numba compares the stamp of the caller's file only, so an edited callee in another file would stay stale.
-        kernel._cache._cache_file._source_stamp = _STAMP
-    except RuntimeError:  # neither the package's folder nor the user's cache folder can be written
+        kernel._cache._cache_file._source_stamp = _source_stamp(function.__module__.rpartition(".")[2])
+    except (RuntimeError, OSError):  # neither the package's folder nor the user's cache folder can be written
         kernel = numba.njit(**options)(function)
     KERNELS.append(kernel)
     return kernel
@@ -56,7 +60,15 @@ def parallel(function: Callable[..., Any]) -> Any:
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Compile a piece that is merged into its callers, so that constant arguments become constants."""
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, _nrt=False)(function)
+
+
+def worker(function: Callable[..., Any]) -> Any:
+    """Compile the body of a parallel kernel's loop: a function of its own, without counting references to its arrays.
+
+    Reference counts are shared by all threads; counted in an inner loop they cost more than the loop.
+    """
+    return numba.njit(nogil=True, error_model="numpy", _nrt=False)(function)
 
 
 def threads() -> int:

@@ -13,7 +13,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
-__all__ = ["WIDTH", "atomic_next", "fence", "load", "prefetch", "splat", "sqrt", "store", "stream", "total"]
+from tiercache.kernels.jit import inlined
+
+__all__ = ["WIDTH", "ask", "atomic_next", "fence", "load", "prefetch", "splat", "sqrt", "store", "stream", "total"]
 
 WIDTH = 16
 
@@ -183,6 +185,21 @@ def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp), emit
+
+
+@inlined
+def ask(array, offset, count):  # type: ignore[no-untyped-def]
+    """Ask for the first four cache lines of `count` elements; the processor's own prefetcher follows a longer row.
+
+    Straight-line on purpose: LLVM unrolls a loop of prefetches without end.
+    """
+    prefetch(array, offset)
+    if count > 16:
+        prefetch(array, offset + 16)
+    if count > 32:
+        prefetch(array, offset + 32)
+    if count > 48:
+        prefetch(array, offset + 48)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -1,91 +1,242 @@
-"""Lookup: gather rows by slot and pool them, for all features of one group in one call.
+"""Lookup with pooling: bags of any number of ids, with weights, and the gradient of the weights.
 
-Legend: S slots, L local positions (the pass's keys of the group), F features, N samples, E entries (ids), D dim, T width of
-the output row. Features are feature-major: entries of feature 0 for all samples, then feature 1. A feature's table starts
-at `bases[f]` among the L positions; `cols[f]` is its first column in the output.
-Ids are not checked here: call `check_ids` first, for an id outside its table would read another row.
+Legend and promises as in `gathering`, which holds the lookups of exactly one id.
 """
-
-from typing import Any
 
 import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect, same_length
-from tiercache.kernels.jit import inlined, parallel, serial, threads
-from tiercache.kernels.lanes import atomic_next, fence, load, prefetch, splat, store, stream, total
+from tiercache.kernels.gathering import (
+    AHEAD,
+    BLOCK,
+    check_ids,
+    expect_columns,
+    gather,
+    map_entries,
+    map_slots,
+    num_parts,
+    pool_one,
+    streams,
+)
+from tiercache.kernels.jit import inlined, parallel, serial, worker
+from tiercache.kernels.lanes import ask, atomic_next, fence, load, splat, store, stream, total
 
 __all__ = ["MAX", "MEAN", "SUM", "check_ids", "gather", "map_slots", "pool_bags", "pool_one", "weight_gradient"]
 
 SUM, MEAN, MAX = range(3)
 
-_BLOCK = 64  # samples of a task: 26 features of 64 floats are 416 KiB, which stays in a second-level cache
-_AHEAD = 8  # entries between asking for a row and using it
-_STREAM_BYTES = 1 << 22  # outputs this large would only push rows out of the caches
+_NO_ARGMAX = np.empty((0, 0), np.int32)
 
 
 @inlined
-def _ask_row(vectors, slot, dim):  # type: ignore[no-untyped-def]
-    start = np.int64(slot) * dim
+def _sum_bag(vectors, slots, first, last, weights, mean, out, at, dim, streaming):  # type: ignore[no-untyped-def]
     for d in range(0, dim, 16):
-        prefetch(vectors, start + d)
-    prefetch(vectors, start + dim - 1)
+        a = splat(np.float32(0))
+        for e in range(first, last):
+            row = load(vectors, np.int64(slots[e]) * dim + d, dim - d)
+            a = a + (row * splat(weights[e]) if weights.size else row)
+        if mean and last > first + 1:
+            a = a / splat(np.float32(last - first))
+        if streaming:
+            stream(out, at + d, a)
+        else:
+            store(out, at + d, a, dim - d)
 
 
 @inlined
-def _copy_row(vectors, slot, out, at, dim, streaming):  # type: ignore[no-untyped-def]
-    start = np.int64(slot) * dim
-    if streaming:
-        for d in range(0, dim, 16):
-            stream(out, at + d, load(vectors, start + d, 16))
-    else:
-        whole = dim - dim % 16
-        for d in range(0, whole, 16):
-            store(out, at + d, load(vectors, start + d, 16), 16)
-        if whole < dim:
-            store(out, at + whole, load(vectors, start + whole, dim - whole), dim - whole)
+def _max_bag(vectors, slots, first, last, out, argmax, n, col, dim):  # type: ignore[no-untyped-def]
+    for d in range(dim):
+        largest, which = np.float32(0), np.int32(-1)
+        for e in range(first, last):
+            value = vectors[slots[e], d]
+            if which < 0 or value > largest:
+                largest, which = value, np.int32(e)
+        out[n, col + d], argmax[n, col + d] = largest, which
 
 
 @inlined
-def _pool_one_block(vectors, slot_of_local, ids, bases, cols, out, slots, first, last, num_samples, dim, streaming):  # type: ignore[no-untyped-def]
-    for f in range(bases.size):
-        base, col, start = bases[f], cols[f], f * num_samples
-        for e in range(start + first, start + last):
-            slots[e] = slot_of_local[base + ids[e]]
-        for e in range(start + first, min(start + first + _AHEAD, start + last)):
-            _ask_row(vectors, slots[e], dim)
-        for n in range(first, last):
-            if n + _AHEAD < last:
-                _ask_row(vectors, slots[start + n + _AHEAD], dim)
-            _copy_row(vectors, slots[start + n], out, n * out.shape[1] + col, dim, streaming)
+def _describe(first, last, place, weights, mode, entry_offset, entry_scale):  # type: ignore[no-untyped-def]
+    for e in range(first, last):
+        entry_offset[e] = ~place if mode == MAX else place
+        if entry_scale.size:
+            scale = weights[e] if weights.size and mode != MAX else np.float32(1)
+            entry_scale[e] = scale / np.float32(last - first) if mode == MEAN else scale
+
+
+@worker
+def _pool_bags_blocks(  # type: ignore[no-untyped-def]
+    vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset, entry_scale,
+    streaming, counter,
+):  # fmt: skip
+    num_samples, width = out.shape
+    dim = vectors.shape[1]
+    block = atomic_next(counter)
+    while block * BLOCK < num_samples:
+        first, last = block * BLOCK, min(block * BLOCK + BLOCK, num_samples)
+        for f in range(bases.size):
+            mode, bag = modes[f], f * num_samples
+            end = offsets[bag + last]
+            map_entries(ids, offsets[bag + first], end, bases[f], slot_of_local, slots)
+            asked = offsets[bag + first]
+            for n in range(first, last):
+                begin, stop, at = offsets[bag + n], offsets[bag + n + 1], n * width + cols[f]
+                while asked < min(stop + AHEAD, end):
+                    ask(vectors, np.int64(slots[asked]) * dim, dim)
+                    asked += 1
+                _describe(begin, stop, at, weights, mode, entry_offset, entry_scale)
+                if mode == MAX:
+                    _max_bag(vectors, slots, begin, stop, out, argmax, n, cols[f], dim)
+                else:
+                    _sum_bag(vectors, slots, begin, stop, weights, mode == MEAN, out, at, dim, streaming)
+        block = atomic_next(counter)
+    fence()
 
 
 @parallel
-def _pool_one(vectors, slot_of_local, ids, bases, cols, num_samples, out, slots, streaming, counter, parts):  # type: ignore[no-untyped-def]
-    dim = vectors.shape[1]
+def _pool_bags(  # type: ignore[no-untyped-def]
+    vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset, entry_scale,
+    streaming, counter, parts,
+):  # fmt: skip
     for _ in prange(parts):
+        _pool_bags_blocks(
+            vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset,
+            entry_scale, streaming, counter,
+        )  # fmt: skip
+
+
+@worker
+def _weight_gradient_blocks(vectors, slots, offsets, modes, cols, gradient, out, counter):  # type: ignore[no-untyped-def]
+    num_samples, width = gradient.shape
+    dim = vectors.shape[1]
+    block = atomic_next(counter)
+    while block * BLOCK < num_samples:
+        for f in range(cols.size):
+            for n in range(block * BLOCK, min(block * BLOCK + BLOCK, num_samples)):
+                begin, stop, at = offsets[f * num_samples + n], offsets[f * num_samples + n + 1], n * width + cols[f]
+                for e in range(begin, stop):
+                    row, a = np.int64(slots[e]) * dim, splat(np.float32(0))
+                    for d in range(0, dim, 16):
+                        a = a + load(vectors, row + d, dim - d) * load(gradient, at + d, dim - d)
+                    products = total(a)
+                    out[e] = products / np.float32(stop - begin) if modes[f] == MEAN else products
         block = atomic_next(counter)
-        while block * _BLOCK < num_samples:
-            first, last = block * _BLOCK, min(block * _BLOCK + _BLOCK, num_samples)
-            if dim == 64:
-                _pool_one_block(vectors, slot_of_local, ids, bases, cols, out, slots, first, last, num_samples, 64, streaming)
-            else:
-                _pool_one_block(vectors, slot_of_local, ids, bases, cols, out, slots, first, last, num_samples, dim, streaming)
-            block = atomic_next(counter)
-        fence()
 
 
-def _streams(out: NDArray[np.float32], dim: int, cols: NDArray[np.int64]) -> bool:
-    return (
-        out.nbytes >= _STREAM_BYTES
-        and dim % 16 == 0
-        and out.shape[1] % 16 == 0
-        and out.ctypes.data % 64 == 0
-        and not np.any(cols % 16)
+@parallel
+def _weight_gradient(vectors, slots, offsets, modes, cols, gradient, out, counter, parts):  # type: ignore[no-untyped-def]
+    for _ in prange(parts):
+        _weight_gradient_blocks(vectors, slots, offsets, modes, cols, gradient, out, counter)
+
+
+@serial
+def _decreases(offsets):  # type: ignore[no-untyped-def]
+    found = False
+    for i in range(offsets.size - 1):
+        found |= offsets[i] > offsets[i + 1]
+    return found
+
+
+def pool_bags(
+    vectors: NDArray[np.float32],
+    slot_of_local: NDArray[np.int32],
+    ids: NDArray[np.int32],
+    bases: NDArray[np.int64],
+    entry_starts: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    modes: NDArray[np.int8],
+    cols: NDArray[np.int64],
+    out: NDArray[np.float32],
+    slots: NDArray[np.int32],
+    argmax: NDArray[np.int32],
+    entry_offset: NDArray[np.int64],
+    entry_scale: NDArray[np.float32],
+) -> None:
+    """Write each bag's pooled row to its feature's columns of `out` (N, T): zeros for an empty bag.
+
+    Bag f * N + n has entries `offsets[f * N + n]` to `offsets[f * N + n + 1]`; offsets (F * N + 1,), modes (F,): SUM, MEAN
+    (of the ids, after weights) or MAX (the first of equals; takes no weights). weights (E,), or empty: 1.
+    Written for the step: slots (E,); argmax (N, T), the entry of each max-pooled element, -1 in an empty bag (may be
+    empty where no feature is MAX); entry_offset (E,) and entry_scale (E,) (may be empty: then all are 1) as
+    `bag_gradients` takes them. Sums go over the entries in order.
+    """
+    vectors, out = expect("vectors", vectors, np.float32, 2), expect("out", out, np.float32, 2, written=True)
+    cols, offsets = expect_columns(cols, vectors.shape[1], out.shape[1]), expect("offsets", offsets, np.int64)
+    modes = expect("modes", modes, np.int8)
+    num_features, num_samples = same_length(bases=bases, cols=cols, modes=modes), out.shape[0]
+    if offsets.size != num_features * num_samples + 1 or offsets[0] != 0 or offsets[-1] != ids.size:
+        raise ValueError(
+            f"offsets of {num_features} features and {num_samples} samples must have {num_features * num_samples + 1} "
+            f"elements from 0 to {ids.size}, but have {offsets.size}."
+        )
+    if _decreases(offsets):
+        raise ValueError("offsets must not decrease.")
+    if not np.array_equal(entry_starts, offsets[np.arange(num_features + 1) * num_samples]):
+        raise ValueError("entry_starts must be where each feature's first bag begins, and the number of entries.")
+    for name, array, sizes in (
+        ("slots", slots, (ids.size,)),
+        ("entry_offset", entry_offset, (ids.size,)),
+        ("weights", weights, (0, ids.size)),
+        ("entry_scale", entry_scale, (0, ids.size)),
+    ):
+        if array.size not in sizes:
+            raise ValueError(f"{name} has {array.size} elements for {ids.size} ids.")
+    has_max = bool(np.any(modes == MAX))
+    if (has_max and argmax.shape != out.shape) or (
+        ids.size and not entry_scale.size and (weights.size or np.any(modes == MEAN))
+    ):
+        raise ValueError("max pooling needs argmax like out; weights and means need an entry_scale for each id.")
+    _pool_bags(
+        vectors,
+        expect("slot_of_local", slot_of_local, np.int32),
+        expect("ids", ids, np.int32),
+        expect("bases", bases, np.int64),
+        offsets,
+        expect("weights", weights, np.float32),
+        modes,
+        cols,
+        out,
+        expect("slots", slots, np.int32, written=True),
+        expect("argmax", argmax, np.int32, 2, written=True) if has_max else _NO_ARGMAX,
+        expect("entry_offset", entry_offset, np.int64, written=True),
+        expect("entry_scale", entry_scale, np.float32, written=True),
+        not has_max and streams(out, vectors.shape[1], cols),
+        np.zeros(1, np.int64),
+        num_parts(num_samples),
     )
 
 
-def pool_one(vectors,slot_of_local,ids,bases,cols,num_samples,out,slots):
-    dim=vectors.shape[1]
-    _pool_one(vectors, slot_of_local, ids, bases, cols, num_samples, out, slots, _streams(out, dim, cols), np.zeros(1, np.int64), threads())
+def weight_gradient(
+    vectors: NDArray[np.float32],
+    slots: NDArray[np.int32],
+    entry_starts: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    modes: NDArray[np.int8],
+    cols: NDArray[np.int64],
+    gradient: NDArray[np.float32],
+    out: NDArray[np.float32],
+) -> None:
+    """Write the gradient of each entry's weight to `out` (E,): row times gradient, over the ids of the bag for MEAN.
+
+    Call it before the step: `vectors` (S, D) must be as they were in the lookup. gradient (N, T); the rest as in
+    `pool_bags`. Not for MAX features, which take no weights: what is written for them means nothing.
+    """
+    vectors, gradient = expect("vectors", vectors, np.float32, 2), expect("gradient", gradient, np.float32, 2)
+    cols, offsets = expect_columns(cols, vectors.shape[1], gradient.shape[1]), expect("offsets", offsets, np.int64)
+    same_length(modes=modes, cols=cols)
+    same_length(slots=slots, out=out)
+    if offsets.size != cols.size * gradient.shape[0] + 1 or offsets[-1] != slots.size or entry_starts[-1] != slots.size:
+        raise ValueError(f"offsets do not fit {cols.size} features, {gradient.shape[0]} samples and {slots.size} entries.")
+    _weight_gradient(
+        vectors,
+        expect("slots", slots, np.int32),
+        offsets,
+        expect("modes", modes, np.int8),
+        cols,
+        gradient,
+        expect("out", out, np.float32, written=True),
+        np.zeros(1, np.int64),
+        num_parts(gradient.shape[0]),
+    )

@@ -6,8 +6,6 @@ All kernels are serial and run without the GIL, so that any thread may call them
 Legend: n samples asked for, C batches, W words of a sample, S features with one id, E ids.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +13,6 @@ from tiercache.kernels.arrays import expect, same_length
 from tiercache.kernels.jit import serial
 
 __all__ = [
-    "count_ids",
     "gather_columns",
     "gather_lists",
     "gather_offsets",
@@ -78,12 +75,6 @@ def _permute_columns(ids, positions, bases):  # type: ignore[no-untyped-def]
     for n in range(ids.shape[0]):
         for s in range(ids.shape[1]):
             ids[n, s] = positions[bases[s] + ids[n, s]]
-
-
-@serial
-def _count_ids(ids, counts):  # type: ignore[no-untyped-def]
-    for e in range(ids.size):
-        counts[ids[e]] += 1
 
 
 def gather_rows(
@@ -179,8 +170,3 @@ def permute_columns(
         expect("positions", positions, np.int32),
         expect("bases", bases, np.int64),
     )
-
-
-def count_ids(ids: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
-    """Add 1 to `counts[id]` for each of the ids."""
-    _count_ids(expect("ids", ids, np.int32), expect("counts", counts, np.int64, written=True))

@@ -4,24 +4,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
+from tiercache.kernels.bits import mix_word
 from tiercache.kernels.jit import serial
 
 __all__ = ["assign_slots", "count_gaps", "permutation", "stable_order_by_gap", "take"]
+
 
 @serial
 def _stable_order_by_gap(gap_K, limit, counts, order_K):  # type: ignore[no-untyped-def]
     counts[:] = 0
     for i in range(gap_K.size):
         g = gap_K[i]
-        if g > limit:
-            g = limit
+        g = min(g, limit)
         counts[g + 1] += 1
     for g in range(1, counts.size):
         counts[g] += counts[g - 1]
     for i in range(gap_K.size):
         g = gap_K[i]
-        if g > limit:
-            g = limit
+        g = min(g, limit)
         order_K[counts[g]] = i
         counts[g] += 1
     for g in range(counts.size - 1, 0, -1):
@@ -77,29 +77,23 @@ def _permutation(seed, out_N):  # type: ignore[no-untyped-def]
     state = np.uint64(seed)
     for i in range(out_N.size - 1, 0, -1):
         state += np.uint64(0x9E3779B97F4A7C15)
-        z = state
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
+        z = mix_word(state)
         bound = np.uint64(i + 1)
-        if bound < np.uint64(0x100000000):
-            j = ((z >> np.uint64(32)) * bound) >> np.uint64(32)
-        else:
-            j = z % bound
+        j = (z >> np.uint64(32)) * bound >> np.uint64(32) if bound < np.uint64(4294967296) else z % bound
         held = out_N[i]
         out_N[i] = out_N[np.int64(j)]
         out_N[np.int64(j)] = held
 
 
-def stable_order_by_gap(
-    gap_K: NDArray[np.int32], limit: int, order_K: NDArray[np.int32]
-) -> NDArray[np.int64]:
+def stable_order_by_gap(gap_K: NDArray[np.int32], limit: int, order_K: NDArray[np.int32]) -> NDArray[np.int64]:
     """Write to `order_K` the positions sorted by `min(gap, limit)`, equal gaps in position order: a counting sort.
 
     Returns int64 (limit + 2,): at [g] the first place of gap g, at [limit + 1] the number of positions.
     """
     starts = np.empty(limit + 2, np.int64)
-    _stable_order_by_gap(expect("gap_K", gap_K, np.int32), limit, starts, expect("order_K", order_K, np.int32, written=True))
+    _stable_order_by_gap(
+        expect("gap_K", gap_K, np.int32), limit, starts, expect("order_K", order_K, np.int32, written=True)
+    )
     return starts
 
 
@@ -131,7 +125,9 @@ def assign_slots(
 def take(values: NDArray[np.int32], places: NDArray[np.int32], out: NDArray[np.int32]) -> None:
     """Write `values[places[i]]` to `out[i]`."""
     _take(
-        expect("values", values, np.int32), expect("places", places, np.int32), expect("out", out, np.int32, written=True)
+        expect("values", values, np.int32),
+        expect("places", places, np.int32),
+        expect("out", out, np.int32, written=True),
     )
 
 

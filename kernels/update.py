@@ -6,6 +6,7 @@ The sum of a row with more than 8192 entries is the sum, in order, of the sums o
 threads can share a hot row, and the bits depend on the batch alone, never on slots or threads.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -13,16 +14,29 @@ from numba import prange
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, expect
-from tiercache.kernels.jit import inlined, parallel, threads
-from tiercache.kernels.lanes import atomic_next, load, prefetch, splat, sqrt, store, total
+from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
+from tiercache.kernels.lanes import ask, atomic_next, load, splat, sqrt, store, total
 
-__all__ = ["Gradients", "UpdateBuffers", "update_adagrad", "update_adam", "update_rowwise_adagrad", "update_sgd"]
+__all__ = [
+    "Gradients",
+    "UpdateBuffers",
+    "bag_gradients",
+    "one_id_gradients",
+    "update_adagrad",
+    "update_adam",
+    "update_rowwise_adagrad",
+    "update_sgd",
+]
 
 _SGD, _ADAGRAD, _ROWWISE, _ADAM = range(4)
 _STRETCH = 4096  # part of the definition of the bits
 _TASK = 1024  # entries a thread takes at a time
 _AHEAD = 8  # entries between asking for memory and using it
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+def _padded(dim: int) -> int:
+    return (dim + 15) // 16 * 16
 
 
 @inlined
@@ -45,25 +59,18 @@ def _start(entry, source):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _ask(array, start, count):  # type: ignore[no-untyped-def]
-    for d in range(0, count, 16):
-        prefetch(array, start + d)
-    prefetch(array, start + count - 1)
-
-
-@inlined
 def _ask_entry(pairs, i, source, rows, dim):  # type: ignore[no-untyped-def]
     """Ask for the gradient of the entry at `i` and, where a row begins there, for the row."""
     if i < pairs.size:
         begin = _start(_entry(pairs, i), source)
-        _ask(source.flat, begin if begin >= 0 else ~begin, dim)
+        ask(source.flat, begin if begin >= 0 else ~begin, dim)
         if not _same_row(pairs, i, i - 1):
             slot = np.int64(pairs[i] >> _HALF)
-            _ask(rows.vectors, slot * dim, dim)
+            ask(rows.vectors, slot * dim, dim)
             if rows.first.shape[1]:
-                _ask(rows.first, slot * rows.first.shape[1], rows.first.shape[1])
+                ask(rows.first, slot * rows.first.shape[1], rows.first.shape[1])
             if rows.second.shape[1]:
-                _ask(rows.second, slot * dim, dim)
+                ask(rows.second, slot * dim, dim)
 
 
 @inlined
@@ -115,14 +122,6 @@ def _sum_mixed(pairs, start, stop, source, dim, sums, at):  # type: ignore[no-un
 
 
 @inlined
-def _sum_run(pairs, start, stop, source, rows, dim, sums, at):  # type: ignore[no-untyped-def]
-    if source.argmax.size:
-        _sum_mixed(pairs, start, stop, source, dim, sums, at)
-    else:
-        _sum_entries(pairs, start, stop, source, rows, dim, sums, at)
-
-
-@inlined
 def _apply(rule, rows, slot, dim, sums, at):  # type: ignore[no-untyped-def]
     """Change the row in `slot` by the gradient in sums[at:at + dim]."""
     row = slot * dim
@@ -168,6 +167,88 @@ def _bound(pairs, slot, low, high):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _stretch_bounds(stretch, long, num_long):  # type: ignore[no-untyped-def]
+    k = num_long - 1
+    while long[k, 2] > stretch:
+        k -= 1
+    start = long[k, 0] + (stretch - long[k, 2]) * _STRETCH
+    return start, min(start + _STRETCH, long[k, 1])
+
+
+@inlined
+def _add_stretches(start, stop, long, dim, padded, sums, at):  # type: ignore[no-untyped-def]
+    k = 0
+    while long[k, 0] != start:
+        k += 1
+    for d in range(0, dim, 16):
+        a = splat(np.float32(0))
+        for stretch in range(long[k, 2], long[k, 2] + (stop - start + _STRETCH - 1) // _STRETCH):
+            a = a + load(sums, stretch * padded + d, 16)
+        store(sums, at + d, a, 16)
+
+
+@inlined
+def _first_run(pairs, low, high):  # type: ignore[no-untyped-def]
+    """Return where the first run that begins in [low, high) begins, or `high`."""
+    while 0 < low < high and _same_row(pairs, low, low - 1):
+        low += 1
+    return low
+
+
+@inlined
+def _run_end(pairs, start):  # type: ignore[no-untyped-def]
+    stop = start + 1
+    while stop < pairs.size and _same_row(pairs, start, stop):
+        stop += 1
+    return stop
+
+
+@worker
+def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches, sums, counter):  # type: ignore[no-untyped-def]
+    """Take tasks until none is left: stretches of long runs, or (`whole`) all rows that begin among 1024 entries.
+
+    One loop does both, so that its large body is compiled once.
+    """
+    dim = rows.vectors.shape[1]
+    padded = (dim + 15) // 16 * 16
+    size = pairs.size
+    num_tasks = (size + _TASK - 1) // _TASK if whole else num_stretches
+    task = atomic_next(counter)
+    while task < num_tasks:
+        if whole:
+            at = (num_stretches + part) * padded
+            high = min(task * _TASK + _TASK, size)
+            start = _first_run(pairs, task * _TASK, high)
+            stop = _run_end(pairs, start) if start < high else start
+        else:
+            at = task * padded
+            start, stop = _stretch_bounds(task, long, num_long)
+            high = stop
+        while start < high:
+            if whole and stop - start > 2 * _STRETCH:
+                _add_stretches(start, stop, long, dim, padded, sums, at)
+            elif source.argmax.size:
+                _sum_mixed(pairs, start, stop, source, dim, sums, at)
+            else:
+                _sum_entries(pairs, start, stop, source, rows, dim, sums, at)
+            if whole:
+                _apply(rule, rows, np.int64(pairs[start] >> _HALF), dim, sums, at)
+            start = stop
+            if start < high:
+                stop = _run_end(pairs, start)
+        task = atomic_next(counter)
+
+
+@parallel
+def _update(pairs, source, rows, rule, long, num_long, num_stretches, sums, counter, parts):  # type: ignore[no-untyped-def]
+    for step in range(2):
+        if step or num_stretches:
+            counter[0] = 0
+            for part in prange(parts):
+                _work(part, step == 1, pairs, source, rows, rule, long, num_long, num_stretches, sums, counter)
+
+
+@serial
 def _find_long(pairs, long):  # type: ignore[no-untyped-def]
     """Write (start, stop, first stretch) of every long run to the rows of `long`; return runs and stretches."""
     num_long = num_stretches = 0
@@ -186,85 +267,192 @@ def _find_long(pairs, long):  # type: ignore[no-untyped-def]
     return num_long, num_stretches
 
 
-@inlined
-def _sum_stretch(stretch, pairs, long, num_long, source, rows, dim, padded, stretches):  # type: ignore[no-untyped-def]
-    k = num_long - 1
-    while long[k, 2] > stretch:
-        k -= 1
-    start = long[k, 0] + (stretch - long[k, 2]) * _STRETCH
-    _sum_run(pairs, start, min(start + _STRETCH, long[k, 1]), source, rows, dim, stretches, stretch * padded)
+class Gradients(NamedTuple):
+    """Where each entry's gradient lies. Make one with `one_id_gradients` or `bag_gradients`."""
 
-
-@inlined
-def _add_stretches(start, stop, long, dim, padded, stretches, sums, at):  # type: ignore[no-untyped-def]
-    k = 0
-    while long[k, 0] != start:
-        k += 1
-    for d in range(0, dim, 16):
-        a = splat(np.float32(0))
-        for stretch in range(long[k, 2], long[k, 2] + (stop - start + _STRETCH - 1) // _STRETCH):
-            a = a + load(stretches, stretch * padded + d, 16)
-        store(sums, at + d, a, 16)
-
-
-@inlined
-def _update_task(low, high, pairs, long, source, rows, rule, dim, padded, stretches, sums, at):  # type: ignore[no-untyped-def]
-    """Update the rows whose first entry lies in [low, high)."""
-    start = low
-    while 0 < start < high and _same_row(pairs, start, start - 1):
-        start += 1
-    while start < high:
-        stop = start + 1
-        while stop < pairs.size and _same_row(pairs, start, stop):
-            stop += 1
-        if stop - start > 2 * _STRETCH:
-            _add_stretches(start, stop, long, dim, padded, stretches, sums, at)
-        else:
-            _sum_run(pairs, start, stop, source, rows, dim, sums, at)
-        _apply(rule, rows, np.int64(pairs[start] >> _HALF), dim, sums, at)
-        start = stop
-
-
-@parallel
-def _update(pairs, source, rows, rule, long, stretches, sums, counter, parts):  # type: ignore[no-untyped-def]
-    dim = rows.vectors.shape[1]
-    padded = (dim + 15) // 16 * 16
-    num_long, num_stretches = _find_long(pairs, long)
-    if num_stretches:
-        for part in prange(parts):
-            stretch = atomic_next(counter)
-            while stretch < num_stretches:
-                _sum_stretch(stretch, pairs, long, num_long, source, rows, dim, padded, stretches)
-                stretch = atomic_next(counter)
-        counter[0] = 0
-    for part in prange(parts):
-        at = part * (padded + 16)
-        task = atomic_next(counter)
-        while task * _TASK < pairs.size:
-            low, high = task * _TASK, min(task * _TASK + _TASK, pairs.size)
-            if dim == 64:
-                _update_task(low, high, pairs, long, source, rows, rule, 64, 64, stretches, sums, at)
-            else:
-                _update_task(low, high, pairs, long, source, rows, rule, dim, padded, stretches, sums, at)
-            task = atomic_next(counter)
-
-
-class Source(NamedTuple):
     flat: NDArray[np.float32]
+    """The gradient of the pooled output, (N, T) seen as one axis."""
     offsets: NDArray[np.int64]
+    """Per entry, the place of its first element (the complement for max pooling); empty for one id per sample."""
     scales: NDArray[np.float32]
+    """Per entry, the factor of its gradient (weight, 1 / ids of a mean); empty: 1."""
     argmax: NDArray[np.int32]
+    """Per element of the output, the entry that was largest; empty where nothing is max-pooled."""
     num_samples: int
     width: int
     cols: NDArray[np.int64]
-class Rows(NamedTuple):
+
+
+class _Rows(NamedTuple):
     vectors: NDArray[np.float32]
     first: NDArray[np.float32]
     second: NDArray[np.float32]
-class Rule(NamedTuple):
+
+
+class _Rule(NamedTuple):
     kind: int
     rate: np.float32
     eps: np.float32
     decay: np.float32
     new1: np.float32
     new2: np.float32
+
+
+def one_id_gradients(gradient: NDArray[np.float32], cols: NDArray[np.int64]) -> Gradients:
+    """Describe the gradient (N, T) of `pool_one`'s output, or with N = E and cols = [0] that of `gather`'s."""
+    gradient, cols = expect("gradient", gradient, np.float32, 2), expect("cols", cols, np.int64)
+    return Gradients(gradient.reshape(-1), NONE_I8, NONE_F4, NONE_I4, gradient.shape[0], gradient.shape[1], cols)
+
+
+def bag_gradients(
+    gradient: NDArray[np.float32],
+    entry_offset: NDArray[np.int64],
+    entry_scale: NDArray[np.float32] = NONE_F4,
+    argmax: NDArray[np.int32] | None = None,
+) -> Gradients:
+    """Describe the gradient (N, T) of `pool_bags`' output by what that call wrote."""
+    gradient, offsets = expect("gradient", gradient, np.float32, 2), expect("entry_offset", entry_offset, np.int64)
+    scales = expect("entry_scale", entry_scale, np.float32)
+    if scales.size not in (0, offsets.size):
+        raise ValueError(f"entry_scale has {scales.size} elements for {offsets.size} entries: give one each, or none.")
+    if argmax is not None and argmax.size not in (0, gradient.size):
+        raise ValueError(f"argmax has shape {argmax.shape}, the gradient {gradient.shape}: they must be equal.")
+    largest = NONE_I4 if argmax is None else expect("argmax", argmax.reshape(-1), np.int32)
+    return Gradients(gradient.reshape(-1), offsets, scales, largest, gradient.shape[0], gradient.shape[1], NONE_I8)
+
+
+class UpdateBuffers:
+    """Scratch of the updates, kept between steps and grown when a step is larger than all before."""
+
+    def __init__(self) -> None:
+        self.long = np.empty((0, 3), np.int64)
+        self.sums = np.empty(0, np.float32)
+        self.counter = np.zeros(1, np.int64)
+
+    def reserve(self, num_entries: int, dim: int, parts: int) -> None:
+        """Make room for a step of `num_entries` entries."""
+        num_long = num_entries // (2 * _STRETCH) + 1
+        rows = num_entries // _STRETCH + num_long + parts
+        if self.long.shape[0] < num_long:
+            self.long = np.empty((num_long, 3), np.int64)
+        if self.sums.size < rows * _padded(dim):
+            self.sums = np.empty(rows * _padded(dim), np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.long.nbytes + self.sums.nbytes + self.counter.nbytes
+
+
+_NO_STATE = np.empty((0, 0), np.float32)
+
+
+def _step(
+    vectors: NDArray[np.float32],
+    first: NDArray[np.float32],
+    second: NDArray[np.float32],
+    widths: tuple[int, int],
+    pairs: NDArray[np.uint64],
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    rule: _Rule,
+) -> None:
+    vectors = expect("vectors", vectors, np.float32, 2, written=True)
+    num_slots, dim = vectors.shape
+    for name, state, width in (("the first state", first, widths[0]), ("the second state", second, widths[1])):
+        expect(name, state, np.float32, 2, written=True)
+        if width and state.shape != (num_slots, width):
+            raise ValueError(f"{name} has shape {state.shape}: vectors of shape {vectors.shape} need {(num_slots, width)}.")
+    pairs = expect("pairs", pairs, np.uint64)
+    if gradients.offsets.size:
+        if gradients.offsets.size != pairs.size:
+            raise ValueError(f"gradients describe {gradients.offsets.size} entries, but {pairs.size} were sorted.")
+    elif gradients.num_samples * gradients.cols.size != pairs.size:
+        raise ValueError(
+            f"{pairs.size} entries were sorted, but the gradient has {gradients.num_samples} samples of "
+            f"{gradients.cols.size} features: every sample has one id per feature here."
+        )
+    elif gradients.cols.size and not 0 <= gradients.cols.min() <= gradients.cols.max() <= gradients.width - dim:
+        raise ValueError(f"cols must lie in [0, {gradients.width - dim}] for rows of {dim} in width {gradients.width}.")
+    if pairs.size == 0:
+        return
+    parts = max(1, min(threads(), pairs.size // _TASK))
+    buffers.reserve(pairs.size, dim, parts)
+    rows = _Rows(vectors, first, second)
+    num_long, num_stretches = _find_long(pairs, buffers.long)
+    _update(pairs, gradients, rows, rule, buffers.long, num_long, num_stretches, buffers.sums, buffers.counter, parts)
+
+
+def _rule(kind: int, rate: float, eps: float, decay: float, new1: float = 0.0, new2: float = 0.0) -> _Rule:
+    f4 = np.float32
+    return _Rule(kind, f4(rate), f4(eps), f4(decay), f4(new1), f4(new2))
+
+
+def update_sgd(
+    vectors: NDArray[np.float32],
+    pairs: NDArray[np.uint64],
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    learning_rate: float,
+    decay: float = 0.0,
+) -> None:
+    """Change each row that `pairs` (from `sort_slots`) names: row -= rate * g, with g += decay * row before."""
+    rule = _rule(_SGD, learning_rate, 0.0, decay)
+    _step(vectors, _NO_STATE, _NO_STATE, (0, 0), pairs, gradients, buffers, rule)
+
+
+def update_adagrad(
+    vectors: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    pairs: NDArray[np.uint64],
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    learning_rate: float,
+    eps: float = 1e-10,
+    decay: float = 0.0,
+) -> None:
+    """Per element: sum += g * g; row -= rate * g / (sqrt(sum) + eps). `sums` is (S, D)."""
+    rule = _rule(_ADAGRAD, learning_rate, eps, decay)
+    _step(vectors, sums, _NO_STATE, (vectors.shape[1], 0), pairs, gradients, buffers, rule)
+
+
+def update_rowwise_adagrad(
+    vectors: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    pairs: NDArray[np.uint64],
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    learning_rate: float,
+    eps: float = 1e-8,
+    decay: float = 0.0,
+) -> None:
+    """Per row: sum += mean(g * g); row -= rate / (sqrt(sum) + eps) * g. `sums` is (S, 1)."""
+    rule = _rule(_ROWWISE, learning_rate, eps, decay)
+    _step(vectors, sums, _NO_STATE, (1, 0), pairs, gradients, buffers, rule)
+
+
+def update_adam(
+    vectors: NDArray[np.float32],
+    exp_avg: NDArray[np.float32],
+    exp_avg_sq: NDArray[np.float32],
+    pairs: NDArray[np.uint64],
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    step: int,
+    learning_rate: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    decay: float = 0.0,
+) -> None:
+    """Adam on the rows of the batch only, as torch.optim.SparseAdam; `step` counts applied steps from 1."""
+    if step < 1:
+        raise ValueError(f"step is {step}: the first applied step is 1.")
+    rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+    rule = _rule(_ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
+    dim = vectors.shape[1]
+    _step(vectors, exp_avg, exp_avg_sq, (dim, dim), pairs, gradients, buffers, rule)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import google_crc32c
-import numpy as np
 
 from tiercache.store.errors import CorruptBlockError
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.store.segment import Segment
@@ -42,13 +43,12 @@ def checksum(data: NDArray[Any]) -> int:
     return int(google_crc32c.value(view))
 
 
-def piece_checksums(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Return the CRC32C of each run of bytes between neighbouring ``offsets`` (counted from the first)."""
+def piece_checksums(data: NDArray[np.uint8], bounds: list[int]) -> list[int]:
+    """Return the CRC32C of each run of bytes between neighbouring ``bounds``, which count from the first."""
     view = data.view()
     view.flags.writeable = False
-    bounds = (offsets - offsets[0]).tolist()
-    value = google_crc32c.value
-    return np.array([value(view[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)], dtype=np.uint32)
+    value, base = google_crc32c.value, bounds[0]
+    return [value(view[a - base : b - base]) for a, b in pairwise(bounds)]
 
 
 def corrupt_block(
@@ -56,9 +56,7 @@ def corrupt_block(
 ) -> CorruptBlockError:
     """Return the error of a block that is not what was written; where known, with the checksum ``expected``."""
     tables = tuple(table.name for table in group.tables)
-    named = ", ".join(repr(name) for name in tables[:3]) + (
-        f" and {len(tables) - 3} more" if tables[3:] else ""
-    )
+    named = ", ".join(repr(name) for name in tables[:3]) + (f" and {len(tables) - 3} more" if tables[3:] else "")
     wanted = "" if expected is None else f" where {expected:08x} was written"
     return CorruptBlockError(
         f"block {block} of segment {segment.id} (visit {segment.visit}; tables {named}) of {store} {seen}{wanted}: "

@@ -51,8 +51,7 @@ class Commit:
         chunk = self.state_chunk_bytes
         starts = range(0, self.state_bytes, chunk)
         return {
-            block_name(STATE, self.id, 0, i): min(chunk, self.state_bytes - start)
-            for i, start in enumerate(starts)
+            block_name(STATE, self.id, 0, i): min(chunk, self.state_bytes - start) for i, start in enumerate(starts)
         }
 
     def to_bytes(self) -> bytes:
@@ -70,9 +69,7 @@ class Commit:
         try:
             return encode("commit", values, {"state": self.state_checksums})
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"settings and environment of a commit must be plain JSON values: {error}"
-            ) from error
+            raise ValueError(f"settings and environment of a commit must be plain JSON values: {error}") from error
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Commit:
@@ -95,9 +92,7 @@ class Commit:
                 state_checksums=arrays["state"],
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(
-                f"{name} cannot be read ({error}): restore the store from a copy"
-            ) from error
+            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
 
 
 def state_chunks(state: NDArray[np.uint8]) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint32]]:

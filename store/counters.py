@@ -39,5 +39,6 @@ class Counters:
     def add(self, **amounts: int) -> None:
         """Add to counters by name; from any thread."""
         with self._lock:
+            mine = self.__dict__
             for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+                mine[name] += amount

@@ -6,8 +6,7 @@ import fcntl
 import json
 import os
 import weakref
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiercache.store.errors import (
     FormatVersionError,
@@ -15,6 +14,9 @@ from tiercache.store.errors import (
     StoreInUseError,
     StoreMissingError,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FORMAT = "tiercache store"
 FORMAT_VERSION = 1
@@ -36,9 +38,7 @@ class StoreDirectory:
         if not self.path.exists():
             return False
         if not self.path.is_dir():
-            raise NotAStoreError(
-                f"{self.path} is a file, not a store: give the path of a store, or one that is free"
-            )
+            raise NotAStoreError(f"{self.path} is a file, not a store: give the path of a store, or one that is free")
         names = {entry.name for entry in self.path.iterdir()}
         if MARKER in names:
             self._check_marker()

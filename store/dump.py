@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from tiercache.store.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
+    from tiercache.store.engine import Engine
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
@@ -21,21 +24,36 @@ if TYPE_CHECKING:
 
 
 class Dump:
-    """The blocks of one segment, handed out as transactions. Its checksums are whole once all are taken."""
+    """The blocks of one segment on their way into an engine, in transactions of at most ``transaction_bytes``.
 
-    def __init__(self, segment: Segment, blocks: Iterable[Block], transaction_bytes: int) -> None:
-        """Hand out at most ``transaction_bytes`` a transaction, but never less than one block."""
+    With ``stable``, checksums are computed on a thread of their own, while the disk works.
+    """
+
+    def __init__(self, segment: Segment, blocks: Iterable[Block], transaction_bytes: int, *, stable: bool) -> None:
         self.segment = segment
         self.bytes_left = segment.row_bytes + 8 * segment.rows
+        """What is not durable yet."""
+        self.transactions = 0
         self._source = iter(blocks)
-        self._limit = transaction_bytes
+        self._limit, self._stable = transaction_bytes, stable
         self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
         self._largest = max((_block_bytes(stream) for stream in segment.streams), default=0)
+        self._seals: list[Future[None]] = []
+        self._written = 0
 
-    @property
-    def done(self) -> bool:
-        """Whether every block was handed out."""
-        return not self._missing
+    def write(self, engine: Engine) -> None:
+        """Write all blocks; then the segment's checksums are whole too.
+
+        Raises what the engine raises, and ValueError for blocks that are not what the streams say.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="tiercache-checksums") as sealer:
+            while self._missing:
+                self._written = 0
+                engine.write(self._transaction(sealer))
+                self.bytes_left -= self._written
+                self.transactions += 1
+            for seal in self._seals:
+                seal.result()
 
     def names(self) -> set[bytes]:
         """Return the names of all blocks."""
@@ -45,16 +63,18 @@ class Dump:
             for name in segment_names(self.segment, group, 0, stream.num_blocks)
         }
 
-    def transaction(self) -> Iterator[tuple[bytes, NDArray[Any]]]:
-        """Yield name and bytes of the next blocks. Raises ValueError for blocks that are not what was announced."""
-        size, id_ = 0, self.segment.id
-        while self._missing and (not size or size + self._largest <= self._limit):
+    def _transaction(self, sealer: ThreadPoolExecutor) -> Iterator[tuple[bytes, NDArray[Any]]]:
+        id_ = self.segment.id
+        while self._missing and (not self._written or self._written + self._largest <= self._limit):
             group, block, data, keys = self._next()
-            self._seal(group, block, data, keys)
-            size += data.size + 8 * keys.size
+            self._check(group, block, data, keys)
+            if self._stable:
+                self._seals.append(sealer.submit(self._seal, group, block, data, keys))
+            else:
+                self._seal(group, block, data, keys)
+            self._written += data.size + 8 * keys.size
             yield block_name(ROWS, id_, group, block), data
             yield block_name(KEYS, id_, group, block), keys.view(np.uint8)
-        self.bytes_left -= size
 
     def _next(self) -> Block:
         try:
@@ -66,7 +86,7 @@ class Dump:
         self._missing.remove((group, block))
         return group, block, data, np.ascontiguousarray(keys)
 
-    def _seal(self, group: int, block: int, data: NDArray[np.uint8], keys: NDArray[np.int64]) -> None:
+    def _check(self, group: int, block: int, data: NDArray[np.uint8], keys: NDArray[np.int64]) -> None:
         stream = self.segment.streams[group]
         size = int(stream.block_bytes_B[block])
         if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
@@ -79,9 +99,12 @@ class Dump:
                 f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
                 f"it has {size // stream.row_bytes:,} rows, each with an int64 key"
             )
+
+    def _seal(self, group: int, block: int, data: NDArray[np.uint8], keys: NDArray[np.int64]) -> None:
+        stream = self.segment.streams[group]
         low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-        offsets = stream.piece_offset_P[low : high + 1]
-        self.segment.checksums[group][low:high] = piece_checksums(data, offsets)
+        bounds = stream.piece_offset_P[low : high + 1].tolist()
+        self.segment.checksums[group][low:high] = piece_checksums(data, bounds)
         self.segment.key_checksums[group][block] = checksum(keys.view(np.uint8))
 
 
@@ -107,9 +130,7 @@ def check_streams(streams: Sequence[Stream], groups: Sequence[Group]) -> None:
                 f"the stream of group {group.index} has rows of {stream.row_bytes} bytes, not {group.row_bytes}"
             )
         if any(len(rows.table_rows) != len(group.tables) for rows in stream.ranges):
-            raise ValueError(
-                f"a range of group {group.index} does not count rows of {len(group.tables)} tables"
-            )
+            raise ValueError(f"a range of group {group.index} does not count rows of {len(group.tables)} tables")
 
 
 def _block_bytes(stream: Stream) -> int:

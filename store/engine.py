@@ -33,7 +33,7 @@ class Engine(Protocol):
     def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
         """Make blocks durable in one transaction; returns when they are.
 
-        An array is copied before the next is asked for, so that a generator may use one buffer for all.
+        Asks for one after another and takes what it needs of each before it asks for the next.
         Raises StoreFullError.
         """
 

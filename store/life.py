@@ -57,7 +57,4 @@ class Life:
 
     def keeps(self, segment: Segment) -> bool:
         """Return whether any row of ``segment`` is live."""
-        return any(
-            self.first_piece(segment, group) < stream.num_pieces
-            for group, stream in enumerate(segment.streams)
-        )
+        return any(self.first_piece(segment, group) < stream.num_pieces for group, stream in enumerate(segment.streams))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,9 +30,7 @@ def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -
     groups = {table.name: group for group in store.groups for table in group.tables}
     wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
     for group in store.groups:
-        tables = {
-            group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size
-        }
+        tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
         if tables:
             for segment in store.segments:  # by id, so that the newest of several rows is seen last
                 _sweep(store, segment, group, tables, after)
@@ -102,9 +101,7 @@ def read_rows(
     stream, fields = segment.streams[group], store.groups[group].fields
     rows = np.asarray(rows, dtype=np.int64)
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < stream.rows:
-        raise ValueError(
-            f"rows {rows.min()} to {rows.max()} are not all in segment {segment.id} of {stream.rows} rows"
-        )
+        raise ValueError(f"rows {rows.min()} to {rows.max()} are not all in segment {segment.id} of {stream.rows} rows")
     out = tuple(np.empty((rows.size, field.width), dtype=np.float32) for field in fields)
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
@@ -126,7 +123,7 @@ def _batches(stream: Stream, pieces: NDArray[np.int64]) -> Iterator[tuple[int, i
     most = max(1, BATCH_BYTES // (stream.piece_rows * stream.row_bytes))
     fresh = np.nonzero(np.diff(pieces, prepend=-1))[0]
     starts = [*fresh[::most].tolist(), pieces.size]
-    yield from zip(starts, starts[1:], strict=False)
+    yield from pairwise(starts)
 
 
 def _read_pieces(
@@ -150,7 +147,5 @@ def _read_pieces(
     for run in np.split(places, cuts):
         if run.size:
             low, high = int(run[0]), int(run[-1])
-            store.read(
-                segment, group, int(pieces[low]), int(pieces[high]) + 1, data[starts[low] : ends[high]]
-            )
+            store.read(segment, group, int(pieces[low]), int(pieces[high]) + 1, data[starts[low] : ends[high]])
     return data.view(np.float32), starts // 4

@@ -32,9 +32,7 @@ class MemoryEngine:
 
     def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
         """Keep copies of all blocks, or of none."""
-        copies = {
-            name: np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8) for name, data in blocks
-        }
+        copies = {name: np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8) for name, data in blocks}
         with self._lock:
             held = sum(block.size for block in self.blocks.values())
             added = sum(block.size for block in copies.values())

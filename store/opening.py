@@ -33,9 +33,7 @@ class Opened:
             self.lock.release()
 
 
-def open_path(
-    path: Path, tables: tuple[Table, ...] | None, engine: str, mode: str, map_bytes: int | None
-) -> Opened:
+def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: str, map_bytes: int | None) -> Opened:
     """Open or create the store at ``path``. Raises what ``Store.open`` raises."""
     if engine != "lmdb":
         raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb' or an engine's instance")

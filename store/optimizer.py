@@ -31,7 +31,7 @@ class SGD:
     def __post_init__(self) -> None:
         _check_rates(self)
 
-    def state_fields(self, dim: int) -> tuple[Field, ...]:  # noqa: ARG002 - one signature for all optimizers
+    def state_fields(self, dim: int) -> tuple[Field, ...]:
         """Return the state fields of a row whose vector has ``dim`` numbers."""
         return ()
 
@@ -72,7 +72,7 @@ class RowWiseAdagrad:
     def __post_init__(self) -> None:
         _check_rates(self)
 
-    def state_fields(self, dim: int) -> tuple[Field, ...]:  # noqa: ARG002 - one signature for all optimizers
+    def state_fields(self, dim: int) -> tuple[Field, ...]:
         """Return the state fields of a row whose vector has ``dim`` numbers."""
         return (Field(name="sum", width=1, initial=0.0),)
 
@@ -122,7 +122,7 @@ def optimizer_to_record(optimizer: Optimizer) -> dict[str, Any]:
 
 def optimizer_from_record(record: dict[str, Any]) -> Optimizer:
     """Build the optimizer that ``optimizer_to_record`` wrote. Raises ValueError for anything else."""
-    return build(record, KINDS, "optimizer")
+    return build(record, KINDS, "optimizer")  # type: ignore[no-any-return]
 
 
 def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
@@ -163,6 +163,4 @@ def _check_rates(optimizer: object) -> None:
 
 def _check_at_least_zero(optimizer: object, name: str) -> None:
     if getattr(optimizer, name) < 0:
-        raise ValueError(
-            f"{name} of {type(optimizer).__name__} is {getattr(optimizer, name)}: it must not be negative"
-        )
+        raise ValueError(f"{name} of {type(optimizer).__name__} is {getattr(optimizer, name)}: it must not be negative")

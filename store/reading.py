@@ -38,24 +38,24 @@ class BlockReader:
         size = int(offset[high] - offset[low])
         if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
-        piece, reads = low, 0
-        while piece < high:
-            block = int(stream.piece_block_P[piece])
-            last = min(high, int(stream.block_piece_B[block + 1]))
-            part = out[int(offset[piece] - offset[low]) : int(offset[last] - offset[low])]
-            start = int(offset[piece] - offset[stream.block_piece_B[block]])
-            name = block_name(ROWS, segment.id, group, block)
-            self._block(name, start, part, segment, group, block)
-            seen, expected = (
-                piece_checksums(part, offset[piece : last + 1]),
-                segment.checksums[group][piece:last],
-            )
-            if not np.array_equal(seen, expected):
-                i = int(np.nonzero(seen != expected)[0][0])
-                words = f"has checksum {int(seen[i]):08x} in piece {piece + i}"
-                raise corrupt_block(self._label, segment, self._groups[group], block, words, int(expected[i]))
-            piece, reads = last, reads + 1
-        self._counters.add(row_bytes_read=size, rows_read=size // stream.row_bytes, reads=reads)
+        if low == high:
+            return
+        bounds = (offset[low : high + 1] - offset[low]).tolist()
+        expected = segment.checksums[group][low:high].tolist()
+        first, last = int(stream.piece_block_P[low]), int(stream.piece_block_P[high - 1])
+        ends = [*(stream.block_piece_B[first + 1 : last + 1] - low).tolist(), high - low]
+        start = int(offset[low] - offset[stream.block_piece_B[first]])
+        begin = 0
+        for block, end in enumerate(ends, first):
+            part = out[bounds[begin] : bounds[end]]
+            self._block(block_name(ROWS, segment.id, group, block), start, part, segment, group, block)
+            seen = piece_checksums(part, bounds[begin : end + 1])
+            if seen != expected[begin:end]:
+                i = next(i for i in range(end - begin) if seen[i] != expected[begin + i])
+                words = f"has checksum {seen[i]:08x} in piece {low + begin + i}"
+                raise corrupt_block(self._label, segment, self._groups[group], block, words, expected[begin + i])
+            begin, start = end, 0
+        self._counters.add(row_bytes_read=size, rows_read=size // stream.row_bytes, reads=len(ends))
 
     def keys(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
         """Return the keys of the rows of one block. Raises CorruptBlockError."""
@@ -88,9 +88,7 @@ class BlockReader:
         self._counters.add(state_bytes_read=state.size, reads=commit.state_checksums.size)
         return state
 
-    def _block(
-        self, name: bytes, start: int, out: NDArray[np.uint8], segment: Segment, group: int, block: int
-    ) -> None:
+    def _block(self, name: bytes, start: int, out: NDArray[np.uint8], segment: Segment, group: int, block: int) -> None:
         try:
             self._engine.read(name, start, out)
         except BlockReadError as error:

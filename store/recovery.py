@@ -47,8 +47,7 @@ def recover(contents: Contents, groups: Sequence[Group], store: str) -> Recovery
     named: set[bytes] = set()
     if COMMIT in contents.records:
         commit = Commit.from_bytes(contents.records[COMMIT], f"the commit record of {store}")
-        for id_ in commit.segment_ids:
-            segments.append(_read_segment(contents, groups, store, commit, id_))
+        segments = [_read_segment(contents, groups, store, commit, id_) for id_ in commit.segment_ids]
         for name, size in commit.state_blocks().items():
             named.add(name)
             if wrong := _wrong(contents, name, size):
@@ -68,21 +67,15 @@ def recover(contents: Contents, groups: Sequence[Group], store: str) -> Recovery
     )
 
 
-def _read_segment(
-    contents: Contents, groups: Sequence[Group], store: str, commit: Commit, id_: int
-) -> Segment:
+def _read_segment(contents: Contents, groups: Sequence[Group], store: str, commit: Commit, id_: int) -> Segment:
     name = f"the record of segment {id_} of {store}"
     if segment_record(id_) not in contents.records:
-        raise CorruptStoreError(
-            f"{name} is missing and commit {commit.id} names it: restore the store from a copy"
-        )
+        raise CorruptStoreError(f"{name} is missing and commit {commit.id} names it: restore the store from a copy")
     segment = Segment.from_bytes(contents.records[segment_record(id_)], name)
     try:
         check_streams(segment.streams, groups)
     except ValueError as error:
-        raise CorruptStoreError(
-            f"{name} does not fit the tables ({error}): restore the store from a copy"
-        ) from error
+        raise CorruptStoreError(f"{name} does not fit the tables ({error}): restore the store from a copy") from error
     return segment
 
 

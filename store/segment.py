@@ -66,9 +66,7 @@ class Segment:
                 streams=streams, checksums=checksums, key_checksums=key_checksums,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptStoreError(
-                f"{name} cannot be read ({error}): restore the store from a copy"
-            ) from error
+            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
         for stream, pieces, keys in zip(streams, checksums, key_checksums, strict=True):
             if (stream.num_pieces, stream.num_blocks) != (pieces.size, keys.size):
                 raise CorruptStoreError(

@@ -133,34 +133,34 @@ class Store:
         blocks: Iterable[Block],
         *,
         within: bool = False,
+        stable: bool = False,
         transaction_bytes: int = TRANSACTION_BYTES,
     ) -> Segment:
         """Write what ``visit`` dumped and return it once it is durable; no commit names it yet.
 
         ``streams`` has one layout for each group. ``blocks`` yields (group, block, uint8 rows, int64 keys of the
         rows) for every block once, in any order; its arrays are copied before the next block is asked for. A
-        transaction holds at most ``transaction_bytes`` in memory, but never less than one block. ``within`` says
-        that a commit inside the visit follows, and that this is its whole key set.
+        transaction holds at most ``transaction_bytes`` in memory, but never less than one block.
+        ``within``: a commit inside the visit follows, and this is its whole key set. ``stable``: no array changes
+        before append returns, so that checksums may be computed while the disk works.
 
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
         self._check_writable()
         check_streams(streams, self.groups)
         with self._writing:
-            dump = Dump(new_segment(self._next_id, visit, streams, within=within), blocks, transaction_bytes)
-            segment = dump.segment
+            segment = new_segment(self._next_id, visit, streams, within=within)
+            dump = Dump(segment, blocks, transaction_bytes, stable=stable)
             self._next_id += 1
             try:
-                while not dump.done:
-                    self._engine.write(dump.transaction())
-                    self.counters.add(transactions=1)
+                dump.write(self._engine)
             except BaseException as error:
                 self._orphans |= dump.names()
                 if isinstance(error, StoreFullError):
-                    raise error.during(
-                        f"the dump of visit {visit} to {self.label}", dump.bytes_left
-                    ) from error
+                    raise error.during(f"the dump of visit {visit} to {self.label}", dump.bytes_left) from error
                 raise
+            finally:
+                self.counters.add(transactions=dump.transactions)
             rows, row_bytes = segment.rows, segment.row_bytes
             self.counters.add(rows_written=rows, row_bytes_written=row_bytes, key_bytes_written=8 * rows)
             self._first_blocks[segment.id] = [0] * len(streams)
@@ -215,9 +215,7 @@ class Store:
                     needed = max(error.needed_bytes, len(state))
                     raise error.during(f"commit {commit.id} of {self.label}", needed) from error
                 raise
-            self.counters.add(
-                transactions=1, commits=1, blocks_freed=len(dead), state_bytes_written=len(state)
-            )
+            self.counters.add(transactions=1, commits=1, blocks_freed=len(dead), state_bytes_written=len(state))
             self._settle(commit, kept, life)
         return commit
 
@@ -343,9 +341,7 @@ class Store:
         if cursor.sample and cursor != before and not any(
             s.within and s.visit == cursor.visit and s.id > newest for s in self.segments
         ):  # fmt: skip
-            raise ValueError(
-                f"a commit at {cursor} needs the rows of its visit: append them with within=True first"
-            )
+            raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")
         return cursor
 
     def _check_open(self) -> None:

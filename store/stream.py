@@ -2,14 +2,15 @@
 
 Shapes: R ranges, P pieces, B blocks of one stream.
 
-Rows stand in the order of ranges. Blocks hold ``block_bytes // row_bytes`` rows each (the last one fewer), so
-that all blocks of a stream take the same room in a file. A piece is a run of at most ``piece_rows`` rows of one
-range in one block, field-major inside: all vectors, then all of each optimizer state.
+Rows stand in the order of ranges. Blocks hold ``block_bytes // row_bytes`` rows each (the last one fewer), so that
+all blocks of a stream take the same room in a file. A piece is a run of at most ``piece_rows`` rows of one range in
+one block, field-major inside: all vectors, then all of each optimizer state.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,13 +45,9 @@ class Range:
         return sum(self.table_rows)
 
 
-def _derived() -> Any:
-    return field(init=False, repr=False, compare=False)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """The layout of the rows that one visit dumped of one group; the arrays are derived and must not be changed."""
+    """The layout of the rows that one visit dumped of one group. The arrays are derived: do not change them."""
 
     row_bytes: int
     """Bytes of a row."""
@@ -61,25 +58,25 @@ class Stream:
     ranges: tuple[Range, ...]
     """In the order of next use; empty ranges are allowed and have no piece."""
 
-    rows: int = _derived()
-    num_pieces: int = _derived()
-    num_blocks: int = _derived()
-    block_rows: int = _derived()
+    rows: int = field(init=False, repr=False, compare=False)
+    num_pieces: int = field(init=False, repr=False, compare=False)
+    num_blocks: int = field(init=False, repr=False, compare=False)
+    block_rows: int = field(init=False, repr=False, compare=False)
     """Rows of every block but the last."""
-    range_first_row_R: Int64s = _derived()
+    range_first_row_R: Int64s = field(init=False, repr=False, compare=False)
     """(R + 1,): the first row of each range, and the number of rows."""
-    piece_first_row_P: Int64s = _derived()
+    piece_first_row_P: Int64s = field(init=False, repr=False, compare=False)
     """(P + 1,): the first row of each piece, and the number of rows."""
-    piece_rows_P: Int64s = _derived()
-    piece_offset_P: Int64s = _derived()
+    piece_rows_P: Int64s = field(init=False, repr=False, compare=False)
+    piece_offset_P: Int64s = field(init=False, repr=False, compare=False)
     """(P + 1,): the byte of the stream at which each piece begins, and the bytes of the stream."""
-    piece_range_P: Int64s = _derived()
-    piece_block_P: Int64s = _derived()
-    block_piece_B: Int64s = _derived()
+    piece_range_P: Int64s = field(init=False, repr=False, compare=False)
+    piece_block_P: Int64s = field(init=False, repr=False, compare=False)
+    block_piece_B: Int64s = field(init=False, repr=False, compare=False)
     """(B + 1,): the first piece of each block, and the number of pieces."""
-    block_first_row_B: Int64s = _derived()
+    block_first_row_B: Int64s = field(init=False, repr=False, compare=False)
     """(B + 1,): the first row of each block, and the number of rows."""
-    block_bytes_B: Int64s = _derived()
+    block_bytes_B: Int64s = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.row_bytes < 1 or self.piece_rows < 1:
@@ -93,7 +90,7 @@ class Stream:
                 f"blocks of {self.block_bytes} bytes cannot hold a row of {self.row_bytes}: make them larger"
             )
         uses = [rows.next_use for rows in self.ranges]
-        if any(b <= a for a, b in zip(uses, uses[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(uses)):
             raise ValueError(f"the next uses of a stream are {uses}: they must increase from range to range")
         derived = _lay_out([rows.rows for rows in self.ranges], self.piece_rows, block_rows, self.row_bytes)
         for name, value in derived.items():
@@ -104,10 +101,6 @@ class Stream:
         rows = self.range_first_row_R[range_index : range_index + 2]
         low, high = np.searchsorted(self.piece_first_row_P, rows)
         return int(low), int(high)
-
-    def block_piece_offset(self, block: int, piece: int) -> int:
-        """Return the byte of ``block`` at which ``piece`` begins; the piece after the last one may be asked for."""
-        return int(self.piece_offset_P[piece] - self.piece_offset_P[self.block_piece_B[block]])
 
     def to_record(self) -> dict[str, Any]:
         """Return the stream as plain JSON values."""

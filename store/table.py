@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store.hashing import xxh64
@@ -81,12 +82,12 @@ class Table:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
             raise ValueError(f"dim of table {self.name!r} is {self.dim!r}: it must be a whole number >= 1")
         if not isinstance(self.optimizer, Optimizer):
-            raise ValueError(
+            raise TypeError(
                 f"optimizer of table {self.name!r} is {self.optimizer!r}: "
                 "it must be SGD, Adagrad, RowWiseAdagrad or Adam"
             )
         if not isinstance(self.initializer, Initializer):
-            raise ValueError(
+            raise TypeError(
                 f"initializer of table {self.name!r} is {self.initializer!r}: "
                 "it must be Uniform, Normal, Zeros or Constant"
             )
@@ -177,7 +178,7 @@ def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
     ordered = sorted(tables, key=lambda table: table.table_id)
     if not ordered:
         raise ValueError("there are no tables: a store needs at least one")
-    for one, other in zip(ordered, ordered[1:], strict=False):
+    for one, other in pairwise(ordered):
         if one.name == other.name:
             raise ValueError(f"two tables are named {one.name!r}: every table needs its own name")
         if one.table_id == other.table_id:

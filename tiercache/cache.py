@@ -7,7 +7,6 @@ import platform
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tiercache.budget import HostBudget
@@ -30,6 +29,7 @@ from tiercache.visit_plan import Planner, VisitPlan
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.passset import PassSet
@@ -73,9 +73,7 @@ class TierCache:
             raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
         self.store, self.pass_set = store, passes
         _check_tables(store, passes)
-        self._schedule = Schedule(
-            num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed
-        )
+        self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
         self._check_digest()
         self._seed, self._commit_every = seed, commit_every
         self._positions = Positions.of(passes, store.groups)
@@ -97,7 +95,10 @@ class TierCache:
             self._keys_of,
             self._uses.of,
             schedule_digest=self._schedule.digest,
-            environment={"threads": torch.get_num_threads(), "cpu": platform.processor() or platform.machine()},
+            environment={
+                "threads": torch.get_num_threads(),
+                "cpu": platform.processor() or platform.machine(),
+            },
         )
         self.dense = DenseState()
         self.optimizer = RowOptimizer(store.groups)
@@ -139,7 +140,7 @@ class TierCache:
         """Yield the visits up to the end of epoch ``epochs``, from the last commit on.
 
         First restores rows and tracked state from the last commit; a store without one gets a commit of the
-        state as it is now. A visit ends, and every ``commit_every``-th commits, when the next one is asked for, so
+        state as it is now. A visit ends, and every ``commit_every``-th and the last commits, when the next one is asked for, so
         what the loop's body does after its batches belongs to it. The commit of visit t is durable by the end of
         visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         """
@@ -150,7 +151,7 @@ class TierCache:
         cursor, end = self._cursor, epochs * self._schedule.num_passes
         if cursor[0] >= end:
             return
-        self._transfer.begin(self._planner(), end=end)
+        self._transfer.begin(self._planner(end), end=end)
         first_sample = cursor[1]
         try:
             for index in range(cursor[0], end):
@@ -285,11 +286,10 @@ class TierCache:
 
     def _pass_bytes(self, pass_index: int) -> int:
         return sum(
-            self._positions.num_rows(pass_index, g) * group.row_bytes
-            for g, group in enumerate(self._positions.groups)
+            self._positions.num_rows(pass_index, g) * group.row_bytes for g, group in enumerate(self._positions.groups)
         )
 
-    def _planner(self) -> Planner:
+    def _planner(self, end: int | None = None) -> Planner:
         visit, sample = self._cursor
         stored = {v: segment.streams for v, segment in segments_by_visit(self.store).items()}
         return Planner(
@@ -300,6 +300,7 @@ class TierCache:
             start=visit,
             within=sample > 0,
             commit_every=self._commit_every,
+            end=end,
             stored=stored,
         )
 

@@ -122,7 +122,9 @@ def _refuse_unstorable(value: Any, path: str) -> None:
     elif isinstance(value, (list, tuple, set)):
         for place, item in enumerate(value):
             _refuse_unstorable(item, f"{path}[{place}]")
-    elif not isinstance(value, (torch.Tensor, int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)):
+    elif not isinstance(
+        value, (torch.Tensor, int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+    ):
         raise StateError(
             f"the state at {path} is a {type(value).__name__}, which a commit cannot store: keep only tensors, "
             "numbers, strings, lists, tuples and dictionaries in a tracked state_dict"

@@ -10,7 +10,8 @@ import numpy as np
 from tiercache.errors import BudgetError
 from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
 from tiercache.rows import GroupRows
-from tiercache.sizes import INDEX_BYTES, format_bytes
+from tiercache.row_budget import SLOT_MAP_BYTES
+from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,10 +47,7 @@ class DeviceTier:
         self.capacity_G = [
             max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups))
         ]
-        needs = [
-            rows * (group.row_bytes + INDEX_BYTES)
-            for rows, group in zip(self.capacity_G, groups, strict=True)
-        ]
+        needs = [rows * (group.row_bytes + SLOT_MAP_BYTES) for rows, group in zip(self.capacity_G, groups, strict=True)]
         self.num_bytes = sum(needs)
         if self.num_bytes > budget:
             raise BudgetError(

@@ -50,7 +50,11 @@ class TieredEmbeddingBag(nn.Module):
     """
 
     def __init__(
-        self, cache: RowSource, features: Sequence[str] | None = None, *, mode: str | Mapping[str, str] = "sum"
+        self,
+        cache: RowSource,
+        features: Sequence[str] | None = None,
+        *,
+        mode: str | Mapping[str, str] = "sum",
     ) -> None:
         super().__init__()
         self.features, self.dims, specs = _choose(cache, features)
@@ -76,10 +80,12 @@ class TieredEmbeddingBag(nn.Module):
         given = dict(weights or {})
         for name in given:
             if name not in self._cols:
-                raise ValueError(f"weights were given for {name!r}, and this module looks up {', '.join(self.features)}")
-        arrays = {
-            name: values for name in self.features if (values := batch.ids[name].weights) is not None
-        } | {name: value.detach().contiguous().numpy() for name, value in given.items()}
+                raise ValueError(
+                    f"weights were given for {name!r}, and this module looks up {', '.join(self.features)}"
+                )
+        arrays = {name: values for name in self.features if (values := batch.ids[name].weights) is not None} | {
+            name: value.detach().contiguous().numpy() for name, value in given.items()
+        }
         weighted = frozenset(arrays)
         if weighted not in self._parts:
             self._parts[weighted] = self._cut(weighted)
@@ -121,7 +127,9 @@ class TieredEmbeddingBag(nn.Module):
 
     def extra_repr(self) -> str:
         """Say what is looked up."""
-        return ", ".join(f"{name}: {self._modes[name]}({dim})" for name, dim in zip(self.features, self.dims, strict=True))
+        return ", ".join(
+            f"{name}: {self._modes[name]}({dim})" for name, dim in zip(self.features, self.dims, strict=True)
+        )
 
 
 class TieredEmbedding(nn.Module):

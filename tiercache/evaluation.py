@@ -8,6 +8,7 @@ import numpy as np
 
 from tiercache.batch import read_batches
 from tiercache.errors import BudgetError
+from tiercache.keybatch import OOV_KEY
 from tiercache.kernels.initial import initial_rows
 from tiercache.kernels.uses import search_keys
 from tiercache.rows import GroupRows, RowView
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from tiercache.device_tier import DeviceTier, Placement
     from tiercache.passset import Pass, PassSet
     from tiercache.positions import Positions
+    from tiercache.schema import Feature
     from tiercache.store import Store
 
-OUT_OF_VOCABULARY_KEY = -(2**63)
 MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
 
 
@@ -48,6 +49,7 @@ class RowsNow:
         self._store, self._positions, self._device = store, positions, device
         self._placements, self._pass_now = placements or [], pass_now
         self._keys_of, self._after, self._cached, self._trained = keys_of, after, cached, trained
+        self._shared: dict[str, bool] = {}
         self._place = {
             table.name: (g, positions.first_table(g) + i, i)
             for g, group in enumerate(positions.groups)
@@ -113,13 +115,13 @@ class RowsNow:
     ) -> None:
         g, table, _ = self._place[name]
         stand_in = keys[rest]
-        if self._trained is not None and self._trained.has_out_of_vocabulary(name):
-            if OUT_OF_VOCABULARY_KEY not in stand_in:
-                shared = self.fields(name, np.array([OUT_OF_VOCABULARY_KEY], dtype=np.int64))
+        if self._shares_unknown(name):
+            if OOV_KEY not in stand_in:
+                shared = self.fields(name, np.array([OOV_KEY], dtype=np.int64))
                 for to, have in zip(out, shared, strict=True):
                     to[rest] = have
                 return
-            stand_in = np.full(rest.size, OUT_OF_VOCABULARY_KEY, dtype=np.int64)
+            stand_in = np.full(rest.size, OOV_KEY, dtype=np.int64)
         table_spec = self._positions.tables[table]
         vectors = np.empty((rest.size, table_spec.dim), dtype=np.float32)
         initial_rows(
@@ -129,6 +131,19 @@ class RowsNow:
         out[0][rest] = vectors
         for to, field in zip(out[1:], self._positions.groups[g].fields[1:], strict=True):
             to[rest] = field.initial
+
+    def _shares_unknown(self, name: str) -> bool:
+        """Whether the table was trained with an out-of-vocabulary row."""
+        if name not in self._shared:
+            table = self._place[name][1]
+            place = np.empty(1, dtype=np.int64)
+            unknown = np.array([OOV_KEY], dtype=np.int64)
+            found = False
+            for p in range(len(self._trained.passes) if self._trained is not None else 0):
+                search_keys(np.asarray(self._keys_of(p, table)), self._positions.tables[table].table_id, unknown, place)
+                found = found or place[0] >= 0
+            self._shared[name] = found
+        return self._shared[name]
 
 
 class Evaluation:
@@ -153,13 +168,13 @@ class Evaluation:
 
         Raises BudgetError where the rows of a handful of samples exceed ``budget`` bytes.
         """
-        from tiercache.positions import Positions  # noqa: PLC0415
+        from tiercache.positions import Positions
 
         positions = Positions.of(passes, rows_now.groups)  # type: ignore[arg-type]
         for source in passes.passes:
             first = 0
             while first < source.samples:
-                last, used = _cut(source, first, positions, budget)
+                last, used = _cut(source, first, positions, budget, passes.schema.features)
                 view = RowView(
                     [_bring(rows_now, source, positions, g, used) for g in range(len(positions.groups))],
                     None,
@@ -170,13 +185,11 @@ class Evaluation:
                 first = last
 
 
-def _cut(
-    source: Pass, first: int, positions: Positions, budget: int
-) -> tuple[int, dict[str, NDArray[np.bool_]]]:
+def _cut(source: Pass, first: int, positions: Positions, budget: int) -> tuple[int, dict[str, NDArray[np.bool_]]]:
     """Return where the slice from ``first`` ends and which local ids of each table it uses."""
     width = {table.name: 4 * table.dim + 4 for table in positions.tables}
     used = {table.name: np.zeros(source.rows(table.name), dtype=bool) for table in positions.tables}
-    tables = {feature.name: feature.table for feature in source.schema.features}
+    tables = {feature.name: feature.table for feature in features}
     last, step, num_bytes = first, MARK_SAMPLES, 0
     while last < source.samples:
         upto = min(last + step, source.samples)

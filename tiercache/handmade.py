@@ -57,11 +57,9 @@ def write_pass(directory: Path, index: int, schema: Schema, batch: KeyBatch) -> 
         order = in_hash_order(keys, table)
         columns.append((keys[order], counts[order].astype(np.int64)))
         positions = np.argsort(order).astype(np.int32)[inverse]
-        ends = np.cumsum([part.size for part in parts])[:-1] if parts else []
+        ends = np.cumsum([part.size for part in parts], dtype=np.int64)[:-1]
         local.update(zip(names, np.split(positions, ends), strict=False))
-    ids = {
-        name: FeatureIds(local[name], feature.offsets, feature.weights) for name, feature in batch.features.items()
-    }
+    ids = {name: FeatureIds(local[name], feature.offsets, feature.weights) for name, feature in batch.features.items()}
     samples_path, keys_path = directory / samples_name(index), directory / keys_name(index)
     writer = SamplesWriter(samples_path, layout)
     writer.append(Samples(batch.label, batch.dense, np.empty((0, batch.num_samples), np.int32), ids))

@@ -46,6 +46,12 @@ class InputFile:
         """Return what tells the file from a changed one."""
         return {"name": self.path.name, "size": self.size, "mtime_ns": self.mtime_ns}
 
+    def check_unchanged(self) -> None:
+        """Raise SourceError where the file was changed since it was found."""
+        stat = self.path.stat()
+        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise SourceError(f"{self.path} was changed while it was read: delete the pass set and start over")
+
 
 def find_inputs(data: str | Path | Iterable[str | Path]) -> tuple[InputFile, ...]:
     """Return the files named by paths, patterns (``*``, ``?``, ``[...]``, ``**``) and folders.
@@ -76,7 +82,7 @@ def _expand(item: str | Path) -> list[Path]:
         return sorted(p for p in path.iterdir() if p.is_file() and _kind(p) is not None)
     if path.exists():
         return [path]
-    return [p for p in map(Path, sorted(glob.glob(str(item), recursive=True))) if p.is_file()]
+    return [p for p in map(Path, sorted(glob.glob(str(item), recursive=True))) if p.is_file()]  # noqa: PTH207 - patterns may be absolute
 
 
 def _kind(path: Path) -> tuple[Literal["parquet", "ipc", "csv"], str, str | None] | None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tiercache.schema import Schema
 
-__all__ = ["FeatureKeys", "KeyBatch", "NULL_KEY", "OOV_KEY", "RESERVED", "join"]
+__all__ = ["NULL_KEY", "OOV_KEY", "RESERVED", "FeatureKeys", "KeyBatch", "join"]
 
 OOV_KEY = -(1 << 63)
 """The key of the out-of-vocabulary row, which rare keys share."""
@@ -97,7 +97,7 @@ class KeyBatch:
 
     @property
     def num_samples(self) -> int:
-        """n."""
+        """N."""
         return int(self.dense.shape[0])
 
     @property
@@ -116,6 +116,10 @@ class KeyBatch:
             {name: feature.slice(low, high) for name, feature in self.features.items()},
         )
 
+    def copy(self) -> KeyBatch:
+        """Return the same samples in arrays of their own."""
+        return join([self, self.slice(0, 0)])
+
 
 def join(batches: Sequence[KeyBatch]) -> KeyBatch:
     """Return the samples of at least one batch as one; not a copy where there is only one."""
@@ -126,16 +130,14 @@ def join(batches: Sequence[KeyBatch]) -> KeyBatch:
         parts = [batch.features[name] for batch in batches]
         offsets = None
         if first.offsets is not None:
-            lengths = [np.diff(part.offsets) for part in parts]  # type: ignore[arg-type]
+            lengths = [np.diff(part.offsets) for part in parts if part.offsets is not None]
             offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
         weights = [part.weights for part in parts if part.weights is not None]
         features[name] = FeatureKeys(
             np.concatenate([part.keys for part in parts]), offsets, np.concatenate(weights) if weights else None
         )
     labels = [batch.label for batch in batches if batch.label is not None]
-    return KeyBatch(
-        np.concatenate(labels) if labels else None, np.concatenate([b.dense for b in batches]), features
-    )
+    return KeyBatch(np.concatenate(labels) if labels else None, np.concatenate([b.dense for b in batches]), features)
 
 
 def _flat(values: Any, offsets: NDArray[np.int64] | None, dtype: Any) -> NDArray[Any]:

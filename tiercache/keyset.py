@@ -6,7 +6,6 @@ import hashlib
 import json
 import mmap
 import os
-from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ import pyarrow as pa
 
 from tiercache.errors import PassSetError
 from tiercache.kernels.bits import hash_keys
+from tiercache.kernels.uses import hash_range_bound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,18 +65,15 @@ class KeySet:
 
     def place(self, table: Table, hash_bound: int) -> int:
         """Return how many keys of ``table`` have a hash below ``hash_bound`` (0 .. 2^64)."""
-        keys = self.keys(table.name)
-        return bisect_left(
-            range(keys.size), hash_bound, key=lambda i: int(hash_keys(keys[i : i + 1], table.table_id)[0])
-        )
+        return hash_range_bound(self.keys(table.name), table.table_id, hash_bound)
 
     def digest(self) -> str:
         """Return the hexadecimal SHA-256 of tables, keys and counts; reads the whole file."""
         digest = hashlib.sha256()
         for table in self.tables:
             digest.update(f"{table.name}\0{self.rows(table.name)}\0".encode())
-            digest.update(memoryview(self.keys(table.name)).cast("B"))
-            digest.update(memoryview(self.counts(table.name)).cast("B"))
+            digest.update(self.keys(table.name).data)
+            digest.update(self.counts(table.name).data)
         return digest.hexdigest()
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.kernels.pooling import MAX, MEAN, SUM, check_ids, gather, map_slots, pool_bags, pool_one, weight_gradient
+from tiercache.kernels.pooling import (
+    MAX,
+    MEAN,
+    SUM,
+    check_ids,
+    gather,
+    map_slots,
+    pool_bags,
+    pool_one,
+    weight_gradient,
+)
 from tiercache.row_optimizer import Pending
 
 if TYPE_CHECKING:
@@ -131,7 +141,14 @@ class PooledLookup:
         entries, part = self.entries, self.part
         out = np.empty(entries.ids.size, dtype=np.float32)
         weight_gradient(
-            self.rows.fields[0], self._slots, entries.starts, entries.offsets, part.modes, part.cols, grad_NT, out
+            self.rows.fields[0],
+            self._slots,
+            entries.starts,
+            entries.offsets,
+            part.modes,
+            part.cols,
+            grad_NT,
+            out,
         )
         return {name: out[entries.starts[f] : entries.starts[f + 1]] for f, name in enumerate(part.features)}
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiercache.durable import write_whole
 from tiercache.errors import PassSetError
 from tiercache.schema import Schema
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "PassRecord", "keys_name", "samples_name"]
 

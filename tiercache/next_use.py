@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,10 +64,15 @@ def find_uses(
         begins_P = [0] * len(keys_P)
         for r in range(1, ranges + 1):
             upper = (r << 64) // ranges
-            ends_P = [
-                keys.size if r == ranges else hash_range_bound(keys, spec.table_id, upper) for keys in keys_P
-            ]
-            _one_range(keys_P, begins_P, ends_P, orders, uses, [positions.start(p, table) for p in range(len(keys_P))])
+            ends_P = [keys.size if r == ranges else hash_range_bound(keys, spec.table_id, upper) for keys in keys_P]
+            _one_range(
+                keys_P,
+                begins_P,
+                ends_P,
+                orders,
+                uses,
+                [positions.start(p, table) for p in range(len(keys_P))],
+            )
             begins_P = ends_P
     return uses
 
@@ -74,7 +80,7 @@ def find_uses(
 def views_of(out: NDArray[np.int32], positions: Positions) -> Uses:
     """Cut ``out`` (2, all positions) into the arrays of each pass."""
     first_P = np.concatenate([[0], np.cumsum([positions.num_rows(p) for p in range(positions.num_passes)])])
-    cuts = [slice(int(a), int(b)) for a, b in zip(first_P[:-1], first_P[1:], strict=True)]
+    cuts = [slice(int(a), int(b)) for a, b in itertools.pairwise(first_P)]
     return Uses(tuple(out[0, c] for c in cuts), tuple(out[1, c] for c in cuts))
 
 

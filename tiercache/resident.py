@@ -39,9 +39,7 @@ class ResidentCache:
         self._seed = seed
         self._groups = group_tables(passes.tables)
         self._positions = Positions.of(passes, self._groups)
-        self._schedule = Schedule(
-            num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed
-        )
+        self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
         self._keys: dict[str, NDArray[np.int64]] = {}
         self._first: dict[str, int] = {}
         self._slots_PG: list[list[NDArray[np.int32]]] = [

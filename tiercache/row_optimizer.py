@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.errors import StateError
-from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.update import (
     Gradients,
     UpdateBuffers,
+    bag_gradients,
+    one_id_gradients,
     update_adagrad,
     update_adam,
     update_rowwise_adagrad,
@@ -89,7 +92,7 @@ class RowOptimizer:
         """One rate for each group."""
         self.steps = 0
         """Steps applied so far: what Adam's bias correction counts."""
-        self._buffers = UpdateBuffers()
+        self._sorting, self._buffers = SortBuffers(), UpdateBuffers()
 
     @property
     def pending(self) -> bool:
@@ -119,19 +122,19 @@ class RowOptimizer:
         gradients: Gradients,
         rate: float,
     ) -> None:
-        optimizer = group.optimizer
-        match optimizer:
+        pairs = sort_slots(slots, fields[0].shape[0], self._sorting)
+        shared: dict[str, Any] = {"learning_rate": rate, "decay": group.optimizer.decay}
+        match group.optimizer:
             case SGD():
-                update_sgd(fields, slots, gradients, self._buffers, rate, optimizer.decay)
-            case Adagrad():
-                update_adagrad(fields, slots, gradients, self._buffers, rate, optimizer.eps, optimizer.decay)
-            case RowWiseAdagrad():
-                update_rowwise_adagrad(fields, slots, gradients, self._buffers, rate, optimizer.eps, optimizer.decay)
-            case Adam():
+                update_sgd(*fields, pairs, gradients, self._buffers, **shared)
+            case Adagrad(eps=eps):
+                update_adagrad(*fields, pairs, gradients, self._buffers, eps=eps, **shared)
+            case RowWiseAdagrad(eps=eps):
+                update_rowwise_adagrad(*fields, pairs, gradients, self._buffers, eps=eps, **shared)
+            case Adam(beta1=beta1, beta2=beta2, eps=eps):
                 update_adam(
-                    fields, slots, gradients, self._buffers, rate, optimizer.beta1, optimizer.beta2, optimizer.eps,
-                    optimizer.decay, self.steps,
-                )  # fmt: skip
+                    *fields, pairs, gradients, self._buffers, step=self.steps, beta1=beta1, beta2=beta2, eps=eps, **shared
+                )
 
     def set_learning_rate(self, learning_rate: float, tables: Sequence[str] | None = None) -> None:
         """Change the rate of the groups of ``tables``, or of all, from the next step on."""
@@ -170,10 +173,10 @@ def _together(pending: list[Pending], dim: int) -> tuple[NDArray[np.int32], Grad
     """Return all entries of a group as one step's; one lookup is passed on as it is."""
     if len(pending) == 1:
         one = pending[0]
-        return one.slots, Gradients(
-            flat=one.gradient, num_samples=one.num_samples, width=one.width, cols=one.cols,
-            offsets=NONE_I8 if one.offset is None else one.offset, scales=one.scale, argmax=one.argmax,
-        )  # fmt: skip
+        gradient = one.gradient.reshape(one.num_samples, one.width)
+        if one.offset is None:
+            return one.slots, one_id_gradients(gradient, one.cols)
+        return one.slots, bag_gradients(gradient, one.offset, one.scale, one.argmax)
     slots = np.concatenate([p.slots for p in pending])
     base: dict[int, int] = {}  # lookups of one module share their gradient
     flats: list[NDArray[np.float32]] = []
@@ -198,8 +201,4 @@ def _together(pending: list[Pending], dim: int) -> tuple[NDArray[np.int32], Grad
             places = np.unique(~mine[mine < 0])[:, None] + np.arange(dim)
             argmax[start + places] = p.argmax[places] + first
         first = last
-    return slots, Gradients(
-        flat=flat, num_samples=1, width=1, cols=np.zeros(1, dtype=np.int64),
-        offsets=offsets, scales=scales, argmax=argmax,
-    )  # fmt: skip
-
+    return slots, bag_gradients(flat.reshape(1, -1), offsets, scales, argmax)

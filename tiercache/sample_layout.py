@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tiercache.schema import Feature, Schema
 
-__all__ = ["BATCH_SHIFT", "BATCH_SAMPLES", "SampleColumn", "SampleLayout"]
+__all__ = ["BATCH_SAMPLES", "BATCH_SHIFT", "SampleColumn", "SampleLayout"]
 
 BATCH_SHIFT = 16
 BATCH_SAMPLES = 1 << BATCH_SHIFT

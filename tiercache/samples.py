@@ -47,7 +47,7 @@ class Samples:
 
     @property
     def num_samples(self) -> int:
-        """n."""
+        """N."""
         return int(self.dense.shape[0])
 
 

@@ -166,12 +166,12 @@ class SamplesFile:
             if batch.num_rows != BATCH_SAMPLES and index + 1 < num_batches:
                 raise PassSetError(f"{self.path} has a short record batch: extract the pass set again")
             for array, place in zip(batch.columns, places.values(), strict=True):
-                *_, offsets, _child, values = [None, None, *array.buffers()]
+                buffers = array.buffers()
                 if place.column.width is None:
-                    place.offsets[index] = offsets.address - base
+                    place.offsets[index] = buffers[1].address - base
                     place.value_bytes[index] = 4 * int(self._longs[(place.offsets[index] >> 3) + batch.num_rows])
                 else:
                     place.value_bytes[index] = 4 * batch.num_rows * place.column.width
                 if place.value_bytes[index]:
-                    place.values[index] = values.address - base
+                    place.values[index] = buffers[-1].address - base
         return places

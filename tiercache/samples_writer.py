@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,7 @@ __all__ = ["SamplesWriter"]
 class SamplesWriter:
     """An Arrow IPC file of samples; the same samples give the same bytes however they are cut into calls.
 
-    Memory: one record batch. ``finish`` makes the file complete and durable; without it the file is no Arrow file.
+    Memory: one record batch. Without ``finish`` the file is no Arrow file.
     """
 
     def __init__(self, path: Path, layout: SampleLayout) -> None:
@@ -54,12 +53,10 @@ class SamplesWriter:
                 self._flush()
 
     def finish(self) -> None:
-        """Write the last record batch and the footer, and return when they are on disk."""
+        """Write the last record batch and the footer; the file is complete then, but perhaps not on disk yet."""
         if self._filled:
             self._flush()
         self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
 
     def abandon(self) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiercache.store.hashing import mix
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +51,7 @@ class Schedule:
             return np.arange(self.num_passes, dtype=np.int64)
         seed = np.uint64(self.order_seed & 0xFFFF_FFFF_FFFF_FFFF)
         passes = np.arange(self.num_passes, dtype=np.uint64)
-        salt = mix(np.array([seed], dtype=np.uint64) ^ np.uint64(epoch & 0xFFFF_FFFF_FFFF_FFFF))
+        salt = mix(mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch & 0xFFFF_FFFF_FFFF_FFFF))
         return np.argsort(mix(mix(passes) ^ salt), kind="stable").astype(np.int64)
 
     def epoch_of(self, visit: int) -> int:

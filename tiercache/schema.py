@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +11,7 @@ from tiercache.errors import SchemaError
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = ["CsvFormat", "Dense", "Feature", "Schema"]
@@ -42,7 +42,7 @@ class Feature:
     table: str = ""
     """The table it looks into; several features may share one. Empty: the table of its own name."""
     key: KeyKind | None = None
-    """"integer": values are keys. "string": keys are hashes. "cross": a hash over several columns. None: by their number."""
+    """"integer": values are keys. "string": hashes of them. "cross": hashes over columns. None: by their number."""
     hotness: Hotness = "one"
     """How many keys a sample has: one, a fixed number, or any number."""
     length: int | None = None
@@ -56,8 +56,6 @@ class Feature:
         where = f"feature {self.name!r}"
         if not self.name:
             raise SchemaError("a feature has an empty name: every feature needs one")
-        if isinstance(self.columns, str):
-            raise SchemaError(f"{where} has columns = {self.columns!r}: give a list of column names")
         object.__setattr__(self, "columns", tuple(self.columns) or (self.name,))
         object.__setattr__(self, "table", self.table or self.name)
         object.__setattr__(self, "key", self.key or ("integer" if len(self.columns) == 1 else "cross"))

@@ -71,7 +71,8 @@ def _feature(name: str, entry: Any) -> Feature:
     if "column" in entry and "columns" in entry:
         raise SchemaError(f"{where} has 'column' and 'columns': give one of them")
     columns = [entry["column"]] if "column" in entry else _array(f"{where} columns", entry.get("columns", []))
-    hotness, length = entry.get("hotness", "one"), None
+    hotness: Any = entry.get("hotness", "one")
+    length: int | None = None
     if isinstance(hotness, int) and not isinstance(hotness, bool):
         hotness, length = "fixed", hotness
     elif hotness not in {"one", "ragged"}:
@@ -114,8 +115,9 @@ def _types(csv: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(where: str, entry: Any, known: set[str]) -> dict[str, Any]:
-    _check(where, entry := _mapping(where, entry), known)
-    return entry
+    section = _mapping(where, entry)
+    _check(where, section, known)
+    return section
 
 
 def _check(where: str, entry: dict[str, Any], known: set[str]) -> None:

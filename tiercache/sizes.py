@@ -17,7 +17,7 @@ def parse_bytes(size: int | str) -> int:
     Raises ValueError for anything else, for fractions of a byte and for less than 1 byte.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise ValueError(f"{size!r} is no size: give a number of bytes or text such as '64MiB'")
+        raise ValueError(f"{size!r} is no size: give a number of bytes or text such as '64MiB'")  # noqa: TRY004 - one error
     if isinstance(size, int):
         num_bytes: float = size
     else:

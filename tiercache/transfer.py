@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.device_tier import DeviceTier, Placement, initial_values
 from tiercache.host_plan import Held
 from tiercache.host_tier import HostTier
-from tiercache.kernels.rows import pack, unpack
-from tiercache.kernels.switch import take
+from tiercache.packing import Packer, Unpacker
 from tiercache.report import VisitReport
-from tiercache.staging import Staged, StagedPieces, Stager
+from tiercache.staging import Staged, Stager
 from tiercache.store import Cursor
 from tiercache.store.stream import Range
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.budget import HostBudget
+    from tiercache.device_tier import DeviceTier, Placement
     from tiercache.host_memory import HostMemory, HostRegion
     from tiercache.next_use import Uses
     from tiercache.positions import Positions
@@ -59,6 +58,8 @@ class Transfer:
         self._store, self._budget, self._positions = store, budget, positions
         self._keys_of, self._uses_of = keys_of, uses_of
         self._digest, self.environment = schedule_digest, environment
+        self._packer = Packer(device, positions, keys_of)
+        self._unpacker = Unpacker(device, self.host, positions)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer")
         self._segments: dict[int, Segment] = {}
@@ -162,13 +163,11 @@ class Transfer:
             for g, stream in enumerate(streams):
                 for b in range(stream.num_blocks):
                     data = scratch[: int(stream.block_bytes_B[b])]
-                    self._pack(g, stream, b, placements[g].slots_K, orders[g], data)
-                    yield g, b, data, self._keys(plan.pass_index, g, orders[g], stream, b)
+                    self._packer.pack(g, stream, b, placements[g].slots_K, orders[g], data)
+                    yield g, b, data, self._packer.keys(plan.pass_index, g, orders[g], stream, b)
 
         def write() -> None:
-            self._store.append(
-                plan.visit, streams, blocks(), within=True, transaction_bytes=self._budget.block
-            )
+            self._store.append(plan.visit, streams, blocks(), within=True, transaction_bytes=self._budget.block)
             self._publish(Cursor(visit=plan.visit, sample=sample), state)
 
         self._writing = self._writer.submit(write)
@@ -193,7 +192,7 @@ class Transfer:
                 order = order[order.size - stream.rows :]  # without the kept rows where they are not written
                 regions = self.host.enter(plan.visit, g, stream)
                 for b, region in enumerate(regions):
-                    self._pack(g, stream, b, self.placements[g].slots_K, order, region.data)
+                    self._packer.pack(g, stream, b, self.placements[g].slots_K, order, region.data)
                 dumped.append((g, stream, regions, order))
         report.rows_written = plan.rows_written
         self._writing = self._writer.submit(self._write, plan, dumped, state, report)
@@ -212,7 +211,7 @@ class Transfer:
             plan.visit,
             plan.dumps,
             (
-                (g, b, region.data, self._keys(plan.pass_index, g, order, stream, b))
+                (g, b, region.data, self._packer.keys(plan.pass_index, g, order, stream, b))
                 for g, stream, regions, order in dumped
                 for b, region in enumerate(regions)
             ),
@@ -239,38 +238,6 @@ class Transfer:
             settings=settings,
             environment=self.environment,
         )
-
-    def _pack(
-        self,
-        group: int,
-        stream: Stream,
-        block: int,
-        slots_K: NDArray[np.int32],
-        order: NDArray[np.int32],
-        data: NDArray[np.uint8],
-    ) -> None:
-        first, last = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
-        slots = np.empty(last - first, dtype=np.int32)
-        take(slots_K, order[first:last], slots)
-        low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-        pack(self.device.fields_G[group], slots, *_pieces(stream, low, high), data.view(np.float32))
-
-    def _keys(
-        self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream, block: int
-    ) -> NDArray[np.int64]:
-        """Return the keys of a block in the order of its rows."""
-        first, last = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
-        positions = order[first:last]
-        starts = self._positions.table_starts(pass_index, group)
-        first_table = self._positions.first_table(group)
-        if len(starts) == 2:
-            return np.asarray(self._keys_of(pass_index, first_table)[positions])
-        tables = np.searchsorted(starts, positions, side="right") - 1
-        keys = np.empty(positions.size, dtype=np.int64)
-        for i in np.unique(tables):
-            mine = tables == i
-            keys[mine] = self._keys_of(pass_index, first_table + int(i))[positions[mine] - starts[i]]
-        return keys
 
     # -- load ---------------------------------------------------------------------------------------------
 
@@ -308,50 +275,11 @@ class Transfer:
         self.report = report = VisitReport.of(plan, staged)
         report.wait_seconds["store"] = waited
         with report.timing("unpack"):
-            self._unpack(staged)
+            self._unpacker.unpack(staged)
             self._release(staged)
             self.host.keep(plan.retained, not_before=plan.visit - 1)
         self.plan, self.placements = plan, staged.placements
         self._stage_next()
-
-    def _unpack(self, staged: Staged) -> None:
-        plan = staged.plan
-        first_G = list(plan.kept_G)
-        for load in plan.loads:
-            first = first_G[load.group]
-            first_G[load.group] += load.rows
-            if load.host.first < load.host.last:
-                stream = self.host.stream(load.visit, load.group)
-                for run in self.host.runs(load.visit, load.group, load.host):
-                    rows = int(
-                        stream.piece_first_row_P[run.first] - stream.piece_first_row_P[load.host.first]
-                    )
-                    self._unpack_pieces(
-                        staged, StagedPieces(load.group, first + rows, stream, Held(run.first, run.last), run.data)
-                    )  # fmt: skip
-        for pieces in staged.pieces:
-            self._unpack_pieces(staged, pieces)
-        for rows_ in staged.rows:
-            fields = self.device.fields_G[rows_.group]
-            count = rows_.vectors_RD.shape[0]
-            slots = staged.placements[rows_.group].load_slots_K[rows_.first_row : rows_.first_row + count]
-            one_piece = np.array([0, count], dtype=np.int64), np.zeros(1, dtype=np.int64)
-            unpack(fields[:1], slots, *one_piece, rows_.vectors_RD.reshape(-1))
-            for state, value in zip(
-                fields[1:], initial_values(self._positions.groups[rows_.group]), strict=True
-            ):
-                state[slots] = value
-
-    def _unpack_pieces(self, staged: Staged, pieces: StagedPieces) -> None:
-        stream, held = pieces.stream, pieces.held
-        rows = int(stream.piece_first_row_P[held.last] - stream.piece_first_row_P[held.first])
-        slots = staged.placements[pieces.group].load_slots_K[pieces.first_row : pieces.first_row + rows]
-        unpack(
-            self.device.fields_G[pieces.group],
-            slots,
-            *_pieces(stream, held.first, held.last),
-            pieces.data.view(np.float32),
-        )
 
     def cached_piece(self, segment_id: int, group: int, piece: int) -> NDArray[np.uint8] | None:
         """Return the bytes of a piece that the host holds, or None."""
@@ -400,13 +328,6 @@ def _wanted(upcoming: VisitPlan | None) -> dict[tuple[int, int], Held]:
 
 def _result_or_none(future: Future[VisitPlan]) -> VisitPlan | None:
     return future.result() if future.exception() is None else None
-
-
-def _pieces(stream: Stream, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return first rows (P + 1) and float offsets (P) of pieces [low, high), counted from the first."""
-    rows = stream.piece_first_row_P[low : high + 1]
-    offsets = stream.piece_offset_P[low:high]
-    return rows - rows[0], (offsets - offsets[0]) // 4
 
 
 def segments_by_visit(store: Store) -> dict[int, Segment]:

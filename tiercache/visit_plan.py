@@ -92,8 +92,7 @@ class VisitPlan:
     def bytes_loaded(self) -> int:
         """Bytes of rows that come to the device, from wherever."""
         return sum(
-            (rows - kept) * width
-            for rows, kept, width in zip(self.rows_G, self.kept_G, self.row_bytes_G, strict=True)
+            (rows - kept) * width for rows, kept, width in zip(self.rows_G, self.kept_G, self.row_bytes_G, strict=True)
         )
 
 
@@ -118,9 +117,14 @@ class Planner:
         start: int,
         within: bool,
         commit_every: int,
+        end: int | None = None,
         stored: Mapping[int, tuple[Stream, ...]],
     ) -> None:
-        """Begin at visit ``start``; ``stored`` holds the streams of the store's segments by visit."""
+        """Begin at visit ``start``; ``stored`` holds the streams of the store's segments by visit.
+
+        Every ``commit_every``-th visit ends with a commit, and so does the one before ``end``.
+        """
+        self._end = end
         self._schedule, self._positions, self._uses_of, self._budget = schedule, positions, uses_of, budget
         self._start, self._within, self._commit_every = start, within, commit_every
         self._streams = dict(stored)
@@ -159,9 +163,7 @@ class Planner:
         """Lay out the dump of ``visit``: ranges by next use, kept rows first where they are written too."""
         budget, streams = self._budget, []
         for group, gaps in zip(self._positions.groups, self.sizes(visit).next_G, strict=True):
-            ranges = [
-                Range(next_use=visit + gap, table_rows=rows) for gap, rows in gaps if with_kept or gap > 1
-            ]
+            ranges = [Range(next_use=visit + gap, table_rows=rows) for gap, rows in gaps if with_kept or gap > 1]
             streams.append(self.layout(group.row_bytes, ranges, budget))
         return tuple(streams)
 
@@ -170,9 +172,7 @@ class Planner:
         """Cut ranges into pieces and blocks as the budget says."""
         piece_rows = max(1, budget.piece // row_bytes)
         block_bytes = max(budget.block, piece_rows * row_bytes)
-        return Stream(
-            row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges)
-        )
+        return Stream(row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
 
     def plan_next(self) -> VisitPlan:
         """Plan the next visit. Raises BudgetError where its reserve exceeds the host budget."""
@@ -191,11 +191,9 @@ class Planner:
                 continue
             generated_G.append(sum(rows for gap, rows in gaps if gap > visit))
             loads += [
-                self._load(visit - gap, g, visit, rows)
-                for gap, rows in gaps
-                if gap <= visit and (first or gap > 1)
+                self._load(visit - gap, g, visit, rows) for gap, rows in gaps if gap <= visit and (first or gap > 1)
             ]
-        commits = (visit + 1) % self._commit_every == 0
+        commits = (visit + 1) % self._commit_every == 0 or visit + 1 == self._end
         dumps = self.dump_streams(visit, with_kept=commits)
         retained, cached = self._advance_host(visit)
         reserve = self._reserve(visit)
@@ -255,8 +253,7 @@ class Planner:
     def _dump_bytes(self, visit: int) -> int:
         """All rows of the visit, in the pages of its blocks."""
         return sum(
-            sum(paged(int(n)) for n in stream.block_bytes_B)
-            for stream in self.dump_streams(visit, with_kept=True)
+            sum(paged(int(n)) for n in stream.block_bytes_B) for stream in self.dump_streams(visit, with_kept=True)
         )
 
     def _staging_bytes(self, visit: int, *, first: bool) -> int:

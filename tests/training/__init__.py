@@ -1,0 +1,1 @@
+"""Tests of training: parity, crashes, evaluation."""

@@ -12,15 +12,19 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tiercache.cache import TierCache
 from tiercache.evaluation import RowsNow
+from tiercache.handmade import write_pass_set
+from tiercache.keybatch import FeatureKeys, KeyBatch
 from tiercache.positions import Positions
+from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from tiercache.cache import TierCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,9 @@ class Case:
         n = self.num_samples
         columns: dict[str, Any] = {
             "label": rng.integers(0, 2, n).astype(np.float32),
-            "x": rng.integers(-4, 5, n).astype(np.float32) if self.integers else rng.standard_normal(n).astype(np.float32),
+            "x": rng.integers(-4, 5, n).astype(np.float32)
+            if self.integers
+            else rng.standard_normal(n).astype(np.float32),
         }
         for spec in self.specs:
             skewed = lambda size: np.floor(self.num_keys * rng.random(size) ** 3).astype(np.int64) - 5  # noqa: E731
@@ -92,6 +98,25 @@ class Case:
                 columns[f"{spec.name}_w"] = pa.ListArray.from_arrays(offsets, weights)
         pq.write_table(pa.table(columns), path)
         return path
+
+    def cut(self, folder: Path) -> tc.PassSet:
+        """Cut the same samples into passes without files of data: the quick way for many examples."""
+        rng = np.random.default_rng(self.data_seed)
+        n = self.num_samples
+        features = {}
+        label = rng.integers(0, 2, n).astype(np.float32)
+        dense = (rng.integers(-4, 5, n) if self.integers else rng.standard_normal(n)).astype(np.float32)[:, None]
+        for spec in self.specs:
+            lengths = {"one": np.ones(n, int), "fixed": np.full(n, spec.length)}.get(spec.hotness, rng.integers(0, 5, n))
+            total = int(lengths.sum())
+            features[spec.name] = FeatureKeys(
+                np.floor(self.num_keys * rng.random(total) ** 3).astype(np.int64) - 5,
+                None if spec.hotness == "one" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+                rng.random(total).astype(np.float32) if spec.weighted else None,
+            )
+        batch = KeyBatch(label, dense, features)
+        cuts = [batch.slice(low, min(low + self.pass_rows, n)) for low in range(0, n, self.pass_rows)]
+        return write_pass_set(folder, self.schema, cuts)
 
     def extract(self, folder: Path, *, pass_rows: int | None = None, **options: Any) -> tc.PassSet:
         """Write data and extract passes of ``pass_rows`` samples."""
@@ -202,6 +227,13 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
             np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=name)
     for name, weight in ours.dense.items():
         assert torch.equal(weight, theirs.dense[name]), name
+
+
+def open_store(path: Path, case: Case, engine: str) -> tc.Store:
+    """Open a store on an engine by name."""
+    if engine == "memory":
+        return tc.Store.open(None, tables=case.tables, engine=MemoryEngine())
+    return tc.Store.open(path, tables=case.tables, engine=engine)
 
 
 def tiered(store: tc.Store, passes: tc.PassSet, **options: Any) -> TierCache:

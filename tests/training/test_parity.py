@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.training.cases import (
     Case,
     Spec,
     assert_same_bits,
+    open_store,
     resident_result,
     result_of,
     smallest_host_budget,
@@ -29,21 +31,24 @@ OPTIMIZERS = [
     tc.RowWiseAdagrad(learning_rate=0.1, decay=0.02),
     tc.Adam(learning_rate=0.01),
 ]
-INITIALIZERS = [tc.Uniform(low=-0.2, high=0.3), tc.Normal(mean=0.0, std=0.1), tc.Zeros(), tc.Constant(value=0.25)]
+INITIALIZERS = [
+    tc.Uniform(low=-0.2, high=0.3),
+    tc.Normal(mean=0.0, std=0.1),
+    tc.Zeros(),
+    tc.Constant(value=0.25),
+]
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
-def test_tiered_training_ends_with_the_bits_of_training_in_memory(
-    tmp_path: Path, engine: str, optimizer: Any
-) -> None:
+def test_tiered_training_ends_with_the_bits_of_training_in_memory(tmp_path: Path, engine: str, optimizer: Any) -> None:
     """Rows, optimizer state and dense weights are equal, for each optimizer and engine."""
     case = Case(
         tables=(table("a", 8, optimizer), table("b", 3, optimizer)),
         specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
     )
-    passes = case.extract(tmp_path / "data")
-    with tc.Store.open(tmp_path / "model.tc", tables=case.tables, engine=engine) as store:
+    passes = case.cut(tmp_path / "passes")
+    with open_store(tmp_path / "model.tc", case, engine) as store:
         with tiered(store, passes) as cache:
             model = train(cache, case)
             assert all(report.planned_equals_measured for report in cache.reports)
@@ -109,8 +114,8 @@ def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, d
     case, how = drawn
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
-        passes = case.extract(tmp / "data")
-        with tc.Store.open(tmp / "model.tc", tables=case.tables, engine=how["engine"]) as store:
+        passes = case.cut(tmp / "passes")
+        with open_store(tmp / "model.tc", case, how["engine"]) as store:
             options: dict[str, Any] = {"commit_every": how["commit_every"], "order_seed": case.order_seed}
             options["device_budget"] = "64MiB"
             if how["tight"]:
@@ -139,7 +144,7 @@ def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(tmp_path: Path)
     case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),), shuffle=False)
     results = []
     for rows in (32, 96):
-        passes = case.extract(tmp_path / "data", pass_rows=rows)
+        passes = replace(case, pass_rows=rows).cut(tmp_path / f"passes-{rows}")
         with tc.Store.open(tmp_path / f"{rows}.tc", tables=case.tables) as store:
             with tiered(store, passes) as cache:
                 model = train(cache, case)

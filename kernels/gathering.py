@@ -1,0 +1,211 @@
+"""Lookup without arithmetic: from local ids to slots to rows.
+
+Legend: S slots, L local positions (the pass's keys of the group), F features, N samples, E entries (ids), D dim, T width of
+the output row. Features are feature-major: entries of feature 0 for all samples, then feature 1. A feature's table starts
+at `bases[f]` among the L positions; `cols[f]` is its first column in the output.
+Ids are not checked by lookups: call `check_ids` first, for an id outside its table would read another row.
+"""
+
+import numpy as np
+from numba import prange
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
+from tiercache.kernels.lanes import ask, atomic_next, fence, load, store, stream
+
+__all__ = ["check_ids", "gather", "map_slots", "pool_one"]
+
+BLOCK = 64  # samples of a task: 26 features of 64 floats are 416 KiB, which stays in a second-level cache
+GATHER_BLOCK = 1024
+AHEAD = 8  # entries between asking for a row and using it
+STREAM_BYTES = 1 << 22  # outputs this large would only push rows out of the caches
+_FIRST = np.zeros(1, np.int64)
+
+
+@inlined
+def map_entries(ids, first, last, base, slot_of_local, slots):  # type: ignore[no-untyped-def]
+    for e in range(first, last):
+        slots[e] = slot_of_local[base + ids[e]]
+
+
+@inlined
+def _copy_row(vectors, start, out, at, dim, streaming):  # type: ignore[no-untyped-def]
+    if streaming:
+        for d in range(0, dim, 16):
+            stream(out, at + d, load(vectors, start + d, 16))
+    else:
+        for d in range(0, dim, 16):
+            store(out, at + d, load(vectors, start + d, dim - d), dim - d)
+
+
+@worker
+def _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, streaming, counter):  # type: ignore[no-untyped-def]
+    num_samples, width = out.shape
+    dim = vectors.shape[1]
+    block = atomic_next(counter)
+    while block * BLOCK < num_samples:
+        first, last = block * BLOCK, min(block * BLOCK + BLOCK, num_samples)
+        for f in range(bases.size):
+            start = f * num_samples
+            map_entries(ids, start + first, start + last, bases[f], slot_of_local, slots)
+            for n in range(first, min(first + AHEAD, last)):
+                ask(vectors, np.int64(slots[start + n]) * dim, dim)
+            for n in range(first, last):
+                if n + AHEAD < last:
+                    ask(vectors, np.int64(slots[start + n + AHEAD]) * dim, dim)
+                _copy_row(vectors, np.int64(slots[start + n]) * dim, out, n * width + cols[f], dim, streaming)
+        block = atomic_next(counter)
+    fence()
+
+
+@parallel
+def _pool_one(vectors, slot_of_local, ids, bases, cols, out, slots, streaming, counter, parts):  # type: ignore[no-untyped-def]
+    for _ in prange(parts):
+        _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, streaming, counter)
+
+
+@worker
+def _gather_blocks(vectors, slots, out, streaming, counter):  # type: ignore[no-untyped-def]
+    dim = vectors.shape[1]
+    block = atomic_next(counter)
+    while block * GATHER_BLOCK < slots.size:
+        last = min(block * GATHER_BLOCK + GATHER_BLOCK, slots.size)
+        for e in range(block * GATHER_BLOCK, last):
+            if e + AHEAD < last:
+                ask(vectors, np.int64(slots[e + AHEAD]) * dim, dim)
+            _copy_row(vectors, np.int64(slots[e]) * dim, out, e * dim, dim, streaming)
+        block = atomic_next(counter)
+    fence()
+
+
+@parallel
+def _gather(vectors, slots, out, streaming, counter, parts):  # type: ignore[no-untyped-def]
+    for _ in prange(parts):
+        _gather_blocks(vectors, slots, out, streaming, counter)
+
+
+@serial
+def _map_slots(ids, bases, entry_starts, slot_of_local, slots):  # type: ignore[no-untyped-def]
+    for f in range(bases.size):
+        map_entries(ids, entry_starts[f], entry_starts[f + 1], bases[f], slot_of_local, slots)
+
+
+@serial
+def _check_ids(ids, entry_starts, limits):  # type: ignore[no-untyped-def]
+    for f in range(limits.size):
+        limit = np.uint32(min(limits[f], np.int64(2147483648)))
+        worst = np.uint32(0)
+        for e in range(entry_starts[f], entry_starts[f + 1]):
+            worst = max(worst, np.uint32(ids[e]))  # a negative id is a very large one
+        if worst >= limit:
+            for e in range(entry_starts[f], entry_starts[f + 1]):
+                if np.uint32(ids[e]) >= limit:
+                    return e
+    return np.int64(-1)
+
+
+def streams(out: NDArray[np.float32], dim: int, cols: NDArray[np.int64]) -> bool:
+    """Return whether the whole output can be written past the caches, a line at a time."""
+    return bool(
+        out.nbytes >= STREAM_BYTES
+        and dim % 16 == 0
+        and out.shape[1] % 16 == 0
+        and out.ctypes.data % 64 == 0
+        and not np.any(cols % 16)
+    )
+
+
+def expect_columns(cols: NDArray[np.int64], dim: int, width: int) -> NDArray[np.int64]:
+    cols = expect("cols", cols, np.int64)
+    if cols.size and not 0 <= cols.min() <= cols.max() <= width - dim:
+        raise ValueError(f"cols must lie in [0, {width - dim}]: rows have {dim} elements and the output {width} columns.")
+    return cols
+
+
+def num_parts(num_samples: int) -> int:
+    return max(1, min(threads(), num_samples // BLOCK))
+
+
+def check_ids(ids: NDArray[np.int32], entry_starts: NDArray[np.int64], limits: NDArray[np.int64]) -> int:
+    """Return the first entry, feature by feature, whose id is not in [0, limit of its feature); -1 where all are.
+
+    ids (E,), entry_starts (F + 1,), limits (F,): the number of keys of each feature's table in this pass.
+    """
+    starts = expect("entry_starts", entry_starts, np.int64)
+    ids, limits = expect("ids", ids, np.int32), expect("limits", limits, np.int64)
+    if starts.size != limits.size + 1 or (starts.size and starts[-1] > ids.size):
+        raise ValueError(f"{limits.size} features and {ids.size} ids do not fit entry starts {starts.tolist()}.")
+    return int(_check_ids(ids, starts, limits))
+
+
+def map_slots(
+    ids: NDArray[np.int32],
+    bases: NDArray[np.int64],
+    entry_starts: NDArray[np.int64],
+    slot_of_local: NDArray[np.int32],
+    slots: NDArray[np.int32],
+) -> None:
+    """Write the slot of each id (E,) to `slots` (E,); feature f has entries `entry_starts[f]` to `entry_starts[f + 1]`."""
+    same_length(ids=ids, slots=slots)
+    if entry_starts.size != bases.size + 1 or entry_starts[-1] > ids.size:
+        raise ValueError(f"{bases.size} features and {ids.size} ids do not fit {entry_starts.size} entry starts.")
+    _map_slots(
+        expect("ids", ids, np.int32),
+        expect("bases", bases, np.int64),
+        expect("entry_starts", entry_starts, np.int64),
+        expect("slot_of_local", slot_of_local, np.int32),
+        expect("slots", slots, np.int32, written=True),
+    )
+
+
+def pool_one(
+    vectors: NDArray[np.float32],
+    slot_of_local: NDArray[np.int32],
+    ids: NDArray[np.int32],
+    bases: NDArray[np.int64],
+    cols: NDArray[np.int64],
+    num_samples: int,
+    out: NDArray[np.float32],
+    slots: NDArray[np.int32],
+) -> None:
+    """Write each feature's row for each sample to its columns of `out` (N, T), and each entry's slot to `slots` (F * N,).
+
+    vectors (S, D), slot_of_local (L,), ids (F * N,), bases (F,), cols (F,). Other columns of `out` stay as they are.
+    Large outputs at a multiple of 64 bytes with dim, width and columns multiples of 16 are written past the caches.
+    """
+    vectors, out = expect("vectors", vectors, np.float32, 2), expect("out", out, np.float32, 2, written=True)
+    cols = expect_columns(cols, vectors.shape[1], out.shape[1])
+    if out.shape[0] != num_samples or ids.size != bases.size * num_samples or slots.size != ids.size:
+        raise ValueError(
+            f"{ids.size} ids and {slots.size} slots do not make one id for each of {num_samples} samples and "
+            f"{bases.size} features, written to {out.shape[0]} rows."
+        )
+    same_length(bases=bases, cols=cols)
+    _pool_one(
+        vectors,
+        expect("slot_of_local", slot_of_local, np.int32),
+        expect("ids", ids, np.int32),
+        expect("bases", bases, np.int64),
+        cols,
+        out,
+        expect("slots", slots, np.int32, written=True),
+        streams(out, vectors.shape[1], cols),
+        np.zeros(1, np.int64),
+        num_parts(num_samples),
+    )
+
+
+def gather(vectors: NDArray[np.float32], slots: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+    """Write the row in each slot (E,) to `out` (E, D)."""
+    vectors, out = expect("vectors", vectors, np.float32, 2), expect("out", out, np.float32, 2, written=True)
+    if out.shape != (slots.size, vectors.shape[1]):
+        raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {vectors.shape[1]} elements were asked for.")
+    _gather(
+        vectors,
+        expect("slots", slots, np.int32),
+        out,
+        streams(out, vectors.shape[1], _FIRST),
+        np.zeros(1, np.int64),
+        max(1, min(threads(), slots.size // GATHER_BLOCK)),
+    )

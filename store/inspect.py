@@ -1,0 +1,116 @@
+"""Looking at a store from outside: what it holds, and whether all of it is what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiercache.store import errors
+from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
+from tiercache.store.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the store at ``path`` holds at its newest commit, as plain values; reads no row.
+
+    Raises what ``Store.open`` raises for reading; a writer may be at work meanwhile.
+    """
+    with Store.open(path, mode="r") as store:
+        live = {table.name: 0 for table in store.tables}
+        segments = []
+        for segment in store.segments:
+            live_ranges, live_rows, ranges = 0, 0, 0
+            for group, stream in zip(store.groups, segment.streams, strict=True):
+                first = store.first_range(segment, group.index)
+                ranges += len(stream.ranges)
+                live_ranges += len(stream.ranges) - first
+                for rows in stream.ranges[first:]:
+                    live_rows += rows.rows
+                    for table, count in zip(group.tables, rows.table_rows, strict=True):
+                        live[table.name] += count
+            segments.append(
+                {
+                    "id": segment.id,
+                    "visit": segment.visit,
+                    "within": segment.within,
+                    "rows": segment.rows,
+                    "live_rows": live_rows,
+                    "live_ranges": live_ranges,
+                    "dead_ranges": ranges - live_ranges,
+                    "row_bytes": segment.row_bytes,
+                }
+            )
+        tables = [
+            {**table.to_record(), "group": group.index, "row_bytes": table.row_bytes, "rows": live[table.name]}
+            for group in store.groups
+            for table in group.tables
+        ]
+        commit = store.commit
+        return {
+            "path": str(path),
+            "format_version": FORMAT_VERSION,
+            "file_bytes": sum(entry.stat().st_size for entry in Path(path).iterdir()),
+            "rows": sum(live.values()),
+            "row_bytes": sum(table["rows"] * table["row_bytes"] for table in tables),
+            "live_ranges": sum(segment["live_ranges"] for segment in segments),
+            "dead_ranges": sum(segment["dead_ranges"] for segment in segments),
+            "commit": None
+            if commit is None
+            else {
+                "id": commit.id,
+                "visit": commit.cursor.visit,
+                "sample": commit.cursor.sample,
+                "schedule_digest": commit.schedule_digest,
+                "state_bytes": commit.state_bytes,
+                "settings": commit.settings,
+                "environment": commit.environment,
+            },
+            "tables": tables,
+            "segments": segments,
+        }
+
+
+def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """Read every block of the newest commit and check it, in a process of its own.
+
+    Returns what was read, and under "problems" a sentence for each thing that is wrong: checksums, missing or cut
+    blocks, keys that are not in hash order, keys with two live rows. ``progress`` is called with bytes done and
+    bytes in all. Whatever a damaged file does to the process that reads it (SIGBUS), it becomes a problem here.
+
+    Raises what ``Store.open`` raises for reading where there is no store to speak of.
+    """
+    directory = StoreDirectory(Path(path))
+    if not directory.find():
+        raise directory.missing()
+    command = [sys.executable, "-m", "tiercache.store.verification", str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    report: dict[str, Any] = {"path": str(path), "problems": []}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            message = json.loads(line)
+            match message["kind"]:
+                case "progress":
+                    if progress is not None:
+                        progress(message["done"], message["total"])
+                case "report":
+                    report |= message["report"]
+                case "error":
+                    raise getattr(errors, message["type"], errors.StoreError)(message["text"])
+    if child.returncode < 0:
+        name = signal.Signals(-child.returncode).name
+        report["problems"].append(
+            f"reading {path} ended with {name}, as it does where the file is cut short or damaged: "
+            "restore the store from a copy"
+        )
+    elif child.returncode > 0:
+        report["problems"].append(f"verification of {path} ended with status {child.returncode}: see its output")
+    return report

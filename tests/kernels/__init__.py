@@ -1,0 +1,1 @@
+"""Kernels against slow obvious NumPy."""

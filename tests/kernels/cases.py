@@ -1,0 +1,153 @@
+"""Batches for the kernels' tests, and the lookups in slow obvious NumPy."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tiercache.kernels.jit import set_threads, threads
+from tiercache.kernels.pooling import MAX, MEAN, SUM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+DIMS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 48, 63, 64, 65, 80, 100, 127, 128, 130)
+
+
+@contextmanager
+def use_threads(num_threads: int) -> Iterator[None]:
+    """Run parallel kernels on ``num_threads`` threads."""
+    before = threads()
+    set_threads(min(num_threads, before))
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
+def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
+    """Tell whether two float32 arrays agree bit for bit."""
+    return bool(np.array_equal(a.view(np.int32), b.view(np.int32)))
+
+
+@dataclass
+class Bags:
+    """One group's features in one batch: feature-major bags of local ids."""
+
+    num_samples: int
+    dim: int
+    table_rows: list[int]
+    """Rows of the table of each feature; every feature has a table of its own here."""
+    modes: NDArray[np.int8]
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    slot_of_local: NDArray[np.int32]
+    vectors: NDArray[np.float32]
+    gap: int
+    """Columns of another group between two features."""
+
+    @property
+    def num_features(self) -> int:
+        return len(self.table_rows)
+
+    @property
+    def bases(self) -> NDArray[np.int64]:
+        return np.cumsum([0, *self.table_rows[:-1]]).astype(np.int64)
+
+    @property
+    def cols(self) -> NDArray[np.int64]:
+        return self.gap + np.arange(self.num_features, dtype=np.int64) * (self.dim + self.gap)
+
+    @property
+    def width(self) -> int:
+        return self.gap + self.num_features * (self.dim + self.gap)
+
+    @property
+    def entry_starts(self) -> NDArray[np.int64]:
+        return self.offsets[np.arange(self.num_features + 1) * self.num_samples]
+
+    def entries(self) -> Iterator[tuple[int, int, int, int]]:
+        """Give (feature, sample, first entry, entry behind the last) of every bag."""
+        for f in range(self.num_features):
+            for n in range(self.num_samples):
+                bag = f * self.num_samples + n
+                yield f, n, int(self.offsets[bag]), int(self.offsets[bag + 1])
+
+    def slots(self) -> NDArray[np.int32]:
+        out = np.empty(self.ids.size, np.int32)
+        for f, _, first, last in self.entries():
+            out[first:last] = self.slot_of_local[self.bases[f] + self.ids[first:last]]
+        return out
+
+    def weight(self, entry: int) -> np.float32:
+        return self.weights[entry] if self.weights.size else np.float32(1)
+
+    def pooled(self) -> NDArray[np.float32]:
+        """Pool in float32 in the order of the entries; columns of no feature are zero."""
+        out, slots = np.zeros((self.num_samples, self.width), np.float32), self.slots()
+        for f, n, first, last in self.entries():
+            row = np.zeros(self.dim, np.float32)
+            for e in range(first, last):
+                vector = self.vectors[slots[e]]
+                if self.modes[f] == MAX:
+                    row = vector.copy() if e == first else np.maximum(row, vector)
+                else:
+                    row = row + vector * self.weight(e)
+            if self.modes[f] == MEAN and last > first:
+                row = row / np.float32(last - first)
+            out[n, self.cols[f] : self.cols[f] + self.dim] = row
+        return out
+
+    def row_gradients(self, gradient: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Sum, in float64, the gradient of every slot's row."""
+        out, slots = np.zeros(self.vectors.shape), self.slots()
+        for f, n, first, last in self.entries():
+            grad = gradient[n, self.cols[f] : self.cols[f] + self.dim].astype(np.float64)
+            if self.modes[f] == MAX:
+                if last > first:
+                    winner = np.argmax(self.vectors[slots[first:last]], axis=0)
+                    for d in range(self.dim):
+                        out[slots[first + winner[d]], d] += grad[d]
+                continue
+            share = 1.0 / (last - first) if self.modes[f] == MEAN and last > first else 1.0
+            for e in range(first, last):
+                out[slots[e]] += grad * share * float(self.weight(e))
+        return out
+
+
+@st.composite
+def bags(draw: st.DrawFn, *, modes: tuple[int, ...] = (SUM, MEAN, MAX), one_id: bool = False) -> Bags:
+    """Draw a batch: any dim up to 130, empty batches, empty bags, repeated ids, weights or none."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    num_samples, num_features = draw(st.integers(0, 70)), draw(st.integers(1, 4))
+    dim = draw(st.sampled_from(DIMS))
+    table_rows = [draw(st.integers(1, 30)) for _ in range(num_features)]
+    longest = draw(st.sampled_from((1, 2, 7)))
+    counts = rng.integers(0, longest + 1, num_features * num_samples)
+    if one_id:
+        counts[:] = 1
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    per_feature = counts.reshape(num_features, num_samples).sum(axis=1)
+    ids = np.concatenate([rng.integers(0, r, c) for r, c in zip(table_rows, per_feature, strict=True)]).astype(np.int32)
+    weights = rng.integers(-3, 4, ids.size).astype(np.float32) if draw(st.booleans()) and not one_id else np.empty(0)
+    num_rows = sum(table_rows)
+    num_slots = num_rows + draw(st.integers(0, 5))
+    return Bags(
+        num_samples=num_samples,
+        dim=dim,
+        table_rows=table_rows,
+        modes=np.array([draw(st.sampled_from(modes)) for _ in range(num_features)], np.int8),
+        offsets=offsets,
+        ids=ids,
+        weights=weights.astype(np.float32),
+        slot_of_local=rng.permutation(num_slots)[:num_rows].astype(np.int32),
+        vectors=rng.standard_normal((num_slots, dim)).astype(np.float32),
+        gap=draw(st.sampled_from((0, 3))),
+    )

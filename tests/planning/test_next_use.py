@@ -1,0 +1,53 @@
+"""Next and last use of every key, against the slow obvious way."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.training.cases import table
+from tiercache.next_use import find_uses
+from tiercache.positions import Positions
+from tiercache.schedule import Schedule
+from tiercache.store.hashing import hash_keys
+from tiercache.store.table import group_tables
+
+
+def obvious_gap(schedule: Schedule, keys: list[set[int]], visit: int, key: int, step: int) -> int:
+    """Walk from visit to visit until the key is met again."""
+    other = visit + step
+    while key not in keys[int(schedule.order(other // schedule.num_passes)[other % schedule.num_passes])]:
+        other += step
+    return abs(other - visit)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sets(st.integers(-(2**63) + 2, 2**63 - 1), max_size=12) | st.sets(st.integers(0, 15), max_size=12), min_size=1, max_size=6),
+    st.sampled_from([None, 0, 5]),
+    st.integers(0, 3),
+    st.sampled_from([1, 3, 1 << 20]),
+)  # fmt: skip
+def test_gaps_are_those_of_walking_the_schedule(
+    keys: list[set[int]], order_seed: int | None, epoch: int, keys_per_range: int
+) -> None:
+    """Whatever the passes, the order, the epoch and the size of hash ranges."""
+    groups = group_tables([table("a", 4)])
+    table_id = groups[0].tables[0].table_id
+    arrays = []
+    for some in keys:
+        array = np.array(sorted(some), dtype=np.int64)
+        arrays.append(array[np.argsort(hash_keys(array, table_id))])
+    starts = np.array([[0, array.size] for array in arrays], dtype=np.int64)
+    positions = Positions(groups, starts)
+    schedule = Schedule(num_passes=len(keys), pass_set_digest="d", order_seed=order_seed)
+    out = np.empty((2, int(starts[:, 1].sum())), dtype=np.int32)
+    uses = find_uses(schedule, epoch, positions, lambda p, _: arrays[p], out, keys_per_range=keys_per_range)
+    order = schedule.order(epoch)
+    for place, p in enumerate(order):
+        visit = epoch * len(keys) + place
+        for i, key in enumerate(arrays[p].tolist()):
+            assert uses.next_gap[p][i] == obvious_gap(schedule, keys, visit, key, 1)
+            assert uses.prev_gap[p][i] == obvious_gap(schedule, keys, visit, key, -1)
+            assert uses.next_gap[p][i] <= uses.longest

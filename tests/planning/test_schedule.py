@@ -1,0 +1,46 @@
+"""The schedule: cyclic or seeded orders, and a digest that only pass set and order decide."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.schedule import Schedule
+
+
+def test_without_a_seed_every_epoch_goes_through_the_passes_in_their_order() -> None:
+    """Visit 7 of 3 passes is pass 1 of epoch 2."""
+    schedule = Schedule(num_passes=3, pass_set_digest="d")
+    assert [schedule.pass_of(v) for v in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert schedule.epoch_of(7) == 2
+
+
+@given(st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(-2, 100))
+def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed: int, epoch: int) -> None:
+    """An epoch's order is a permutation, and the same whenever it is asked for."""
+    schedule = Schedule(num_passes=num_passes, pass_set_digest="d", order_seed=seed)
+    order = schedule.order(epoch)
+    assert sorted(order) == list(range(num_passes))
+    np.testing.assert_array_equal(order, schedule.order(epoch))
+
+
+def test_seeded_orders_differ_between_epochs_and_seeds() -> None:
+    """20 passes: no two of ten epochs, and no two of ten seeds, have one order."""
+    orders = {tuple(Schedule(num_passes=20, pass_set_digest="d", order_seed=s).order(e)) for s in range(10) for e in range(10)}
+    assert len(orders) == 100
+
+
+def test_the_digest_changes_with_pass_set_and_order_only() -> None:
+    """Two equal schedules have one digest, others another."""
+    one = Schedule(num_passes=3, pass_set_digest="d")
+    assert one.digest == Schedule(num_passes=3, pass_set_digest="d").digest
+    assert one.digest != Schedule(num_passes=3, pass_set_digest="e").digest
+    assert one.digest != Schedule(num_passes=3, pass_set_digest="d", order_seed=0).digest
+
+
+def test_a_schedule_of_no_passes_is_refused() -> None:
+    """The message says what to do."""
+    with pytest.raises(ValueError, match="extract some data first"):
+        Schedule(num_passes=0, pass_set_digest="d")

@@ -1,0 +1,5 @@
+"""``python -m tiercache.cli`` is ``tiercache``."""
+
+from tiercache.cli import main
+
+main()

@@ -1,0 +1,48 @@
+"""``tiercache extract``: files to a pass set."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import Annotated
+
+import typer
+
+__all__ = ["extract"]
+
+
+def extract(
+    data: Annotated[list[str], typer.Argument(help="Files, folders and patterns: Parquet, Arrow IPC, CSV, TSV.")],
+    schema: Annotated[Path, typer.Option(help="What the columns mean: a TOML file.")],
+    out: Annotated[Path, typer.Option(help="The directory of the pass set.")],
+    device_budget: Annotated[str, typer.Option(help="What the rows of a pass may take, such as 8GiB.")],
+    pass_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",
+    align: Annotated[int, typer.Option(help="Passes by budget and rows end at multiples of so many samples.")] = 8192,
+    min_count: Annotated[int, typer.Option(help="Keys with fewer occurrences share one row.")] = 1,
+    host_budget: Annotated[str, typer.Option(help="Memory for samples on their way and key tables.")] = "1GiB",
+    counted_before: Annotated[
+        list[Path] | None, typer.Option(help="An earlier pass set whose counts go on; may be given several times.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option(help="Show nothing but errors.")] = False,
+) -> None:
+    """Turn files of samples into passes that fit the device.
+
+    Killed at any moment, the same command goes on from the last closed pass to the same files.
+    """
+    from tiercache.errors import ExtractionError
+    from tiercache.extraction import extract as run
+
+    try:
+        run(
+            data,
+            schema,
+            out,
+            device_budget=device_budget,
+            pass_by=pass_by,
+            align=align,
+            min_count=min_count,
+            host_budget=host_budget,
+            counted_before=counted_before or [],
+            progress=not quiet,
+        )
+    except KeyboardInterrupt:
+        raise ExtractionError(f"stopped; the same command goes on from the last closed pass in {out}") from None

@@ -1,0 +1,108 @@
+"""Showing how far an extraction is: a bar on a terminal, one closing line elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ExtractionProgress", "ProgressReporter"]
+
+_STAGES = {
+    "compile": "compiling kernels (first run)",
+    "count": "counting keys",
+    "number": "extracting",
+    "close": "closing a pass",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractionProgress:
+    """How far an extraction is."""
+
+    stage: Literal["compile", "count", "number", "close", "done"]
+    samples: int
+    """Samples read since this process began, in this stage."""
+    passes: int
+    """Passes closed, earlier processes included."""
+    done_bytes: int
+    """About how many bytes of the files are behind."""
+    total_bytes: int
+    seconds: float
+    """Since this stage began."""
+
+
+class ProgressReporter:
+    """Tells the user, or a function of the user's, how far an extraction is.
+
+    progress: True shows a bar on a terminal, with samples per second, time left and passes so far, and elsewhere one
+    closing line on standard error; False shows nothing; a function is called with each ExtractionProgress instead.
+    """
+
+    def __init__(self, progress: bool | Callable[[ExtractionProgress], None], total_bytes: int) -> None:
+        self._call = progress if callable(progress) else None
+        self._is_shown = progress is True
+        self._total = total_bytes
+        self._bar: Any = None
+        self._task: Any = None
+        self._began = self._stage_began = time.monotonic()
+        self._stage = ""
+        self.samples = 0
+        self.passes = 0
+        if self._is_shown and sys.stderr.isatty():
+            self._bar = _bar()
+            self._task = self._bar.add_task("reading", total=total_bytes, rate="", passes=0)
+            self._bar.start()
+
+    def begin(self, stage: Literal["compile", "count", "number"]) -> None:
+        """Start the clock of a stage."""
+        self._stage, self._stage_began, self.samples = stage, time.monotonic(), 0
+        self.tell(0)
+
+    def tell(self, done_bytes: int, stage: Literal["close"] | None = None) -> None:
+        """Report ``samples``, ``passes`` and the bytes that are behind."""
+        seconds = time.monotonic() - self._stage_began
+        name: Any = stage or self._stage
+        if self._call is not None:
+            event = ExtractionProgress(name, self.samples, self.passes, done_bytes, self._total, seconds)
+            self._call(event)
+        elif self._bar is not None:
+            rate = f"{self.samples / seconds:,.0f} samples/s" if seconds > 0.5 else ""
+            self._bar.update(self._task, description=_STAGES[name], completed=done_bytes, rate=rate, passes=self.passes)
+
+    def finish(self, samples: int, where: object) -> None:
+        """Report the end: ``samples`` of all passes."""
+        self.close()
+        seconds = time.monotonic() - self._began
+        if self._call is not None:
+            event = ExtractionProgress("done", samples, self.passes, self._total, self._total, seconds)
+            self._call(event)
+        elif self._is_shown:
+            line = f"{where}: {self.passes} passes, {samples:,} samples, {seconds:.1f} s"
+            print(line, file=sys.stderr)  # noqa: T201 - the one line that stays
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[passes]} passes"),
+        console=Console(stderr=True),
+        transient=True,
+    )

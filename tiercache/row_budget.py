@@ -1,0 +1,63 @@
+"""How many rows a pass may need on the device before it closes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiercache.sizes import format_bytes
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tiercache.store.table import Table
+
+__all__ = ["SLOT_MAP_BYTES", "RowBudget"]
+
+SLOT_MAP_BYTES = 24
+"""Bytes on the device for each row beside the row itself: int32 maps from local ids to slots of this visit and the
+next, the order of loading, the orders of this dump and the last, and spare slots."""
+
+
+class RowBudget:
+    """Device bytes against rows.
+
+    Each group of tables has memory for the most rows that any pass needs, so a pass counts with the high water of
+    the passes before it. ``rows`` are always by table, in the order of table ids.
+    """
+
+    def __init__(self, tables: Iterable[Table], num_bytes: int) -> None:
+        groups = group_tables(tables)
+        places = {t.name: g.index for g in groups for t in g.tables}
+        self.num_bytes = num_bytes
+        self._group_of = [places[t.name] for t in sorted(tables, key=lambda table: table.table_id)]
+        self._row_bytes = [group.row_bytes + SLOT_MAP_BYTES for group in groups]
+        self._high_water = [0] * len(groups)
+
+    def needed(self, rows: Sequence[int]) -> int:
+        """Return the device bytes of all passes closed and of one more with ``rows``."""
+        return sum(
+            max(high, new) * size
+            for high, new, size in zip(self._high_water, self._by_group(rows), self._row_bytes, strict=True)
+        )
+
+    def fits(self, rows: Sequence[int]) -> bool:
+        """Say whether a pass with ``rows`` may still grow to this size."""
+        return self.needed(rows) <= self.num_bytes
+
+    def close(self, rows: Sequence[int]) -> None:
+        """Count a closed pass."""
+        self._high_water = [max(high, new) for high, new in zip(self._high_water, self._by_group(rows), strict=True)]
+
+    def excess(self, rows: Sequence[int]) -> str:
+        """Say, for an error, what ``rows`` would need and what there is."""
+        return (
+            f"needs {sum(rows):,} rows, {format_bytes(self.needed(rows))} on the device with what earlier passes need, "
+            f"but the device budget is {format_bytes(self.num_bytes)}"
+        )
+
+    def _by_group(self, rows: Sequence[int]) -> list[int]:
+        totals = [0] * len(self._row_bytes)
+        for group, count in zip(self._group_of, rows, strict=True):
+            totals[group] += count
+        return totals
