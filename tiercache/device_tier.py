@@ -22,16 +22,21 @@ if TYPE_CHECKING:
     from tiercache.visit_plan import VisitPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placement:
     """Where the rows of one visit and group go."""
 
     slots_K: NDArray[np.int32]
     """The slot of each position."""
-    load_slots_K: NDArray[np.int32]
-    """The same slots in the order of loading: kept rows, then segment by segment, then generated rows."""
-    order_K: NDArray[np.int32]
-    """Positions in the order of loading."""
+    dump_order_K: NDArray[np.int32]
+    """Positions in dump order: by next use, kept rows first."""
+    load_K: NDArray[np.int32]
+    """In the order of loading (kept rows, then segment by segment, then generated rows): positions first, then, once
+    ``settle`` was called, their slots; empty after the load."""
+
+    def settle(self) -> None:
+        """Turn positions in the order of loading into slots, in place."""
+        take(self.slots_K, self.load_K, self.load_K)
 
 
 class DeviceTier:
@@ -100,17 +105,10 @@ class DeviceTier:
             else:
                 limit = min(plan.visit + 1, uses.longest)
                 stable_order_by_gap(prev_gap, limit, order)
-            load_slots = np.empty(rows, dtype=np.int32)
-            take(slots, order, load_slots)
-            placements.append(Placement(slots, load_slots, order))
+            dump_order = np.empty(rows, dtype=np.int32)
+            stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)
+            placements.append(Placement(slots, dump_order, order))
         return placements
-
-    def dump_order(self, uses: Uses, pass_index: int, group: int) -> NDArray[np.int32]:
-        """Return the positions of a group in dump order: by next use, kept rows first."""
-        gaps = uses.next_gap[pass_index][self._positions.span(pass_index, group)]
-        order = np.empty(gaps.size, dtype=np.int32)
-        stable_order_by_gap(gaps, uses.longest, order)
-        return order
 
     def rows_of(self, pass_index: int, placements: list[Placement]) -> list[GroupRows]:
         """Return what a lookup sees."""

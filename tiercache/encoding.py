@@ -44,7 +44,7 @@ def _single(feature: Feature, batch: SourceBatch) -> FeatureKeys:
         words_NC = np.empty((rows, len(feature.columns)), np.uint64)
         is_null = np.zeros(rows, bool)
         for place, column in enumerate(feature.columns):
-            array = batch.columns.column(column)
+            array = _with_plain_nulls(batch.columns.column(column))
             words_NC[:, place] = _words(array)
             if array.null_count:
                 nulls = _null_mask(array)
@@ -53,7 +53,7 @@ def _single(feature: Feature, batch: SourceBatch) -> FeatureKeys:
         keys = _off_reserved(xxh64_words(words_NC))
         keys[is_null] = NULL_KEY
     else:
-        array = batch.columns.column(feature.columns[0])
+        array = _with_plain_nulls(batch.columns.column(feature.columns[0]))
         keys = _keys(feature, batch, array, None)
     weights = None
     if feature.weights is not None:
@@ -128,7 +128,7 @@ def _words(values: Any) -> NDArray[np.uint64]:
     if kind_of(values.type) == "null":
         return np.zeros(len(values), np.uint64)
     if types.is_dictionary(values.type):
-        if values.null_count == 0 and values.dictionary.null_count == 0:
+        if values.null_count == 0:
             words = _words(values.dictionary)
             places: NDArray[np.int64] = values.indices.to_numpy(zero_copy_only=False)
             return words[places]
@@ -149,6 +149,12 @@ def _words(values: Any) -> NDArray[np.uint64]:
     return xxh64_strings(bytes_, offsets_N)
 
 
+def _with_plain_nulls(array: Any) -> Any:
+    """Return the array without nulls that hide among the values of a dictionary: Arrow does not count those."""
+    hides_nulls = types.is_dictionary(array.type) and array.dictionary.null_count > 0
+    return array.dictionary_decode() if hides_nulls else array
+
+
 def _off_reserved(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return hashes as keys; one that hits a reserved key is moved by 2."""
     keys = hashes.view(np.int64)
@@ -164,7 +170,7 @@ def _unpack(array: Any) -> tuple[NDArray[np.bool_], NDArray[np.int64], Any]:
     lengths = pc.list_value_length(array)
     if array.null_count:
         lengths = pc.if_else(pc.is_valid(array), lengths, 0)
-    return _null_mask(array), lengths.to_numpy(zero_copy_only=False).astype(np.int64), array.flatten()
+    return _null_mask(array), lengths.to_numpy(zero_copy_only=False).astype(np.int64), _with_plain_nulls(array.flatten())
 
 
 def _apply_null_rule(feature: Feature, batch: SourceBatch, nulls: NDArray[np.bool_], column: str) -> None:

@@ -91,7 +91,7 @@ class Unpacker:
         for rows_ in staged.rows:
             fields = self._device.fields_G[rows_.group]
             count = rows_.vectors_RD.shape[0]
-            slots = staged.placements[rows_.group].load_slots_K[rows_.first_row : rows_.first_row + count]
+            slots = staged.placements[rows_.group].load_K[rows_.first_row : rows_.first_row + count]
             one_piece = np.array([0, count], dtype=np.int64), np.zeros(1, dtype=np.int64)
             unpack(fields[:1], slots, *one_piece, rows_.vectors_RD.reshape(-1))
             for state, value in zip(fields[1:], initial_values(self._positions.groups[rows_.group]), strict=True):
@@ -100,7 +100,7 @@ class Unpacker:
     def _unpack_pieces(self, staged: Staged, pieces: StagedPieces) -> None:
         stream, held = pieces.stream, pieces.held
         rows = int(stream.piece_first_row_P[held.last] - stream.piece_first_row_P[held.first])
-        slots = staged.placements[pieces.group].load_slots_K[pieces.first_row : pieces.first_row + rows]
+        slots = staged.placements[pieces.group].load_K[pieces.first_row : pieces.first_row + rows]
         unpack(
             self._device.fields_G[pieces.group],
             slots,

@@ -90,7 +90,7 @@ class Source:
                     at += batch.num_rows
             except (OSError, pa.ArrowException) as error:
                 raise self._unreadable(file, error) from error
-            self._done_before += file.size
+            self._done_before, self._done_in_file = self._done_before + file.size, 0.0
 
     def _schema_of(self, file: InputFile) -> Any:
         try:
@@ -136,12 +136,11 @@ class Source:
             is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
             parts = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
             for index, part in enumerate(parts):
+                self._done_in_file = file.size * (index + 1) / reader.num_record_batches if is_file else mapped.tell()
                 dropped = min(row, part.num_rows)
                 row -= dropped
                 step = self._batch_rows(max(1, part.nbytes // max(1, part.num_rows)))
                 for low in range(dropped, part.num_rows, step):
-                    share = (index + min(1.0, (low + step) / part.num_rows)) / max(1, reader.num_record_batches)
-                    self._done_in_file = file.size * share if is_file else mapped.tell()
                     yield part.slice(low, step)
 
     def _csv_rows(self, file: InputFile, row: int) -> Iterator[Any]:

@@ -100,6 +100,8 @@ class Stager:
         for group, rows in enumerate(plan.generated_G):
             if rows:
                 self._generate(staged, group, first_G[group])
+        for placement in staged.placements:
+            placement.settle()
 
     def _take(self, staged: Staged, wanted: int) -> NDArray[np.uint8]:
         """Return what is left of the current region, or a new one where ``wanted`` bytes do not fit."""
@@ -133,7 +135,7 @@ class Stager:
         plan, spec = staged.plan, self._positions.groups[group]
         dim = spec.fields[0].width
         starts = self._positions.table_starts(plan.pass_index, group)
-        order = staged.placements[group].order_K[first_row:]
+        order = staged.placements[group].load_K[first_row:]
         first_table = self._positions.first_table(group)
         cuts = np.searchsorted(order, starts)  # generated rows stand in position order
         for i, table in enumerate(spec.tables):

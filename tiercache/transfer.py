@@ -185,10 +185,9 @@ class Transfer:
         self.check()
         with report.timing("pack"):
             self.host.keep(_wanted(upcoming), not_before=plan.visit)
-            uses = self._uses_of(plan.epoch)
             dumped: list[tuple[int, Stream, list[HostRegion], NDArray[np.int32]]] = []
             for g, stream in enumerate(plan.dumps):
-                order = self.device.dump_order(uses, plan.pass_index, g)
+                order = self.placements[g].dump_order_K
                 order = order[order.size - stream.rows :]  # without the kept rows where they are not written
                 regions = self.host.enter(plan.visit, g, stream)
                 for b, region in enumerate(regions):
@@ -278,6 +277,8 @@ class Transfer:
             self._unpacker.unpack(staged)
             self._release(staged)
             self.host.keep(plan.retained, not_before=plan.visit - 1)
+        for placement in staged.placements:
+            placement.load_K = placement.load_K[:0].copy()
         self.plan, self.placements = plan, staged.placements
         self._stage_next()
 

@@ -130,6 +130,7 @@ class Planner:
         self._streams = dict(stored)
         self._content = HostContent()
         self._sizes: dict[int, _Sizes] = {}
+        self._dump_sizes: dict[int, int] = {}
         self._next = start
         self._last_capacity: int | None = None
         self._dumped: VisitPlan | None = None
@@ -252,9 +253,11 @@ class Planner:
 
     def _dump_bytes(self, visit: int) -> int:
         """All rows of the visit, in the pages of its blocks."""
-        return sum(
-            sum(paged(int(n)) for n in stream.block_bytes_B) for stream in self.dump_streams(visit, with_kept=True)
-        )
+        key = self._schedule.pass_of(visit)
+        if key not in self._dump_sizes:
+            streams = self.dump_streams(visit, with_kept=True)
+            self._dump_sizes[key] = sum(paged(int(n)) for stream in streams for n in stream.block_bytes_B)
+        return self._dump_sizes[key]
 
     def _staging_bytes(self, visit: int, *, first: bool) -> int:
         total = 0
