@@ -1,0 +1,62 @@
+"""Array kernels for the CPU: arrays in, arrays out, no state.
+
+Names are loaded when they are first used, for importing numba takes a second.
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "CONSTANT": "initial",
+    "MAX": "pooling",
+    "MEAN": "pooling",
+    "NORMAL": "initial",
+    "SUM": "pooling",
+    "UNIFORM": "initial",
+    "ZEROS": "initial",
+    "Gradients": "update",
+    "KeyNumbers": "numbering",
+    "SortBuffers": "sorting",
+    "UpdateBuffers": "update",
+    "bag_gradients": "update",
+    "check_ids": "gathering",
+    "gather": "gathering",
+    "hash_keys": "bits",
+    "hash_range_bound": "uses",
+    "initial_rows": "initial",
+    "is_cached": "compile",
+    "map_slots": "gathering",
+    "mix": "bits",
+    "one_id_gradients": "update",
+    "pack": "rows",
+    "philox4x32": "initial",
+    "pool_bags": "pooling",
+    "pool_one": "gathering",
+    "prepare": "compile",
+    "search_keys": "uses",
+    "set_threads": "jit",
+    "sort_slots": "sorting",
+    "sweep_uses": "uses",
+    "threads": "jit",
+    "unpack": "rows",
+    "update_adagrad": "update",
+    "update_adam": "update",
+    "update_rowwise_adagrad": "update",
+    "update_sgd": "update",
+    "weight_gradient": "pooling",
+    "xxh64": "bits",
+    "xxh64_strings": "bits",
+    "xxh64_words": "bits",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605 - the names of the table above
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"tiercache.kernels.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -52,4 +52,4 @@ def same_length(**arrays: NDArray[Any]) -> int:
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"arrays must have one length, but have {lengths}.")
-    return next(iter(lengths.values()))
+    return int(next(iter(lengths.values())))

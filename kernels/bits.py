@@ -6,13 +6,12 @@ All kernels here are serial and run without the GIL, so that the reader thread c
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
-from tiercache.kernels.jit import inlined, serial
+from tiercache.kernels.jit import inlined, intrinsic, serial
 
 __all__ = [
     "hash_keys",
@@ -58,12 +57,13 @@ def hash_keys(keys: NDArray[np.int64], table_id: int) -> NDArray[np.uint64]:
 def _reader(bits: int) -> Any:
     integer = ir.IntType(bits)
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def read(_typing: Any, data: Any, offset: Any) -> Any:
         def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             start = context.make_array(data)(context, builder, arguments[0]).data
             address = builder.bitcast(builder.gep(start, [arguments[1]]), integer.as_pointer())
-            return builder.zext(builder.load(address, align=1), ir.IntType(64)) if bits < 64 else builder.load(address, align=1)
+            word = builder.load(address, align=1)
+            return builder.zext(word, ir.IntType(64)) if bits < 64 else word
 
         return types.uint64(data, types.intp), emit
 

@@ -1,8 +1,8 @@
 """Lookup without arithmetic: from local ids to slots to rows.
 
-Legend: S slots, L local positions (the pass's keys of the group), F features, N samples, E entries (ids), D dim, T width of
-the output row. Features are feature-major: entries of feature 0 for all samples, then feature 1. A feature's table starts
-at `bases[f]` among the L positions; `cols[f]` is its first column in the output.
+Legend: S slots, L local positions (the pass's keys of the group), F features, N samples, E entries (ids), D dim,
+T width of the output row. Features are feature-major: entries of feature 0 for all samples, then feature 1.
+A feature's table starts at `bases[f]` among the L positions; `cols[f]` is its first column in the output.
 Ids are not checked by lookups: call `check_ids` first, for an id outside its table would read another row.
 """
 
@@ -119,7 +119,9 @@ def streams(out: NDArray[np.float32], dim: int, cols: NDArray[np.int64]) -> bool
 def expect_columns(cols: NDArray[np.int64], dim: int, width: int) -> NDArray[np.int64]:
     cols = expect("cols", cols, np.int64)
     if cols.size and not 0 <= cols.min() <= cols.max() <= width - dim:
-        raise ValueError(f"cols must lie in [0, {width - dim}]: rows have {dim} elements and the output {width} columns.")
+        raise ValueError(
+            f"cols must lie in [0, {width - dim}]: rows have {dim} elements and the output {width} columns."
+        )
     return cols
 
 
@@ -146,7 +148,10 @@ def map_slots(
     slot_of_local: NDArray[np.int32],
     slots: NDArray[np.int32],
 ) -> None:
-    """Write the slot of each id (E,) to `slots` (E,); feature f has entries `entry_starts[f]` to `entry_starts[f + 1]`."""
+    """Write the slot of each id (E,) to `slots` (E,).
+
+    Feature f has entries `entry_starts[f]` to `entry_starts[f + 1]`.
+    """
     same_length(ids=ids, slots=slots)
     if entry_starts.size != bases.size + 1 or entry_starts[-1] > ids.size:
         raise ValueError(f"{bases.size} features and {ids.size} ids do not fit {entry_starts.size} entry starts.")
@@ -169,10 +174,10 @@ def pool_one(
     out: NDArray[np.float32],
     slots: NDArray[np.int32],
 ) -> None:
-    """Write each feature's row for each sample to its columns of `out` (N, T), and each entry's slot to `slots` (F * N,).
+    """Write each feature's row for each sample to its columns of `out` (N, T), and each entry's slot to `slots`.
 
-    vectors (S, D), slot_of_local (L,), ids (F * N,), bases (F,), cols (F,). Other columns of `out` stay as they are.
-    Large outputs at a multiple of 64 bytes with dim, width and columns multiples of 16 are written past the caches.
+    vectors (S, D), slot_of_local (L,), ids and slots (F * N,), bases (F,), cols (F,). Other columns of `out` stay.
+    Large outputs at a multiple of 64 bytes, with dim, width and columns multiples of 16, are written past the caches.
     """
     vectors, out = expect("vectors", vectors, np.float32, 2), expect("out", out, np.float32, 2, written=True)
     cols = expect_columns(cols, vectors.shape[1], out.shape[1])

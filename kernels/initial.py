@@ -130,8 +130,8 @@ def initial_rows(
 ) -> None:
     """Write the initial vector of each key to `out` (n, dim).
 
-    `kind` is ZEROS, CONSTANT (a), UNIFORM (low a, high b) or NORMAL (mean a, standard deviation b). A row depends only on
-    table, seed and key. All but NORMAL have the same bits on every device.
+    `kind` is ZEROS, CONSTANT (a), UNIFORM (low a, high b) or NORMAL (mean a, standard deviation b). A row depends only
+    on table, seed and key. All but NORMAL have the same bits on every device.
     """
     keys = expect("keys", keys, np.int64)
     out = expect("out", out, np.float32, 2, written=True)

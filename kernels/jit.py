@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba import extending
 from numba.core import config
 
-__all__ = ["KERNELS", "inlined", "parallel", "serial", "set_threads", "threads"]
+__all__ = ["KERNELS", "inlined", "intrinsic", "parallel", "serial", "set_threads", "threads", "worker"]
 
 # workqueue aborts when two threads run parallel kernels at once; it is only the last resort, where no OpenMP exists.
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
-    config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    setattr(config, "THREADING_LAYER_PRIORITY", ["omp", "tbb", "workqueue"])  # noqa: B010 - numba makes its attributes
+
+_njit: Any = numba.njit
+_COMMON = {"nogil": True, "error_model": "numpy"}
+_UNCOUNTED = {**_COMMON, "_nrt": False}
+"""Without counting references to arrays: the counts are shared by all threads, and dearer than an inner loop."""
 
 KERNELS: list[Any] = []
 """Every compiled entry point, in the order of definition."""
@@ -37,13 +43,12 @@ def _source_stamp(module: str) -> bytes:
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Any:
-    options = {"nogil": True, "error_model": "numpy", **options}
     try:
-        kernel = numba.njit(cache=True, **options)(function)
+        kernel = _njit(cache=True, **_COMMON, **options)(function)
         # numba compares the stamp of the caller's file only, so an edited callee in another file would stay stale.
         kernel._cache._cache_file._source_stamp = _source_stamp(function.__module__.rpartition(".")[2])
     except (RuntimeError, OSError):  # neither the package's folder nor the user's cache folder can be written
-        kernel = numba.njit(**options)(function)
+        kernel = _njit(**_COMMON, **options)(function)
     KERNELS.append(kernel)
     return kernel
 
@@ -60,15 +65,17 @@ def parallel(function: Callable[..., Any]) -> Any:
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Compile a piece that is merged into its callers, so that constant arguments become constants."""
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True, _nrt=False)(function)
+    return _njit(forceinline=True, **_UNCOUNTED)(function)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Make a function that emits LLVM instructions itself."""
+    return extending.intrinsic(function)
 
 
 def worker(function: Callable[..., Any]) -> Any:
-    """Compile the body of a parallel kernel's loop: a function of its own, without counting references to its arrays.
-
-    Reference counts are shared by all threads; counted in an inner loop they cost more than the loop.
-    """
-    return numba.njit(nogil=True, error_model="numpy", _nrt=False)(function)
+    """Compile the body of a parallel kernel's loop: a function of its own that allocates nothing."""
+    return _njit(**_UNCOUNTED)(function)
 
 
 def threads() -> int:

@@ -9,11 +9,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
-from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
+from numba.extending import lower_builtin, models, register_model, type_callable
 
-from tiercache.kernels.jit import inlined
+from tiercache.kernels.jit import inlined, intrinsic
 
 __all__ = ["WIDTH", "ask", "atomic_next", "fence", "load", "prefetch", "splat", "sqrt", "store", "stream", "total"]
 
@@ -38,7 +38,7 @@ lanes = Lanes()
 @register_model(Lanes)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, _VECTOR)
+        super().__init__(manager, fe_type, _VECTOR)  # type: ignore[no-untyped-call]
 
 
 def _operator(function: Callable[..., Any], instruction: str) -> None:
@@ -49,7 +49,7 @@ def _operator(function: Callable[..., Any], instruction: str) -> None:
 
         return typer
 
-    @lower_builtin(function, Lanes, Lanes)
+    @lower_builtin(function, Lanes, Lanes)  # type: ignore[no-untyped-call]
     def _lowered(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return getattr(builder, instruction)(*arguments)
 
@@ -86,10 +86,11 @@ def _mask(builder: Any, count: Any) -> Any:
 
 def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     function_type = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)  # type: ignore[no-untyped-call]
+    return builder.call(function, arguments)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load(_typing: Any, array: Any, offset: Any, count: Any) -> Any:
     """Return `count` elements of a float32 array from `offset` on."""
 
@@ -102,7 +103,7 @@ def load(_typing: Any, array: Any, offset: Any, count: Any) -> Any:
     return lanes(array, types.intp, types.intp), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(_typing: Any, array: Any, offset: Any, value: Any, count: Any) -> Any:
     """Write the first `count` lanes of `value` to a float32 array from `offset` on."""
 
@@ -115,7 +116,7 @@ def store(_typing: Any, array: Any, offset: Any, value: Any, count: Any) -> Any:
     return types.void(array, types.intp, lanes, types.intp), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def stream(_typing: Any, array: Any, offset: Any, value: Any) -> Any:
     """Write sixteen lanes past the caches, to an address that is a multiple of 64 bytes; `fence` makes them visible."""
 
@@ -128,7 +129,7 @@ def stream(_typing: Any, array: Any, offset: Any, value: Any) -> Any:
     return types.void(array, types.intp, lanes), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def splat(_typing: Any, value: Any) -> Any:
     """Return sixteen times one float32."""
 
@@ -138,7 +139,7 @@ def splat(_typing: Any, value: Any) -> Any:
     return lanes(types.float32), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def sqrt(_typing: Any, value: Any) -> Any:
     """Return the correctly rounded square roots."""
 
@@ -148,7 +149,7 @@ def sqrt(_typing: Any, value: Any) -> Any:
     return lanes(lanes), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def total(_typing: Any, value: Any) -> Any:
     """Return the sum of all lanes, by halves: lane i + lane i+8, then +4, +2, +1."""
 
@@ -163,7 +164,7 @@ def total(_typing: Any, value: Any) -> Any:
     return types.float32(lanes), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fence(_typing: Any) -> Any:
     """Make everything this thread wrote, streamed writes too, visible to the others."""
 
@@ -174,7 +175,7 @@ def fence(_typing: Any) -> Any:
     return types.void(), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
     """Ask for the cache line of the element at `offset` of the flattened array; never faults."""
 
@@ -202,7 +203,7 @@ def ask(array, offset, count):  # type: ignore[no-untyped-def]
         prefetch(array, offset + 48)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_next(_typing: Any, counter: Any) -> Any:
     """Return the first element of an int64 array and add one to it, as one step for all threads."""
 

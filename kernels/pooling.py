@@ -156,8 +156,8 @@ def pool_bags(
 ) -> None:
     """Write each bag's pooled row to its feature's columns of `out` (N, T): zeros for an empty bag.
 
-    Bag f * N + n has entries `offsets[f * N + n]` to `offsets[f * N + n + 1]`; offsets (F * N + 1,), modes (F,): SUM, MEAN
-    (of the ids, after weights) or MAX (the first of equals; takes no weights). weights (E,), or empty: 1.
+    Bag f * N + n has entries `offsets[f * N + n]` to `offsets[f * N + n + 1]`; offsets (F * N + 1,), modes (F,): SUM,
+    MEAN (of the ids, after weights) or MAX (the first of equals; takes no weights). weights (E,), or empty: 1.
     Written for the step: slots (E,); argmax (N, T), the entry of each max-pooled element, -1 in an empty bag (may be
     empty where no feature is MAX); entry_offset (E,) and entry_scale (E,) (may be empty: then all are 1) as
     `bag_gradients` takes them. Sums go over the entries in order.
@@ -228,7 +228,9 @@ def weight_gradient(
     same_length(modes=modes, cols=cols)
     same_length(slots=slots, out=out)
     if offsets.size != cols.size * gradient.shape[0] + 1 or offsets[-1] != slots.size or entry_starts[-1] != slots.size:
-        raise ValueError(f"offsets do not fit {cols.size} features, {gradient.shape[0]} samples and {slots.size} entries.")
+        raise ValueError(
+            f"offsets do not fit {cols.size} features, {gradient.shape[0]} samples and {slots.size} entries."
+        )
     _weight_gradient(
         vectors,
         expect("slots", slots, np.int32),

@@ -9,34 +9,51 @@ from numba import prange
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
-from tiercache.kernels.jit import inlined, parallel, threads
+from tiercache.kernels.jit import inlined, parallel, threads, worker
 
 __all__ = ["SortBuffers", "sort_slots"]
 
 _DIGIT_BITS = 11
+_HALF = np.uint64(32)
 _PART_ENTRIES = 8192  # below this a second thread costs more than it saves
 
 
 @inlined
-def _count(source, start, stop, shift, mask, counts):  # type: ignore[no-untyped-def]
-    counts[:] = 0
+def _digit(pair, shift, mask):  # type: ignore[no-untyped-def]
+    return (pair >> shift) & mask
+
+
+@worker
+def _count(part, parts, slots, shift, mask, pairs, counts, highest):  # type: ignore[no-untyped-def]
+    """Count the digits of a stretch; the first time, with `slots`, make its pairs and find its highest slot too."""
+    start, stop = pairs.size * part // parts, pairs.size * (part + 1) // parts
+    for digit in range(mask + np.uint64(1)):
+        counts[part, digit] = 0
+    top = np.uint32(0)
     for i in range(start, stop):
-        counts[(source[i] >> shift) & mask] += np.uint64(1)
+        if slots.size:
+            slot = np.uint32(slots[i])
+            top = max(top, slot)
+            pairs[i] = (np.uint64(slot) << _HALF) | np.uint64(i)
+        counts[part, _digit(pairs[i], shift, mask)] += 1
+    if slots.size:
+        highest[part] = top
 
 
-@inlined
-def _scatter(source, start, stop, shift, mask, places, target):  # type: ignore[no-untyped-def]
+@worker
+def _scatter(part, parts, source, shift, mask, places, target):  # type: ignore[no-untyped-def]
+    start, stop = source.size * part // parts, source.size * (part + 1) // parts
     for i in range(start, stop):
         pair = source[i]
-        digit = (pair >> shift) & mask
-        place = places[digit]
+        digit = _digit(pair, shift, mask)
+        place = places[part, digit]
         target[place] = pair
-        places[digit] = place + np.uint64(1)
+        places[part, digit] = place + 1
 
 
 @inlined
 def _to_places(counts, parts, buckets):  # type: ignore[no-untyped-def]
-    place = np.uint64(0)
+    place = np.int64(0)
     for digit in range(buckets):
         for part in range(parts):
             count = counts[part, digit]
@@ -45,27 +62,21 @@ def _to_places(counts, parts, buckets):  # type: ignore[no-untyped-def]
 
 
 @parallel
-def _sort(slots, bits, passes, first, second, counts, parts):  # type: ignore[no-untyped-def]
-    size = slots.size
+def _sort(slots, num_slots, bits, passes, first, second, counts, highest, parts):  # type: ignore[no-untyped-def]
     digit_bits = (bits + passes - 1) // passes
-    buckets = 1 << digit_bits
-    mask = np.uint64(buckets - 1)
-    for part in prange(parts):
-        start, stop = size * part // parts, size * (part + 1) // parts
-        for i in range(start, stop):
-            first[i] = (np.uint64(np.uint32(slots[i])) << np.uint64(32)) | np.uint64(i)
-        _count(first, start, stop, np.uint64(32), mask, counts[part, :buckets])
+    mask = np.uint64((1 << digit_bits) - 1)
     for turn in range(passes):
         shift = np.uint64(32 + turn * digit_bits)
-        if turn:
-            for part in prange(parts):
-                start, stop = size * part // parts, size * (part + 1) // parts
-                _count(first, start, stop, shift, mask, counts[part, :buckets])
-        _to_places(counts, parts, buckets)
+        made = slots if turn == 0 else slots[:0]
         for part in prange(parts):
-            start, stop = size * part // parts, size * (part + 1) // parts
-            _scatter(first, start, stop, shift, mask, counts[part], second)
+            _count(part, parts, made, shift, mask, first, counts, highest)
+        if turn == 0 and highest[:parts].max() >= num_slots:
+            return False
+        _to_places(counts, parts, 1 << digit_bits)
+        for part in prange(parts):
+            _scatter(part, parts, first, shift, mask, counts, second)
         first, second = second, first
+    return True
 
 
 class SortBuffers:
@@ -74,14 +85,15 @@ class SortBuffers:
     def __init__(self) -> None:
         self.first = np.empty(0, np.uint64)
         self.second = np.empty(0, np.uint64)
-        self.counts = np.empty((0, 1 << _DIGIT_BITS), np.uint64)
+        self.counts = np.empty((0, 1 << _DIGIT_BITS), np.int64)
+        self.highest = np.empty(0, np.int64)
 
     def reserve(self, num_entries: int, parts: int) -> None:
         """Make room for a step of `num_entries` entries."""
         if self.first.size < num_entries:
             self.first, self.second = np.empty(num_entries, np.uint64), np.empty(num_entries, np.uint64)
         if self.counts.shape[0] < parts:
-            self.counts = np.empty((parts, 1 << _DIGIT_BITS), np.uint64)
+            self.counts, self.highest = np.empty((parts, 1 << _DIGIT_BITS), np.int64), np.empty(parts, np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +104,8 @@ class SortBuffers:
 def sort_slots(slots: NDArray[np.int32], num_slots: int, buffers: SortBuffers) -> NDArray[np.uint64]:
     """Return (slot << 32 | entry) for every entry, ascending: a row's entries stand together in batch order.
 
-    All slots are in [0, num_slots). The result lies in `buffers` and is valid until they are used again.
+    slots (E,), fewer than 2^31. The result lies in `buffers` and is valid until they are used again.
+    Raises ValueError when a slot is not in [0, num_slots).
     """
     slots = expect("slots", slots, np.int32)
     if slots.size >= 1 << 31:
@@ -102,5 +115,7 @@ def sort_slots(slots: NDArray[np.int32], num_slots: int, buffers: SortBuffers) -
     bits = max(1, (max(num_slots, 1) - 1).bit_length())
     passes = -(-bits // _DIGIT_BITS)
     first, second = buffers.first[: slots.size], buffers.second[: slots.size]
-    _sort(slots, bits, passes, first, second, buffers.counts, parts)
+    if slots.size and not _sort(slots, num_slots, bits, passes, first, second, buffers.counts, buffers.highest, parts):
+        bad = int(np.argmax(slots.view(np.uint32) >= num_slots))
+        raise ValueError(f"entry {bad} has slot {int(slots[bad])}: slots go from 0 to {num_slots - 1}.")
     return second if passes % 2 else first

@@ -362,7 +362,9 @@ def _step(
     for name, state, width in (("the first state", first, widths[0]), ("the second state", second, widths[1])):
         expect(name, state, np.float32, 2, written=True)
         if width and state.shape != (num_slots, width):
-            raise ValueError(f"{name} has shape {state.shape}: vectors of shape {vectors.shape} need {(num_slots, width)}.")
+            raise ValueError(
+                f"{name} has shape {state.shape}: vectors of shape {vectors.shape} need {(num_slots, width)}."
+            )
     pairs = expect("pairs", pairs, np.uint64)
     if gradients.offsets.size:
         if gradients.offsets.size != pairs.size:
@@ -376,6 +378,8 @@ def _step(
         raise ValueError(f"cols must lie in [0, {gradients.width - dim}] for rows of {dim} in width {gradients.width}.")
     if pairs.size == 0:
         return
+    if int(pairs[-1]) >> 32 >= num_slots:
+        raise ValueError(f"slot {int(pairs[-1]) >> 32} was sorted, but there are {num_slots} rows.")
     parts = max(1, min(threads(), pairs.size // _TASK))
     buffers.reserve(pairs.size, dim, parts)
     rows = _Rows(vectors, first, second)

@@ -53,7 +53,7 @@ class StoreFullError(StoreError):
     def __init__(
         self, *, needed_bytes: int, limit: str, advice: str, what: str = "the next transaction of the store"
     ) -> None:
-        super().__init__(f"{what} needs {needed_bytes:,} bytes but {limit}: {advice}")
+        super().__init__(f"{what} needs {needed_bytes:,} more bytes but {limit}: {advice}")
         self.needed_bytes, self.limit, self.advice = needed_bytes, limit, advice
 
     def during(self, what: str, needed_bytes: int) -> StoreFullError:

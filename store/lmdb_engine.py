@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from tiercache.store.lmdb_file import Meta, Place
 
 DATA = "data.mdb"
-_BLOCK, _RECORD = b"b", b"r"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_BLOCK, _RECORD, _AGE = b"b", b"r", b"a"
 
 
 class LmdbEngine:
@@ -123,6 +123,8 @@ class LmdbEngine:
         for name, data in records.items():
             if data is None:
                 self._places.pop(_RECORD + name.encode(), None)
+        if dropped and not records:
+            self._age()
 
     def contents(self) -> Contents:
         """Return all records, and the names and sizes of all blocks."""
@@ -214,6 +216,11 @@ class LmdbEngine:
                 mine = [key for key in keys if key[:2] == kind]
                 self._places.update(self._file.values(meta, min(mine), max(mine) + b"\0"))
 
+    def _age(self) -> None:
+        """Let the next transaction use freed pages again, as it must after a full disk: LMDB waits for one between."""
+        with suppress(StoreFullError), self._writing(), self._env.begin(write=True) as txn:
+            txn.put(_AGE, str(txn.id()).encode())
+
     def _begin(self) -> lmdb.Transaction[bytes]:
         """Keep the file open, and what is read unchanged, until ``_end``."""
         with self._state:
@@ -267,10 +274,16 @@ class LmdbEngine:
                 limit=f"{self._data} may hold {held:,} and they do not all fit",
                 advice="raise map_bytes" if self._map_bytes else "move the store to a larger file system",
             )
-        system = os.statvfs(self.path)
-        free = system.f_frsize * system.f_bavail
-        code = getattr(error, "code", 0)
-        if code in _FULL or (isinstance(error, lmdb.DiskError) and free < needed + (1 << 20)):
+        system, code = os.statvfs(self.path), getattr(error, "code", 0)
+        free, most = system.f_frsize * system.f_bavail, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        # LMDB calls a write that came to an early end EIO: it does not ask why
+        if code == errno.EFBIG or (code == errno.EIO and 0 <= most < self._data.stat().st_size + needed):
+            return StoreFullError(
+                needed_bytes=needed,
+                limit=f"files of this process may have {most:,} in all",
+                advice="raise ulimit -f",
+            )
+        if code in {errno.ENOSPC, errno.EDQUOT} or (code == errno.EIO and free < needed + (1 << 20)):
             return StoreFullError(
                 needed_bytes=needed,
                 limit=f"the file system of {self.path} has {free:,} free",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiercache.store.directory import StoreDirectory, WriterLock
-from tiercache.store.errors import CorruptStoreError, NotAStoreError, TableMismatchError
+from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError, TableMismatchError
 from tiercache.store.record import decode, encode
 from tiercache.store.recovery import COMMIT, TABLES
 from tiercache.store.table import Table
@@ -68,7 +68,9 @@ def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: s
 def open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:
     """Open the store that ``engine`` holds, or make one of it where it is empty. Raises what ``Store.open`` raises."""
     contents = engine.contents()
-    fresh = TABLES not in contents.records and not contents.blocks and mode == "a" and tables is not None
+    fresh = not contents.records and not contents.blocks
+    if fresh and (tables is None or mode == "r"):
+        raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
     known = _tables_of(engine, contents, tables, store, fresh=fresh)
     return Opened(engine=engine, contents=contents, tables=known, lock=None)
 

@@ -87,7 +87,9 @@ class Store:
         """
         if mode not in {"a", "r"}:
             raise ValueError(f"mode {mode!r} is unknown: it must be 'a' (read and write) or 'r' (read)")
-        wanted = None if tables is None else tuple(t for g in group_tables(tables) for t in g.tables)
+        wanted = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
+        if wanted is not None:
+            group_tables(wanted)
         place = None if path is None else Path(path)
         if not isinstance(engine, str):
             opened = open_instance(engine, wanted, mode, _label(place))

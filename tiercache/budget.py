@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercache.errors import BudgetError
-from tiercache.sizes import format_bytes
 
 PAGE_BYTES = 4096
 MAX_PIECE_BYTES = 64 << 10
@@ -27,24 +25,33 @@ class HostBudget:
     """The most bytes of a piece: the unit of checksums and of eviction."""
     block: int
     """The most bytes of a block: the unit of writing and freeing."""
+    evaluation_given: bool = False
+    """Whether the user said how much evaluation may have."""
 
     @classmethod
     def plan(cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int) -> HostBudget:
         """Share out ``total``: blocks of a 32nd of the largest pass, transactions of a 16th of the budget.
 
-        Both lie between one row (a page) and 4 MiB (64 MiB for transactions). Raises BudgetError where the
-        fixed shares alone exceed ``total``.
+        Blocks lie between one row (a page) and 4 MiB, transactions between two blocks and 64 MiB.
         """
-        evaluation = total // 16 if evaluation is None else evaluation
         block = _clamp(largest_pass // 32, max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
-        transaction = _clamp(total // 16, 2 * paged(block), MAX_TRANSACTION_BYTES)
-        piece = _clamp(block // 8, largest_row, max(largest_row, MAX_PIECE_BYTES))
-        if evaluation + transaction > total:
-            raise BudgetError(
-                f"the host budget of {format_bytes(total)} cannot hold {format_bytes(transaction)} for one write "
-                f"transaction and {format_bytes(evaluation)} for evaluation: raise host_budget"
-            )
-        return cls(total=total, evaluation=evaluation, transaction=transaction, piece=piece, block=block)
+        return cls(
+            total=total,
+            evaluation=total // 16 if evaluation is None else evaluation,
+            transaction=_clamp(total // 16, 2 * paged(block), MAX_TRANSACTION_BYTES),
+            piece=_clamp(block // 8, largest_row, max(largest_row, MAX_PIECE_BYTES)),
+            block=block,
+            evaluation_given=evaluation is not None,
+        )
+
+    def smallest(self, rows: int) -> int:
+        """Return the smallest total that leaves ``rows`` bytes for rows: the shares grow with the total."""
+        total, before = rows, -1
+        while total != before:
+            evaluation = self.evaluation if self.evaluation_given else total // 16
+            transaction = _clamp(total // 16, 2 * paged(self.block), MAX_TRANSACTION_BYTES)
+            total, before = rows + evaluation + transaction, total
+        return total
 
     @property
     def region(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,17 @@ from tiercache.device_tier import DeviceTier
 from tiercache.errors import PassSetError, StateError
 from tiercache.evaluation import Evaluation, RowsNow
 from tiercache.host_memory import HostMemory
-from tiercache.kernels.jit import set_threads
 from tiercache.positions import Positions
 from tiercache.row_optimizer import RowOptimizer
 from tiercache.rows import RowView
 from tiercache.schedule import Schedule
 from tiercache.sizes import parse_bytes
+from tiercache.training_progress import TrainingProgress, prepare_kernels
+from tiercache.threads import share_threads
 from tiercache.transfer import Transfer, segments_by_visit
 from tiercache.use_files import UseFiles
 from tiercache.visit import Visit
-from tiercache.visit_plan import Planner, VisitPlan
+from tiercache.visit_plan import PassSizes, Planner, VisitPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ class TierCache:
         commit_every: int = 1,
         seed: int = 0,
         order_seed: int | None = None,
+        progress: bool | None = None,
     ) -> None:
         """Plan the budgets.
 
@@ -64,18 +66,21 @@ class TierCache:
         staging, cached rows, one write transaction and evaluation. eval_budget: bytes of it reserved for rows of
         evaluation passes; a sixteenth where not given. commit_every: visits between commits. seed: of the
         shuffling of batches. order_seed: None trains the passes of every epoch in their order, a number in a
-        seeded order of each epoch's own.
+        seeded order of each epoch's own. progress: whether training shows a bar; None: on a terminal.
 
         Raises BudgetError where the plan exceeds a budget, PassSetError where passes and store do not belong
         together, ValueError for a commit_every below 1.
         """
         if commit_every < 1:
             raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
+        share_threads()
         self.store, self.pass_set = store, passes
         _check_tables(store, passes)
         self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
         self._check_digest()
         self._seed, self._commit_every = seed, commit_every
+        self._shown = sys.stderr.isatty() if progress is None else progress
+        self._progress: TrainingProgress | None = None
         self._positions = Positions.of(passes, store.groups)
         self._device = DeviceTier(self._positions, parse_bytes(device_budget))
         self._budget = HostBudget.plan(
@@ -104,9 +109,11 @@ class TierCache:
         self.optimizer = RowOptimizer(store.groups)
         self._hooks: list[Any] = []
         self._visit: Visit | None = None
+        self._run: object = None
+        self._sizes: dict[int, PassSizes] = {}
         self.reports: list[VisitReport] = []
         """One report for each visit trained by this object, the last one unfinished while it runs."""
-        self.plan(visits=1)  # a budget that cannot hold says so here, not in the middle of a run
+        self.plan()  # a budget that cannot hold says so here, not in the middle of a run
 
     # -- before training ----------------------------------------------------------------------------------
 
@@ -144,19 +151,26 @@ class TierCache:
         what the loop's body does after its batches belongs to it. The commit of visit t is durable by the end of
         visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         """
+        run = self._run = object()
         self._end_visit()
         self._transfer.stop()
-        set_threads(min(torch.get_num_threads(), os.cpu_count() or 1))
+        share_threads()
         self._restore()
         cursor, end = self._cursor, epochs * self._schedule.num_passes
         if cursor[0] >= end:
             return
+        prepare_kernels(shown=self._shown)
         self._transfer.begin(self._planner(end), end=end)
         first_sample = cursor[1]
+        visits = range(cursor[0], end)
+        total = sum(self.pass_set.passes[self._schedule.pass_of(v)].samples for v in visits)
+        self._progress = TrainingProgress(total, shown=self._shown)
         try:
-            for index in range(cursor[0], end):
+            for index in visits:
                 visit = self._begin_visit(index, first_sample)
                 yield visit
+                if self._run is not run:
+                    raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
                 first_sample = 0
                 self._transfer.check()
                 report = self._transfer.report
@@ -164,13 +178,16 @@ class TierCache:
                 with report.timing("commit"):
                     state = self._state()
                 self._end_visit()
+                self._progress.visit_done(visit.num_samples, report)
                 if index + 1 < end:
                     self._transfer.switch(state)
                 else:
                     self._transfer.finish(state)
         finally:
-            self._end_visit()
-            self._transfer.stop()
+            self._progress.stop()
+            if self._run is run:
+                self._end_visit()
+                self._transfer.stop()
 
     def step(self) -> None:
         """Apply the pending row gradients: each row of the batches since the last step is updated once.
@@ -302,6 +319,7 @@ class TierCache:
             commit_every=self._commit_every,
             end=end,
             stored=stored,
+            sizes=self._sizes,
         )
 
     def _state(self) -> StateBytes:
@@ -342,12 +360,19 @@ class TierCache:
             rows=rows,
             seed=self._seed,
             first_sample=first_sample,
-            before_batch=self._transfer.check,
+            before_batch=self._before_batch,
             note_loss=report.losses.append,
         )
         self.reports.append(report)
         report.begin_training()
         return self._visit
+
+    def _before_batch(self, done: int) -> None:
+        """Raise what went wrong on a thread, and show how far the visit is."""
+        self._transfer.check()
+        assert self._visit is not None
+        assert self._progress is not None
+        self._progress.batch(self._visit.index, done)
 
     def _end_visit(self) -> None:
         if self._visit is not None:

@@ -94,7 +94,7 @@ def csv_types(names: Iterable[str], guessed: Any, uses: Iterable[ColumnUse], giv
     by_column: dict[str, set[str]] = {}
     for use in uses:
         by_column.setdefault(use.column, set()).add(use.use)
-    for column in (name for name in names if name in by_column):
+    for column in (name for name in names if name in by_column and name in guessed.names):
         wanted, guess = by_column[column], guessed.field(column).type
         if "integer" in wanted:
             chosen[column] = pa.int64()

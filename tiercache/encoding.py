@@ -170,7 +170,11 @@ def _unpack(array: Any) -> tuple[NDArray[np.bool_], NDArray[np.int64], Any]:
     lengths = pc.list_value_length(array)
     if array.null_count:
         lengths = pc.if_else(pc.is_valid(array), lengths, 0)
-    return _null_mask(array), lengths.to_numpy(zero_copy_only=False).astype(np.int64), _with_plain_nulls(array.flatten())
+    return (
+        _null_mask(array),
+        lengths.to_numpy(zero_copy_only=False).astype(np.int64),
+        _with_plain_nulls(array.flatten()),
+    )
 
 
 def _apply_null_rule(feature: Feature, batch: SourceBatch, nulls: NDArray[np.bool_], column: str) -> None:

@@ -14,6 +14,7 @@ from tiercache.errors import ExtractionError, SourceError
 from tiercache.extraction_state import ExtractionState, WorkFolder, check_same
 from tiercache.host_share import HostShare
 from tiercache.inputs import find_inputs
+from tiercache.kernels.compile import is_cached, prepare
 from tiercache.keyset import KeySet
 from tiercache.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
 from tiercache.pass_builder import PassBuilder
@@ -94,6 +95,9 @@ def extract(
     with closing(WorkFolder(out)) as work, closing(ProgressReporter(progress, source.total_bytes)) as reporter:
         state = ExtractionState.read(work.path) or ExtractionState(options=options, inputs=records)
         state.check_same(options, records, out)
+        if not is_cached():
+            reporter.begin("compile")
+            prepare()
         admission = None
         if min_count > 1:
             if not state.is_counted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,13 +9,13 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.kernels.initial import initial_rows
-from tiercache.kernels.jit import set_threads
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.positions import Positions
 from tiercache.row_optimizer import RowOptimizer
 from tiercache.rows import GroupRows, RowView
 from tiercache.schedule import Schedule
 from tiercache.store.table import group_tables, initializer_code
+from tiercache.threads import share_threads
 from tiercache.visit import Visit
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ class ResidentCache:
     """
 
     def __init__(self, passes: PassSet, *, seed: int = 0, order_seed: int | None = None) -> None:
+        share_threads()
         self.pass_set = passes
         self._seed = seed
         self._groups = group_tables(passes.tables)
@@ -80,7 +80,7 @@ class ResidentCache:
 
     def passes(self, epochs: int) -> Iterator[Visit]:
         """Yield the visits up to the end of epoch ``epochs``, from the first not trained yet."""
-        set_threads(min(torch.get_num_threads(), os.cpu_count() or 1))
+        share_threads()
         while self._trained < epochs * self._schedule.num_passes:
             index = self._trained
             p = self._schedule.pass_of(index)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from tiercache.errors import BudgetError
+
 __all__ = ["format_bytes", "parse_bytes"]
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -14,21 +16,21 @@ def parse_bytes(size: int | str) -> int:
     """Return the number of bytes meant by ``size``: a number, or text such as ``"64MiB"``, ``"8 GB"``, ``"512"``.
 
     KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB, and K, M, G and T alone, are powers of 1000.
-    Raises ValueError for anything else, for fractions of a byte and for less than 1 byte.
+    Raises BudgetError for anything else, for fractions of a byte and for less than 1 byte.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise ValueError(f"{size!r} is no size: give a number of bytes or text such as '64MiB'")  # noqa: TRY004 - one error
+        raise BudgetError(f"{size!r} is no size: give a number of bytes or text such as '64MiB'")
     if isinstance(size, int):
         num_bytes: float = size
     else:
         match = _SIZE.fullmatch(size)
         if match is None or (match[3] and not match[2]):
-            raise ValueError(f"{size!r} is no size: give a number of bytes or text such as '64MiB' or '8GB'")
+            raise BudgetError(f"{size!r} is no size: give a number of bytes or text such as '64MiB' or '8GB'")
         power = _UNITS[match[2].lower()]
         factor = 1 << power if match[3] else 1000 ** (power // 10)
         num_bytes = int(match[1]) * factor if match[1].isdigit() else float(match[1]) * factor
     if num_bytes < 1 or num_bytes != int(num_bytes):
-        raise ValueError(f"{size!r} is no size: whole bytes, at least 1")
+        raise BudgetError(f"{size!r} is no size: whole bytes, at least 1")
     return int(num_bytes)
 
 

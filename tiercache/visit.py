@@ -26,7 +26,7 @@ class Visit:
         rows: RowView,
         seed: int,
         first_sample: int = 0,
-        before_batch: Callable[[], None] = lambda: None,
+        before_batch: Callable[[int], None] = lambda _: None,
         note_loss: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.index = index
@@ -54,7 +54,7 @@ class Visit:
             self.num_samples, seed=self._seed, epoch=self.epoch, pass_index=self.pass_index, shuffle=shuffle
         )
         for done, batch in read_batches(self._source, order, size, self.rows, first=self.samples_done):
-            self._before_batch()
+            self._before_batch(self.samples_done)
             self.samples_done = done
             yield batch
 

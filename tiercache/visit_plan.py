@@ -61,6 +61,8 @@ class VisitPlan:
     """What the host holds of earlier dumps from the moment this visit's rows are wanted."""
     host_bytes: int
     """Bytes of dump, staging and cached rows at the fullest moment of the visit."""
+    capacity: int
+    """Bytes that cached rows may take: what decided ``retained``."""
     row_bytes_G: tuple[int, ...]
 
     @property
@@ -97,7 +99,7 @@ class VisitPlan:
 
 
 @dataclass(slots=True)
-class _Sizes:
+class PassSizes:
     """What a pass looks like in numbers: rows by gap, and tables within."""
 
     next_G: list[list[tuple[int, tuple[int, ...]]]]
@@ -119,34 +121,38 @@ class Planner:
         commit_every: int,
         end: int | None = None,
         stored: Mapping[int, tuple[Stream, ...]],
+        sizes: dict[int, PassSizes] | None = None,
     ) -> None:
         """Begin at visit ``start``; ``stored`` holds the streams of the store's segments by visit.
 
-        Every ``commit_every``-th visit ends with a commit, and so does the one before ``end``.
+        Every ``commit_every``-th visit ends with a commit, and so does the one before ``end``. ``sizes`` keeps
+        what was counted for the planners after this one. Raises BudgetError where a visit's reserve exceeds the
+        host budget.
         """
         self._end = end
         self._schedule, self._positions, self._uses_of, self._budget = schedule, positions, uses_of, budget
         self._start, self._within, self._commit_every = start, within, commit_every
         self._streams = dict(stored)
         self._content = HostContent()
-        self._sizes: dict[int, _Sizes] = {}
+        self._sizes = {} if sizes is None else sizes
         self._dump_sizes: dict[int, int] = {}
         self._next = start
         self._last_capacity: int | None = None
-        self._dumped: VisitPlan | None = None
+        self._check_budget()
 
-    def sizes(self, visit: int) -> _Sizes:
+    def sizes(self, visit: int) -> PassSizes:
         """Count, for the pass of ``visit``, the rows of each gap."""
         key = self._schedule.pass_of(visit) if self._schedule.repeats else visit
         if key not in self._sizes:
             if not self._schedule.repeats:
-                self._sizes = {v: s for v, s in self._sizes.items() if v >= visit - 1}
+                for old in [v for v in self._sizes if v < visit - 2]:
+                    del self._sizes[old]
             self._sizes[key] = self._count(visit)
         return self._sizes[key]
 
-    def _count(self, visit: int) -> _Sizes:
+    def _count(self, visit: int) -> PassSizes:
         uses, p = self._uses_of(self._schedule.epoch_of(visit)), self._schedule.pass_of(visit)
-        sizes = _Sizes([], [])
+        sizes = PassSizes([], [])
         for g, group in enumerate(self._positions.groups):
             first = self._positions.first_table(g)
             nexts = np.zeros((len(group.tables), uses.longest + 1), dtype=np.int64)
@@ -176,7 +182,7 @@ class Planner:
         return Stream(row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
 
     def plan_next(self) -> VisitPlan:
-        """Plan the next visit. Raises BudgetError where its reserve exceeds the host budget."""
+        """Plan the next visit."""
         visit, self._next = self._next, self._next + 1
         first = visit == self._start
         pass_index = self._schedule.pass_of(visit)
@@ -196,16 +202,15 @@ class Planner:
             ]
         commits = (visit + 1) % self._commit_every == 0 or visit + 1 == self._end
         dumps = self.dump_streams(visit, with_kept=commits)
-        retained, cached = self._advance_host(visit)
+        retained, cached, capacity = self._advance_host(visit)
         reserve = self._reserve(visit)
         plan = VisitPlan(
             visit=visit, epoch=self._schedule.epoch_of(visit), pass_index=pass_index,
             first=first, within=first and self._within, commits=commits,
             rows_G=rows_G, kept_G=tuple(kept_G), generated_G=tuple(generated_G), loads=tuple(loads),
-            dumps=dumps, retained=retained, host_bytes=cached + reserve,
+            dumps=dumps, retained=retained, host_bytes=cached + reserve, capacity=capacity,
             row_bytes_G=tuple(group.row_bytes for group in groups),
         )  # fmt: skip
-        self._dumped = plan
         self._streams[visit] = dumps
         for old in [v for v in self._streams if v < visit - self._uses_of(plan.epoch).longest]:
             del self._streams[old]
@@ -230,21 +235,20 @@ class Planner:
             store_rows=store_bytes // stream.row_bytes, store_bytes=store_bytes,
         )  # fmt: skip
 
-    def _advance_host(self, visit: int) -> tuple[dict[tuple[int, int], Held], int]:
+    def _advance_host(self, visit: int) -> tuple[dict[tuple[int, int], Held], int, int]:
         """Let the dump of the visit before last join what is cached, and thin that out for ``visit``."""
         old = visit - 2
         if old >= self._start:
             for g, stream in enumerate(self._streams[old]):
                 self._content.enter(old, g, stream)
         capacity = self._budget.rows - self._reserve(visit)
-        if capacity < 0:
-            raise self._too_small(visit)
+        assert capacity >= 0, f"visit {visit} needs {-capacity} bytes more than was checked"
         if self._last_capacity is not None:
             capacity, self._last_capacity = min(capacity, self._last_capacity), capacity
         else:
             self._last_capacity = capacity
         cached = self._content.keep(after=visit, capacity=capacity)
-        return dict(self._content.held), cached
+        return dict(self._content.held), cached, capacity
 
     def _reserve(self, visit: int) -> int:
         """Bytes that dump and staging may take while ``visit`` is trained (design, section 4)."""
@@ -267,12 +271,20 @@ class Planner:
         regions = -(-total // max(1, self._budget.region - self._budget.piece)) + 1
         return total + regions * (self._budget.piece + PAGE_BYTES)
 
-    def _too_small(self, visit: int) -> BudgetError:
-        visits = range(self._start, self._start + self._schedule.num_passes + 1)
-        fixed = self._budget.total - self._budget.rows
-        needed = fixed + max(self._reserve(v) for v in visits)
-        return BudgetError(
-            f"visit {visit} needs {format_bytes(fixed + self._reserve(visit))} of host memory for its dump, the rows "
-            f"of the next visit, one write transaction and evaluation, but host_budget is "
-            f"{format_bytes(self._budget.total)}: raise it to {format_bytes(needed)} or extract smaller passes"
-        )
+    def _check_budget(self) -> None:
+        """Raise BudgetError where the reserve of some visit exceeds the host budget.
+
+        In a seeded order any two passes may follow each other: then the largest dump and the largest load count.
+        """
+        passes = range(self._start, self._start + self._schedule.num_passes + 1)
+        if self._schedule.repeats:
+            rows = max(self._reserve(v) for v in passes)
+        else:
+            rows = max(map(self._dump_bytes, passes)) + max(self._staging_bytes(v, first=True) for v in passes)
+        if rows > self._budget.rows:
+            raise BudgetError(
+                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of the next need "
+                f"{format_bytes(rows)} beside {format_bytes(self._budget.total - self._budget.rows)} for a write "
+                f"transaction and evaluation: raise host_budget to {self._budget.smallest(rows)} bytes "
+                f"({format_bytes(self._budget.smallest(rows))}) or extract smaller passes"
+            )

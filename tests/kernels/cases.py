@@ -55,22 +55,27 @@ class Bags:
 
     @property
     def num_features(self) -> int:
+        """How many features."""
         return len(self.table_rows)
 
     @property
     def bases(self) -> NDArray[np.int64]:
+        """Where each feature's table begins among the local positions."""
         return np.cumsum([0, *self.table_rows[:-1]]).astype(np.int64)
 
     @property
     def cols(self) -> NDArray[np.int64]:
+        """The first output column of each feature."""
         return self.gap + np.arange(self.num_features, dtype=np.int64) * (self.dim + self.gap)
 
     @property
     def width(self) -> int:
+        """Columns of the output."""
         return self.gap + self.num_features * (self.dim + self.gap)
 
     @property
     def entry_starts(self) -> NDArray[np.int64]:
+        """Where each feature's entries begin."""
         return self.offsets[np.arange(self.num_features + 1) * self.num_samples]
 
     def entries(self) -> Iterator[tuple[int, int, int, int]]:
@@ -81,12 +86,14 @@ class Bags:
                 yield f, n, int(self.offsets[bag]), int(self.offsets[bag + 1])
 
     def slots(self) -> NDArray[np.int32]:
+        """Return the slot of each entry."""
         out = np.empty(self.ids.size, np.int32)
         for f, _, first, last in self.entries():
             out[first:last] = self.slot_of_local[self.bases[f] + self.ids[first:last]]
         return out
 
     def weight(self, entry: int) -> np.float32:
+        """Return the weight of an entry."""
         return self.weights[entry] if self.weights.size else np.float32(1)
 
     def pooled(self) -> NDArray[np.float32]:

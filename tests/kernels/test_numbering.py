@@ -73,6 +73,6 @@ def test_all_keys_equal_are_one_key() -> None:
 
 
 def test_a_rollback_to_more_keys_than_there_are_is_refused() -> None:
-    """truncate goes back, never forward."""
+    """Truncate goes back, never forward."""
     with pytest.raises(ValueError, match="cannot go back to 3 keys: 0"):
         KeyNumbers().truncate(3)

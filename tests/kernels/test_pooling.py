@@ -46,9 +46,7 @@ def test_one_id_per_sample_copies_its_row(case: Bags) -> None:
     """pool_one writes each id's row to its columns, and its slot, and nothing else."""
     out = np.zeros((case.num_samples, case.width), np.float32)
     slots = np.empty(case.ids.size, np.int32)
-    pool_one(
-        case.vectors, case.slot_of_local, case.ids, case.bases, case.cols, case.num_samples, out, slots
-    )
+    pool_one(case.vectors, case.slot_of_local, case.ids, case.bases, case.cols, case.num_samples, out, slots)
     assert same_bits(out, case.pooled())
     assert np.array_equal(slots, case.slots())
 
@@ -95,7 +93,7 @@ def test_lookups_do_not_depend_on_the_number_of_threads(case: Bags) -> None:
 @settings(max_examples=40, deadline=None)
 @given(bags(modes=(SUM, MEAN)))
 def test_the_gradient_of_a_weight_is_row_times_gradient(case: Bags) -> None:
-    """d out / d weight of each entry, divided by the ids of the bag for a mean."""
+    """D out / d weight of each entry, divided by the ids of the bag for a mean."""
     rng = np.random.default_rng(0)
     gradient = rng.standard_normal((case.num_samples, case.width)).astype(np.float32)
     out, slots = np.full(case.ids.size, np.nan, np.float32), case.slots()

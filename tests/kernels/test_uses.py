@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +25,8 @@ def test_gaps_are_the_visits_to_the_next_and_since_the_last_use(
     numbers = np.array([key for keys in sets for key in keys], np.int32)
     starts = np.concatenate([[0], np.cumsum([len(keys) for keys in sets])]).astype(np.int64)
     next_gap, prev_gap = np.full(numbers.size, -9, np.int32), np.full(numbers.size, -9, np.int32)
-    sweep_uses(numbers, starts, num_keys, *(np.array(order, np.int64) for order in orders), next_gap, prev_gap)
+    arrays: Any = [np.array(order, np.int64) for order in orders]
+    sweep_uses(numbers, starts, num_keys, arrays[0], arrays[1], arrays[2], next_gap, prev_gap)
     for place, p in enumerate(orders[1]):
         visit = num_passes + place
         for i, key in zip(range(starts[p], starts[p + 1]), sets[p], strict=True):
@@ -60,6 +63,27 @@ def test_a_key_is_found_at_its_place_and_others_are_not(seed: int, size: int, ta
     out = np.empty(queries.size, np.int64)
     search_keys(keys, table_id, queries[order], out)
     assert np.array_equal(out, np.where(order < keys.size, order, -1))
+
+
+def unmix(value: int) -> int:
+    """Invert mix."""
+    mask = 2**64 - 1
+    value ^= value >> 31 ^ value >> 62
+    value = value * pow(0x94D049BB133111EB, -1, 2**64) & mask
+    value ^= value >> 27 ^ value >> 54
+    value = value * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+    return value ^ value >> 30 ^ value >> 60
+
+
+def test_keys_whose_hashes_crowd_are_found_too() -> None:
+    """Keys made so that interpolation is misled: the search falls back to halving."""
+    hashes = [*range(0, 9000, 3), *range(2**63, 2**63 + 900, 3), *range(2**64 - 3000, 2**64, 3)]
+    keys = np.array([unmix(h) for h in hashes], np.uint64).view(np.int64)
+    assert hash_keys(keys, 0).tolist() == hashes
+    absent = np.array([unmix(h + 1) for h in hashes], np.uint64).view(np.int64)
+    out = np.empty(2 * keys.size, np.int64)
+    search_keys(keys, 0, np.concatenate([keys, absent]), out)
+    assert out.tolist() == [*range(keys.size), *([-1] * keys.size)]
 
 
 def test_search_results_need_one_place_a_query() -> None:

@@ -119,7 +119,7 @@ def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, d
             options: dict[str, Any] = {"commit_every": how["commit_every"], "order_seed": case.order_seed}
             options["device_budget"] = "64MiB"
             if how["tight"]:
-                options["host_budget"] = smallest_host_budget(store, passes, **options) + 5000
+                options["host_budget"] = smallest_host_budget(store, passes, **options)
 
             def each_batch(visit: int, batch: int) -> None:
                 if (visit, batch) in how["commits"]:

@@ -1,0 +1,117 @@
+"""The training that the out-of-core benchmark runs: sizes, data, model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+import tiercache as tc
+from benchmarks.zipf import Zipf
+from tiercache.handmade import write_pass_set
+from tiercache.keybatch import KeyBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tiercache.batch import Batch
+
+TABLE = "items"
+DENSE_RATE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much data there is, and how long the benchmark may take."""
+
+    name: str
+    passes: int
+    samples: int
+    """Of each pass."""
+    vocabulary: int
+    """Ids that may be drawn; the table is those that are."""
+    batch: int
+    warm_epochs: int
+    """Epochs measured after the first."""
+    repeats: int
+    """Runs of both kinds, and three times as many of the bare disk; medians are reported."""
+    epoch_seconds: float
+    """The most that the dense part may make an epoch in memory last."""
+    features: int = 8
+    dim: int = 64
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.passes * self.samples
+
+
+FULL = Size(
+    name="full", passes=24, samples=49_152, vocabulary=8_000_000, batch=4096, warm_epochs=2, repeats=3, epoch_seconds=120
+)
+QUICK = Size(
+    name="quick", passes=20, samples=10_240, vocabulary=4_000_000, batch=2048, warm_epochs=1, repeats=1, epoch_seconds=8
+)
+TINY = Size(
+    name="tiny", passes=20, samples=1_024, vocabulary=400_000, batch=512, warm_epochs=1, repeats=1, epoch_seconds=1
+)
+
+
+def schema_of(size: Size, optimizer: str) -> tc.Schema:
+    """Return the schema: all features look into one table."""
+    rules = {"adagrad": tc.Adagrad(learning_rate=0.05), "adam": tc.Adam(learning_rate=0.001)}
+    table = tc.Table(
+        name=TABLE, dim=size.dim, optimizer=rules[optimizer], initializer=tc.Uniform(low=-0.05, high=0.05)
+    )
+    features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(size.features))
+    return tc.Schema(label="label", dense=(), features=features, tables=(table,))
+
+
+def pass_set(folder: Path, size: Size, optimizer: str) -> tc.PassSet:
+    """Open the pass set of a size in ``folder``, or write it there."""
+    name = hashlib.sha256(repr((asdict(size), optimizer)).encode()).hexdigest()[:12]
+    path = folder / f"passes-{size.name}-{optimizer}-{name}"
+    if not path.exists():
+        unfinished = path.with_suffix(".part")
+        write_pass_set(unfinished, schema_of(size, optimizer), _data(size, optimizer))
+        unfinished.rename(path)
+    return tc.PassSet.open(path)
+
+
+def _data(size: Size, optimizer: str) -> Iterator[KeyBatch]:
+    schema, rng = schema_of(size, optimizer), np.random.default_rng(5)
+    zipf = Zipf(size.vocabulary, seed=3)
+    order = zipf.permutation()
+    for _ in range(size.passes):
+        keys = {feature.name: order[zipf.ranks(size.samples)] for feature in schema.features}
+        yield KeyBatch.of(schema, keys, label=rng.integers(0, 2, size.samples).astype(np.float32))
+
+
+def dense_part(inputs: int, width: int) -> nn.Sequential:
+    """Return two hidden layers of ``width``."""
+    return nn.Sequential(
+        nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1), nn.Flatten(0)
+    )
+
+
+class Net(nn.Module):
+    """Pooled embeddings, and above them the dense part where ``width`` is not 0."""
+
+    def __init__(self, cache: tc.TierCache | tc.ResidentCache, width: int) -> None:
+        super().__init__()
+        self.bag = tc.TieredEmbeddingBag(cache)
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.dense = dense_part(self.bag.out_features, width) if width else None
+
+    def forward(self, batch: Batch, *, light: bool) -> torch.Tensor:
+        """Return one logit a sample; ``light`` leaves the dense part out."""
+        out = self.bag(batch)
+        if light or self.dense is None:
+            return out.mean(dim=1) + self.bias
+        logits: torch.Tensor = self.dense(out)
+        return logits + self.bias

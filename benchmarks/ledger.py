@@ -1,0 +1,87 @@
+"""What a process was doing when it died: a few numbers in a mapped file, which outlive the process."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+from contextlib import contextmanager
+
+PHASES = (
+    "beginning",  # of the process
+    "extraction",
+    "opening",  # the store, the cache and the first load
+    "training",
+    "commit inside",  # a visit
+    "switch",  # from one visit to the next
+    "end",  # waiting for the last commit, closing, opening again to read the result
+    "dump",  # on the writer thread
+    "publish",  # on the writer thread; the very first one on the training thread
+)
+_MAIN, _WRITER, _BEGUN, _DONE, _COUNTS = 0, 1, 2, 3, 4
+_WORDS = _COUNTS + len(PHASES)
+
+
+class Ledger:
+    """Phases and commits of one process. The process writes, anyone may read, also after ``kill -9``."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        if create:
+            words = np.zeros(_WORDS, dtype=np.int64)
+            words[[_WRITER, _BEGUN, _DONE]] = -1
+            path.write_bytes(words.tobytes())
+        with path.open("r+b") as file:
+            self._words = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.int64)
+
+    # -- written by the process ----------------------------------------------------------------------------
+
+    def enter(self, phase: str) -> None:
+        """Note what the training thread begins to do."""
+        index = PHASES.index(phase)
+        self._words[_MAIN] = index
+        self._words[_COUNTS + index] += 1
+
+    @contextmanager
+    def writing(self, phase: str) -> Iterator[None]:
+        """Note what the writer thread does meanwhile."""
+        index = PHASES.index(phase)
+        self._words[_WRITER] = index
+        self._words[_COUNTS + index] += 1
+        yield
+        self._words[_WRITER] = -1
+
+    def begin_commit(self, number: int) -> None:
+        """Note that from now on commit ``number`` may be found."""
+        self._words[_BEGUN] = number
+
+    def finish_commit(self, number: int) -> None:
+        """Note that from now on commit ``number`` must be found."""
+        self._words[_DONE] = number
+
+    # -- read by others ------------------------------------------------------------------------------------
+
+    def times(self, phase: str) -> int:
+        """Return how often a phase was entered."""
+        return int(self._words[_COUNTS + PHASES.index(phase)])
+
+    @property
+    def begun(self) -> int:
+        """The newest commit that was begun; -1 where none was."""
+        return int(self._words[_BEGUN])
+
+    @property
+    def done(self) -> int:
+        """The newest commit that was durable; -1 where none was."""
+        return int(self._words[_DONE])
+
+    @property
+    def phase(self) -> str:
+        """What the process was doing last: the writer's work, where it had any beside training or a switch."""
+        main, writer = PHASES[int(self._words[_MAIN])], int(self._words[_WRITER])
+        return PHASES[writer] if writer >= 0 and main != "commit inside" else main

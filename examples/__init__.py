@@ -1,0 +1,1 @@
+"""Runnable examples; each runs in CI on small data."""

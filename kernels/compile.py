@@ -1,0 +1,142 @@
+"""Compile every kernel before it is needed, and tell what is being compiled.
+
+A kernel is compiled when it is first called with its types. All calls use one set of types, so one tiny call does it.
+The compiled code is kept on disk, beside the package or in the user's cache, until a source file changes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba.core.registry import cpu_target
+
+from tiercache.kernels import bits, initial, pooling, rows, samples, sorting, switch, update, uses
+from tiercache.kernels.jit import KERNELS
+from tiercache.kernels.numbering import KeyNumbers
+
+__all__ = ["is_cached", "prepare"]
+
+_F4 = np.zeros((2, 2), np.float32)
+_I4 = np.zeros(2, np.int32)
+_I8 = np.zeros(2, np.int64)
+_BOUNDS = np.array([0, 2])
+_BAGS = np.array([0, 1, 2])
+
+
+def _number() -> None:
+    numbers = KeyNumbers(1)
+    numbers.insert(np.arange(40), np.empty(40, np.int32))
+    numbers.uncount(_I4)
+    numbers.truncate(1)
+
+
+def _hash() -> None:
+    bits.hash_keys(_I8, 0)
+    bits.xxh64_strings(np.zeros(2, np.uint8), _BAGS)
+    bits.xxh64_words(_I8.view(np.uint64).reshape(1, 2))
+    initial.philox4x32((0, 0, 0, 0), (0, 0))
+
+
+def _start_rows() -> None:
+    for kind in (initial.UNIFORM, initial.NORMAL):
+        initial.initial_rows(_I8, 0, 0, kind, 0.0, 1.0, _F4.copy())
+
+
+def _look_up() -> None:
+    pooling.check_ids(_I4, _BOUNDS, np.ones(1, np.int64))
+    pooling.map_slots(_I4, _I8[:1], _BOUNDS, _I4, _I4.copy())
+    pooling.gather(_F4, _I4, _F4.copy())
+    pooling.pool_one(_F4, _I4, _I4, _I8[:1], _I8[:1], 2, _F4.copy(), _I4.copy())
+
+
+def _pool() -> None:
+    modes, scale = np.zeros(1, np.int8), np.zeros(2, np.float32)
+    pooling.pool_bags(
+        _F4, _I4, _I4, _I8[:1], _BOUNDS, _BAGS, scale, modes, _I8[:1], _F4.copy(), _I4.copy(), _I4.reshape(1, 2),
+        _I8.copy(), scale.copy(),
+    )  # fmt: skip
+
+
+def _weigh() -> None:
+    modes, out = np.zeros(1, np.int8), np.zeros(2, np.float32)
+    pooling.weight_gradient(_F4, _I4, _BOUNDS, _BAGS, modes, _I8[:1], _F4, out)
+
+
+def _step() -> None:
+    pairs = sorting.sort_slots(_I4, 2, sorting.SortBuffers())
+    gradients = update.one_id_gradients(_F4, _I8[:1])
+    update.update_sgd(_F4.copy(), pairs, gradients, update.UpdateBuffers(), learning_rate=0.0)
+
+
+def _move() -> None:
+    pieces = np.array([0, 2]), np.zeros(1, np.int64)
+    rows.pack((_F4,), _I4, *pieces, np.zeros(4, np.float32))
+
+
+def _find_uses() -> None:
+    passes = np.zeros(1, np.int64)
+    uses.sweep_uses(_I4, _BOUNDS, 1, passes, passes, passes, _I4.copy(), _I4.copy())
+    uses.hash_range_bound(_I8, 0, 1)
+    uses.search_keys(_I8, 0, _I8, _I8.copy())
+
+
+def _switch() -> None:
+    switch.stable_order_by_gap(np.ones(2, np.int32), 2, _I4.copy())
+    switch.assign_slots(_I4, _I4, _I4, np.zeros(8, np.int32), _I4.copy())
+    switch.take(_I4, _I4, _I4.copy())
+    switch.count_gaps(_I4, 2, np.zeros(3, np.int64))
+    switch.permutation(0, _I8.copy())
+
+
+def _read_samples() -> None:
+    words, starts, ids = np.zeros(8, np.int32), _I8[:1], _I4.copy()
+    samples.gather_rows(words, starts, 16, _I8, np.empty((2, 2), np.int32))
+    samples.gather_columns(words, starts, 16, _I8, _I8, np.empty((2, 2), np.int32))
+    samples.gather_offsets(np.zeros(4, np.int64), starts, 16, _I8, _I8.copy(), np.empty(3, np.int64))
+    samples.gather_lists(words, starts, 16, _I8, _I8, np.zeros(3, np.int64), np.empty(0, np.int32))
+    samples.permute(ids, _I4)
+    samples.permute_columns(np.zeros((2, 2), np.int32), _I4, _I8)
+
+
+_STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
+    ("hash keys", _hash),
+    ("initial rows", _start_rows),
+    ("number keys", _number),
+    ("read samples", _read_samples),
+    ("find uses", _find_uses),
+    ("switch passes", _switch),
+    ("move rows", _move),
+    ("look up", _look_up),
+    ("pool", _pool),
+    ("weights", _weigh),
+    ("step", _step),
+)
+
+
+def _on_disk(kernel: Any) -> bool:
+    """Tell whether numba's cache holds the kernel as its source is now, for this processor."""
+    try:
+        index = kernel._cache._cache_file._load_index()
+        processor = cpu_target.target_context.codegen().magic_tuple()
+    except Exception:
+        return False
+    return any(key[1] == processor for key in index)
+
+
+def is_cached() -> bool:
+    """Tell whether every kernel is compiled or lies compiled on disk: if not, `prepare` takes up to a minute."""
+    return all(kernel.signatures or _on_disk(kernel) for kernel in KERNELS)
+
+
+def prepare(notify: Callable[[str, int, int], None] | None = None) -> None:
+    """Compile every kernel, or load it from disk.
+
+    `notify` is called with what comes next, how many stages are done and how many there are, and once when all are.
+    Call it on the training thread: it starts the threads of parallel kernels.
+    """
+    for done, (name, stage) in enumerate(_STAGES):
+        if notify is not None:
+            notify(name, done, len(_STAGES))
+        stage()
+    if notify is not None:
+        notify("done", len(_STAGES), len(_STAGES))

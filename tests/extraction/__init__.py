@@ -1,0 +1,1 @@
+"""Tests of extraction and pass sets."""

@@ -1,0 +1,353 @@
+"""Extraction: equal to the obvious definition, whatever the files, chunks and budgets."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.extraction.cases import (
+    ROW_BYTES,
+    arrow,
+    bounds_of,
+    files_of,
+    key_batch,
+    plain_schema,
+    reference,
+    rich_columns,
+    rich_schema,
+    write_parquet,
+)
+from tiercache.errors import BudgetError, ExtractionError
+from tiercache.extraction import extract
+from tiercache.row_budget import RowBudget
+
+if TYPE_CHECKING:
+    from tiercache.extraction import ExtractionProgress
+    from tiercache.passset import PassSet
+    from tiercache.schema import Schema
+
+
+def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, align: int) -> list[int]:
+    """Return where passes must begin: each takes aligned units while the rows of all passes so far fit."""
+    num_samples, limit, bounds = len(columns["a"]), RowBudget(schema.tables, budget), [0]
+    keys: list[set[int]] = [set() for _ in schema.tables]
+    for low in range(0, num_samples, align):
+        batch = key_batch(schema, columns, low, min(low + align, num_samples))
+        new = [
+            {key for f in schema.features if f.table == t.name for key in batch.features[f.name].keys.tolist()}
+            for t in schema.ordered_tables
+        ]
+        if not limit.fits([len(old | more) for old, more in zip(keys, new, strict=True)]):
+            limit.close([len(old) for old in keys])
+            bounds.append(low)
+            keys = [set() for _ in keys]
+            assert limit.fits([len(more) for more in new])
+        keys = [old | more for old, more in zip(keys, new, strict=True)]
+    return [*bounds, num_samples]
+
+
+def assert_same_files(one: PassSet, other: PassSet) -> None:
+    """Compare all files but the manifest, and the digest."""
+    mine, theirs = (
+        {name: data for name, data in files_of(p.path).items() if name != "passes.json"} for p in (one, other)
+    )
+    assert mine == theirs
+    assert one.digest == other.digest
+
+
+@given(
+    cuts=st.lists(st.integers(1, 2999), max_size=3, unique=True),
+    align=st.sampled_from([7, 16, 100, 512]),
+    slack=st.floats(1.0, 3.0),
+    seed=st.integers(0, 3),
+    chunk=st.sampled_from([1 << 12, 1 << 15, 1 << 22]),
+)
+@settings(deadline=None, max_examples=15)
+def test_passes_close_before_the_unit_that_exceeds_the_budget(
+    cuts: list[int], align: int, slack: float, seed: int, chunk: int
+) -> None:
+    """Bounds are the greedy ones and files the obvious ones, whatever the files and chunks the samples came in."""
+    schema, columns = rich_schema(), rich_columns(3000, seed)
+    budget = int(slack * 105_000)
+    bounds = greedy_bounds(schema, columns, budget, align)
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiercache.host_share._SMALLEST_CHUNK", chunk)
+        patch.setattr("tiercache.host_share._LARGEST_CHUNK", chunk)
+        folder = Path(name)
+        paths = write_parquet(folder, columns, sorted({0, *cuts, 3000}))
+        made = extract(paths, schema, folder / "out", device_budget=budget, align=align, progress=False)
+        assert bounds_of(made) == bounds
+        assert_same_files(made, reference(folder / "ref", schema, columns, bounds))
+
+
+@pytest.mark.parametrize(
+    ("pass_by", "bounds"),
+    [
+        ("rows=1000", [0, 1000, 2000, 3000, 3500]),
+        ("rows=3500", [0, 3500]),
+        ("rows=500", [0, 500, 1000, 1500, 2000, 2500, 3000, 3500]),
+        ("file", [0, 701, 2000, 3500]),
+        ("column=day", [0, 300, 1500, 1501, 3500]),
+    ],
+)
+def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, pass_by: str, bounds: list[int]) -> None:
+    """Rows are counted over files, and a value that goes on into the next file does not begin a pass."""
+    schema, columns = rich_schema(), rich_columns(3500)
+    days = np.repeat(np.array(["mon", "tue", "", "mon"]), np.diff([0, 300, 1500, 1501, 3500]))
+    data = {**columns, "day": [day or None for day in days.tolist()]}
+    write_parquet(tmp_path, data, [0, 701, 2000, 3500])
+    made = extract(
+        tmp_path / "*.parquet",
+        schema,
+        tmp_path / "out",
+        device_budget="1GiB",
+        pass_by=pass_by,
+        align=500,
+        progress=False,
+    )
+    assert bounds_of(made) == bounds
+    assert_same_files(made, reference(tmp_path / "ref", schema, columns, bounds))
+
+
+def test_the_host_budget_changes_no_bit(tmp_path: Path) -> None:
+    """Small chunks and large ones give the same files, manifest included."""
+    schema, columns = rich_schema(), rich_columns(20_000)
+    paths = write_parquet(tmp_path, columns, [0, 20_000])
+    budget = 4000 * ROW_BYTES
+    for name, host in (("small", "16MiB"), ("large", "1GiB")):
+        extract(paths, schema, tmp_path / name, device_budget=budget, align=256, host_budget=host, progress=False)
+    assert files_of(tmp_path / "small") == files_of(tmp_path / "large")
+    assert len(tc.PassSet.open(tmp_path / "small")) > 3
+
+
+def test_a_finished_set_is_returned_as_it_is(tmp_path: Path) -> None:
+    """The same call reads nothing and writes nothing; only training parameters of tables are taken over."""
+    schema = plain_schema()
+    columns = {"a": np.arange(5000), "y": np.zeros(5000)}
+    paths = write_parquet(tmp_path, columns, [0, 5000])
+    out = tmp_path / "out"
+    first = extract(paths, schema, out, device_budget="1MiB", progress=False)
+    before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
+    again = extract(paths, schema, out, device_budget="1MiB", host_budget="2GiB", progress=False)
+    assert again.digest == first.digest
+    assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before
+    faster = replace(schema, tables=(replace(schema.tables[0], optimizer=tc.SGD(learning_rate=9.0)),))
+    changed = extract(paths, faster, out, device_budget="1MiB", progress=False)
+    assert changed.schema == faster
+    assert changed.digest == first.digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device_budget": "2MiB"}, "device_budget was 1048576 and is 2097152 now"),
+        ({"align": 16}, "align was 8192 and is 16 now"),
+        ({"pass_by": "file"}, 'pass_by was "budget" and is "file" now'),
+        ({"min_count": 2}, "min_count was 1 and is 2 now"),
+        ({"schema": plain_schema(label=None)}, "schema was"),
+        (
+            {"schema": plain_schema(tables=(tc.Table(name="a", dim=9, optimizer=tc.Adam(), initializer=tc.Zeros()),))},
+            "groups was",
+        ),
+    ],
+)
+def test_a_finished_set_of_other_options_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """Nothing is overwritten; the sentence names the option with both values."""
+    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
+    call: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "progress": False}
+    extract(paths, out=tmp_path / "out", **call)
+    with pytest.raises(ExtractionError, match=message):
+        extract(paths, out=tmp_path / "out", **{**call, **changes})
+
+
+def test_a_finished_set_of_other_data_is_refused(tmp_path: Path) -> None:
+    """Files are told from changed ones by size and time of change."""
+    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 25, 50])
+    call: dict[str, Any] = {
+        "schema": plain_schema(),
+        "out": tmp_path / "out",
+        "device_budget": "1MiB",
+        "progress": False,
+    }
+    extract(paths, **call)
+    with pytest.raises(ExtractionError, match="it had 2 files and has 1 now"):
+        extract(paths[:1], **call)
+    os.utime(paths[1], ns=(1, 1))
+    with pytest.raises(ExtractionError, match=r"part-1.parquet: its mtime_ns was .* and is 1 now"):
+        extract(paths, **call)
+
+
+def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
+    """A pass set is never mixed with what is not its own."""
+    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
+    call: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "progress": False}
+    with pytest.raises(ExtractionError, match="holds other files and no pass set"):
+        extract(paths, out=tmp_path, **call)
+    with pytest.raises(ExtractionError, match="is no directory"):
+        extract(paths, out=paths[0], **call)
+
+
+def test_two_extractions_into_one_directory_are_refused(tmp_path: Path) -> None:
+    """The second is told, the first goes on undisturbed."""
+    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
+    call: dict[str, Any] = {"schema": plain_schema(), "out": tmp_path / "out", "device_budget": "1MiB"}
+    seen: list[object] = []
+
+    def progress(event: ExtractionProgress) -> None:
+        if event.stage == "close" and not seen:
+            with pytest.raises(ExtractionError, match="another process is extracting into") as caught:
+                extract(paths, progress=False, **call)
+            seen.append(caught)
+
+    assert extract(paths, progress=progress, **call).samples == 50
+    assert seen
+
+
+def test_a_failed_extraction_goes_on_when_its_cause_is_gone(tmp_path: Path) -> None:
+    """An exception in the middle leaves closed passes; the same call ends with the files of an undisturbed one."""
+    schema, columns = rich_schema(), rich_columns(6000)
+    paths = write_parquet(tmp_path, columns, [0, 3000, 6000])
+    call: dict[str, Any] = {"schema": schema, "device_budget": 2000 * ROW_BYTES, "align": 64, "host_budget": "16MiB"}
+
+    def stop(event: ExtractionProgress) -> None:
+        if event.passes == 2:
+            raise KeyboardInterrupt
+
+    whole = extract(paths, out=tmp_path / "whole", progress=False, **call)
+    assert len(whole) > 3
+    with pytest.raises(KeyboardInterrupt):
+        extract(paths, out=tmp_path / "cut", progress=stop, **call)
+    with pytest.raises(ExtractionError, match="align was 64 and is 128 now"):
+        extract(paths, out=tmp_path / "cut", progress=False, **{**call, "align": 128})
+    extract(paths, out=tmp_path / "cut", progress=False, **call)
+    assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    """The result would be of neither the old nor the new file."""
+    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
+
+    def touch(event: ExtractionProgress) -> None:
+        if event.stage == "close":
+            os.utime(paths[0], ns=(1, 1))
+
+    with pytest.raises(ValueError, match=r"part-0.parquet was changed while it was read"):
+        extract(paths, plain_schema(), tmp_path / "out", device_budget="1MiB", progress=touch)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"device_budget": 99 * ROW_BYTES, "align": 100},
+            BudgetError,
+            "one aligned unit of 100 samples needs 100 rows",
+        ),
+        (
+            {"device_budget": 150 * ROW_BYTES, "pass_by": "rows=200", "align": 100},
+            BudgetError,
+            "pass 0, of at least 200 samples, needs 200 rows",
+        ),
+        ({"device_budget": 150 * ROW_BYTES, "pass_by": "file"}, BudgetError, "device_budget or cut smaller passes"),
+        ({"device_budget": "1GiB", "host_budget": "1MiB"}, BudgetError, "the host budget is 1 MiB, but extraction"),
+        ({"device_budget": "1GiB", "pass_by": "rows=150", "align": 100}, ExtractionError, "take rows=200"),
+        ({"device_budget": "1GiB", "pass_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
+        ({"device_budget": "1GiB", "pass_by": "column="}, ExtractionError, "one of budget, rows=N"),
+        ({"device_budget": "1GiB", "align": 0}, ExtractionError, "align is 0"),
+        ({"device_budget": "1GiB", "min_count": 0}, ExtractionError, "min_count is 0"),
+        ({"device_budget": "much"}, ValueError, "'much' is no size"),
+    ],
+)
+def test_what_cannot_be_done_says_the_numbers(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Budgets that are too small and options that make no sense are one sentence, and leave no pass set."""
+    paths = write_parquet(tmp_path, {"a": np.arange(1000), "y": np.zeros(1000)}, [0, 1000])
+    with pytest.raises(error, match=message):
+        extract(paths, plain_schema(), tmp_path / "out", progress=False, **options)
+    assert not (tmp_path / "out" / "passes.json").exists()
+
+
+def test_keys_that_do_not_fit_the_host_budget_are_refused(tmp_path: Path) -> None:
+    """The sentence names the pass, its rows and both sizes; the passes closed before stay."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"a": np.arange(600_000), "y": np.zeros(600_000)}), path)
+    with pytest.raises(BudgetError, match=r"pass 0 has [\d,]+ rows after [\d,]+ samples, and their keys fill the"):
+        extract(path, plain_schema(), tmp_path / "out", device_budget="1GiB", host_budget="16MiB", progress=False)
+
+
+def test_a_unit_that_does_not_fit_the_host_budget_is_refused(tmp_path: Path) -> None:
+    """Aligned units are numbered whole, so they have to fit."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"a": np.arange(600_000), "y": np.zeros(600_000)}), path)
+    with pytest.raises(BudgetError, match="one aligned unit of 500,000 samples takes more than 2 MiB of host memory"):
+        extract(
+            path,
+            plain_schema(),
+            tmp_path / "out",
+            device_budget="1GiB",
+            host_budget="16MiB",
+            align=500_000,
+            progress=False,
+        )
+
+
+def test_progress_tells_samples_passes_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A function sees every stage with growing numbers; True leaves one line where there is no terminal."""
+    columns = rich_columns(6000)
+    paths = write_parquet(tmp_path, columns, [0, 3000, 6000])
+    events: list[ExtractionProgress] = []
+    call: dict[str, Any] = {"device_budget": "1GiB", "pass_by": "rows=2000", "align": 1000}
+    extract(paths, rich_schema(), tmp_path / "one", progress=events.append, **call)
+    assert [e.stage for e in events if e.stage not in ("number", "compile")] == ["close"] * 3 + ["done"]
+    for before, after in itertools.pairwise(events):
+        assert before.passes <= after.passes
+        assert before.done_bytes <= after.done_bytes <= after.total_bytes == sum(p.stat().st_size for p in paths)
+    assert (events[-1].samples, events[-1].passes, events[-1].done_bytes) == (6000, 3, events[-1].total_bytes)
+    assert capsys.readouterr() == ("", "")
+    extract(paths, rich_schema(), tmp_path / "two", progress=True, **call)
+    assert "two: 3 passes, 6,000 samples, " in capsys.readouterr().err
+
+
+def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> None:
+    """Text files and Parquet of the same values give the same passes, strings and crosses included."""
+    schema = tc.Schema(
+        label="y",
+        dense=(tc.Dense(column="d", null=-1.0),),
+        features=(
+            tc.Feature(name="s", key="string", null="own"),
+            tc.Feature(name="i", table="s"),
+            tc.Feature(name="x", columns=("s", "i"), null="own"),
+        ),
+        tables=tuple(
+            tc.Table(name=n, dim=4, optimizer=tc.SGD(learning_rate=1.0), initializer=tc.Zeros()) for n in ("s", "x")
+        ),
+    )
+    random = np.random.default_rng(0)
+    data = arrow(
+        {
+            "s": [None if i % 17 == 0 else f"s{i % 50}" for i in range(2000)],
+            "i": random.integers(-(1 << 62), 1 << 62, 2000),
+            "d": [None if i % 5 == 0 else i / 8 for i in range(2000)],
+            "y": random.integers(0, 2, 2000),
+        }
+    )
+    pq.write_table(data, tmp_path / "x.parquet")
+    data.to_pandas().assign(d=data["d"].to_pandas()).to_csv(tmp_path / "x.csv.gz", index=False)
+    sets = [
+        extract(tmp_path / f"x.{kind}", schema, tmp_path / kind, device_budget="1MiB", progress=False)
+        for kind in ("parquet", "csv.gz")
+    ]
+    assert sets[0].digest == sets[1].digest

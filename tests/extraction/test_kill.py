@@ -1,0 +1,120 @@
+"""kill -9 at any moment: the same call goes on and ends with the same files, bit for bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import shutil
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.extraction.cases import files_of, rich_columns, write_parquet
+from tests.extraction.killed import run
+from tiercache.durable import write_whole
+from tiercache.extraction_state import ExtractionState
+from tiercache.passset import PassSet
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
+    from pathlib import Path
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "budget": {"device_budget": "120KiB", "align": 256, "host_budget": "16MiB"},
+    "rows": {"device_budget": "1GiB", "pass_by": "rows=1500", "align": 500, "host_budget": "16MiB"},
+    "min_count": {"device_budget": "110KiB", "align": 256, "host_budget": "16MiB", "min_count": 2},
+}
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.extraction.killed"])
+
+
+def start(folder: Path, name: str, fatal_event: int = -1) -> ForkServerProcess:
+    """Start an extraction in a process of its own; it dies at an event."""
+    process = CONTEXT.Process(target=run, args=(folder, OPTIONS[name], fatal_event))
+    process.start()
+    return process
+
+
+def finish(process: ForkServerProcess) -> int:
+    """Wait for a process and return how it ended: by success or by kill -9."""
+    process.join(120)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data in two files."""
+    folder = tmp_path_factory.mktemp("killed")
+    write_parquet(folder, rich_columns(8000), [0, 3000, 8000])
+    return folder
+
+
+@pytest.fixture
+def folder(data: Path) -> Path:
+    """Return the folder with data and no pass set: the same files, with the same times, for every test."""
+    shutil.rmtree(data / "out", ignore_errors=True)
+    return data
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path) -> dict[str, tuple[dict[str, bytes], int]]:
+    """Return the files and the number of events of undisturbed extractions, by the name of their options."""
+    results = {}
+    for name in OPTIONS:
+        assert finish(start(data, name)) == 0
+        assert len(PassSet.open(data / "out")) > 3
+        results[name] = (files_of(data / "out"), int((data / "events").read_text()))
+        shutil.rmtree(data / "out")
+    return results
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_killed_at_any_event_it_ends_with_the_same_files(
+    folder: Path, whole: dict[str, tuple[dict[str, bytes], int]], name: str
+) -> None:
+    """Each life dies at another batch, before closing a pass or after it; the last one reaches the end."""
+    files, events = whole[name]
+    rng = random.Random(name)
+    for fatal_event in [*sorted(rng.randint(2, 1 + events // 5) for _ in range(5)), -1]:
+        assert not (folder / "out" / "passes.json").exists()
+        assert finish(start(folder, name, fatal_event)) == (0 if fatal_event < 0 else -signal.SIGKILL)
+    assert files_of(folder / "out") == files
+
+
+def test_killed_at_any_time_it_ends_with_the_same_files(
+    folder: Path, whole: dict[str, tuple[dict[str, bytes], int]]
+) -> None:
+    """Deaths fall anywhere: in the middle of a write, between two renames."""
+    rng = random.Random(1)
+    deaths = 0
+    while deaths < 12:
+        process = start(folder, "budget")
+        while not (folder / "out" / "unfinished").exists() and process.is_alive():
+            time.sleep(0.002)  # a death before the first file is no test
+        time.sleep(rng.random() * 0.15)
+        process.kill()
+        if finish(process) == 0:
+            break
+        deaths += 1
+    assert deaths > 0
+    assert finish(start(folder, "budget")) == 0
+    assert files_of(folder / "out") == whole["budget"][0]
+
+
+def test_a_death_after_the_last_step_leaves_a_finished_set(
+    folder: Path, whole: dict[str, tuple[dict[str, bytes], int]]
+) -> None:
+    """Where the manifest was written and the work folder not yet deleted, the next call only tidies up."""
+    assert finish(start(folder, "budget")) == 0
+    work = folder / "out" / "unfinished"
+    work.mkdir()
+    manifest = PassSet.open(folder / "out").manifest
+    ExtractionState(options=manifest.options, inputs=manifest.inputs, passes=manifest.passes).write(work)
+    write_whole(work / "pass-00009.samples.arrow", b"half")
+    assert finish(start(folder, "budget")) == 0
+    assert files_of(folder / "out") == whole["budget"][0]

@@ -1,0 +1,156 @@
+"""Pass sets: what they hold, and how they notice that they are not whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.extraction.cases import key_batch, plain_schema, reference, rich_columns, rich_schema, table
+from tiercache.errors import PassSetError
+from tiercache.handmade import write_pass_set
+from tiercache.keybatch import KeyBatch
+from tiercache.passset import PassSet
+from tiercache.store.hashing import hash_keys
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> PassSet:
+    """Return a set of two passes of the rich schema."""
+    return reference(tmp_path / "passes", rich_schema(), rich_columns(300), [0, 100, 300])
+
+
+def test_local_ids_are_positions_in_the_key_set(small: PassSet) -> None:
+    """Looking local ids up in the key set gives the keys of the data, sample by sample."""
+    schema, columns = rich_schema(), rich_columns(300)
+    for p, (low, high) in zip(small, [(0, 100), (100, 300)], strict=True):
+        batch = key_batch(schema, columns, low, high)
+        order = np.random.default_rng(0).permutation(p.samples)
+        samples = p.read(order)
+        for f in schema.features:
+            entry = batch.features[f.name]
+            keys = p.keys(f.table)[samples.ids[f.name].ids]
+            if entry.offsets is None:
+                np.testing.assert_array_equal(keys, entry.keys[order])
+            else:
+                rows = [entry.keys[entry.offsets[i] : entry.offsets[i + 1]] for i in order]
+                np.testing.assert_array_equal(keys, np.concatenate(rows))
+
+
+def test_key_sets_are_in_hash_order_with_counts(small: PassSet) -> None:
+    """Keys of a table are distinct, ordered by the unsigned hash, and counted over all features that share it."""
+    schema, columns = rich_schema(), rich_columns(300)
+    for p, (low, high) in zip(small, [(0, 100), (100, 300)], strict=True):
+        batch = key_batch(schema, columns, low, high)
+        for spec in small.tables:
+            keys = p.keys(spec.name)
+            hashes = hash_keys(keys, spec.table_id)
+            assert np.all(hashes[1:] > hashes[:-1])
+            all_keys = [batch.features[f.name].keys for f in schema.features if f.table == spec.name]
+            unique, counts = np.unique(np.concatenate([*all_keys, np.empty(0, np.int64)]), return_counts=True)
+            assert dict(zip(unique.tolist(), counts.tolist(), strict=True)) == dict(
+                zip(keys.tolist(), p.counts(spec.name).tolist(), strict=True)
+            )
+            assert p.rows(spec.name) == keys.size
+
+
+def test_the_digest_is_about_content(tmp_path: Path, small: PassSet) -> None:
+    """The same samples have the same digest anywhere; another sample, pass cut or meaning changes it."""
+    schema, columns = rich_schema(), rich_columns(300)
+    assert reference(tmp_path / "same", schema, columns, [0, 100, 300]).digest == small.digest
+    assert reference(tmp_path / "cut", schema, columns, [0, 101, 300]).digest != small.digest
+    one_label = {**columns, "y": np.where(np.arange(300) == 7, 1 - columns["y"], columns["y"])}
+    assert reference(tmp_path / "label", schema, one_label, [0, 100, 300]).digest != small.digest
+    meaning = replace(schema, features=(replace(schema.features[0], null="own"), *schema.features[1:]))
+    assert reference(tmp_path / "null", meaning, columns, [0, 100, 300]).digest != small.digest
+    trained = replace(schema, tables=tuple(replace(t, optimizer=tc.Adam()) for t in schema.tables))
+    assert reference(tmp_path / "adam", trained, columns, [0, 100, 300]).digest == small.digest
+
+
+def test_a_pass_can_be_closed_and_read_again(small: PassSet) -> None:
+    """Close lets go of the maps; arrays that look into them stay valid, and the next use opens them again."""
+    p = small.passes[0]
+    keys, before = p.keys("a"), p.read(np.arange(5)).singles.copy()
+    p.close()
+    assert keys.tolist() == p.keys("a").tolist()
+    np.testing.assert_array_equal(p.read(np.arange(5)).singles, before)
+    p.prefetch()
+
+
+def test_a_whole_set_verifies_and_a_changed_byte_is_found(small: PassSet) -> None:
+    """Verify reads everything and names the pass whose content changed."""
+    small.verify()
+    path = small.path / "pass-00001.samples.arrow"
+    data = bytearray(path.read_bytes())
+    region = next(small.passes[1].samples_file.regions())
+    data[region.offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(PassSetError, match=r"pass 1 of .* was changed"):
+        PassSet.open(small.path).verify()
+
+
+@pytest.mark.parametrize("name", ["pass-00000.samples.arrow", "pass-00001.keys.arrow"])
+def test_a_truncated_or_missing_file_is_named_on_open(small: PassSet, name: str) -> None:
+    """Open checks the size of every file before anything is read."""
+    path = small.path / name
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(PassSetError, match=f"{name} has {size - 1} bytes, not {size}"):
+        PassSet.open(small.path)
+    path.unlink()
+    with pytest.raises(PassSetError, match=f"lacks {name}"):
+        PassSet.open(small.path)
+
+
+def test_what_is_no_pass_set_is_refused(tmp_path: Path, small: PassSet) -> None:
+    """A directory without a manifest, or with one that was edited, is named with what to do."""
+    with pytest.raises(PassSetError, match=r"there is no pass set in .*: extract it first"):
+        PassSet.open(tmp_path)
+    (tmp_path / "half" / "unfinished").mkdir(parents=True)
+    with pytest.raises(PassSetError, match=r"is unfinished: run the same extraction again"):
+        PassSet.open(tmp_path / "half")
+    manifest = small.path / "passes.json"
+    record = json.loads(manifest.read_text())
+    record["passes"][0]["digest"] = "0" * 64
+    manifest.write_text(json.dumps(record))
+    with pytest.raises(PassSetError, match="does not match its own digest"):
+        PassSet.open(small.path)
+    manifest.write_text(json.dumps({**record, "version": 99}))
+    with pytest.raises(PassSetError, match="version 99, this tiercache reads 1"):
+        PassSet.open(small.path)
+    manifest.write_text("{")
+    with pytest.raises(PassSetError, match=r"passes.json cannot be read"):
+        PassSet.open(small.path)
+
+
+def test_a_pass_set_of_another_schema_is_refused(small: PassSet) -> None:
+    """check_schema accepts other training parameters and names what else differs."""
+    schema = rich_schema()
+    small.check_schema(replace(schema, tables=tuple(replace(t, dim=7) for t in schema.tables)))
+    for other, what in (
+        (plain_schema(), "other dense columns"),
+        (replace(schema, label="z"), "other label"),
+        (replace(schema, features=schema.features[:2]), "other features"),
+        (replace(schema, tables=(*schema.tables, table("new"))), "other tables"),
+        (
+            replace(schema, features=(replace(schema.features[0], null="own"), *schema.features[1:])),
+            "feature 'a' is described otherwise",
+        ),
+    ):
+        with pytest.raises(PassSetError, match=f"another schema \\({what}\\)"):
+            small.check_schema(other)
+
+
+def test_a_hand_made_set_is_never_overwritten(tmp_path: Path, small: PassSet) -> None:
+    """Writing where a pass set is already is refused."""
+    batch = KeyBatch.of(plain_schema(), {"a": [1, 2]}, label=[0, 1])
+    with pytest.raises(PassSetError, match="holds a pass set already"):
+        write_pass_set(small.path, plain_schema(), [batch])
+    assert len(write_pass_set(tmp_path / "new", plain_schema(), [batch])) == 1

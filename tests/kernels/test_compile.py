@@ -1,0 +1,96 @@
+"""Compilation: shown, cached, one set of types."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiercache.kernels
+from tiercache.kernels import jit
+from tiercache.kernels.compile import is_cached, prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str, **environment: str) -> str:
+    """Run Python code in a new process and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT), **environment}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_prepare_compiles_every_kernel_and_tells_how_far_it_is() -> None:
+    """No kernel of any module is left for the first batch."""
+    told: list[tuple[str, int, int]] = []
+    prepare(lambda *arguments: told.append(arguments))
+    assert [done for _, done, _ in told] == list(range(len(told)))
+    assert told[-1] == ("done", told[-1][2], told[-1][2])
+    for path in (ROOT / "kernels").glob("*.py"):
+        __import__(f"tiercache.kernels.{path.stem}")
+    assert [kernel.__name__ for kernel in jit.KERNELS if not kernel.signatures] == []
+    assert is_cached()
+
+
+def test_a_kernel_has_one_set_of_types() -> None:
+    """A second set would be compiled in the middle of training."""
+    prepare()
+    assert {kernel.__name__: len(kernel.signatures) for kernel in jit.KERNELS if len(kernel.signatures) > 1} == {}
+
+
+def test_importing_kernels_loads_no_numba() -> None:
+    """Names are lazy: numba takes a second."""
+    code = "import tiercache.kernels, sys; print('numba' in sys.modules or 'torch' in sys.modules)"
+    assert run(code) == "False"
+
+
+def test_public_names_exist() -> None:
+    """Everything in __all__ can be imported, and nothing else pretends to be there."""
+    for name in tiercache.kernels.__all__:
+        assert getattr(tiercache.kernels, name) is not None
+    assert set(tiercache.kernels.__all__) <= set(dir(tiercache.kernels))
+    with pytest.raises(AttributeError, match="no_such_kernel"):
+        _ = tiercache.kernels.no_such_kernel
+
+
+def test_a_new_process_finds_the_compiled_code(tmp_path: Path) -> None:
+    """is_cached is false in an empty cache; what one process compiled, the next one loads."""
+    code = (
+        "from tiercache.kernels import jit, bits, compile; import numpy as np;"
+        "bits.hash_keys(np.arange(3), 5);"
+        "kernel = next(k for k in jit.KERNELS if k.__name__ == '_hash_keys');"
+        "print(compile.is_cached(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))"
+    )
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "False 0 1"
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "False 1 0"
+
+
+def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
+    """A read-only installation without a home still works, only slower to start."""
+    code = (
+        "from numba.core import caching;"
+        "caching.CacheImpl._locator_classes = [];"
+        "from tiercache.kernels.bits import mix; from tiercache.kernels.compile import is_cached;"
+        "print(mix(0x9E3779B97F4A7C15), is_cached())"
+    )
+    assert run(code, HOME=str(tmp_path)) == f"{0xE220A8397B1DCDAF} False"
+
+
+def test_an_edited_helper_makes_its_callers_stale(tmp_path: Path) -> None:
+    """Compiled code belongs to the module and to every kernel module it imports."""
+    jit._source_stamp.cache_clear()
+    before = {name: jit._source_stamp(name) for name in ("numbering", "sorting")}
+    assert before["numbering"] != before["sorting"]
+    original = Path(jit.__file__).with_name("bits.py").read_bytes()
+    read = Path.read_bytes
+    jit._source_stamp.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda p: original + b"#" if p.name == "bits.py" else read(p))
+        assert jit._source_stamp("numbering") != before["numbering"]
+        assert jit._source_stamp("sorting") == before["sorting"]
+    jit._source_stamp.cache_clear()

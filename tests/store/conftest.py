@@ -1,0 +1,62 @@
+"""Tables, and the two engines behind one way to open a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tiercache.store import SGD, Adagrad, Adam, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def small_tables() -> list[Table]:
+    """Five tables in four groups."""
+    uniform = Uniform(low=-0.1, high=0.1)
+    adagrad = Adagrad(learning_rate=0.1)
+    return [
+        Table(name="user", dim=3, optimizer=adagrad, initializer=uniform),
+        Table(name="item", dim=3, optimizer=adagrad, initializer=Zeros()),
+        Table(name="word", dim=8, optimizer=Adam(), initializer=uniform, seed=7),
+        Table(name="day", dim=1, optimizer=SGD(learning_rate=1.0), initializer=Zeros()),
+        Table(name="place", dim=5, optimizer=RowWiseAdagrad(learning_rate=0.1), initializer=uniform),
+    ]
+
+
+class Home:
+    """A place for one store, opened and reopened."""
+
+    def __init__(self, kind: str, path: Path) -> None:
+        self.kind, self.path = kind, path / "store.tc"
+        self.engine = MemoryEngine()
+        self.opened: list[Store] = []
+
+    def open(self, tables: list[Table] | None = None, **options: Any) -> Store:
+        """Open the store; the one opened before is closed."""
+        self.close()
+        engine: Any = self.engine if self.kind == "memory" else "lmdb"
+        store = Store.open(self.path, tables=tables, engine=engine, **options)
+        self.opened.append(store)
+        return store
+
+    def close(self) -> None:
+        """Close what is open."""
+        while self.opened:
+            self.opened.pop().close()
+
+
+@pytest.fixture
+def tables() -> list[Table]:
+    """Five tables in four groups."""
+    return small_tables()
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
+    """A place for a store on each engine."""
+    place = Home(request.param, tmp_path)
+    yield place
+    place.close()

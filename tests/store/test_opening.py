@@ -1,0 +1,244 @@
+"""Opening: what is there, whose it is, and who has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.store.conftest import small_tables
+from tests.store.world import World
+from tiercache.store import (
+    SGD,
+    CorruptStoreError,
+    FormatVersionError,
+    MemoryEngine,
+    NotAStoreError,
+    Store,
+    StoreClosedError,
+    StoreInUseError,
+    StoreMissingError,
+    Table,
+    TableMismatchError,
+    Zeros,
+)
+
+if TYPE_CHECKING:
+    from tests.store.conftest import Home
+
+ROOT = Path(__file__).parents[2]
+
+
+def one(name: str = "t", **changes: object) -> Table:
+    """Return a table."""
+    values = {"name": name, "dim": 2, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros(), **changes}
+    return Table(**values)  # type: ignore[arg-type]
+
+
+def test_a_missing_store_is_an_error_without_tables(tmp_path: Path) -> None:
+    """And for reading; nothing is made."""
+    with pytest.raises(StoreMissingError, match=r"there is no store at .*: check the path, or give tables"):
+        Store.open(tmp_path / "a")
+    with pytest.raises(StoreMissingError):
+        Store.open(tmp_path / "a", tables=[one()], mode="r")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_is_made_with_the_folders_above_it(tmp_path: Path) -> None:
+    """As deep as the path says."""
+    with Store.open(tmp_path / "a" / "b" / "c.tc", tables=[one()]) as store:
+        assert store.path == tmp_path / "a" / "b" / "c.tc"
+
+
+def test_a_file_is_not_a_store(tmp_path: Path) -> None:
+    """Nor can one be made below it, and it stays as it is."""
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotAStoreError, match="is a file"):
+            Store.open(path, tables=[one()])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_of_other_things_is_not_a_store(tmp_path: Path) -> None:
+    """It is named with what is in it, and nothing is added to it."""
+    (tmp_path / "photo.jpg").write_text("mine")
+    with pytest.raises(NotAStoreError, match=r"holds 'photo.jpg', not a store"):
+        Store.open(tmp_path, tables=[one()])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', "\x00\xff"])
+def test_a_marker_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    """Whatever is in it."""
+    (tmp_path / "store.json").write_text(text)
+    with pytest.raises(NotAStoreError):
+        Store.open(tmp_path, tables=[one()])
+
+
+@pytest.mark.parametrize(("version", "words"), [(2, "use a newer tiercache"), (0, "use the tiercache that wrote it")])
+def test_another_format_version_is_refused(tmp_path: Path, version: int, words: str) -> None:
+    """Older or newer, with what to use instead; the store is not touched."""
+    Store.open(tmp_path, tables=[one()]).close()
+    marker = json.loads((tmp_path / "store.json").read_text())
+    (tmp_path / "store.json").write_text(json.dumps({**marker, "version": version}))
+    before = (tmp_path / "data.mdb").read_bytes()
+    for mode in ("a", "r"):
+        with pytest.raises(FormatVersionError, match=f"has format version {version} and .* reads version 1: {words}"):
+            Store.open(tmp_path, mode=mode)
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([one("t")], "has a table 'u' that was not given"),
+        ([one("t"), one("u"), one("v")], "has no table 'v'"),
+        ([one("t"), one("u", dim=3)], "table 'u' of .* has dim 2 and 3 was given"),
+        ([one("t", seed=1), one("u")], "table 't' of .* has seed 0 and 1 was given"),
+        ([one("t", optimizer=SGD(learning_rate=0.2)), one("u")], "table 't' of .* has optimizer"),
+    ],
+)
+def test_other_tables_are_refused(home: Home, given: list[Table], words: str) -> None:
+    """With the first difference and what to do."""
+    home.open([one("t"), one("u")])
+    with pytest.raises(TableMismatchError, match=words + ".*: give the tables it was made with"):
+        home.open(given)
+    assert len(home.open([one("u"), one("t")]).tables) == 2
+
+
+def test_a_second_writer_is_refused_with_the_holders_pid(tmp_path: Path) -> None:
+    """In another process; a reader is welcome, and once the writer has gone the store is free."""
+    Store.open(tmp_path, tables=[one()]).close()
+    code = (
+        "import sys; from tiercache.store import Store; s = Store.open(sys.argv[1]); "
+        "print('open', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"open\n"
+        with pytest.raises(StoreInUseError, match=f"is being written by process {holder.pid} ") as caught:
+            Store.open(tmp_path)
+        assert caught.value.pid == holder.pid
+        Store.open(tmp_path, mode="r").close()
+        holder.kill()
+        holder.wait()
+        Store.open(tmp_path).close()
+
+
+def test_a_second_writer_in_this_process_is_refused(tmp_path: Path) -> None:
+    """And a second reader, which would share LMDB's locks."""
+    with Store.open(tmp_path, tables=[one()]):
+        with pytest.raises(StoreInUseError, match="this process") as caught:
+            Store.open(tmp_path)
+        assert caught.value.pid == os.getpid()
+        with pytest.raises(StoreInUseError, match="already open in this process"):
+            Store.open(tmp_path, mode="r")
+
+
+def test_a_failed_opening_gives_the_lock_back(tmp_path: Path) -> None:
+    """So that the next one, with the right tables, works."""
+    Store.open(tmp_path, tables=[one()]).close()
+    with pytest.raises(TableMismatchError):
+        Store.open(tmp_path, tables=[one("other")])
+    Store.open(tmp_path, tables=[one()]).close()
+
+
+def test_a_store_is_not_used_across_a_fork(tmp_path: Path) -> None:
+    """The child gets a sentence, holds no lock, and closing there leaves the parent's store alone."""
+    store, world = Store.open(tmp_path, tables=small_tables()), World(small_tables())
+    world.run(store, 1)
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - in the child
+        status = 1
+        try:
+            store.state()
+        except StoreClosedError as error:
+            status = 0 if "is used in its fork" in str(error) else 2
+        store.close()
+        os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    world.run(store, 1)
+    world.check(store, after=1)
+    store.close()
+
+
+def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A loader's worker that outlives training does not keep the store from being opened."""
+    store = Store.open(tmp_path, tables=[one()])
+    ready, wait = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - in the child
+        os.close(wait[1])
+        os.write(ready[1], b"x")
+        os.read(wait[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    store.close()
+    Store.open(tmp_path).close()
+    os.close(wait[1])
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("left", [["writer.lock"], ["writer.lock", "data.mdb"], ["writer.lock", "store.json.new"]])
+def test_a_creation_that_was_killed_is_done_again(tmp_path: Path, left: list[str]) -> None:
+    """Whatever it left behind before the marker."""
+    for name in left:
+        (tmp_path / name).touch()
+    with pytest.raises(StoreMissingError):
+        Store.open(tmp_path)
+    Store.open(tmp_path, tables=[one()]).close()
+    assert Store.open(tmp_path).tables == (one(),)
+
+
+def test_a_creation_killed_just_before_its_marker_is_done_again(tmp_path: Path) -> None:
+    """Even with other tables, as nobody has seen the first ones."""
+    Store.open(tmp_path, tables=[one()]).close()
+    (tmp_path / "store.json").unlink()
+    with Store.open(tmp_path, tables=[one("u")]) as store:
+        assert [table.name for table in store.tables] == ["u"]
+
+
+def test_a_store_with_commits_that_lost_its_marker_is_not_made_again(tmp_path: Path) -> None:
+    """Its rows are not written over."""
+    with Store.open(tmp_path, tables=small_tables()) as store:
+        World(small_tables()).run(store, 1)
+    (tmp_path / "store.json").unlink()
+    with pytest.raises(NotAStoreError, match="lost its marker"):
+        Store.open(tmp_path, tables=small_tables())
+
+
+def test_a_missing_data_file_is_refused(tmp_path: Path) -> None:
+    """A marker alone is no store."""
+    Store.open(tmp_path, tables=[one()]).close()
+    (tmp_path / "data.mdb").unlink()
+    for mode in ("a", "r"):
+        with pytest.raises(CorruptStoreError, match=r"data.mdb is missing"):
+            Store.open(tmp_path, mode=mode)
+
+
+def test_unknown_modes_and_engines_are_refused(tmp_path: Path) -> None:
+    """Before anything is made."""
+    with pytest.raises(ValueError, match="it must be 'a'"):
+        Store.open(tmp_path / "s", tables=[one()], mode="w")
+    with pytest.raises(ValueError, match="it must be 'lmdb'"):
+        Store.open(tmp_path / "s", tables=[one()], engine="files")
+    with pytest.raises(ValueError, match="needs a path"):
+        Store.open(None, tables=[one()])
+    with pytest.raises(ValueError, match="at least one"):
+        Store.open(tmp_path / "s", tables=[])
+    assert not (tmp_path / "s").exists()
+
+
+def test_an_empty_engine_without_tables_is_no_store() -> None:
+    """An instance is made a store only with tables."""
+    with pytest.raises(StoreMissingError, match="there is no store in"):
+        Store.open(None, engine=MemoryEngine())
+    with pytest.raises(StoreMissingError):
+        Store.open(None, engine=MemoryEngine(), tables=[one()], mode="r")

@@ -1,0 +1,327 @@
+"""What a store promises, on every engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.store.world import World
+from tiercache.store import CorruptBlockError, Cursor, StoreClosedError
+
+if TYPE_CHECKING:
+    from tests.store.conftest import Home
+    from tiercache.store import Store, Table
+
+PLAIN: dict[str, Any] = {"state": b"", "schedule_digest": "", "settings": {}, "environment": {}}
+
+
+def test_a_new_store_has_tables_and_no_commit(home: Home, tables: list[Table]) -> None:
+    """A store is made of its tables, in the order of their ids, before anything is written."""
+    store = home.open(tables)
+    assert store.commit is None
+    assert store.segments == ()
+    assert {table.name for table in store.tables} == {table.name for table in tables}
+    assert list(store.tables) == sorted(store.tables, key=lambda table: table.table_id)
+    assert len(store.groups) == 4
+
+
+def test_a_store_opens_without_naming_its_tables_again(home: Home, tables: list[Table]) -> None:
+    """The tables stand in the store."""
+    made = home.open(tables).tables
+    assert home.open().tables == made
+
+
+def test_rows_come_back_as_they_were_written(home: Home, tables: list[Table]) -> None:
+    """Loads and lookups give the bits of the last dump of every row, for two epochs."""
+    store, world = home.open(tables), World(tables)
+    for _ in range(6):
+        world.run(store, 1)
+        world.check_load(store, world.visit)
+        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.visit)
+
+
+def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
+    """Cursor, state, settings and every live row are there again."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 4)
+    store = home.open(tables)
+    assert store.commit is not None
+    assert store.commit.cursor == Cursor(4, 0)
+    assert store.commit.settings == {"seed": 0}
+    assert store.commit.environment == {"threads": 1}
+    assert store.commit.schedule_digest == "cyclic"
+    assert store.state() == b"state at 4, 0"
+    world.check(store, after=3)
+    world.check_load(store, 4)
+
+
+def test_an_appended_segment_can_be_read_before_it_is_committed(home: Home, tables: list[Table]) -> None:
+    """What is durable but in no commit yet is part of lookups and loads."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 2)
+    world.train()
+    world.append(store)
+    world.visit += 1
+    world.check(store, after=2)
+    world.check_load(store, 3)
+
+
+def test_an_uncommitted_segment_does_not_survive_a_reopen(home: Home, tables: list[Table]) -> None:
+    """A store opens at its last commit, and blocks that it does not name are deleted."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 2)
+    before = {segment.id for segment in store.segments}
+    world.train()
+    world.append(store)
+    blocks = len(store._engine.contents().blocks)
+    store = home.open()
+    assert {segment.id for segment in store.segments} == before
+    assert store.counters.blocks_freed > 0
+    assert len(store._engine.contents().blocks) == blocks - store.counters.blocks_freed
+    assert store.commit is not None
+    assert store.commit.cursor == Cursor(2, 0)
+
+
+def test_forgetting_leaves_the_last_commit(home: Home, tables: list[Table]) -> None:
+    """Segments appended since are dropped with their blocks, and the next dump takes their place."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 2)
+    blocks = set(store._engine.contents().blocks)
+    kept = dict(world.rows), dict(world.uses)
+    world.train()
+    world.append(store)
+    store.forget()
+    assert set(store._engine.contents().blocks) == blocks
+    world.rows, world.uses = kept
+    world.check(store, after=1)
+    world.run(store, 2)
+    world.check(store, after=world.visit - 1)
+
+
+def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: list[Table]) -> None:
+    """The engine holds exactly the blocks from each stream's first live one on, and the newest state."""
+    store, world = home.open(tables), World(tables)
+    for _ in range(7):
+        world.run(store, 1)
+        assert store.commit is not None
+        blocks = store._engine.contents().blocks
+        expected = len(store.commit.state_blocks())
+        for segment in store.segments:
+            assert any(store.first_range(segment, g) < len(stream.ranges) for g, stream in enumerate(segment.streams))
+            for g, stream in enumerate(segment.streams):
+                first = store.first_range(segment, g)
+                piece = stream.pieces_of(first)[0] if first < len(stream.ranges) else stream.num_pieces
+                block = int(stream.piece_block_P[piece]) if piece < stream.num_pieces else stream.num_blocks
+                expected += 2 * (stream.num_blocks - block)
+        assert len(blocks) == expected
+
+
+def test_a_commit_inside_a_visit_replaces_the_rows_of_that_visit(home: Home, tables: list[Table]) -> None:
+    """After it, the key set of the visit loads from the one segment that the commit wrote; a later one replaces it."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 4)
+    for sample in (10, 20):
+        world.train(part=sample)
+        segment = world.append(store, within=True)
+        world.publish(store, sample=sample)
+        store = home.open()
+        assert store.commit is not None
+        assert store.commit.cursor == Cursor(4, sample)
+        loads = [s.id for s in store.segments if any(r.next_use == 4 for x in s.streams for r in x.ranges)]
+        live = [
+            s.id
+            for s in store.segments
+            for g, stream in enumerate(s.streams)
+            if any(r.next_use == 4 for r in stream.ranges[store.first_range(s, g) :])
+        ]
+        assert segment.id in loads
+        assert set(live) == {segment.id}
+        world.check_within(store)
+    world.train(part=99)
+    world.append(store)
+    world.visit += 1
+    world.publish(store)
+    world.check(store, after=4)
+    world.check_load(store, 5)
+
+
+def test_a_commit_inside_a_visit_needs_its_rows(home: Home, tables: list[Table]) -> None:
+    """A cursor with samples is refused without a segment written within the visit since the commit before."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 1)
+    with pytest.raises(ValueError, match="append them with within=True first"):
+        world.publish(store, sample=5)
+    world.train()
+    world.append(store, within=True)
+    world.publish(store, sample=5)
+    with pytest.raises(ValueError, match="append them with within=True first"):
+        world.publish(store, sample=6)
+
+
+def test_a_cursor_does_not_go_back(home: Home, tables: list[Table]) -> None:
+    """Rows that were freed cannot come back, so a commit before the newest one is refused."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 2)
+    with pytest.raises(ValueError, match="cannot go back"):
+        store.publish(Cursor(1, 0), **PLAIN)
+
+
+def test_a_commit_cannot_name_a_dump_of_its_future(home: Home, tables: list[Table]) -> None:
+    """A dump of visit 0 belongs to cursors after visit 0."""
+    store, world = home.open(tables), World(tables)
+    world.train()
+    world.append(store)
+    with pytest.raises(ValueError, match="cannot name a dump of visit 0"):
+        store.publish(Cursor(0, 0), **PLAIN)
+
+
+def test_a_commit_before_any_training_is_a_commit(home: Home, tables: list[Table]) -> None:
+    """Commit 0 holds the first dense state and no segment."""
+    store = home.open(tables)
+    store.publish(Cursor(0, 0), **{**PLAIN, "state": b"first"})
+    store = home.open()
+    assert store.state() == b"first"
+    assert store.commit is not None
+    assert store.commit.id == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, (4 << 20) - 1, 4 << 20, (9 << 20) + 5])
+def test_dense_state_of_any_size_comes_back(home: Home, tables: list[Table], size: int) -> None:
+    """State is cut into blocks and put together again; the one before it is freed."""
+    store = home.open(tables)
+    state = np.random.default_rng(size).bytes(size)
+    store.publish(Cursor(0, 0), **{**PLAIN, "state": b"x" * 5_000_000})
+    store.publish(Cursor(0, 0), **{**PLAIN, "state": state}, transaction_bytes=1 << 20)
+    assert home.open().state() == state
+    assert len(home.opened[0]._engine.contents().blocks) == -(-size // (4 << 20))
+
+
+def test_settings_must_be_plain_values(home: Home, tables: list[Table]) -> None:
+    """What JSON cannot hold is refused in words, and nothing is committed."""
+    store = home.open(tables)
+    for bad in ({"x": object()}, {"x": float("nan")}):
+        with pytest.raises(ValueError, match="plain JSON values"):
+            store.publish(Cursor(0, 0), **{**PLAIN, "settings": bad})
+    assert store.commit is None
+
+
+def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, tables: list[Table]) -> None:
+    """Too few, twice, of another size, of other keys: each a ValueError, and nothing of it is left."""
+    store, world = home.open(tables), World(tables)
+    world.train()
+    laid = [world.layout(group, within=False) for group in store.groups]
+    streams = [stream for stream, _ in laid]
+
+    def blocks() -> list[Any]:
+        return [
+            (g, b, data.copy(), keys.copy())
+            for (stream, names), group in zip(laid, store.groups, strict=True)
+            for g, b, data, keys in world.blocks(stream, names, group)
+        ]
+
+    whole = blocks()
+    (g, b, data, keys), rest = whole[0], whole[1:]
+    bad = {
+        "too few": whole[1:],
+        "which is none or came before": [whole[0], whole[0], *rest],
+        "contiguous bytes": [(g, b, data[:-1], keys), *rest],
+        "each with an int64 key": [(g, b, data, keys[:-1]), *rest],
+        "is none": [(g, 999, data, keys), *rest],
+    }
+    for words, given in bad.items():
+        with pytest.raises(ValueError, match=words):
+            store.append(0, streams, given)
+    with pytest.raises(ValueError, match="streams for"):
+        store.append(0, streams[:1], whole)
+    assert store.segments == ()
+    store.append(0, streams, whole, stable=True)
+    store.publish(Cursor(1, 0), **PLAIN)
+    world.visit = 1
+    world.check(store, after=0)
+    assert len(home.open()._engine.contents().blocks) == 2 * len(whole)
+
+
+def test_transactions_are_bounded(home: Home, tables: list[Table]) -> None:
+    """A dump in small transactions takes more of them, and reads back the same."""
+    counts = []
+    for bytes_ in (1, 2000, 1 << 20):
+        store, world = home.open(tables if not counts else None), World(tables)
+        world.visit = 10 * len(counts)
+        world.train()
+        before = store.counters.transactions
+        segment = world.append(store, transaction_bytes=bytes_)
+        counts.append(store.counters.transactions - before)
+        world.check(store, after=world.visit)
+        store.forget()
+    assert counts[0] == sum(stream.num_blocks for stream in segment.streams)
+    assert counts[0] > counts[1] > counts[2] == 1
+
+
+def test_counters_count_rows_and_bytes(home: Home, tables: list[Table]) -> None:
+    """Bytes of rows, keys and state are counted apart, exactly."""
+    store, world = home.open(tables), World(tables)
+    world.train()
+    segment = world.append(store)
+    world.visit += 1
+    world.publish(store)
+    counters = store.counters
+    assert counters.rows_written == segment.rows == 5 * world.keys_per_pass
+    assert counters.row_bytes_written == segment.row_bytes
+    assert counters.key_bytes_written == 8 * segment.rows
+    assert counters.state_bytes_written == len(b"state at 1, 0")
+    assert counters.commits == 1
+    world.check_load(store, 1)
+    loaded = sum(
+        table.row_bytes for key in world.keys(1) if key in world.rows for table in tables if table.name == key[0]
+    )
+    assert counters.row_bytes_read == loaded
+
+
+def test_reading_pieces_that_are_not_there_is_a_value_error(home: Home, tables: list[Table]) -> None:
+    """So are an array of another size and rows beyond the stream."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 1)
+    segment = store.segments[0]
+    with pytest.raises(ValueError, match="are not there"):
+        store.read(segment, 0, 0, segment.streams[0].num_pieces + 1, np.empty(0, np.uint8))
+    with pytest.raises(ValueError, match="contiguous bytes"):
+        store.read(segment, 0, 0, 1, np.empty(1, np.uint8))
+    with pytest.raises(ValueError, match="are not all in segment"):
+        store.read_rows(segment, 0, np.array([segment.streams[0].rows]))
+
+
+def test_reading_freed_blocks_is_refused(home: Home, tables: list[Table]) -> None:
+    """A block that a commit freed is an error in words, not other bytes."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 1)
+    old = store.segments[0]
+    world.run(store, 4)
+    with pytest.raises(CorruptBlockError, match=r"block 0 of segment 0 .* is missing"):
+        store.read(old, 0, 0, 1, np.empty(int(old.streams[0].piece_offset_P[1]), np.uint8))
+
+
+def test_a_closed_store_says_so(home: Home, tables: list[Table]) -> None:
+    """Closing twice is fine, using it is not."""
+    store: Store = home.open(tables)
+    store.close()
+    store.close()
+    for call in (store.forget, store.state):
+        with pytest.raises(StoreClosedError, match="is closed: open it again"):
+            call()
+
+
+def test_a_store_open_for_reading_refuses_to_write(home: Home, tables: list[Table]) -> None:
+    """Mode "r" reads everything and writes nothing."""
+    store, world = home.open(tables), World(tables)
+    world.run(store, 3)
+    store = home.open(mode="r")
+    world.check(store, after=2)
+    with pytest.raises(ValueError, match="open for reading"):
+        world.append(store)
+    with pytest.raises(ValueError, match="open for reading"):
+        world.publish(store)
+    with pytest.raises(ValueError, match="it must be 'a'"):
+        home.open(mode="w")

@@ -1,0 +1,181 @@
+"""Tables as values."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tiercache.store import (
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    Normal,
+    RowWiseAdagrad,
+    Table,
+    Uniform,
+    Zeros,
+    group_tables,
+    initializer_code,
+    xxh64,
+)
+
+if TYPE_CHECKING:
+    from tiercache.store.optimizer import Optimizer
+
+
+def table(**changes: Any) -> Table:
+    """Return a table."""
+    values: dict[str, Any] = {"name": "t", "dim": 4, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros()}
+    return Table(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields", "row_bytes"),
+    [
+        (SGD(learning_rate=0.1), [("vector", 4)], 16),
+        (Adagrad(learning_rate=0.1), [("vector", 4), ("sum", 4)], 32),
+        (RowWiseAdagrad(learning_rate=0.1), [("vector", 4), ("sum", 1)], 20),
+        (Adam(), [("vector", 4), ("exp_avg", 4), ("exp_avg_sq", 4)], 48),
+    ],
+)
+def test_a_row_is_the_vector_and_the_optimizer_state(
+    optimizer: Optimizer, fields: list[tuple[str, int]], row_bytes: int
+) -> None:
+    """Fields stand in a fixed order and take 4 bytes a number."""
+    made = table(optimizer=optimizer)
+    assert [(f.name, f.width) for f in made.fields] == fields
+    assert made.row_bytes == row_bytes
+
+
+def test_the_table_id_is_the_hash_of_the_name() -> None:
+    """Of its UTF-8, whatever else the table has."""
+    assert table(name="größe", dim=7).table_id == xxh64("größe".encode())
+
+
+def test_adagrad_state_starts_from_the_initial_accumulator() -> None:
+    """All other state starts from 0."""
+    made = table(optimizer=Adagrad(learning_rate=0.1, initial_accumulator=0.5))
+    assert [f.initial for f in made.fields] == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("optimizer", [SGD(learning_rate=1), Adagrad(learning_rate=0.1), Adam(beta1=0.8)])
+@pytest.mark.parametrize(
+    "initializer", [Zeros(), Constant(value=0.3), Uniform(low=-1, high=0.1), Normal(mean=1, std=0)]
+)
+def test_a_record_gives_the_same_table_back(optimizer: Optimizer, initializer: Any) -> None:
+    """Through JSON, bit for bit."""
+    made = table(optimizer=optimizer, initializer=initializer, seed=2**64 - 1)
+    again = Table.from_record(json.loads(json.dumps(made.to_record())))
+    assert again == made
+    assert again.fields == made.fields
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": ""}, "must be a string that is not empty"),
+        ({"name": 3}, "must be a string that is not empty"),
+        ({"name": "a\nb"}, "unprintable"),
+        ({"dim": 0}, "whole number >= 1"),
+        ({"dim": 2.0}, "whole number >= 1"),
+        ({"dim": True}, "whole number >= 1"),
+        ({"optimizer": "adam"}, "must be SGD, Adagrad, RowWiseAdagrad or Adam"),
+        ({"initializer": 0}, "must be Uniform, Normal, Zeros or Constant"),
+        ({"seed": -1}, "must be 0 .. 2"),
+        ({"seed": 2**64}, "must be 0 .. 2"),
+        ({"dtype": "float16"}, "must be 'float32'"),
+    ],
+)
+def test_a_bad_table_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+    """Each message names the table, what was seen and what is allowed."""
+    with pytest.raises((ValueError, TypeError), match=words):
+        table(**changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SGD(learning_rate=float("nan")),
+        lambda: SGD(learning_rate=-1.0),
+        lambda: SGD(learning_rate=0.1, decay=-0.1),
+        lambda: Adagrad(learning_rate=0.1, initial_accumulator=-1.0),
+        lambda: Adagrad(learning_rate=float("inf")),
+        lambda: Adam(beta1=1.0),
+        lambda: Adam(eps=True),
+        lambda: Uniform(low=1.0, high=0.0),
+        lambda: Uniform(low=float("-inf"), high=0.0),
+        lambda: Normal(std=-1.0),
+        lambda: Constant(value="0"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: Any) -> None:
+    """Rates, shares and bounds are checked when they are given."""
+    with pytest.raises(ValueError, match=r" is | runs "):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"optimizer": {"kind": "lion"}}, "must be one of sgd, adagrad"),
+        ({"optimizer": {"kind": "sgd", "speed": 1}}, "has no 'speed'"),
+        ({"optimizer": {"kind": "sgd"}}, "lacks 'learning_rate'"),
+        ({"initializer": "zeros"}, "must be one of zeros"),
+        ({"dim": None}, "whole number"),
+    ],
+)
+def test_a_record_of_something_else_is_refused(record: dict[str, Any], words: str) -> None:
+    """Unknown kinds, unknown and missing values."""
+    with pytest.raises(ValueError, match=words):
+        Table.from_record({**table().to_record(), **record})
+
+
+def test_a_record_that_lacks_a_value_is_refused() -> None:
+    """It is not what a store wrote."""
+    record = table().to_record()
+    del record["seed"]
+    with pytest.raises(ValueError, match="lacks 'seed'"):
+        Table.from_record(record)
+
+
+def test_tables_of_one_layout_make_a_group() -> None:
+    """Groups and their tables stand in the order of table ids, whatever order they come in."""
+    tables = [table(name=name, dim=dim) for name, dim in [("a", 1), ("b", 2), ("c", 1), ("d", 2), ("e", 3)]]
+    groups = group_tables(tables)
+    assert groups == group_tables(reversed(tables))
+    assert [group.index for group in groups] == [0, 1, 2]
+    firsts = [group.tables[0].table_id for group in groups]
+    assert firsts == sorted(firsts)
+    for group in groups:
+        ids = [t.table_id for t in group.tables]
+        assert ids == sorted(ids)
+        assert {(t.dim, t.optimizer) for t in group.tables} == {(group.dim, group.optimizer)}
+        assert group.row_bytes == 4 * group.dim
+        assert [group.place(t.name) for t in group.tables] == list(range(len(ids)))
+    with pytest.raises(KeyError):
+        groups[0].place("z")
+
+
+def test_another_learning_rate_is_another_group() -> None:
+    """Rows of a group step alike."""
+    tables = [table(name="a"), table(name="b", optimizer=SGD(learning_rate=0.2))]
+    assert len(group_tables(tables)) == 2
+
+
+def test_no_tables_and_two_of_one_name_are_refused() -> None:
+    """A store needs tables it can tell apart."""
+    with pytest.raises(ValueError, match="at least one"):
+        group_tables([])
+    with pytest.raises(ValueError, match="two tables are named 't'"):
+        group_tables([table(), table(dim=2)])
+
+
+def test_initializers_have_codes_for_kernels() -> None:
+    """Kind and two numbers."""
+    assert initializer_code(Zeros()) == (0, 0.0, 0.0)
+    assert initializer_code(Constant(value=2)) == (1, 2.0, 0.0)
+    assert initializer_code(Uniform(low=-1, high=1)) == (2, -1.0, 1.0)
+    assert initializer_code(Normal(mean=3, std=4)) == (3, 3.0, 4.0)

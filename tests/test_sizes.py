@@ -1,0 +1,42 @@
+"""Sizes in bytes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercache.sizes import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("512", 512),
+        ("64MiB", 64 << 20),
+        ("1.5 KiB", 1536),
+        ("8GB", 8 * 10**9),
+        ("2k", 2000),
+        ("1 gib", 1 << 30),
+        (7, 7),
+    ],
+)
+def test_sizes_are_read_as_people_mean_them(text: str | int, num_bytes: int) -> None:
+    """Binary and decimal units, fractions of units and plain numbers are read exactly."""
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1.5", "64 MiBs", "1e6", 0, -3, True, 2.0, "0", "12iB"])
+def test_what_is_no_size_is_refused(text: object) -> None:
+    """Anything but whole bytes, at least one, is a ValueError that names what was seen."""
+    with pytest.raises(ValueError, match="is no size"):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+def test_sizes_are_shown_with_three_digits() -> None:
+    """The unit is the largest power of 1024 that leaves at least one."""
+    assert [format_bytes(n) for n in (1, 999, 1 << 20, 3 << 29, 5 << 50)] == [
+        "1 bytes",
+        "999 bytes",
+        "1 MiB",
+        "1.5 GiB",
+        "5,120 TiB",
+    ]

@@ -1,0 +1,243 @@
+"""Whatever ends a training, the store stands at a commit, and the run that goes on ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from benchmarks.killed_training import TRAININGS
+from benchmarks.killer import Killer
+from tests.training.cases import (
+    Case,
+    Result,
+    Spec,
+    assert_same_bits,
+    resident_result,
+    result_of,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tiercache.store import MemoryEngine
+from tiercache.store.blocks import KEYS, ROWS, block_name
+from tiercache.store.errors import CorruptBlockError, CorruptStoreError, StoreFullError
+from tiercache.store.inspect import verify
+from tiercache.store.lmdb_file import LmdbFile
+from tiercache.store.testing import FailingEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CASE = Case(
+    tables=(table("a", 32), table("b", 5, tc.Adam(learning_rate=0.01))),
+    specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
+    num_samples=4000,
+    pass_rows=1000,
+    num_keys=100_000,
+    batch=200,
+    epochs=3,
+)
+NUM_VISITS = 12
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassSet:
+    """The passes of the case."""
+    return CASE.cut(tmp_path_factory.mktemp("passes") / "passes")
+
+
+@pytest.fixture(scope="module")
+def expected(passes: tc.PassSet) -> Result:
+    """What the case ends with in memory."""
+    return resident_result(CASE, passes)
+
+
+@pytest.mark.parametrize(
+    ("kills", "epochs"), [pytest.param(20, 2, id="20"), pytest.param(200, 3, id="200", marks=pytest.mark.long)]
+)
+def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_killed(
+    tmp_path: Path, kills: int, epochs: int
+) -> None:
+    """After each SIGKILL the store verifies and no durable commit is lost; rows, state and weights end equal."""
+    trainings = TRAININGS[:2] if kills < 100 else TRAININGS
+    killer = Killer(tmp_path, seed=kills, trainings=tuple(replace(t, epochs=epochs) for t in trainings))
+    outcome = killer.run(kills)
+    assert outcome.problems == []
+    assert outcome.kills >= kills
+    assert outcome.trainings >= 1
+    assert outcome.commits_lost == outcome.stores_failing_verification == 0
+    assert outcome.bits_equal
+    assert len(outcome.kills_by_phase) > 3, "all kills hit the same few moments"
+
+
+def fill_the_disk(path: Path, passes: tc.PassSet, **options: int | None) -> StoreFullError:
+    """Train until the disk is full; returns the error that the loop got, after checking what it left."""
+    visits: list[int] = []
+    with tc.Store.open(path, tables=CASE.tables, **options) as store:
+        with pytest.raises(StoreFullError) as caught, tiered(store, passes) as cache:
+            train(cache, CASE, each_batch=lambda visit, _: visits.append(visit))
+        stands = store.commit
+    assert stands is not None
+    assert 0 < stands.cursor.visit < NUM_VISITS, "the disk filled too early or too late to show anything"
+    assert visits[-1] <= stands.cursor.visit + 1, "training went on although nothing could be written any more"
+    with tc.Store.open(path, mode="r") as store:
+        assert store.commit == stands
+    assert verify(path)["problems"] == []
+    return caught.value
+
+
+def assert_one_sentence(error: Exception) -> None:
+    """A message has one line and says what to do after a colon."""
+    text = str(error)
+    assert "\n" not in text
+    assert ": " in text
+
+
+def resume(path: Path, passes: tc.PassSet) -> Result:
+    """Go on where there is space, and read back what it ends with."""
+    with tc.Store.open(path, tables=CASE.tables) as store:
+        with tiered(store, passes) as cache:
+            model = train(cache, CASE, seed=4)
+        return result_of(store, passes, model)
+
+
+def test_a_full_map_stops_training_with_its_cause_and_training_goes_on_where_there_is_more(
+    tmp_path: Path, passes: tc.PassSet, expected: Result
+) -> None:
+    """A store at its map_bytes raises in the loop, commits nothing later, and ends with the same bits with more."""
+    error = fill_the_disk(tmp_path / "model.tc", passes, map_bytes=3_000_000)
+    assert_one_sentence(error)
+    assert "may hold 2,998,272" in str(error)  # whole pages
+    assert "raise map_bytes" in str(error)
+    assert error.needed_bytes > 0
+    assert_same_bits(resume(tmp_path / "model.tc", passes), expected)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3000k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root and the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_stops_training_with_its_cause_and_training_goes_on_once_there_is_space(
+    small_disk: Path, passes: tc.PassSet, expected: Result
+) -> None:
+    """A file system without space raises in the loop, commits nothing later, and space brings the same bits."""
+    error = fill_the_disk(small_disk / "model.tc", passes)
+    assert_one_sentence(error)
+    assert str(small_disk) in str(error)
+    assert "free" in str(error)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert_same_bits(resume(small_disk / "model.tc", passes), expected)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 5, 9, 14, 20, 27, 35, 44])
+def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(tmp_path: Path, call: int) -> None:
+    """Whichever write, read or commit fails, the loop gets that error, and the next run ends with the same bits."""
+    case = replace(CASE, num_samples=320, pass_rows=80, batch=20, num_keys=300, epochs=2)
+    passes, memory = case.cut(tmp_path / "passes"), MemoryEngine()
+    engine = FailingEngine(memory, lasting=True)
+    with tc.Store.open(None, tables=case.tables, engine=engine) as store:
+        options = {"device_budget": "1MiB"}
+        options["host_budget"] = smallest_host_budget(store, passes, **options)
+        engine.fail_in(call)
+        with pytest.raises(StoreFullError, match="the disk of a test"), tiered(store, passes, **options) as cache:
+            train(cache, case)
+        before = store.commit
+    with tc.Store.open(None, tables=case.tables, engine=memory) as store:
+        assert store.commit == before
+        with tiered(store, passes, **options) as cache:
+            model = train(cache, case, seed=1 if before is None else 5)
+        assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
+
+
+def flip_a_byte(path: Path, name: bytes) -> int:
+    """Change one bit in the middle of a block of the data file; returns the place in the block."""
+    file = LmdbFile(str(path / "data.mdb"))
+    place = dict(file.values(file.metas()[0]))[b"b" + name]
+    file.close()
+    with (path / "data.mdb").open("r+b") as data:
+        data.seek(place.offset + place.size // 2)
+        byte = data.read(1)[0]
+        data.seek(place.offset + place.size // 2)
+        data.write(bytes([byte ^ 0x10]))
+    return place.size // 2
+
+
+def flip_a_byte_of_rows(path: Path, kind: bytes) -> int:
+    """Change one bit of the newest block of table a; returns the visit that its rows wait for."""
+    with tc.Store.open(path, mode="r") as store:
+        group = next(g.index for g in store.groups if g.tables[0].name == "a")
+        segment = store.segments[-1]
+        stream = segment.streams[group]
+    block = stream.num_blocks - 1
+    at = flip_a_byte(path, block_name(kind, segment.id, group, block))
+    first = int(stream.block_piece_B[block])
+    base = int(stream.piece_offset_P[first])
+    piece = int(np.searchsorted(stream.piece_offset_P, base + at, side="right")) - 1
+    return int(stream.ranges[int(stream.piece_range_P[piece])].next_use)
+
+
+@pytest.fixture
+def trained(tmp_path: Path, passes: tc.PassSet) -> Path:
+    """A store after one epoch."""
+    path = tmp_path / "model.tc"
+    with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
+        train(cache, CASE, epochs=1)
+    assert verify(path)["problems"] == []
+    return path
+
+
+@pytest.mark.parametrize("kind", [ROWS, KEYS])
+def test_a_flipped_byte_in_a_block_is_found_by_verify(trained: Path, kind: bytes) -> None:
+    """One bit of one block differs, in its rows or in its keys, and verify names segment, block and table."""
+    flip_a_byte_of_rows(trained, kind)
+    problems = verify(trained)["problems"]
+    assert len(problems) == 1
+    for word in ("segment", "block", "'a'"):
+        assert word in problems[0]
+
+
+def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained: Path, passes: tc.PassSet) -> None:
+    """The loop gets a sentence before the visit that needs the block, and the store stays at its last commit."""
+    waiting = flip_a_byte_of_rows(trained, ROWS)
+    visits: list[int] = []
+    with tc.Store.open(trained, tables=CASE.tables) as store:
+        with pytest.raises(CorruptBlockError) as caught, tiered(store, passes) as cache:
+            train(cache, CASE, each_batch=lambda visit, _: visits.append(visit))
+        stands = store.commit
+    assert_one_sentence(caught.value)
+    assert caught.value.tables == ("a",)
+    assert all(visit < waiting for visit in visits)
+    assert stands is not None
+    assert 4 <= stands.cursor.visit <= waiting
+    with tc.Store.open(trained, mode="r") as store:
+        assert store.commit == stands
+
+
+def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, passes: tc.PassSet) -> None:
+    """A damaged dense state is found by verify and never loaded into a model."""
+    with tc.Store.open(trained, mode="r") as store:
+        assert store.commit is not None
+        name = next(iter(store.commit.state_blocks()))
+    flip_a_byte(trained, name)
+    assert "dense state" in verify(trained)["problems"][0]
+    with tc.Store.open(trained, tables=CASE.tables) as store, tiered(store, passes) as cache:
+        with pytest.raises(CorruptStoreError, match="dense state") as caught:
+            train(cache, CASE)
+        assert cache.reports == []
+    assert_one_sentence(caught.value)
