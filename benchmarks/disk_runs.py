@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import nn
 import tiercache as tc
 from benchmarks.disk_case import DENSE_RATE, TABLE, Net, Size, dense_part
 from benchmarks.machine import device_bytes_read, drop_cache, middle, process_bytes_read
+from tiercache.budget import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +46,6 @@ class TieredRun(Run):
     """Of the warm visits."""
     all_exact: bool = False
     """Whether the plan held in every visit, the first epoch's too."""
-    drop_seconds: float = 0.0
     bytes_read_by_process: int = 0
     bytes_read_by_device: int | None = None
     bytes_useful: int = 0
@@ -69,7 +70,7 @@ def train(
     *,
     epochs: int,
     at_epoch: Callable[[int], None] = lambda _: None,
-    after_visit: Callable[[], None] = lambda: None,
+    at_visit: Callable[[], None] = lambda: None,
 ) -> tuple[Net, list[float]]:
     """Train and return the model and the seconds of each epoch, the first of which leaves the dense part out."""
     torch.manual_seed(1)
@@ -81,11 +82,11 @@ def train(
         if visit.index % size.passes == 0:
             at_epoch(visit.epoch)
             marks.append(time.perf_counter())
+        at_visit()
         for batch in visit.batches(size.batch, shuffle=True):
             loss_of(model(batch, light=visit.epoch == 0), batch.label).backward()
             optimizer.step()
             optimizer.zero_grad()
-        after_visit()
     marks.append(time.perf_counter())
     at_epoch(epochs)
     return model, [b - a for a, b in pairwise(marks)]
@@ -101,31 +102,33 @@ def run_resident(passes: tc.PassSet, size: Size, width: int, *, keep_rows: bool)
 def run_tiered(
     passes: tc.PassSet, size: Size, width: int, folder: Path, budgets: Budgets, *, keys: Any = None
 ) -> TieredRun:
-    """Train over the tiers, on a fresh store whose pages are dropped from the page cache after every visit.
+    """Train over the tiers, on a fresh store whose pages leave the page cache as soon as a dump is durable.
 
-    Reads are then cold: a load of visit t comes from dumps that were durable, and dropped, before t - 1 began.
+    Reads are then cold: a load of visit t comes from dumps that were durable before t - 1 began. A thread drops the
+    pages, so that it takes its time from reader and writer.
     """
     path = folder / "store.tc"
     shutil.rmtree(path, ignore_errors=True)
-    with tc.Store.open(path, tables=passes.tables) as store, _cache(store, passes, budgets) as cache:
-        dropped, counters = [0.0], dict[int, tuple[int, int | None, int]]()
+    with (
+        tc.Store.open(path, tables=passes.tables) as store,
+        _cache(store, passes, budgets) as cache,
+        ThreadPoolExecutor(1) as dropper,
+    ):
+        counters = dict[int, tuple[int, int | None, int]]()
 
-        def drop() -> None:
+        def drop_after(report: VisitReport) -> None:
+            if report.durable.wait(timeout=60):
+                drop_cache(path / DATA)
+
+        def at_visit() -> None:
             if len(cache.reports) > 1:
-                last = cache.reports[-2]
-                with cache.reports[-1].waiting("durable"):
-                    last.durable.wait()  # the switch would wait for it a moment later
-            begun = time.perf_counter()
-            drop_cache(path / DATA)
-            dropped[0] += time.perf_counter() - begun
+                dropper.submit(drop_after, cache.reports[-2])
 
         def note(epoch: int) -> None:
-            if epoch == 1:
-                dropped[0] = 0.0
             counters[epoch] = process_bytes_read(), device_bytes_read(path), store.counters.row_bytes_read
 
         last = 1 + size.warm_epochs
-        model, seconds = train(cache, size, width, epochs=last, at_epoch=note, after_visit=drop)
+        model, seconds = train(cache, size, width, epochs=last, at_epoch=note, at_visit=at_visit)
         rows = () if keys is None else (keys, *cache.rows_now().fields(TABLE, np.asarray(keys)))
         before, after = counters[1], counters[last]
         device = None if before[1] is None or after[1] is None else after[1] - before[1]
@@ -134,7 +137,7 @@ def run_tiered(
             epoch_seconds=seconds[1:], model=model, rows=rows,
             reports=[r for r in cache.reports if r.epoch >= 1],
             all_exact=all(r.planned_equals_measured for r in cache.reports),
-            drop_seconds=dropped[0], bytes_read_by_process=after[0] - before[0], bytes_read_by_device=device,
+            bytes_read_by_process=after[0] - before[0], bytes_read_by_device=device,
             bytes_useful=after[2] - before[2], host_bytes_peak=cache.host_bytes_peak, device_bytes=cache.device_bytes,
             file_bytes=(path / DATA).stat().st_size, state_bytes=store.commit.state_bytes,
         )  # fmt: skip
@@ -146,9 +149,11 @@ def plans_of(passes: tc.PassSet, size: Size, folder: Path, budgets: Budgets) -> 
     shutil.rmtree(path, ignore_errors=True)
     with tc.Store.open(path, tables=passes.tables) as store, _cache(store, passes, budgets) as cache:
         plans = cache.plan(visits=size.passes * (1 + size.warm_epochs))
-        transaction = cache.host_budget.transaction
+        row_bytes = store.groups[0].row_bytes
     shutil.rmtree(path)
-    return plans, transaction
+    largest = max(sum(plan.rows_G) for plan in plans) * row_bytes
+    shares = HostBudget.plan(budgets.host, evaluation=None, largest_row=row_bytes, largest_pass=largest)
+    return plans, shares.transaction
 
 
 def _cache(store: tc.Store, passes: tc.PassSet, budgets: Budgets) -> tc.TierCache:
@@ -198,3 +203,19 @@ class DenseTimer:
 def _between(low: int, high: int) -> Iterator[int]:
     step = max(16, (high - low) // 8)
     yield from range(low, high, step)
+
+
+def seconds_without_dense(passes: tc.PassSet, size: Size) -> float:
+    """Return the seconds of one sample in memory where there is no dense part."""
+    cache = tc.ResidentCache(passes)
+    model, loss_of = Net(cache, 0), nn.BCEWithLogitsLoss()
+    taken = []
+    for visit in cache.passes(epochs=1):
+        for batch in visit.batches(size.batch, shuffle=True):
+            begun = time.perf_counter()
+            loss_of(model(batch, light=True), batch.label).backward()
+            cache.step()
+            taken.append(time.perf_counter() - begun)
+        if visit.index == min(3, size.passes - 1):
+            break
+    return middle(taken) / size.batch

@@ -27,6 +27,7 @@ from tiercache.store.errors import (
     StoreInUseError,
 )
 from tiercache.store.lmdb_file import LmdbFile
+from tiercache.store.lmdb_space import Space
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -59,7 +60,11 @@ class LmdbEngine:
         if not create:
             self._check_file()
         self._env = self._open(create)
+        self._space = Space(self._env)
         try:
+            if create and self._env.info()["last_pgno"] < 2:
+                with self._writing():
+                    self._space.begin_file()
             self._file = LmdbFile(str(self._data))
             self._first, meta = self._begin_at_meta()
             self._places: dict[bytes, Place] = dict(self._file.values(meta))
@@ -74,12 +79,15 @@ class LmdbEngine:
     def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
         """Put all blocks in one transaction: LMDB holds a copy of them until it commits."""
         names: list[bytes] = []
+        sizes: list[int] = []
         with self._writing() as wrote, self._env.begin(write=True) as txn:
             for name, data in blocks:
                 names.append(_BLOCK + name)
+                sizes.append(data.nbytes)
                 wrote[0] += data.nbytes
                 txn.put(names[-1], data.data)
         self._learn(names)
+        self._space.wrote(sizes)
 
     def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
         """Read from the file at the block's place."""
@@ -123,8 +131,10 @@ class LmdbEngine:
         for name, data in records.items():
             if data is None:
                 self._places.pop(_RECORD + name.encode(), None)
-        if dropped and not records:
-            self._age()
+        with suppress(StoreFullError), self._writing():
+            if dropped and not records:
+                self._age()
+            self._space.committed(sum(place.size for place in dropped.values()))
 
     def contents(self) -> Contents:
         """Return all records, and the names and sizes of all blocks."""
@@ -218,7 +228,7 @@ class LmdbEngine:
 
     def _age(self) -> None:
         """Let the next transaction use freed pages again, as it must after a full disk: LMDB waits for one between."""
-        with suppress(StoreFullError), self._writing(), self._env.begin(write=True) as txn:
+        with self._env.begin(write=True) as txn:
             txn.put(_AGE, str(txn.id()).encode())
 
     def _begin(self) -> lmdb.Transaction[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 PAGE_BYTES = 4096
 MAX_PIECE_BYTES = 64 << 10
 MAX_BLOCK_BYTES = 4 << 20

@@ -20,8 +20,8 @@ from tiercache.row_optimizer import RowOptimizer
 from tiercache.rows import RowView
 from tiercache.schedule import Schedule
 from tiercache.sizes import parse_bytes
-from tiercache.training_progress import TrainingProgress, prepare_kernels
 from tiercache.threads import share_threads
+from tiercache.training_progress import TrainingProgress, prepare_kernels
 from tiercache.transfer import Transfer, segments_by_visit
 from tiercache.use_files import UseFiles
 from tiercache.visit import Visit
@@ -147,8 +147,8 @@ class TierCache:
         """Yield the visits up to the end of epoch ``epochs``, from the last commit on.
 
         First restores rows and tracked state from the last commit; a store without one gets a commit of the
-        state as it is now. A visit ends, and every ``commit_every``-th and the last commits, when the next one is asked for, so
-        what the loop's body does after its batches belongs to it. The commit of visit t is durable by the end of
+        state as it is now. A visit ends, and every ``commit_every``-th and the last commits, when the next one is
+        asked for, so what the loop's body does after its batches belongs to it. The commit of visit t is durable by the end of
         visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         """
         run = self._run = object()

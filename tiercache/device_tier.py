@@ -9,8 +9,8 @@ import numpy as np
 
 from tiercache.errors import BudgetError
 from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
-from tiercache.rows import GroupRows
 from tiercache.row_budget import SLOT_MAP_BYTES
+from tiercache.rows import GroupRows
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ class TieredEmbeddingBag(nn.Module):
 
     def split(self, out: torch.Tensor) -> list[torch.Tensor]:
         """Cut an output into one (N, dim) view for each feature."""
-        return list(out.split(self.dims, dim=1))
+        return list(torch.split(out, self.dims, dim=1))
 
     def _cut(self, weighted: frozenset[str]) -> list[FeaturePart]:
         """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""

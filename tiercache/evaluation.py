@@ -8,9 +8,9 @@ import numpy as np
 
 from tiercache.batch import read_batches
 from tiercache.errors import BudgetError
-from tiercache.keybatch import OOV_KEY
 from tiercache.kernels.initial import initial_rows
 from tiercache.kernels.uses import search_keys
+from tiercache.keybatch import OOV_KEY
 from tiercache.rows import GroupRows, RowView
 from tiercache.sizes import format_bytes
 from tiercache.store.table import initializer_code
@@ -185,7 +185,9 @@ class Evaluation:
                 first = last
 
 
-def _cut(source: Pass, first: int, positions: Positions, budget: int) -> tuple[int, dict[str, NDArray[np.bool_]]]:
+def _cut(
+    source: Pass, first: int, positions: Positions, budget: int, features: tuple[Feature, ...]
+) -> tuple[int, dict[str, NDArray[np.bool_]]]:
     """Return where the slice from ``first`` ends and which local ids of each table it uses."""
     width = {table.name: 4 * table.dim + 4 for table in positions.tables}
     used = {table.name: np.zeros(source.rows(table.name), dtype=bool) for table in positions.tables}

@@ -28,7 +28,9 @@ from tiercache.source import Source
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from tiercache.source import SourceBatch
 
 __all__ = ["ExtractionProgress", "extract"]
 
@@ -90,8 +92,8 @@ def extract(
     if (out / MANIFEST).exists():
         return _finished(out, schema, options, records)
     layout = SampleLayout(schema)
-    host = HostShare.plan(host_bytes, layout)
-    source = Source(inputs, schema, cut_column=cut.column, batch_bytes=host.chunk // 2)
+    source = Source(inputs, schema, cut_column=cut.column)
+    host = HostShare.plan(host_bytes, layout, source.decoding_bytes)
     with closing(WorkFolder(out)) as work, closing(ProgressReporter(progress, source.total_bytes)) as reporter:
         state = ExtractionState.read(work.path) or ExtractionState(options=options, inputs=records)
         state.check_same(options, records, out)
@@ -132,6 +134,11 @@ def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple
     return PassSet.open(out)
 
 
+def _batches(source: Source, state: ExtractionState, host: HostShare) -> Iterator[SourceBatch]:
+    """Read from the state's cursor on, within the host budget."""
+    return source.batches(state.file_index, state.row, batch_bytes=host.chunk // 2, use_threads=host.use_threads)
+
+
 def _count(
     source: Source,
     schema: Schema,
@@ -144,7 +151,7 @@ def _count(
     work.clear(keep={run_name(i) for i in range(state.runs)})
     counter = KeyCounter(schema, host.keys)
     reporter.begin("count")
-    for batch in source.batches(state.file_index, state.row):
+    for batch in _batches(source, state, host):
         is_full = counter.add(encode(schema, batch))
         reporter.samples += batch.columns.num_rows
         reporter.tell(source.done_bytes)
@@ -199,7 +206,7 @@ def _number(
     reporter.passes = len(state.passes)
     reporter.begin("number")
     try:
-        for batch in source.batches(state.file_index, state.row):
+        for batch in _batches(source, state, host):
             samples = encode(layout.schema, batch)
             if admission is not None:
                 samples = admission.apply(samples)

@@ -62,9 +62,9 @@ class Entries:
         if bad >= 0:
             f = int(np.searchsorted(self.starts, bad, side="right")) - 1
             raise IndexError(
-                f"feature {part.features[f]!r} has local id {int(self.ids[bad])} at entry {bad - int(self.starts[f])} of "
-                f"the batch, and table {part.tables[f]!r} has local ids 0 to {int(limits[f]) - 1} in {batch.rows.name}: "
-                "use batches of the pass that is being trained"
+                f"feature {part.features[f]!r} has local id {int(self.ids[bad])} at entry {bad - int(self.starts[f])} "
+                f"of the batch, and table {part.tables[f]!r} has local ids 0 to {int(limits[f]) - 1} in "
+                f"{batch.rows.name}: use batches of the pass that is being trained"
             )
         self.offsets: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.weights: NDArray[np.float32] = NONE_F4
@@ -82,8 +82,8 @@ class Entries:
                         mine = self.weights[self.starts[f] : self.starts[f + 1]]
                         if weights[name].shape != mine.shape:
                             raise ValueError(
-                                f"weights of feature {name!r} have shape {weights[name].shape}: give one for each of its "
-                                f"{mine.size} ids in the batch"
+                                f"weights of feature {name!r} have shape {weights[name].shape}: give one for each of "
+                                f"its {mine.size} ids in the batch"
                             )
                         mine[:] = weights[name]
 

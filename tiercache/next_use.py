@@ -101,7 +101,8 @@ def _one_range(
     for p, keys in enumerate(keys_P):
         names.insert(np.ascontiguousarray(keys[begins_P[p] : ends_P[p]]), numbers[starts[p] : starts[p + 1]])
     next_gap, prev_gap = np.empty_like(numbers), np.empty_like(numbers)
-    sweep_uses(numbers, starts, names.count, *orders, next_gap, prev_gap)
+    before, order, after = orders
+    sweep_uses(numbers, starts, names.count, before, order, after, next_gap, prev_gap)
     for p, first in enumerate(starts_P):
         to = slice(first + begins_P[p], first + ends_P[p])
         uses.next_gap[p][to] = next_gap[starts[p] : starts[p + 1]]

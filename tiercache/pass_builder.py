@@ -78,7 +78,7 @@ class PassBuilder:
         elif self._pending_bytes > self._host.unit:
             raise BudgetError(
                 f"one aligned unit of {self._align:,} samples takes more than {format_bytes(self._host.unit)} of host "
-                f"memory, an eighth of the host budget of {format_bytes(self._host.total)}: lower align or raise "
+                f"memory, its share of the host budget of {format_bytes(self._host.total)}: lower align or raise "
                 "host_budget"
             )
 

@@ -122,19 +122,19 @@ class RowOptimizer:
         gradients: Gradients,
         rate: float,
     ) -> None:
-        pairs = sort_slots(slots, fields[0].shape[0], self._sorting)
+        vectors, *states = fields
+        pairs, buffers = sort_slots(slots, vectors.shape[0], self._sorting), self._buffers
         shared: dict[str, Any] = {"learning_rate": rate, "decay": group.optimizer.decay}
         match group.optimizer:
             case SGD():
-                update_sgd(*fields, pairs, gradients, self._buffers, **shared)
+                update_sgd(vectors, pairs, gradients, buffers, **shared)
             case Adagrad(eps=eps):
-                update_adagrad(*fields, pairs, gradients, self._buffers, eps=eps, **shared)
+                update_adagrad(vectors, states[0], pairs, gradients, buffers, eps=eps, **shared)
             case RowWiseAdagrad(eps=eps):
-                update_rowwise_adagrad(*fields, pairs, gradients, self._buffers, eps=eps, **shared)
+                update_rowwise_adagrad(vectors, states[0], pairs, gradients, buffers, eps=eps, **shared)
             case Adam(beta1=beta1, beta2=beta2, eps=eps):
-                update_adam(
-                    *fields, pairs, gradients, self._buffers, step=self.steps, beta1=beta1, beta2=beta2, eps=eps, **shared
-                )
+                shared |= {"step": self.steps, "beta1": beta1, "beta2": beta2, "eps": eps}
+                update_adam(vectors, states[0], states[1], pairs, gradients, buffers, **shared)
 
     def set_learning_rate(self, learning_rate: float, tables: Sequence[str] | None = None) -> None:
         """Change the rate of the groups of ``tables``, or of all, from the next step on."""
@@ -150,7 +150,8 @@ class RowOptimizer:
                 self.learning_rates[g] = float(learning_rate)
             elif both := names & wanted:
                 raise ValueError(
-                    f"table {sorted(both)[0]!r} shares its group, and so its rate, with {', '.join(sorted(names - wanted))}: "
+                    f"table {sorted(both)[0]!r} shares its group, and so its rate, with "
+                    f"{', '.join(sorted(names - wanted))}: "
                     "name them all, or give the table an optimizer of its own (any other value of eps or decay will do)"
                 )
 
@@ -163,8 +164,8 @@ class RowOptimizer:
         rates = [float(rate) for rate in settings["learning_rates"]]
         if len(rates) != len(self._groups):
             raise StateError(
-                f"the commit has learning rates for {len(rates)} groups of tables and the cache has {len(self._groups)}: "
-                "open the store with the tables it was made with"
+                f"the commit has learning rates for {len(rates)} groups of tables and the cache has "
+                f"{len(self._groups)}: open the store with the tables it was made with"
             )
         self.learning_rates, self.steps = rates, int(settings["steps"])
 

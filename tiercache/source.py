@@ -23,6 +23,8 @@ __all__ = ["Source", "SourceBatch"]
 
 _CSV_BLOCK_BYTES = 2 << 20
 _LARGEST_BATCH = 1 << 15
+_MOST_DECODING_BYTES = 4 << 20
+"""Of one Parquet column: pages are 1 MiB, compressed and not, and so are dictionary and buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,13 @@ class SourceBatch:
 class Source:
     """The rows of all files, one file after another. Opening checks the columns of every file before any is read."""
 
-    def __init__(self, files: Sequence[InputFile], schema: Schema, *, cut_column: str | None, batch_bytes: int) -> None:
+    def __init__(self, files: Sequence[InputFile], schema: Schema, *, cut_column: str | None = None) -> None:
         self.files = tuple(files)
         self._uses = column_uses(schema, cut_column)
         self._csv = schema.csv
         self._columns = tuple(dict.fromkeys(use.column for use in self._uses))
-        self._batch_bytes = batch_bytes
+        self._batch_bytes, self._use_threads = 1 << 20, False
+        self._decoding_bytes = _CSV_BLOCK_BYTES if any(file.format == "csv" for file in self.files) else 0
         self._done_before = 0
         self._done_in_file = 0.0
         kinds: dict[str, tuple[InputFile, str]] = {}
@@ -76,8 +79,19 @@ class Source:
         """About how many of ``total_bytes`` lie behind the batch given out last."""
         return self._done_before + int(self._done_in_file)
 
-    def batches(self, file_index: int = 0, row: int = 0) -> Iterator[SourceBatch]:
-        """Read from a row of a file to the end of the last. Raises SourceError naming what cannot be read."""
+    @property
+    def decoding_bytes(self) -> int:
+        """About how much memory decoding takes beside the batches given out; twice that with threads."""
+        return self._decoding_bytes
+
+    def batches(
+        self, file_index: int = 0, row: int = 0, *, batch_bytes: int = 1 << 20, use_threads: bool = False
+    ) -> Iterator[SourceBatch]:
+        """Read from a row of a file to the end of the last, in batches of about ``batch_bytes``.
+
+        Only one reading goes on at a time. Raises SourceError naming what cannot be read.
+        """
+        self._batch_bytes, self._use_threads = batch_bytes, use_threads
         self._done_before = sum(file.size for file in self.files[:file_index])
         for index in range(file_index, len(self.files)):
             file, self._done_in_file = self.files[index], 0.0
@@ -96,6 +110,7 @@ class Source:
         try:
             if file.format == "parquet":
                 with pq.ParquetFile(file.path) as parquet:
+                    self._decoding_bytes = max(self._decoding_bytes, self._decoding(parquet.metadata))
                     return parquet.schema_arrow
             if file.format == "ipc":
                 with pa.memory_map(str(file.path)) as mapped:
@@ -120,7 +135,12 @@ class Source:
             in_groups = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             width = max(8 * len(self._columns), in_groups // max(1, meta.num_rows))
             groups = list(range(first, len(sizes)))
-            for batch in parquet.iter_batches(self._batch_rows(width), row_groups=groups, columns=list(self._columns)):
+            for batch in parquet.iter_batches(
+                self._batch_rows(width),
+                row_groups=groups,
+                columns=list(self._columns),
+                use_threads=self._use_threads,
+            ):
                 done += batch.num_rows
                 self._done_in_file = file.size * done / max(1, meta.num_rows)
                 dropped = min(skip, batch.num_rows)
@@ -159,6 +179,15 @@ class Source:
                 rest = batch.slice(dropped)
                 for low in range(0, rest.num_rows, _LARGEST_BATCH):
                     yield rest.slice(low, _LARGEST_BATCH)
+
+    def _decoding(self, meta: Any) -> int:
+        """Estimate what decoding holds from the first row group: pages, dictionaries and buffers of each column."""
+        if not meta.num_row_groups:
+            return 0
+        group = meta.row_group(0)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        read = [c for c in columns if c.path_in_schema.split(".")[0] in self._columns]
+        return sum(min(_MOST_DECODING_BYTES, 3 * int(c.total_uncompressed_size)) for c in read)
 
     def _batch_rows(self, row_bytes: int) -> int:
         return max(256, min(_LARGEST_BATCH, self._batch_bytes // max(1, row_bytes)))

@@ -283,8 +283,8 @@ class Planner:
             rows = max(map(self._dump_bytes, passes)) + max(self._staging_bytes(v, first=True) for v in passes)
         if rows > self._budget.rows:
             raise BudgetError(
-                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of the next need "
-                f"{format_bytes(rows)} beside {format_bytes(self._budget.total - self._budget.rows)} for a write "
+                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of the next "
+                f"need {format_bytes(rows)} beside {format_bytes(self._budget.total - self._budget.rows)} for a write "
                 f"transaction and evaluation: raise host_budget to {self._budget.smallest(rows)} bytes "
                 f"({format_bytes(self._budget.smallest(rows))}) or extract smaller passes"
             )

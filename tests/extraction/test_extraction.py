@@ -292,7 +292,7 @@ def test_a_unit_that_does_not_fit_the_host_budget_is_refused(tmp_path: Path) -> 
     """Aligned units are numbered whole, so they have to fit."""
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"a": np.arange(600_000), "y": np.zeros(600_000)}), path)
-    with pytest.raises(BudgetError, match="one aligned unit of 500,000 samples takes more than 2 MiB of host memory"):
+    with pytest.raises(BudgetError, match=r"one aligned unit of 500,000 samples takes more than [\d.]+ MiB of host"):
         extract(
             path,
             plain_schema(),

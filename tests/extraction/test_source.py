@@ -75,9 +75,9 @@ def write(path: Path, data: pa.Table) -> Path:
 
 def read(paths: list[Path], file_index: int = 0, row: int = 0, batch_bytes: int = 4096) -> list[Any]:
     """Return (file, row in the file, values) of every row that a source gives."""
-    source = Source(find_inputs(paths), schema(), cut_column=None, batch_bytes=batch_bytes)
+    source = Source(find_inputs(paths), schema())
     out = []
-    for batch in source.batches(file_index, row):
+    for batch in source.batches(file_index, row, batch_bytes=batch_bytes):
         part = [batch.columns.column(name).to_pylist() for name in ("y", "a", "s", "t")]
         out += [(batch.file_index, batch.first_row + i, *values) for i, values in enumerate(zip(*part, strict=True))]
     assert source.done_bytes == source.total_bytes
@@ -127,7 +127,7 @@ def test_text_without_a_header_has_numbered_columns(tmp_path: Path) -> None:
         tc.Feature(name="f2", key="string", table="a"),
     )
     spec = Schema(label="f0", features=features, tables=(table("a"),), csv=CsvFormat(header=False))
-    (batch,) = Source(find_inputs(path), spec, cut_column=None, batch_bytes=4096).batches()
+    (batch,) = Source(find_inputs(path), spec).batches()
     assert batch.columns.to_pydict() == {"f0": [1.0, 0.0], "f1": [5, None], "f2": ["ab", "cd"]}
 
 
@@ -135,12 +135,12 @@ def test_text_columns_of_crosses_have_the_type_that_the_schema_gives(tmp_path: P
     """A column that begins with digits is integers unless [csv] types says strings; then later letters are no error."""
     path = tmp_path / "x.csv"
     path.write_text("y,a,s,t\n" + "1,1,s,10\n" * 3 + "0,2,s,N9\n")
-    guessed = Source(find_inputs(path), schema(), cut_column=None, batch_bytes=4096)
+    guessed = Source(find_inputs(path), schema())
     assert next(guessed.batches()).columns.column("t").to_pylist() == ["10", "10", "10", "N9"]
     path.write_text("y,a,s,t\n" + "1,1,s,10\n" * 300_000 + "0,2,s,N9\n")
     with pytest.raises(SourceError, match=r"x.csv, row 300000, column 't' cannot be read .*invalid value 'N9'"):
-        list(Source(find_inputs(path), schema(), cut_column=None, batch_bytes=4096).batches())
-    typed = Source(find_inputs(path), schema(csv=CsvFormat(types={"t": "string"})), cut_column=None, batch_bytes=4096)
+        list(Source(find_inputs(path), schema()).batches())
+    typed = Source(find_inputs(path), schema(csv=CsvFormat(types={"t": "string"})))
     assert sum(batch.columns.num_rows for batch in typed.batches()) == 300_001
 
 
@@ -149,4 +149,4 @@ def test_a_column_of_a_cross_has_one_type_in_all_files(tmp_path: Path) -> None:
     one = write(tmp_path / "a.parquet", rows(5))
     other = write(tmp_path / "b.parquet", rows(5).set_column(3, "t", pa.array([1, 2, 3, 4, 5])))
     with pytest.raises(SourceError, match=r"b.parquet, column 't': it holds integers here and strings in .*a.parquet"):
-        Source(find_inputs([one, other]), schema(), cut_column=None, batch_bytes=4096)
+        Source(find_inputs([one, other]), schema())

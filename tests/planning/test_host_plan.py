@@ -82,7 +82,7 @@ def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
         if visit >= 2:
             content.enter(visit - 2, 0, streams[visit - 2])
         # the charge is a page for the run and one for each block: allow for it, so that rows alone decide
-        kept = len({key for key in content.held})
+        kept = len(content.held)
         content.keep(after=visit, capacity=(capacity + kept) * ROW)
         streams.append(stream(*sorted(ranges.items())))
     return read

@@ -28,7 +28,8 @@ def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed:
 
 def test_seeded_orders_differ_between_epochs_and_seeds() -> None:
     """20 passes: no two of ten epochs, and no two of ten seeds, have one order."""
-    orders = {tuple(Schedule(num_passes=20, pass_set_digest="d", order_seed=s).order(e)) for s in range(10) for e in range(10)}
+    schedules = [Schedule(num_passes=20, pass_set_digest="d", order_seed=seed) for seed in range(10)]
+    orders = {tuple(schedule.order(epoch)) for schedule in schedules for epoch in range(10)}
     assert len(orders) == 100
 
 

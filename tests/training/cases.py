@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from torch import nn
 
@@ -62,19 +63,18 @@ class Case:
     @property
     def schema(self) -> tc.Schema:
         """The schema of the case."""
-        features = []
-        for spec in self.specs:
-            features.append(
-                tc.Feature(
-                    name=spec.name,
-                    columns=(spec.name,),
-                    table=spec.table,
-                    hotness=spec.hotness,
-                    length=spec.length if spec.hotness == "fixed" else None,
-                    weights=f"{spec.name}_w" if spec.weighted else None,
-                )
+        features = tuple(
+            tc.Feature(
+                name=spec.name,
+                columns=(spec.name,),
+                table=spec.table,
+                hotness=spec.hotness,
+                length=spec.length if spec.hotness == "fixed" else None,
+                weights=f"{spec.name}_w" if spec.weighted else None,
             )
-        return tc.Schema(label="label", dense=(tc.Dense(column="x"),), features=tuple(features), tables=self.tables)
+            for spec in self.specs
+        )
+        return tc.Schema(label="label", dense=(tc.Dense(column="x"),), features=features, tables=self.tables)
 
     def write(self, path: Path) -> Path:
         """Write the data as one Parquet file."""
@@ -108,7 +108,9 @@ class Case:
         label = rng.integers(0, 2, n).astype(np.float32)
         dense = (rng.integers(-4, 5, n) if self.integers else rng.standard_normal(n)).astype(np.float32)[:, None]
         for spec in self.specs:
-            lengths = {"one": np.ones(n, int), "fixed": np.full(n, spec.length)}.get(spec.hotness, rng.integers(0, 5, n))
+            lengths = {"one": np.ones(n, int), "fixed": np.full(n, spec.length)}.get(
+                spec.hotness, rng.integers(0, 5, n)
+            )
             total = int(lengths.sum())
             features[spec.name] = FeatureKeys(
                 np.floor(self.num_keys * rng.random(total) ** 3).astype(np.int64) - 5,
@@ -252,13 +254,11 @@ def resident_result(case: Case, passes: tc.PassSet, **options: Any) -> Result:
 
 def smallest_host_budget(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
     """Return the host budget that the error of too small a one asks for."""
-    try:
-        tc.TierCache(store, passes, host_budget=1, **options).close()
-    except tc.TierCacheError as error:
-        found = re.search(r"raise host_budget to (\d+) bytes", str(error))
-        assert found is not None, error
-        return int(found[1])
-    raise AssertionError("a host budget of one byte was accepted")
+    with pytest.raises(tc.TierCacheError) as caught:
+        tc.TierCache(store, passes, host_budget=1, **options)
+    found = re.search(r"raise host_budget to (\d+) bytes", str(caught.value))
+    assert found is not None, caught.value
+    return int(found[1])
 
 
 def table(name: str, dim: int, optimizer: Any = None, initializer: Any = None, seed: int = 7) -> tc.Table:

@@ -1,0 +1,265 @@
+"""Training over the tiers against training in memory: python -m benchmarks.out_of_core [--quick] [--json FILE].
+
+One run trains the same model on the same batches twice: with every row in memory, and with rows on the device, in
+host memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute
+has one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are
+measured. The store's pages are dropped from the page cache after every visit.
+
+demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
+throughput_ratio = tiered samples/s / in-memory samples/s
+bound_ratio = max(in-memory seconds, bare disk's seconds) / tiered wall seconds
+wait_fraction = (waits + pack + unpack + commit) of the training thread / tiered wall seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.machine import Goal, console, environment, file_system, middle, report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import tiercache as tc
+    from benchmarks.disk_case import Size
+    from benchmarks.disk_runs import Budgets, Run, TieredRun
+    from tiercache.visit_plan import VisitPlan
+
+GOALS = (
+    Goal(key="throughput_ratio", goal=0.97, least=0.93),
+    Goal(key="bound_ratio", goal=0.95, least=0.9),
+    Goal(key="bound_ratio_mid", goal=0.95, least=0.75),
+    Goal(key="bound_ratio_high", goal=0.95, least=0.75),
+    Goal(key="wait_fraction", goal=0.03, below=True),
+    Goal(key="rows_read_over_optimal", goal=1.01, below=True),
+    Goal(key="bytes_read_per_useful_byte", goal=1.05, below=True),
+    Goal(key="planned_equals_measured", goal=1),
+    Goal(key="bits_equal", goal=1),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """One load on the disk."""
+
+    suffix: str
+    """Of its keys."""
+    target: float | None
+    """The demand that the dense part's width is chosen for; None: no dense part."""
+    optimizer: str
+
+
+DEMANDS = (
+    Demand(suffix="", target=0.05, optimizer="adagrad"),
+    Demand(suffix="_mid", target=0.5, optimizer="adagrad"),
+    Demand(suffix="_high", target=None, optimizer="adam"),
+)
+
+
+def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
+    """Run one demand and return its figures, without suffix."""
+    from benchmarks.disk_case import pass_set
+    from benchmarks.disk_raw import BareDisk, Replay
+    from benchmarks.disk_runs import plans_of, run_resident, run_tiered
+
+    _say(f"{size.name}{demand.suffix}: data")
+    passes = pass_set(folder, size, demand.optimizer)
+    budgets, keys = _budgets(passes)
+    plans, transaction = plans_of(passes, size, folder, budgets)
+    warm = [plan for plan in plans if plan.epoch == 1]
+
+    def replay(state_bytes: int) -> Replay:
+        return Replay.of(warm, num_passes=size.passes, transaction_bytes=transaction, state_bytes=state_bytes)
+
+    residents: list[Run] = []
+    tiereds: list[TieredRun] = []
+    with BareDisk(folder, replay(8 << 20).file_bytes) as disk:
+        width = 0
+        if demand.target is not None:
+            width = _width(passes, size, disk.seconds(replay(0)), demand.target)
+        _say(f"dense width {width}")
+        raw = []
+        for turn in range(size.repeats):
+            last = turn == size.repeats - 1
+            _say(f"in memory, run {turn + 1} of {size.repeats}")
+            residents.append(run_resident(passes, size, width, keep_rows=last))
+            _say(f"tiered, run {turn + 1} of {size.repeats}")
+            tiereds.append(
+                run_tiered(passes, size, width, folder, budgets, keys=residents[-1].rows[0] if last else None)
+            )
+            _say("bare disk")
+            work = replay(tiereds[-1].state_bytes)
+            raw += [disk.seconds(work) for _ in range(3)]
+    figures = _figures(size, residents, tiereds, raw, work)
+    figures |= _facts(passes, plans, residents[-1], tiereds[-1])
+    figures |= {
+        "dense_width": width,
+        "device_budget_bytes": budgets.device,
+        "host_budget_bytes": budgets.host,
+        "table_bytes": keys * figures["row_bytes"],
+        "table_rows": keys,
+    }
+    return figures
+
+
+def _budgets(passes: tc.PassSet) -> tuple[Budgets, int]:
+    """Return a tenth of the table for the device and a third for the host, and the rows of the table."""
+    import numpy as np
+
+    from benchmarks.disk_case import TABLE
+    from benchmarks.disk_runs import Budgets
+    from tiercache.store.table import group_tables
+
+    rows = np.unique(np.concatenate([p.keys(TABLE) for p in passes.passes])).size
+    table_bytes = rows * group_tables(passes.tables)[0].row_bytes
+    return Budgets(device=table_bytes // 10, host=table_bytes // 3), rows
+
+
+def _width(passes: tc.PassSet, size: Size, raw_seconds: float, target: float) -> int:
+    """Return the width of the dense part with which an epoch in memory takes ``raw_seconds / target``."""
+    from benchmarks.disk_runs import DenseTimer, seconds_without_dense
+
+    wanted = min(raw_seconds / target, size.epoch_seconds) / size.epoch_samples
+    return DenseTimer(size).width(wanted - seconds_without_dense(passes, size))
+
+
+def _figures(
+    size: Size, residents: Sequence[Run], tiereds: Sequence[TieredRun], raw: Sequence[float], work: Any
+) -> dict[str, Any]:
+    """Return times and what follows from them."""
+    memory = middle(s for run in residents for s in run.epoch_seconds)
+    wall = middle(s for run in tiereds for s in run.epoch_seconds)
+    bare = middle(raw)
+    waits = {name: _seconds(tiereds, "wait_seconds", name) for name in ("store", "durable", "plan")}
+    works = {name: _seconds(tiereds, "work_seconds", name) for name in ("pack", "unpack", "commit")}
+    whole = sum(s for run in tiereds for s in run.epoch_seconds)
+    useful = sum(run.bytes_useful for run in tiereds)
+    by_device = [run.bytes_read_by_device for run in tiereds if run.bytes_read_by_device is not None]
+    return {
+        "throughput_ratio": memory / wall,
+        "bound_ratio": max(memory, bare) / wall,
+        "wait_fraction": (sum(waits.values()) + sum(works.values())) / whole,
+        **{f"wait_{name}_fraction": seconds / whole for name, seconds in waits.items()},
+        **{f"{name}_fraction": seconds / whole for name, seconds in works.items()},
+        "demand": bare / memory,
+        "in_memory_seconds": memory,
+        "tiered_seconds": wall,
+        "in_memory_samples_per_second": size.epoch_samples / memory,
+        "tiered_samples_per_second": size.epoch_samples / wall,
+        "raw_seconds": bare,
+        "raw_bytes_per_second": (work.bytes_read + work.bytes_written) / bare,
+        "store_bytes": work.bytes_read + work.bytes_written,
+        "store_bytes_read": work.bytes_read,
+        "store_bytes_written": work.bytes_written,
+        "store_transactions": len(work.transactions),
+        "bytes_read_per_useful_byte": sum(run.bytes_read_by_process for run in tiereds) / max(1, useful),
+        "bytes_read_per_useful_byte_device": sum(by_device) / max(1, useful) if by_device else None,
+        "store_file_bytes": tiereds[-1].file_bytes,
+        "host_bytes_peak": max(run.host_bytes_peak for run in tiereds),
+        "device_bytes": tiereds[-1].device_bytes,
+        "state_bytes": tiereds[-1].state_bytes,
+        "samples_per_epoch": size.epoch_samples,
+        "visits_per_epoch": size.passes,
+        "epochs_measured": len(tiereds) * size.warm_epochs,
+    }
+
+
+def _seconds(runs: Sequence[TieredRun], kind: str, name: str) -> float:
+    return sum(getattr(r, kind).get(name, 0.0) for run in runs for r in run.reports)
+
+
+def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Run, tiered: TieredRun) -> dict[str, Any]:
+    """Return what does not depend on time: rows read, the fewest possible, the plan, the bits."""
+    from benchmarks.disk_case import TABLE
+    from benchmarks.disk_optimal import fewest_rows_read
+    from benchmarks.disk_runs import same_bits
+
+    row_bytes = plans[0].row_bytes_G[0]
+    fewest = fewest_rows_read([p.keys(TABLE) for p in passes.passes], [plan.capacity for plan in plans], row_bytes)
+    first = len(plans) - len(tiered.reports)
+    read, optimal = sum(r.rows_read for r in tiered.reports), sum(fewest[first:])
+    return {
+        "row_bytes": row_bytes,
+        "rows_read": read,
+        "rows_read_optimal": optimal,
+        "rows_read_over_optimal": read / optimal if optimal else 1.0 + read,
+        "rows_needed": sum(r.rows for r in tiered.reports),
+        "rows_kept": sum(r.rows_kept for r in tiered.reports),
+        "rows_from_host": sum(r.rows_from_host for r in tiered.reports),
+        "rows_written": sum(r.rows_written for r in tiered.reports),
+        "planned_equals_measured": tiered.all_exact,
+        "bits_equal": same_bits(tiered, memory),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.out_of_core", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the first demand on a small table, under 45 seconds")
+    parser.add_argument("--tiny", action="store_true", help="as --quick, and so small that times mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; its pass sets are used again")
+    options = parser.parse_args(given)
+
+    import torch
+
+    from benchmarks.disk_case import FULL, QUICK, TINY
+
+    torch.set_num_threads(1)
+    size = TINY if options.tiny else QUICK if options.quick else FULL
+    record = environment("benchmarks.out_of_core", given, ("torch", "numpy", "numba", "lmdb", "tiercache"))
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="out_of_core-", dir=Path.cwd()))
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.perf_counter()
+    try:
+        record |= {"size": size.name, "file_system": file_system(folder), "threads": torch.get_num_threads()}
+        for demand in DEMANDS[: 1 if size is not FULL else None]:
+            figures = measure(demand, size, folder)
+            record |= {f"{key}{demand.suffix}": value for key, value in figures.items()}
+    finally:
+        shutil.rmtree(folder if options.folder is None else folder / "store.tc", ignore_errors=True)
+    record["benchmark_seconds"] = time.perf_counter() - begun
+    console.print(_table(record, DEMANDS[: 1 if size is not FULL else None]))
+    report(record, [g for g in GOALS if g.key in record], title="what was promised", path=options.json)
+
+
+def _table(record: dict[str, Any], demands: Sequence[Demand]) -> Table:
+    from tiercache.sizes import format_bytes
+
+    table = Table(title=f"out of core, size {record['size']}, {record['file_system']}", title_justify="left")
+    table.add_column("")
+    for demand in demands:
+        table.add_column(f"demand {record['demand' + demand.suffix]:.3f}", justify="right")
+    for name in (
+        "dense_width", "table_bytes", "device_budget_bytes", "host_budget_bytes", "in_memory_seconds", "tiered_seconds",
+        "raw_seconds", "raw_bytes_per_second", "store_bytes_read", "store_bytes_written", "throughput_ratio",
+        "bound_ratio", "wait_fraction", "wait_store_fraction", "wait_durable_fraction", "wait_plan_fraction",
+        "pack_fraction", "unpack_fraction", "commit_fraction", "rows_needed", "rows_kept", "rows_from_host",
+        "rows_read", "rows_read_optimal", "bytes_read_per_useful_byte",
+        "bytes_read_per_useful_byte_device", "planned_equals_measured", "bits_equal",
+    ):  # fmt: skip
+        values = [record[name + demand.suffix] for demand in demands]
+        if "bytes" in name and "per_useful" not in name:
+            shown = [format_bytes(int(value)) for value in values]
+        else:
+            shown = [f"{v:,}" if isinstance(v, int) else "-" if v is None else f"{v:.4f}" for v in values]
+        table.add_row(name, *shown)
+    return table
+
+
+def _say(what: str) -> None:
+    console.print(f"[dim]{time.strftime('%H:%M:%S')} {what}[/dim]")
+
+
+if __name__ == "__main__":
+    main()
