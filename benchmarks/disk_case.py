@@ -52,22 +52,30 @@ class Size:
 
 
 FULL = Size(
-    name="full", passes=24, samples=49_152, vocabulary=8_000_000, batch=4096, warm_epochs=2, repeats=3, epoch_seconds=120
+    name="full",
+    passes=24,
+    samples=49_152,
+    vocabulary=8_000_000,
+    batch=4096,
+    warm_epochs=2,
+    repeats=3,
+    epoch_seconds=120,
 )
 QUICK = Size(
     name="quick", passes=20, samples=10_240, vocabulary=4_000_000, batch=2048, warm_epochs=1, repeats=1, epoch_seconds=8
 )
 TINY = Size(
-    name="tiny", passes=20, samples=1_024, vocabulary=400_000, batch=512, warm_epochs=1, repeats=1, epoch_seconds=1
+    name="tiny", passes=20, samples=3_072, vocabulary=1_000_000, batch=1024, warm_epochs=1, repeats=1, epoch_seconds=1
 )
 
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:
     """Return the schema: all features look into one table."""
-    rules = {"adagrad": tc.Adagrad(learning_rate=0.05), "adam": tc.Adam(learning_rate=0.001)}
-    table = tc.Table(
-        name=TABLE, dim=size.dim, optimizer=rules[optimizer], initializer=tc.Uniform(low=-0.05, high=0.05)
-    )
+    rules: dict[str, tc.Adagrad | tc.Adam] = {
+        "adagrad": tc.Adagrad(learning_rate=0.05),
+        "adam": tc.Adam(learning_rate=0.001),
+    }
+    table = tc.Table(name=TABLE, dim=size.dim, optimizer=rules[optimizer], initializer=tc.Uniform(low=-0.05, high=0.05))
     features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(size.features))
     return tc.Schema(label="label", dense=(), features=features, tables=(table,))
 
@@ -110,7 +118,7 @@ class Net(nn.Module):
 
     def forward(self, batch: Batch, *, light: bool) -> torch.Tensor:
         """Return one logit a sample; ``light`` leaves the dense part out."""
-        out = self.bag(batch)
+        out: torch.Tensor = self.bag(batch)
         if light or self.dense is None:
             return out.mean(dim=1) + self.bias
         logits: torch.Tensor = self.dense(out)

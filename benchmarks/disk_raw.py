@@ -106,7 +106,8 @@ def _dump(streams: Sequence[Stream], at: int, limit: int) -> list[list[Span]]:
             if held + size > limit:
                 transactions.append([])
                 held = 0
-            transactions[-1] += [Span(at, rows * stream.row_bytes), Span(at + rows * stream.row_bytes, rows * KEY_BYTES)]
+            keys_at = at + rows * stream.row_bytes
+            transactions[-1] += [Span(at, rows * stream.row_bytes), Span(keys_at, rows * KEY_BYTES)]
             held += size
             at += size
     return transactions
@@ -117,12 +118,11 @@ class BareDisk:
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._paths = folder / "raw.read", folder / "raw.write"
-        rng = np.random.default_rng(1)
-        self._data = rng.integers(0, 256, 8 << 20, dtype=np.uint8)
+        self._data = np.random.default_rng(1).bytes(8 << 20)
         for path in self._paths:
             with path.open("wb", buffering=0) as file:
-                for offset in range(0, num_bytes, self._data.size):
-                    file.write(self._data[: min(self._data.size, num_bytes - offset)])
+                for offset in range(0, num_bytes, len(self._data)):
+                    file.write(self._data[: min(len(self._data), num_bytes - offset)])
                 os.fsync(file.fileno())
 
     def __enter__(self) -> BareDisk:

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 OPTIMIZERS = ("adagrad", "rowwise", "adam")
-STATE_FLOATS = {"adagrad": lambda dim: dim, "rowwise": lambda _: 1, "adam": lambda dim: 2 * dim}
 NUM_BATCHES = 8
 LEARNING_RATE = 0.01
+
+
+def state_floats(optimizer: str, dim: int) -> int:
+    """Return the floats of optimizer state beside a vector."""
+    return {"adagrad": dim, "rowwise": 1, "adam": 2 * dim}[optimizer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +49,12 @@ class Shape:
 
     def table_bytes(self, optimizer: str) -> int:
         """Return the bytes of all rows and their state."""
-        return 4 * self.num_tables * self.rows * (self.dim + STATE_FLOATS[optimizer](self.dim))
+        return 4 * self.num_tables * self.rows * (self.dim + state_floats(optimizer, self.dim))
 
 
 FULL = (Shape(name="shared_1m", num_tables=1, rows=1_000_000), Shape(name="26x1m", num_tables=26, rows=1_000_000))
 QUICK = (Shape(name="26x100k", num_tables=26, rows=100_000),)
-TINY = (
-    Shape(name="shared_tiny", num_tables=1, rows=5_000, num_features=4, num_samples=512, dim=16),
-    Shape(name="4xtiny", num_tables=4, rows=2_000, num_features=4, num_samples=512, dim=16),
-)
+TINY = (Shape(name="4xtiny", num_tables=4, rows=2_000, num_features=4, num_samples=512, dim=16),)
 SHAPES = {shape.name: shape for shape in (*FULL, *QUICK, *TINY)}
 
 
@@ -85,12 +86,12 @@ def gradients_of(shape: Shape) -> list[NDArray[np.float32]]:
 def bytes_to_move(shape: Shape, optimizer: str, distinct: float, *, rows_once: bool = False) -> float:
     """Return the bytes that a step must move between memory and the processor.
 
-    4 E of ids read, 4 E of the slot map read, 4 E of slots written and read; 4 E D of rows read, of pooled output written
-    and of gradients read; and for each of U distinct rows, its vector and its state read and written once. Sorting and
-    all scratch count as nothing. ``rows_once``: the forward too reads each distinct row only once, as with a cache
-    that holds them all.
+    4 E of ids read, 4 E of the slot map read, 4 E of slots written and read; 4 E D of rows read, of pooled output
+    written and of gradients read; and for each of U distinct rows, its vector and its state read and written once.
+    Sorting and all scratch count as nothing. ``rows_once``: the forward too reads each distinct row only once, as
+    with a cache that holds them all.
     """
     entries, dim = shape.num_entries, shape.dim
     looked_up = distinct if rows_once else entries
-    state = STATE_FLOATS[optimizer](dim)
+    state = state_floats(optimizer, dim)
     return 4 * (4 * entries + looked_up * dim + 2 * entries * dim + 2 * distinct * (dim + state))

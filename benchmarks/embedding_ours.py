@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Ours"]
 
-_RULES = {
-    "adagrad": lambda: tc.Adagrad(learning_rate=LEARNING_RATE),
-    "rowwise": lambda: tc.RowWiseAdagrad(learning_rate=LEARNING_RATE),
-    "adam": lambda: tc.Adam(learning_rate=LEARNING_RATE),
+_RULES: dict[str, tc.Adagrad | tc.RowWiseAdagrad | tc.Adam] = {
+    "adagrad": tc.Adagrad(learning_rate=LEARNING_RATE),
+    "rowwise": tc.RowWiseAdagrad(learning_rate=LEARNING_RATE),
+    "adam": tc.Adam(learning_rate=LEARNING_RATE),
 }
 
 
@@ -34,7 +34,7 @@ class _WholeTables:
         names = [f"table{t}" for t in range(shape.num_tables)]
         self._tables = {
             name: tc.Table(
-                name=name, dim=shape.dim, optimizer=_RULES[optimizer](), initializer=tc.Uniform(low=-0.01, high=0.01)
+                name=name, dim=shape.dim, optimizer=_RULES[optimizer], initializer=tc.Uniform(low=-0.01, high=0.01)
             )
             for name in names
         }
@@ -43,7 +43,8 @@ class _WholeTables:
         )
         self.schema = tc.Schema(label=None, dense=(), features=features, tables=tuple(self._tables.values()))
         self.tables, self.passes = self.schema.ordered_tables, (self,)
-        self._rows, self._ids_BFN, self._order = shape.rows, ids_BFN, [f.name for f in SampleLayout(self.schema).singles]
+        self._rows, self._ids_BFN = shape.rows, ids_BFN
+        self._order = [f.name for f in SampleLayout(self.schema).singles]
         self._place = {feature.name: f for f, feature in enumerate(features)}
 
     @cached_property

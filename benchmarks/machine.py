@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import datetime as dt
 import importlib.metadata
 import json
 import os
@@ -53,7 +53,7 @@ def environment(module: str, arguments: Sequence[str], packages: Iterable[str]) 
     """Return command, date, hardware and versions as flat JSON values."""
     record: dict[str, Any] = {
         "command": " ".join(["python -m", module, *arguments]),
-        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -117,7 +117,7 @@ def process_bytes_read() -> int:
 
 
 def device_bytes_read(path: Path) -> int | None:
-    """Return the bytes that the block device under ``path`` has read so far, for anyone; None where it has no counter."""
+    """Return the bytes that the block device under ``path`` has read for anyone so far; None where nothing counts."""
     number = path.stat().st_dev
     wanted = [str(os.major(number)), str(os.minor(number))]
     for line in Path("/proc/diskstats").read_text().splitlines():

@@ -139,8 +139,8 @@ def _figures(
     memory = middle(s for run in residents for s in run.epoch_seconds)
     wall = middle(s for run in tiereds for s in run.epoch_seconds)
     bare = middle(raw)
-    waits = {name: _seconds(tiereds, "wait_seconds", name) for name in ("store", "durable", "plan")}
-    works = {name: _seconds(tiereds, "work_seconds", name) for name in ("pack", "unpack", "commit")}
+    waits = {name: _seconds(tiereds, name) for name in ("store", "durable", "plan")}
+    works = {name: _seconds(tiereds, name) for name in ("pack", "unpack", "commit")}
     whole = sum(s for run in tiereds for s in run.epoch_seconds)
     useful = sum(run.bytes_useful for run in tiereds)
     by_device = [run.bytes_read_by_device for run in tiereds if run.bytes_read_by_device is not None]
@@ -173,8 +173,9 @@ def _figures(
     }
 
 
-def _seconds(runs: Sequence[TieredRun], kind: str, name: str) -> float:
-    return sum(getattr(r, kind).get(name, 0.0) for run in runs for r in run.reports)
+def _seconds(runs: Sequence[TieredRun], name: str) -> float:
+    both = [r.wait_seconds | r.work_seconds for run in runs for r in run.reports]
+    return sum(seconds.get(name, 0.0) for seconds in both)
 
 
 def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Run, tiered: TieredRun) -> dict[str, Any]:

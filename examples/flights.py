@@ -193,8 +193,8 @@ class Demo:
         seconds = self._run(training, train)
         self.console.print(visit_table(cache.reports))
         self.tell(
-            f"{seconds:.1f} s, of which {sum(r.waited for r in cache.reports):.2f} s waiting; at most "
-            f"{format_bytes(cache.device_bytes)} on the device and {format_bytes(cache.host_bytes_peak)} of rows on the host"
+            f"{seconds:.1f} s, of which {sum(r.waited for r in cache.reports):.2f} s waiting; at most {format_bytes(cache.device_bytes)} "
+            f"on the device and {format_bytes(cache.host_bytes_peak)} of rows on the host"
         )
         if not all(report.planned_equals_measured for report in cache.reports):
             self.failures.append("rows or bytes moved otherwise than planned")
@@ -219,7 +219,7 @@ class Demo:
         area, num_slices = model_area(tiered, test)
         settings = tiered.settings
         regression = LogisticRegression(train)
-        regression.fit(train, batch=settings.batch, epochs=settings.epochs, seed=settings.seed)
+        regression.fit(train, settings)
         self.tell(
             f"area under the ROC curve: model {area:.4f} (rows read in {num_slices} slices of at most "
             f"{format_bytes(settings.eval_budget)}), logistic regression {regression.area(test):.4f}"

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class FlightsModel(nn.Module):
-    """Bottom layers turn the dense features into one more vector; every pair of vectors gives a dot product."""
+    """Bottom layers turn the dense features into one more vector; every pair of vectors gives a dot product.
+
+    The first number of every vector also adds to the logit as it is, so that a key counts from its first step on.
+    """
 
     def __init__(self, cache: RowSource) -> None:
         super().__init__()
@@ -35,7 +38,8 @@ class FlightsModel(nn.Module):
         flat = torch.cat([looked_up, described], dim=1)
         vectors_NVD = flat.view(len(batch), -1, described.shape[1])
         dots = torch.bmm(vectors_NVD, vectors_NVD.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        return self.out(self.top(torch.cat([flat, dots], dim=1))).squeeze(1)
+        interacting = self.out(self.top(torch.cat([flat, dots], dim=1))).squeeze(1)
+        return interacting + vectors_NVD[:, :-1, 0].sum(dim=1)
 
 
 def _layers(widths: Sequence[int]) -> nn.Sequential:

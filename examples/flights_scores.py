@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     import tiercache as tc
-    from examples.flights_training import Training
+    from examples.flights_training import Settings, Training
 
 
 def area_under_curve(scores: NDArray[np.float32], labels: NDArray[np.float32]) -> float:
@@ -44,7 +44,7 @@ class LogisticRegression(nn.Module):
     """One weight for each key of each feature (exactly one-hot), and one for each dense feature."""
 
     LEARNING_RATE, EPS, DENSE_LEARNING_RATE = 0.3, 0.01, 1e-2
-    """The best of ten tried on the four tenths of the flights before the test's, each after training on all before."""
+    """The best of those tried on three earlier tenths of the flights, each after training on all before it."""
 
     def __init__(self, train: tc.PassSet) -> None:
         super().__init__()
@@ -75,15 +75,19 @@ class LogisticRegression(nn.Module):
             torch.from_numpy(samples.label.copy()),
         )
 
-    def fit(self, train: tc.PassSet, *, batch: int, epochs: int, seed: int) -> None:
-        """Train on the batches of the tiered run: the same samples in the same order."""
+    def fit(self, train: tc.PassSet, settings: Settings) -> None:
+        """Train on the batches of the tiered run, in the same order, with learning rates that drop as there."""
         sparse = torch.optim.Adagrad(self.weights.parameters(), lr=self.LEARNING_RATE, eps=self.EPS)
         dense = torch.optim.Adam(self.dense.parameters(), lr=self.DENSE_LEARNING_RATE)
         criterion = nn.BCEWithLogitsLoss()
-        for epoch in range(epochs):
+        for epoch in range(settings.epochs):
+            for group, rate in ((sparse, self.LEARNING_RATE), (dense, self.DENSE_LEARNING_RATE)):
+                group.param_groups[0]["lr"] = rate * settings.drop**epoch
             for source in train.passes:
-                order = sample_order(source.samples, seed=seed, epoch=epoch, pass_index=source.index, shuffle=True)
-                parts = [part.split(batch) for part in self.read(source, order)]
+                order = sample_order(
+                    source.samples, seed=settings.seed, epoch=epoch, pass_index=source.index, shuffle=True
+                )
+                parts = [part.split(settings.batch) for part in self.read(source, order)]
                 for ids, described, label in zip(*parts, strict=True):
                     criterion(self(ids, described), label).backward()
                     for optimizer in (sparse, dense):

@@ -40,7 +40,9 @@ class Settings:
     batch: int
     epochs: int = 2
     learning_rate: float = 1e-3
-    """Of the dense layers; those of the tables stand in flights.toml."""
+    """Of the dense layers in the first epoch; those of the tables stand in flights.toml."""
+    drop: float = 0.1
+    """What every learning rate is multiplied by after an epoch: rare keys are learnt by heart otherwise."""
     seed: int = 2013
 
     def write(self, folder: Path) -> None:
@@ -75,6 +77,7 @@ class Training:
         """Train from the last commit to the last epoch; ``after_batch(visit, samples, loss)`` follows every batch."""
         criterion = nn.BCEWithLogitsLoss()
         for visit in self.cache.passes(epochs=self.settings.epochs):
+            self._set_learning_rates(self.settings.drop**visit.epoch)
             for batch in visit.batches(self.settings.batch, shuffle=True):
                 loss = criterion(self.model(batch), batch.label)
                 loss.backward()
@@ -82,6 +85,13 @@ class Training:
                 self.optimizer.zero_grad()
                 visit.note_loss(loss.item())
                 after_batch(visit, len(batch), loss.item())
+
+    def _set_learning_rates(self, factor: float) -> None:
+        for group in self.cache.groups:
+            names = [table.name for table in group.tables]
+            self.cache.set_learning_rate(factor * group.optimizer.learning_rate, tables=names)
+        for dense in self.optimizer.param_groups:
+            dense["lr"] = factor * self.settings.learning_rate
 
 
 def open_tiers(store: tc.Store, passes: tc.PassSet, settings: Settings) -> tc.TierCache:

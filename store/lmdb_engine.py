@@ -27,7 +27,7 @@ from tiercache.store.errors import (
     StoreInUseError,
 )
 from tiercache.store.lmdb_file import LmdbFile
-from tiercache.store.lmdb_space import Space
+from tiercache.store.lmdb_space import FILLER, Space
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -67,7 +67,7 @@ class LmdbEngine:
                     self._space.begin_file()
             self._file = LmdbFile(str(self._data))
             self._first, meta = self._begin_at_meta()
-            self._places: dict[bytes, Place] = dict(self._file.values(meta))
+            self._places: dict[bytes, Place] = dict(self._file.values(meta, high=FILLER))
             if not readonly:
                 self._first.abort()
         except BaseException:

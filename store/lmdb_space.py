@@ -16,7 +16,8 @@ import numpy as np
 if TYPE_CHECKING:
     import lmdb
 
-_FILLER = b"~"
+FILLER = b"~"
+"""Keys from here on hold nothing."""
 _PAGE_BYTES = 4096
 _ONE_PAGE = bytes(_PAGE_BYTES - 16)
 _MOST_HOLES = 512
@@ -34,7 +35,7 @@ class Space:
     def begin_file(self) -> None:
         """Make single free pages between pages in use: at most 4 MiB, and a 16th of the map."""
         pages = min(2 * _MOST_HOLES, int(self._environment.info()["map_size"]) // _PAGE_BYTES // 16)
-        names = [_FILLER + i.to_bytes(4, "big") for i in range(pages)]
+        names = [FILLER + i.to_bytes(4, "big") for i in range(pages)]
         with self._environment.begin(write=True) as txn:
             for name in names:
                 txn.put(name, _ONE_PAGE)
@@ -56,9 +57,9 @@ class Space:
             wanted = max(_SLACK_VALUES * self._largest_value, self._last_page() * _PAGE_BYTES // _SLACK_SHARE)
             slack: Any = np.zeros(min(wanted, self._largest_transaction), dtype=np.uint8).data
             with self._environment.begin(write=True) as txn:
-                txn.put(_FILLER, slack)
+                txn.put(FILLER, slack)
             with self._environment.begin(write=True) as txn:
-                txn.delete(_FILLER)
+                txn.delete(FILLER)
         self._pages = self._last_page()
 
     def _last_page(self) -> int:

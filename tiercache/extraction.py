@@ -148,7 +148,6 @@ def _count(
     reporter: ProgressReporter,
 ) -> ExtractionState:
     """Count all keys into runs on disk; the state on disk goes on with every run."""
-    work.clear(keep={run_name(i) for i in range(state.runs)})
     counter = KeyCounter(schema, host.keys)
     reporter.begin("count")
     for batch in _batches(source, state, host):
@@ -193,8 +192,7 @@ def _number(
     admission: Admission | None,
 ) -> ExtractionState:
     """Go through the samples and close passes, from the state's cursor to the end of the data."""
-    files = {name(i) for i in range(len(state.passes)) for name in (samples_name, keys_name)}
-    work.clear(keep=files | {path.name for path in work.path.glob("*") if admission is not None})
+    work.clear(keep={name(i) for i in range(len(state.passes)) for name in (samples_name, keys_name)})
 
     def on_close(begins: bool) -> None:
         reporter.passes = len(builder.state.passes)

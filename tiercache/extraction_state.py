@@ -111,12 +111,9 @@ class WorkFolder:
             ) from error
 
     def clear(self, keep: set[str]) -> None:
-        """Delete what no state names: in the folder all but ``keep``, in the pass set what ``keep`` does not have."""
-        for path in self.path.iterdir():
-            if path.name not in {_STATE, _LOCK, *keep}:
-                path.unlink()
-        for path in self.out.glob("*.arrow"):
-            if path.name not in keep:
+        """Delete the open pass that a stop left behind, and files of passes that are not in ``keep``."""
+        for path in [*self.path.glob("pass-*"), *self.out.glob("*.arrow")]:
+            if path.parent == self.path or path.name not in keep:
                 path.unlink()
 
     def remove(self) -> None:

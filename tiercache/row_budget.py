@@ -8,7 +8,7 @@ from tiercache.sizes import format_bytes
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from tiercache.store.table import Table
 
@@ -26,7 +26,7 @@ class RowBudget:
     the passes before it. ``rows`` are always by table, in the order of table ids.
     """
 
-    def __init__(self, tables: Iterable[Table], num_bytes: int) -> None:
+    def __init__(self, tables: Sequence[Table], num_bytes: int) -> None:
         groups = group_tables(tables)
         places = {t.name: g.index for g in groups for t in g.tables}
         self.num_bytes = num_bytes

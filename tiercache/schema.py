@@ -149,7 +149,10 @@ class Schema:
 
     def feature(self, name: str) -> Feature:
         """Return the feature called ``name``. Raises KeyError for an unknown one."""
-        return next((f for f in self.features if f.name == name), None) or _missing(name)
+        for feature in self.features:
+            if feature.name == name:
+                return feature
+        raise KeyError(name)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -222,7 +225,3 @@ def _refuse_twice(what: str, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise SchemaError(f"the {what} {name!r} stands twice in the schema: each may stand once")
-
-
-def _missing(name: str) -> Feature:
-    raise KeyError(name)

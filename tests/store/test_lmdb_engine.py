@@ -374,7 +374,7 @@ def test_random_damage_never_kills_the_process_that_verifies(big: Store) -> None
     data = big.path / "data.mdb"
     whole = data.read_bytes()
     generator = np.random.default_rng(0)
-    for _ in range(6):
+    for _ in range(3):
         damaged = bytearray(whole)
         for _ in range(20):
             place = int(generator.integers(0, len(whole) // 4096)) * 4096 + int(generator.integers(0, 64))
@@ -410,19 +410,17 @@ def test_a_write_that_fails_half_way_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_file_stops_growing(big: Store) -> None:
-    """A cycle of visits with mixed next uses: no growth after the twentieth epoch, and little after the fifth."""
+    """A cycle of visits with mixed next uses, 22 epochs of it: from the third on, the file has the same length."""
     generator = np.random.default_rng(0)
-    passes = 6
-    rows = [{gap: int(generator.integers(5, 90)) for gap in range(1, passes + 1)} for _ in range(passes)]
+    passes = 4
+    rows = [{gap: int(generator.integers(20, 120)) for gap in range(1, passes + 1)} for _ in range(passes)]
     sizes = []
     assert big.path is not None
-    for visit in range(24 * passes):
-        gaps = rows[visit % passes]
-        dump(big, visit, {visit + gap: n for gap, n in gaps.items()}, block_bytes=1 << 16)
+    for visit in range(22 * passes):
+        dump(big, visit, {visit + gap: n for gap, n in rows[visit % passes].items()})
         publish(big, visit + 1, bytes(50_000))
         if (visit + 1) % passes == 0:
             sizes.append((big.path / "data.mdb").stat().st_size)
+    assert set(sizes[2:]) == {sizes[2]}
     live = sum(big._engine.contents().blocks.values())
-    assert sizes[-1] == sizes[19]
-    assert sizes[-1] <= 1.1 * sizes[4]
-    assert sizes[-1] < 2.5 * live
+    assert sizes[-1] < 2.5 * live + (4 << 20)

@@ -151,7 +151,7 @@ class LmdbMachine(StoreMachine):
     kind = "lmdb"
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(StoreMachine, 25), (LmdbMachine, 12)])
+@pytest.mark.parametrize(("machine", "examples"), [(StoreMachine, 20), (LmdbMachine, 8)])
 def test_a_store_is_its_last_commit_and_what_was_appended_since(machine: type[StoreMachine], examples: int) -> None:
     """Through any order of dumps, commits, failures and crashes, rows are what a dict says."""
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=15, deadline=None))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASE = Case(
-    tables=(table("a", 32), table("b", 5, tc.Adam(learning_rate=0.01))),
+    tables=(table("a", 128), table("b", 5, tc.Adam(learning_rate=0.01))),
     specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
     num_samples=4000,
     pass_rows=1000,
@@ -118,9 +118,9 @@ def test_a_full_map_stops_training_with_its_cause_and_training_goes_on_where_the
     tmp_path: Path, passes: tc.PassSet, expected: Result
 ) -> None:
     """A store at its map_bytes raises in the loop, commits nothing later, and ends with the same bits with more."""
-    error = fill_the_disk(tmp_path / "model.tc", passes, map_bytes=3_000_000)
+    error = fill_the_disk(tmp_path / "model.tc", passes, map_bytes=6_000_000)
     assert_one_sentence(error)
-    assert "may hold 2,998,272" in str(error)  # whole pages
+    assert "may hold 5,996,544" in str(error)  # whole pages
     assert "raise map_bytes" in str(error)
     assert error.needed_bytes > 0
     assert_same_bits(resume(tmp_path / "model.tc", passes), expected)
@@ -128,10 +128,10 @@ def test_a_full_map_stops_training_with_its_cause_and_training_goes_on_where_the
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB."""
+    """A file system of 9 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3000k", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a small tmpfs needs root and the right to mount")
     yield folder

@@ -41,6 +41,7 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
         f"[bold]{path}[/bold]: {at}; {found['rows']:,} live rows, {format_bytes(found['row_bytes'])}; "
         f"files take {format_bytes(found['file_bytes'])}",
         highlight=False,
+        soft_wrap=True,
     )
     tables = _table("tables", "name", "dim", "optimizer", "group", "rows", "bytes")
     for table in found["tables"]:

@@ -1,0 +1,263 @@
+"""The embedding step against its peers: python -m benchmarks.embedding_step [--quick] [--json FILE].
+
+One step is forward, backward and update of all lookups of a batch, as a user runs them: module, ``backward``, step.
+Every contender has a process of its own with two threads; one runs at a time, in turns of a few steps, so that all
+see the same noise; where memory does not hold all their tables, they come one after the other. A step's time is the
+median over all turns.
+
+Keys: ms_CONTENDER_OPTIMIZER_SHAPE[_default] are milliseconds; speedup_vs_PEER_OPTIMIZER_SHAPE[_default] the peer's
+time over ours; share_of_copy_bandwidth_OPTIMIZER_SHAPE[_default] the bytes that the step must move
+(embedding_cases.bytes_to_move) over its time, over the bytes per second of a copy by all threads, read and written
+bytes both counted. The plain keys are the least over shapes (share_of_copy_bandwidth: and over optimizers) where the
+allocator keeps freed memory, for everyone; those that end in _default have the allocator as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from rich.table import Table
+
+from benchmarks.embedding_cases import FULL, OPTIMIZERS, QUICK, TINY, Shape, batches_of, bytes_to_move, distinct_rows
+from benchmarks.embedding_worker import THREADS
+from benchmarks.machine import Goal, console, environment, middle, report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+COPY_BYTES = 2 * (256 << 20)
+"""Read and written by a step of the contender "copy"."""
+PEERS = {
+    "torch": ("adagrad", "adam"),
+    "by_hand": ("rowwise",),
+    "fbgemm": ("adagrad", "rowwise"),
+}
+"""The optimizers that each peer has."""
+SPEEDUPS = {
+    "speedup_vs_torch": ("torch", ("adagrad",)),
+    "speedup_vs_torch_adam": ("torch", ("adam",)),
+    "speedup_vs_torch_rowwise": ("by_hand", ("rowwise",)),
+    "speedup_vs_fbgemm": ("fbgemm", ("adagrad", "rowwise")),
+}
+"""Plain keys: the peer, and the optimizers over which the least is taken."""
+GOALS = (
+    Goal(key="speedup_vs_torch", goal=3, least=2.5),
+    Goal(key="speedup_vs_torch_rowwise", goal=1.5, least=1.2),
+    Goal(key="speedup_vs_fbgemm", goal=1.6, least=1.2),
+    Goal(key="share_of_copy_bandwidth", goal=0.5, least=0.35),
+)
+ALLOCATORS = {
+    "": {  # freed memory stays: no contender pays for fresh pages in every step
+        "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(64 << 30),
+        "MALLOC_TOP_PAD_": str(256 << 20),
+    },
+    "_default": {},
+}
+
+
+class Process:
+    """A contender at work; see embedding_worker."""
+
+    def __init__(self, name: str, allocator: str) -> None:
+        self.name = name
+        known = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.embedding_worker", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=known | ALLOCATORS[allocator] | {"OMP_NUM_THREADS": str(THREADS)},
+            cwd=Path(__file__).parents[1],
+        )
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Send a command and return its answer. Raises RuntimeError where the process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(command + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            ended = self._process.wait()
+            raise RuntimeError(f"the process of {self.name} ended with {ended} at {command!r}: see above")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of single steps and page faults a step, by contender."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    faults: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How often is measured."""
+
+    turns: int
+    steps: int
+    """Of each turn."""
+
+
+class Bench:
+    """Runs cases; keeps idle processes alive from one case to the next."""
+
+    def __init__(self, contenders: Sequence[str]) -> None:
+        self._contenders = contenders
+        self._idle: dict[tuple[str, str], Process] = {}
+
+    def case(self, shape: Shape, optimizer: str, allocator: str, plan: Plan) -> Times:
+        """Measure one optimizer on one shape."""
+        names = [n for n in self._contenders if n in {"ours", "copy"} or optimizer in PEERS[n]]
+        free = psutil.virtual_memory().available
+        together = len(names) * shape.table_bytes(optimizer) < free // 2
+        times = Times()
+        for group in [names] if together else [[name] for name in names]:
+            with self._processes(group, allocator, keep=together) as processes:
+                for process in processes:
+                    process.ask(f"build {shape.name} {optimizer}")
+                for _ in range(plan.turns):
+                    for process in processes:
+                        answer = process.ask(f"run {plan.steps}")
+                        times.seconds.setdefault(process.name, []).extend(answer["seconds"])
+                        times.faults[process.name] = answer["faults"]
+                for process in processes:
+                    process.ask("drop")
+        return times
+
+    @contextlib.contextmanager
+    def _processes(self, names: Sequence[str], allocator: str, *, keep: bool) -> Iterator[list[Process]]:
+        if not keep:
+            self.close()
+        places = [(name, allocator) for name in names]
+        found = [self._idle.pop(place) if place in self._idle else Process(*place) for place in places]
+        try:
+            yield found
+        finally:
+            for process in found:
+                if keep:
+                    self._idle[process.name, allocator] = process
+                else:
+                    process.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._idle.values():
+            process.close()
+        self._idle.clear()
+
+
+def figures_of(shape: Shape, optimizer: str, allocator: str, times: Times, distinct: float) -> dict[str, Any]:
+    """Return the keys of one case."""
+    ms = {name: middle(seconds) * 1e3 for name, seconds in times.seconds.items()}
+    tail = f"{optimizer}_{shape.name}{allocator}"
+    record: dict[str, Any] = {f"ms_{name}_{tail}": value for name, value in ms.items()}
+    record |= {f"page_faults_{name}_{tail}": value for name, value in times.faults.items()}
+    record |= {f"speedup_vs_{peer}_{tail}": ms[peer] / ms["ours"] for peer in PEERS if peer in ms}
+    copied = COPY_BYTES / ms["copy"]
+    record[f"copy_bytes_per_second_{tail}"] = copied * 1e3
+    for name, rows_once in (("share_of_copy_bandwidth", False), ("share_of_copy_bandwidth_rows_once", True)):
+        moved = bytes_to_move(shape, optimizer, distinct, rows_once=rows_once)
+        record[f"{name}_{tail}"] = moved / ms["ours"] / copied
+    return record
+
+
+def plain_keys(record: dict[str, Any], shapes: Sequence[Shape], allocator: str) -> dict[str, Any]:
+    """Return the least of every figure over shapes; None where a peer was not there."""
+    plain: dict[str, Any] = {}
+    for key, (peer, optimizers) in SPEEDUPS.items():
+        names = [f"speedup_vs_{peer}_{o}_{s.name}{allocator}" for o in optimizers for s in shapes]
+        values = [record[name] for name in names if name in record]
+        plain[key + allocator] = min(values) if values else None
+    for key in ("share_of_copy_bandwidth", "share_of_copy_bandwidth_rows_once"):
+        plain[key + allocator] = min(record[f"{key}_{o}_{s.name}{allocator}"] for o in OPTIMIZERS for s in shapes)
+    return plain
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.embedding_step", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="26 tables of 100k rows only, under 45 seconds")
+    parser.add_argument("--tiny", action="store_true", help="as --quick, and so small that times mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args(given)
+
+    packages = ("torch", "numpy", "numba", "tiercache", "fbgemm-gpu-cpu", "fbgemm-gpu")
+    record = environment("benchmarks.embedding_step", given, packages)
+    begun = time.perf_counter()
+    shapes = TINY if options.tiny else QUICK if options.quick else FULL
+    plan = Plan(turns=3 if options.tiny else 5, steps=1 if options.tiny else 3 if options.quick else 5)
+    bench = Bench([name for name in ("copy", "ours", *PEERS) if name != "fbgemm" or _has_fbgemm()])
+    try:
+        for allocator in ALLOCATORS:
+            for shape in shapes:
+                batches = batches_of(shape)
+                distinct = middle(distinct_rows(shape, ids) for ids in batches)
+                record[f"distinct_rows_{shape.name}"] = distinct
+                for optimizer in OPTIMIZERS:
+                    _say(f"{shape.name}, {optimizer}{allocator.replace('_', ', allocator: ')}")
+                    times = bench.case(shape, optimizer, allocator, plan)
+                    record |= figures_of(shape, optimizer, allocator, times, distinct)
+            record |= plain_keys(record, shapes, allocator)
+            bench.close()
+    finally:
+        bench.close()
+    record |= {"threads": THREADS, "steps_measured": plan.turns * plan.steps}
+    record["benchmark_seconds"] = time.perf_counter() - begun
+    console.print(_table(record, shapes))
+    report(record, GOALS, title="what was promised", path=options.json)
+
+
+def _has_fbgemm() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("fbgemm_gpu") is not None
+
+
+def _table(record: dict[str, Any], shapes: Sequence[Shape]) -> Table:
+    names = {"ours": "ours", "torch": "nn.EmbeddingBag", "by_hand": "torch by hand", "fbgemm": "FBGEMM"}
+    table = Table(title="milliseconds a step (times ours)", title_justify="left")
+    for column in ("shape", "optimizer", "allocator", *names.values(), "copy GB/s", "share of copy"):
+        table.add_column(column, justify="left" if column in {"shape", "optimizer", "allocator"} else "right")
+    for shape in shapes:
+        for optimizer in OPTIMIZERS:
+            for allocator in ALLOCATORS:
+                tail = f"{optimizer}_{shape.name}{allocator}"
+                cells = []
+                for name in names:
+                    value, ratio = record.get(f"ms_{name}_{tail}"), record.get(f"speedup_vs_{name}_{tail}")
+                    beside = "" if ratio is None else f" ({ratio:.2f})"
+                    cells.append("-" if value is None else f"{value:.1f}{beside}")
+                cells.append(f"{record[f'copy_bytes_per_second_{tail}'] / 1e9:.1f}")
+                cells.append(f"{record[f'share_of_copy_bandwidth_{tail}']:.2f}")
+                table.add_row(shape.name, optimizer, "default" if allocator else "reuses", *cells)
+    return table
+
+
+def _say(what: str) -> None:
+    console.print(f"[dim]{time.strftime('%H:%M:%S')} {what}[/dim]")
+
+
+if __name__ == "__main__":
+    main()

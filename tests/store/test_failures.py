@@ -1,0 +1,145 @@
+"""Whatever call fails, and whenever the process dies, the store is at its last commit."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.store.conftest import small_tables
+from tests.store.world import World
+from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, verify
+from tiercache.store.testing import FailingEngine, SlowEngine
+
+if TYPE_CHECKING:
+    from tiercache.store import Table
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+@pytest.mark.parametrize("lasting", [False, True])
+def test_any_failing_write_or_commit_leaves_the_last_commit(
+    kind: str, lasting: bool, tables: list[Table], tmp_path: Path
+) -> None:
+    """Each call of a dump and its commit in turn: the error comes out, the store can be closed and read on, and
+    opened again it stands where it stood; what is tried again then works.
+    """
+    memory = MemoryEngine()
+    inner: Any = memory if kind == "memory" else LmdbEngine(tmp_path, create=True)
+    store, world = Store.open(None, tables=tables, engine=inner), World(tables)
+    world.run(store, 3)
+    call = 0
+    while True:
+        call += 1
+        before = copy.deepcopy(world)
+        engine = FailingEngine(inner, verbs=("write", "commit"), lasting=lasting)
+        store.close()
+        if kind == "lmdb":
+            engine.engine = inner = LmdbEngine(tmp_path, create=False)
+        store = Store.open(None, engine=engine)
+        world.check(store, after=world.visit - 1)
+        assert store.commit is not None
+        assert store.commit.cursor == Cursor(world.visit, 0)
+        assert store.state() == f"state at {world.visit}, 0".encode()
+        engine.fail_in(call)
+        try:
+            world.train()
+            world.append(store, transaction_bytes=3000)
+            world.visit += 1
+            world.publish(store)
+        except StoreFullError:
+            world = before
+            engine.fail_in(None)
+            if call % 2:
+                store.forget()
+                world.check(store, after=world.visit - 1)
+        else:
+            break
+    assert call > 4
+    world.check(store, after=world.visit - 1)
+    store.close()
+
+
+def test_a_failing_read_is_raised_where_it_happened(tables: list[Table]) -> None:
+    """The next one works again."""
+    engine = FailingEngine(MemoryEngine(), verbs=("read",), error=lambda: OSError("the cable"))
+    store, world = Store.open(None, tables=tables, engine=engine), World(tables)
+    world.run(store, 1)
+    engine.fail_in(1)
+    with pytest.raises(OSError, match="the cable"):
+        world.check_load(store, 1)
+    assert engine.failed == 1
+    world.check_load(store, 1)
+
+
+def test_a_slow_engine_changes_nothing_but_the_time(tables: list[Table]) -> None:
+    """Reads on another thread while the writer waits give the same bits."""
+    store = Store.open(None, tables=tables, engine=SlowEngine(MemoryEngine(), write_seconds=0.01, read_seconds=1e-4))
+    world = World(tables)
+    world.run(store, 2)
+    before = copy.deepcopy(world)
+    world.train()
+    writer = threading.Thread(target=world.append, args=(store,))
+    writer.start()
+    before.check_load(store, 2)
+    writer.join()
+    world.visit += 1
+    world.publish(store)
+    world.check(store, after=2)
+
+
+TRAIN = """
+import sys
+from tests.store.conftest import small_tables
+from tests.store.world import World
+from tiercache.store import Store
+
+store, world = Store.open(sys.argv[1], tables=small_tables()), World(small_tables())
+if store.commit is not None:
+    world.visit = store.commit.cursor.visit
+for _ in range(1000):
+    world.run(store, 1)
+    print(world.visit, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_its_last_commit(tmp_path: Path) -> None:
+    """At any moment of kill -9, the store opens at a commit no older than what was said to be done, whole and alone."""
+    generator = np.random.default_rng(0)
+    path, done = tmp_path / "s.tc", 0
+    world = World(small_tables())
+    for _ in range(4):
+        command = [sys.executable, "-c", TRAIN, str(path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True) as child:
+            assert child.stdout is not None
+            for _ in range(int(generator.integers(1, 4))):
+                done = int(child.stdout.readline())
+            time.sleep(float(generator.uniform(0, 0.05)))
+            child.send_signal(signal.SIGKILL)
+            said = child.stdout.read().split()
+            done = int(said[-1]) if said else done
+        report = verify(path)
+        assert report["problems"] == []
+        with Store.open(path) as store:
+            assert store.commit is not None
+            visit = store.commit.cursor.visit
+            assert visit - done in {0, 1}
+            while world.visit < visit:
+                world.train()
+                for group in store.groups:
+                    world.layout(group, within=False)
+                world.visit += 1
+            world.check(store, after=visit - 1)
+            world.check_load(store, visit)
+            assert store.state() == f"state at {visit}, 0".encode()

@@ -1,0 +1,165 @@
+"""Looking at a store from outside, from Python and from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import tiercache.store
+from tests.store.world import World
+from tiercache.cli.store import app
+from tiercache.store import NotAStoreError, Store, StoreMissingError, hash_keys, info, verify
+
+if TYPE_CHECKING:
+    from tiercache.store import Table
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(path: Path, tables: list[Table], visits: int) -> World:
+    """Train a store for some visits."""
+    world = World(tables)
+    with Store.open(path, tables=tables) as store:
+        world.run(store, visits)
+    return world
+
+
+def test_info_counts_the_live_rows_of_every_table(tmp_path: Path, tables: list[Table]) -> None:
+    """Rows, bytes, ranges and the commit, as plain values."""
+    world = make(tmp_path / "s", tables, 5)
+    found = info(tmp_path / "s")
+    assert json.loads(json.dumps(found)) == found
+    rows = {table["name"]: table["rows"] for table in found["tables"]}
+    assert rows == {t.name: sum(name == t.name for name, _ in world.rows) for t in tables}
+    assert found["rows"] == len(world.rows)
+    assert found["row_bytes"] == sum(t.row_bytes * rows[t.name] for t in tables)
+    assert found["commit"]["visit"] == 5
+    assert found["commit"]["settings"] == {"seed": 0}
+    assert [segment["visit"] for segment in found["segments"]] == [2, 3, 4]
+    assert sum(segment["live_rows"] for segment in found["segments"]) == found["rows"]
+    assert found["live_ranges"] + found["dead_ranges"] == sum(
+        segment["live_ranges"] + segment["dead_ranges"] for segment in found["segments"]
+    )
+    assert found["file_bytes"] > found["row_bytes"]
+
+
+def test_a_store_without_a_commit_can_be_looked_at(tmp_path: Path, tables: list[Table]) -> None:
+    """It has tables and nothing else, and all of it is whole."""
+    make(tmp_path / "s", tables, 0)
+    assert info(tmp_path / "s")["commit"] is None
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+def test_verify_reads_everything(tmp_path: Path, tables: list[Table]) -> None:
+    """Every block that is kept is read and counted, with progress up to all bytes."""
+    make(tmp_path / "s", tables, 4)
+    seen: list[tuple[int, int]] = []
+    report = verify(tmp_path / "s", progress=lambda done, total: seen.append((done, total)))
+    assert report["problems"] == []
+    assert report["segments"] == 3
+    assert report["rows"] >= info(tmp_path / "s")["rows"]
+    assert report["commit"] == 3
+    assert seen[-1] == (report["bytes"], report["bytes"])
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_verify_finds_keys_out_of_order(tmp_path: Path, tables: list[Table]) -> None:
+    """And keys with two live rows: what checksums cannot see."""
+
+    class Careless(World):
+        def layout(self, group, *, within):  # type: ignore[no-untyped-def]
+            stream, keys = super().layout(group, within=within)
+            self.rows |= {("day", key): b"\0" * 4 for key in (7, 8)}
+            return stream, [("day", 7) if key[0] == "day" else key for key in keys]
+
+    world = Careless(tables)
+    with Store.open(tmp_path / "s", tables=tables) as store:
+        world.run(store, 1)
+    problems = verify(tmp_path / "s")["problems"]
+    assert len(problems) == 2
+    assert "keys of table 'day' that are not in hash order" in problems[0]
+    assert "keys of table 'day'" in problems[1]
+    assert "have two live rows" in problems[1]
+
+
+def test_the_verification_of_many_rows_goes_slice_by_slice(
+    tmp_path: Path, tables: list[Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of any size find the same."""
+    from tiercache.store import verification
+
+    make(tmp_path / "s", tables, 4)
+    monkeypatch.setattr(verification, "SLICE_ROWS", 7)
+    with Store.open(tmp_path / "s", mode="r") as store:
+        assert verification.Verification(store).run()["problems"] == []
+        user = next(table for table in tables if table.name == "user")
+        assert np.all(np.diff(np.sort(hash_keys(np.arange(100), user.table_id))) > 0)
+
+
+def test_missing_stores_are_errors_not_reports(tmp_path: Path) -> None:
+    """As they are for opening."""
+    for look in (info, verify):
+        with pytest.raises(StoreMissingError):
+            look(tmp_path / "nothing")
+        (tmp_path / "file").touch()
+        with pytest.raises(NotAStoreError):
+            look(tmp_path / "file")
+
+
+def test_the_command_line_shows_a_store(tmp_path: Path, tables: list[Table]) -> None:
+    """Tables for people, and JSON that is what ``info`` and ``verify`` return."""
+    make(tmp_path / "s", tables, 3)
+    runner = CliRunner()
+    shown = runner.invoke(app, ["info", str(tmp_path / "s")])
+    assert shown.exit_code == 0
+    assert all(table.name in shown.stdout for table in tables)
+    assert "commit 2 at visit 3" in shown.stdout
+    as_json = runner.invoke(app, ["info", str(tmp_path / "s"), "--json"])
+    assert json.loads(as_json.stdout) == info(tmp_path / "s")
+    assert "is whole" in runner.invoke(app, ["verify", str(tmp_path / "s")]).stdout
+    assert json.loads(runner.invoke(app, ["verify", str(tmp_path / "s"), "--json"]).stdout)["problems"] == []
+
+
+def test_the_command_line_ends_with_1_where_something_is_wrong(tmp_path: Path, tables: list[Table]) -> None:
+    """With one sentence for each thing that is wrong."""
+    make(tmp_path / "s", tables, 3)
+    data = tmp_path / "s" / "data.mdb"
+    data.write_bytes(data.read_bytes()[:10_000])
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "s")])
+    assert result.exit_code == 1
+    assert result.stderr.count("error: ") == 1
+    assert "restore the store from a copy" in result.stderr
+
+
+def test_importing_the_store_loads_neither_torch_nor_an_engine() -> None:
+    """Names come when they are used."""
+    code = (
+        "import sys, tiercache.store as s; s.Table, s.Store; "
+        "print([m for m in ('torch', 'numba', 'pyarrow', 'lmdb', 'zarr', 'cupy') if m in sys.modules])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert said.stdout == "[]\n"
+
+
+def test_every_public_name_is_there() -> None:
+    """``__all__`` is sorted and says what can be had; other names are errors."""
+    for name in tiercache.store.__all__:
+        assert getattr(tiercache.store, name) is not None
+    assert set(tiercache.store.__all__) <= set(dir(tiercache.store))
+    assert len(set(tiercache.store.__all__)) == len(tiercache.store.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Shop'"):
+        tiercache.store.Shop  # noqa: B018 - looking is the test

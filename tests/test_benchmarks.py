@@ -1,0 +1,111 @@
+"""The benchmarks run, write the figures they promise, and those of their figures that are facts are right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from benchmarks.disk_optimal import fewest_rows_read
+from benchmarks.machine import Goal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ROOT = Path(__file__).parents[1]
+SAID = ("command", "date", "cpu", "cores", "memory_bytes", "kernel", "python", "version_torch", "benchmark_seconds")
+
+
+def figures(module: str, folder: Path, *options: str) -> dict[str, Any]:
+    """Run a benchmark in its smallest form and return what it wrote."""
+    path = folder / "figures.json"
+    command = [sys.executable, "-W", "ignore", "-m", module, "--tiny", "--json", str(path), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "what was promised" in done.stdout
+    found: dict[str, Any] = json.loads(path.read_text())
+    assert not [key for key, value in found.items() if isinstance(value, dict | list)]
+    return found
+
+
+def assert_has(found: dict[str, Any], keys: Iterable[str]) -> None:
+    """Fail with the keys that are missing."""
+    assert not [key for key in keys if key not in found]
+
+
+def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """The smallest run of the out-of-core benchmark has all its keys, and the ones that are facts hold."""
+    found = figures("benchmarks.out_of_core", tmp_path, "--folder", str(tmp_path / "data"))
+    assert_has(found, SAID)
+    assert_has(found, ("throughput_ratio", "bound_ratio", "wait_fraction", "demand", "raw_bytes_per_second"))
+    assert_has(found, ("bytes_read_per_useful_byte", "in_memory_seconds", "tiered_seconds", "store_bytes"))
+    assert found["planned_equals_measured"] is True
+    assert found["bits_equal"] is True
+    assert 0 < found["rows_read_optimal"] <= found["rows_read"] <= 1.01 * found["rows_read_optimal"]
+    assert found["rows_needed"] == found["rows_kept"] + found["rows_from_host"] + found["rows_read"]
+    assert found["table_bytes"] >= 10 * found["device_budget_bytes"]
+    assert found["table_bytes"] >= 3 * found["host_budget_bytes"]
+    assert found["device_bytes"] <= found["device_budget_bytes"]
+    assert found["host_bytes_peak"] <= found["host_budget_bytes"]
+    assert found["store_bytes_read"] == found["rows_read"] * found["row_bytes"]
+
+
+def test_embedding_step_measures_every_contender_and_every_optimizer(tmp_path: Path) -> None:
+    """The smallest run of the embedding benchmark has a time for each case and the least of each figure."""
+    found = figures("benchmarks.embedding_step", tmp_path)
+    assert_has(found, SAID)
+    for tail in ("", "_default"):
+        for case in ("ours_adagrad", "ours_rowwise", "ours_adam", "torch_adagrad", "torch_adam", "by_hand_rowwise"):
+            assert found[f"ms_{case}_4xtiny{tail}"] > 0
+        for key in ("speedup_vs_torch", "speedup_vs_torch_rowwise", "share_of_copy_bandwidth"):
+            assert found[key + tail] > 0
+        assert_has(found, [f"speedup_vs_fbgemm{tail}"])
+    shares = [found[f"share_of_copy_bandwidth_{o}_4xtiny"] for o in ("adagrad", "rowwise", "adam")]
+    assert found["share_of_copy_bandwidth"] == min(shares)
+
+
+def test_the_fewest_rows_are_those_of_every_cache_that_could_have_been_chosen() -> None:
+    """Row by row, farthest next use first reads no more rows than the best of all choices, and no fewer."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        passes = [np.unique(rng.integers(0, 7, rng.integers(1, 5))) for _ in range(4)]
+        capacities = [int(c) for c in rng.integers(0, 4, 9)]
+        assert sum(fewest_rows_read(passes, capacities, 1)) == _best_of_all_choices(passes, capacities)
+
+
+def _best_of_all_choices(passes: list[Any], capacities: list[int]) -> int:
+    """Try every content that the host may have after each visit."""
+    from itertools import combinations
+
+    costs: dict[frozenset[int], int] = {frozenset(): 0}
+    last: dict[int, int] = {}
+    for visit, capacity in enumerate(capacities):
+        needed = [int(k) for k in passes[visit % len(passes)]]
+        old = {k for k in needed if k in last and last[k] < visit - 2}
+        last |= dict.fromkeys(needed, visit)
+        dumped = {k for k, v in last.items() if v == visit - 2}
+        after: dict[frozenset[int], int] = {}
+        for held, cost in costs.items():
+            paid = cost + len(old - held)
+            candidates = sorted((held - set(needed)) | dumped)
+            for content in combinations(candidates, min(capacity, len(candidates))):
+                key = frozenset(content)
+                after[key] = min(paid, after.get(key, paid))
+        costs = after
+    return min(costs.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "below", "verdict"),
+    [(0.98, False, "goal"), (0.95, False, "least"), (0.5, False, "missed"), (None, False, "not measured")]
+    + [(0.9, True, "goal"), (0.96, True, "missed")],
+)
+def test_a_figure_is_judged_by_its_goal(value: float | None, below: bool, verdict: str) -> None:
+    """A verdict says whether the goal, the least or nothing was reached."""
+    goal = Goal(key="x", goal=0.9, below=True) if below else Goal(key="x", goal=0.97, least=0.93)
+    assert goal.verdict(value) == verdict
