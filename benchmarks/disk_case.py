@@ -65,7 +65,7 @@ QUICK = Size(
     name="quick", passes=20, samples=10_240, vocabulary=4_000_000, batch=2048, warm_epochs=1, repeats=1, epoch_seconds=8
 )
 TINY = Size(
-    name="tiny", passes=20, samples=3_072, vocabulary=1_000_000, batch=1024, warm_epochs=1, repeats=1, epoch_seconds=1
+    name="tiny", passes=20, samples=5_120, vocabulary=2_000_000, batch=1024, warm_epochs=1, repeats=1, epoch_seconds=1
 )
 
 
@@ -120,6 +120,6 @@ class Net(nn.Module):
         """Return one logit a sample; ``light`` leaves the dense part out."""
         out: torch.Tensor = self.bag(batch)
         if light or self.dense is None:
-            return out.mean(dim=1) + self.bias
+            return out.sum(dim=1) + self.bias
         logits: torch.Tensor = self.dense(out)
         return logits + self.bias

@@ -52,10 +52,12 @@ class Size:
     host_budget: str
     eval_budget: str
     batch: int
+    align: int
+    """Passes end at multiples of so many samples."""
 
 
-FULL = Size(first=None, device_budget="5MiB", host_budget="15MiB", eval_budget="2MiB", batch=2048)
-QUICK = Size(first=40_000, device_budget="800KiB", host_budget="2.5MiB", eval_budget="512KiB", batch=512)
+FULL = Size(first=None, device_budget="4.25MiB", host_budget="13MiB", eval_budget="2MiB", batch=2048, align=1024)
+QUICK = Size(first=40_000, device_budget="700KiB", host_budget="2150KiB", eval_budget="400KiB", batch=256, align=256)
 
 
 class Demo:
@@ -137,7 +139,7 @@ class Demo:
         """Cut passes that fit the device budget."""
         self.say(f"Extract passes whose rows fit a device of {self.size.device_budget}")
         begun = time.perf_counter()
-        options: dict[str, Any] = {"align": self.size.batch, "host_budget": "128MiB"}
+        options: dict[str, Any] = {"align": self.size.align, "host_budget": "128MiB"}
         train = tc.extract(
             flights.train, SCHEMA, self.folder / PASSES, device_budget=self.size.device_budget, **options
         )
@@ -192,10 +194,12 @@ class Demo:
         training = Training.begin(cache, settings)
         seconds = self._run(training, train)
         self.console.print(visit_table(cache.reports))
+        waited = sum(report.waited for report in cache.reports)
+        on_device, on_host = format_bytes(cache.device_bytes), format_bytes(cache.host_bytes_peak)
         self.tell(
-            f"{seconds:.1f} s, of which {sum(r.waited for r in cache.reports):.2f} s waiting; at most {format_bytes(cache.device_bytes)} "
-            f"on the device and {format_bytes(cache.host_bytes_peak)} of rows on the host"
+            f"{seconds:.1f} s, of which {waited:.2f} s waiting; at most {on_device} of rows and slot maps on the device"
         )
+        self.tell(f"and {on_host} of rows on the host")
         if not all(report.planned_equals_measured for report in cache.reports):
             self.failures.append("rows or bytes moved otherwise than planned")
         return training

@@ -49,6 +49,7 @@ class LogisticRegression(nn.Module):
     def __init__(self, train: tc.PassSet) -> None:
         super().__init__()
         tables = [table.name for table in train.tables]
+        self.features = train.schema.features
         self.keys = {name: np.unique(np.concatenate([p.keys(name) for p in train.passes])) for name in tables}
         sizes = [self.keys[name].size for name in tables]
         self.first = dict(zip(tables, np.cumsum([1, *sizes]).tolist(), strict=False))
@@ -64,7 +65,7 @@ class LogisticRegression(nn.Module):
         """Read samples of a pass: the number of each key (0: not in the training set), dense features, labels."""
         samples = source.read(order)
         columns = []
-        for feature in source.schema.features:
+        for feature in self.features:
             known, asked = self.keys[feature.table], np.asarray(source.keys(feature.table))
             places = np.minimum(np.searchsorted(known, asked), known.size - 1)
             numbers = np.where(known[places] == asked, places + self.first[feature.table], 0)

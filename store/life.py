@@ -56,5 +56,7 @@ class Life:
         return int(stream.piece_block_P[piece]) if piece < stream.num_pieces else stream.num_blocks
 
     def keeps(self, segment: Segment) -> bool:
-        """Return whether any row of ``segment`` is live."""
-        return any(self.first_piece(segment, group) < stream.num_pieces for group, stream in enumerate(segment.streams))
+        """Return whether any row of ``segment`` is live, or it is the one that the cursor's visit wrote."""
+        return segment.id == self.within_id or any(
+            self.first_piece(segment, group) < stream.num_pieces for group, stream in enumerate(segment.streams)
+        )

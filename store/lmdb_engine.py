@@ -67,7 +67,9 @@ class LmdbEngine:
                     self._space.begin_file()
             self._file = LmdbFile(str(self._data))
             self._first, meta = self._begin_at_meta()
-            self._places: dict[bytes, Place] = dict(self._file.values(meta, high=FILLER))
+            # All pages of the trees, and what they point at, lie within the file: from here on, its map is safe.
+            self._file.check_free_pages(meta)
+            self._places: dict[bytes, Place] = {k: p for k, p in self._file.values(meta) if k < FILLER}
             if not readonly:
                 self._first.abort()
         except BaseException:
@@ -131,7 +133,7 @@ class LmdbEngine:
         for name, data in records.items():
             if data is None:
                 self._places.pop(_RECORD + name.encode(), None)
-        with suppress(StoreFullError), self._writing():
+        with suppress(StoreError), self._writing():  # the commit stands, whatever becomes of this
             if dropped and not records:
                 self._age()
             self._space.committed(sum(place.size for place in dropped.values()))
@@ -190,33 +192,24 @@ class LmdbEngine:
         return max(system.f_frsize * system.f_blocks, 1 << 30) // 4096 * 4096
 
     def _check_file(self) -> None:
-        """Raise CorruptStoreError where the trees point beyond the file: through the map, that would be SIGBUS."""
+        """Raise CorruptStoreError where there is no root to map: the roots are all that opening touches."""
         if not self._data.exists():
             raise CorruptStoreError(f"{self._data} is missing: restore the store from a copy")
         file = LmdbFile(str(self._data))
         try:
-            for attempt in range(8):
-                meta = file.metas()[0]
-                try:
-                    file.check_free_pages(meta)
-                    for _ in file.values(meta):
-                        pass
-                except CorruptStoreError:
-                    if meta == file.metas()[0] or attempt == 7:
-                        raise  # not a writer that went on meanwhile
-                else:
-                    return
+            file.metas()
         finally:
             file.close()
 
     def _begin_at_meta(self) -> tuple[lmdb.Transaction[bytes], Meta]:
         """Begin a read transaction and find its root in the file, though a writer may go on meanwhile."""
-        while True:
+        for _ in range(1000):
             txn = self._env.begin()
             for meta in self._file.metas():
                 if meta.transaction == txn.id():
                     return txn, meta
             txn.abort()
+        raise CorruptStoreError(f"{self._data} is damaged (its roots disagree): restore the store from a copy")
 
     def _learn(self, keys: list[bytes]) -> None:
         """Take the places of new values from the file."""

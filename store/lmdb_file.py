@@ -73,8 +73,8 @@ class LmdbFile:
         first = self._meta(0)
         page_bytes = 4096 if first is None else first.page_bytes
         found = [meta for meta in (first, self._meta(page_bytes)) if meta is not None]
-        if not found:
-            raise self._corrupt(f"has {self.size:,} bytes and no root in them")
+        if not found or self.size < 2 * page_bytes:
+            raise self._corrupt(f"has {self.size:,} bytes and not its two roots in them")
         return sorted(found, key=lambda meta: meta.transaction, reverse=True)
 
     def values(self, meta: Meta, low: bytes = b"", high: bytes | None = None) -> Iterator[tuple[bytes, Place]]:

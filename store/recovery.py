@@ -54,7 +54,10 @@ def recover(contents: Contents, groups: Sequence[Group], store: str) -> Recovery
                 raise CorruptStoreError(
                     f"the dense state of commit {commit.id} of {store} {wrong}: restore the store from a copy"
                 )
-        life = Life.at(commit.cursor, segments)
+        try:
+            life = Life.at(commit.cursor, segments)
+        except ValueError as error:
+            raise CorruptStoreError(f"commit {commit.id} of {store} makes no sense ({error}): restore it") from error
         for segment in segments:
             for group in groups:
                 _check_blocks(contents, life, segment, group, store, named)

@@ -13,7 +13,7 @@ from tiercache.store.blocks import segment_names
 from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, Cursor, state_chunks
 from tiercache.store.counters import Counters
 from tiercache.store.dump import Dump, check_streams, new_segment
-from tiercache.store.errors import StoreClosedError, StoreFullError
+from tiercache.store.errors import StoreClosedError, StoreError, StoreFullError
 from tiercache.store.life import Life
 from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, open_instance, open_path
@@ -235,7 +235,7 @@ class Store:
             if self._orphans:
                 try:
                     self._engine.commit({}, self._orphans)
-                except StoreFullError:
+                except StoreError:
                     return  # nothing names them: the next commit or the next opening deletes them
                 self.counters.add(transactions=1, blocks_freed=len(self._orphans))
                 self._orphans = set()
@@ -319,7 +319,8 @@ class Store:
         records: dict[str, bytes | None] = {COMMIT: commit.to_bytes()}
         records |= {segment_record(s.id): s.to_bytes() for s in kept if s.id not in named}
         records |= dict.fromkeys(segment_record(id_) for id_ in named - set(commit.segment_ids))
-        dead = [*self._orphans] + ([] if self.commit is None else [*self.commit.state_blocks()])
+        dead = [*(self._orphans - commit.state_blocks().keys())]  # a commit that failed had the same names
+        dead += [] if self.commit is None else [*self.commit.state_blocks()]
         for segment in self.segments:
             for group in range(len(self.groups)):
                 first = self._first_blocks[segment.id][group]

@@ -102,8 +102,14 @@ def _best_of_all_choices(passes: list[Any], capacities: list[int]) -> int:
 
 @pytest.mark.parametrize(
     ("value", "below", "verdict"),
-    [(0.98, False, "goal"), (0.95, False, "least"), (0.5, False, "missed"), (None, False, "not measured")]
-    + [(0.9, True, "goal"), (0.96, True, "missed")],
+    [
+        (0.98, False, "goal"),
+        (0.95, False, "least"),
+        (0.5, False, "missed"),
+        (None, False, "not measured"),
+        (0.9, True, "goal"),
+        (0.96, True, "missed"),
+    ],
 )
 def test_a_figure_is_judged_by_its_goal(value: float | None, below: bool, verdict: str) -> None:
     """A verdict says whether the goal, the least or nothing was reached."""

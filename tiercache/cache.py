@@ -15,6 +15,7 @@ from tiercache.device_tier import DeviceTier
 from tiercache.errors import PassSetError, StateError
 from tiercache.evaluation import Evaluation, RowsNow
 from tiercache.host_memory import HostMemory
+from tiercache.matching import check_features, check_tables
 from tiercache.positions import Positions
 from tiercache.row_optimizer import RowOptimizer
 from tiercache.rows import RowView
@@ -75,7 +76,7 @@ class TierCache:
             raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
         share_threads()
         self.store, self.pass_set = store, passes
-        _check_tables(store, passes)
+        check_tables(store, passes)
         self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
         self._check_digest()
         self._seed, self._commit_every = seed, commit_every
@@ -125,15 +126,14 @@ class TierCache:
         yourself. Random generators of torch, numpy and random are part of every commit. Raises StateError for
         state that cannot be stored.
         """
+        optimizers = [value for value in objects.values() if isinstance(value, torch.optim.Optimizer)]
+        if len(optimizers) + len(self._hooks) > 1:
+            raise StateError(
+                "track() was given two optimizers, and rows step when the optimizer does: track one, and keep "
+                "the other's state in an object of your own"
+            )
         self.dense.track(objects)
-        for value in objects.values():
-            if isinstance(value, torch.optim.Optimizer):
-                if self._hooks:
-                    raise StateError(
-                        "track() was given two optimizers, and rows step when the optimizer does: track one, and keep "
-                        "the other's state in an object of your own"
-                    )
-                self._hooks.append(value.register_step_post_hook(lambda *_: self.step()))
+        self._hooks += [optimizer.register_step_post_hook(lambda *_: self.step()) for optimizer in optimizers]
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits (one epoch and one visit more where not said) without training them."""
@@ -148,8 +148,8 @@ class TierCache:
 
         First restores rows and tracked state from the last commit; a store without one gets a commit of the
         state as it is now. A visit ends, and every ``commit_every``-th and the last commits, when the next one is
-        asked for, so what the loop's body does after its batches belongs to it. The commit of visit t is durable by the end of
-        visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
+        asked for, so what the loop's body does after its batches belongs to it. The commit of visit t is durable by
+        the end of visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         """
         run = self._run = object()
         self._end_visit()
@@ -233,7 +233,8 @@ class TierCache:
         row where their table was trained with one, else their initial row. Nothing is written. A slice is as
         many samples as ``eval_budget`` holds rows for; lookups in it leave no gradients.
         """
-        _check_tables(self.store, passes)
+        check_tables(self.store, passes)
+        check_features(self.pass_set, passes)
         self._transfer.drain()
         yield from Evaluation.slices(passes, self.rows_now(), self._budget.evaluation)
 
@@ -389,14 +390,3 @@ class TierCache:
                 f"with up to commit {commit.id} (schedule {self._schedule.digest[:12]}, the commit's is "
                 f"{commit.schedule_digest[:12]}): open the pass set it was trained with, or begin a new store"
             )
-
-
-def _check_tables(store: Store, passes: PassSet) -> None:
-    theirs = {table.name: table for table in passes.tables}
-    ours = {table.name: table for table in store.tables}
-    if theirs != ours:
-        different = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-        raise PassSetError(
-            f"the pass set {passes.path} was extracted for other tables than those of the store {store.path} "
-            f"(they differ in {', '.join(different)}): extract again with the store's schema, or open another store"
-        )

@@ -14,6 +14,9 @@ from tiercache.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_PLAIN = {int, float, complex, str, bytes, bool, type(None)}
+"""Exactly these: a number of numpy is a float by inheritance, and cannot be read back safely."""
+
 
 class Stateful(Protocol):
     """Anything with a state_dict: modules, optimizers, schedulers, scalers."""
@@ -50,17 +53,23 @@ class DenseState:
                 _load(_save(state))
             except Exception as error:
                 raise StateError(
-                    f"the state of track({name}=...) cannot be stored and read back safely ({error}): keep only "
+                    f"the state of track({name}=...) cannot be stored and read back safely ({_line(error)}): keep only "
                     "tensors, numbers, strings, lists, tuples and dictionaries in its state_dict"
                 ) from error
         self._objects.update(objects)
 
     def capture(self) -> Callable[[], bytes]:
-        """Clone the state as it is now; the returned function serialises the clone, on any thread."""
+        """Clone the state as it is now; the returned function serialises the clone, on any thread.
+
+        Raises StateError for what cannot be stored: what an object keeps may have changed since ``track``.
+        """
         version, numbers, gauss = random.getstate()
         kind, words, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
+        objects = {name: value.state_dict() for name, value in self._objects.items()}
+        for name, value in objects.items():
+            _refuse_unstorable(value, name)
         state = {
-            "objects": {name: _clone(value.state_dict()) for name, value in self._objects.items()},
+            "objects": _clone(objects),
             "torch": torch.get_rng_state().clone(),
             "python": (version, tuple(numbers), gauss),
             "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
@@ -82,7 +91,7 @@ class DenseState:
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateError(
                     f"the state that the last commit holds for {name!r} does not fit the {type(value).__name__} "
-                    f"given to track(): {error}"
+                    f"given to track() ({_line(error)}): give the same object as before, or begin a new store"
                 ) from error
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
@@ -92,6 +101,11 @@ class DenseState:
 
 def _names(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
+
+
+def _line(error: Exception) -> str:
+    """Return a message of torch, which may have many lines, as one."""
+    return " ".join(str(error).split()).rstrip(".:")
 
 
 def _save(state: object) -> bytes:
@@ -109,7 +123,7 @@ def _clone(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: _clone(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set)):
         return type(value)(_clone(item) for item in value)
     return value
 
@@ -118,13 +132,12 @@ def _refuse_unstorable(value: Any, path: str) -> None:
     """Name the first value in a state that is neither a tensor nor plain."""
     if isinstance(value, dict):
         for key, item in value.items():
+            _refuse_unstorable(key, f"{path}[{key!r}]")
             _refuse_unstorable(item, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple, set)):
         for place, item in enumerate(value):
             _refuse_unstorable(item, f"{path}[{place}]")
-    elif not isinstance(
-        value, (torch.Tensor, int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
-    ):
+    elif not isinstance(value, (torch.Tensor, torch.dtype, torch.device)) and type(value) not in _PLAIN:
         raise StateError(
             f"the state at {path} is a {type(value).__name__}, which a commit cannot store: keep only tensors, "
             "numbers, strings, lists, tuples and dictionaries in a tracked state_dict"

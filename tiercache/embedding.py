@@ -59,6 +59,10 @@ class TieredEmbeddingBag(nn.Module):
         super().__init__()
         self.features, self.dims, specs = _choose(cache, features)
         modes = {name: mode if isinstance(mode, str) else mode.get(name, "sum") for name in self.features}
+        if not isinstance(mode, str) and (unknown := [name for name in mode if name not in modes]):
+            raise ValueError(
+                f"a mode was given for {unknown[0]!r}, and this module looks up {', '.join(self.features)}"
+            )
         for name, chosen in modes.items():
             if chosen not in MODES:
                 raise ValueError(f"feature {name!r} is pooled by {chosen!r}: it must be one of {', '.join(MODES)}")
@@ -212,6 +216,8 @@ def _choose(cache: RowSource, features: Sequence[str] | None) -> tuple[list[str]
     for name in names:
         if name not in specs:
             raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
+        if names.count(name) > 1:
+            raise ValueError(f"feature {name!r} was given twice: name each feature once")
     dims = {table.name: table.dim for group in cache.groups for table in group.tables}
     return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
 

@@ -128,6 +128,7 @@ class PooledLookup:
         gradients = self.batch.rows.gradients
         if gradients is None or self.entries.ids.size == 0:
             return
+        self.batch.rows.check()  # slots mean other rows in the next visit
         gradients.add(
             self.part.group,
             Pending(
@@ -181,6 +182,7 @@ class RowLookup:
         mine = self._slots[entries.starts[feature] : entries.starts[feature + 1]]
         if gradients is None or mine.size == 0:
             return
+        self.batch.rows.check()  # as above
         gradients.add(
             self.part.group,
             Pending(

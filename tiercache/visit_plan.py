@@ -269,7 +269,9 @@ class Planner:
             total += group.row_bytes * sum(n for gap, n in gaps if first or gap > 1)
         # staging is filled region by region, and a region ends before the piece that does not fit
         regions = -(-total // max(1, self._budget.region - self._budget.piece)) + 1
-        return total + regions * (self._budget.piece + PAGE_BYTES)
+        # what waits in the dump before last instead takes whole pages: one more at both ends of each group's run
+        ends = 2 * len(self._positions.groups)
+        return total + regions * (self._budget.piece + PAGE_BYTES) + ends * PAGE_BYTES
 
     def _check_budget(self) -> None:
         """Raise BudgetError where the reserve of some visit exceeds the host budget.
@@ -279,12 +281,13 @@ class Planner:
         passes = range(self._start, self._start + self._schedule.num_passes + 1)
         if self._schedule.repeats:
             rows = max(self._reserve(v) for v in passes)
+            rows = max(rows, *(self._staging_bytes(v, first=True) for v in passes))  # a run may begin with any of them
         else:
             rows = max(map(self._dump_bytes, passes)) + max(self._staging_bytes(v, first=True) for v in passes)
         if rows > self._budget.rows:
             raise BudgetError(
-                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of the next "
-                f"need {format_bytes(rows)} beside {format_bytes(self._budget.total - self._budget.rows)} for a write "
-                f"transaction and evaluation: raise host_budget to {self._budget.smallest(rows)} bytes "
+                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of "
+                f"the next need {format_bytes(rows)} beside "
+                f"{format_bytes(self._budget.total - self._budget.rows)} for a write transaction and evaluation: raise host_budget to {self._budget.smallest(rows)} bytes "
                 f"({format_bytes(self._budget.smallest(rows))}) or extract smaller passes"
             )

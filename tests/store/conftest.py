@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.store.big import BIG
 from tiercache.store import SGD, Adagrad, Adam, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
 
 if TYPE_CHECKING:
@@ -60,3 +61,11 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
     place = Home(request.param, tmp_path)
     yield place
     place.close()
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Iterator[Store]:
+    """A store of one table with rows of 2 KiB."""
+    store = Store.open(tmp_path / "big.tc", tables=[BIG])
+    yield store
+    store.close()

@@ -70,6 +70,26 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
     store.close()
 
 
+@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], tmp_path: Path) -> None:
+    """After it failed while its state was written, or at the very end, with another state."""
+    inner: Any = MemoryEngine() if kind == "memory" else LmdbEngine(tmp_path, create=True)
+    engine = FailingEngine(inner)
+    store, world = Store.open(None, tables=tables, engine=engine), World(tables)
+    world.run(store, 2)
+    plain: dict[str, Any] = {"schedule_digest": "", "settings": {}, "environment": {}}
+    engine.fail_in(call)
+    with pytest.raises(StoreFullError, match="commit 2 of the store in memory needs"):
+        store.publish(Cursor(2, 0), state=b"x" * 9_000_000, **plain)
+    assert store.state() == b"state at 2, 0"
+    store.publish(Cursor(2, 0), state=b"y" * 5_000_000, **plain)
+    assert store.state() == b"y" * 5_000_000
+    assert sum(name[:1] == b"s" for name in inner.contents().blocks) == 2
+    world.check(store, after=1)
+    store.close()
+
+
 def test_a_failing_read_is_raised_where_it_happened(tables: list[Table]) -> None:
     """The next one works again."""
     engine = FailingEngine(MemoryEngine(), verbs=("read",), error=lambda: OSError("the cable"))

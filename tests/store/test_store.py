@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.store.world import World
-from tiercache.store import CorruptBlockError, Cursor, StoreClosedError
+from tiercache.store import CorruptBlockError, Cursor, StoreClosedError, Stream
 
 if TYPE_CHECKING:
     from tests.store.conftest import Home
@@ -159,6 +159,18 @@ def test_a_commit_inside_a_visit_needs_its_rows(home: Home, tables: list[Table])
     world.publish(store, sample=5)
     with pytest.raises(ValueError, match="append them with within=True first"):
         world.publish(store, sample=6)
+
+
+def test_a_commit_inside_a_visit_without_rows_is_a_commit(home: Home, tables: list[Table]) -> None:
+    """The segment that says so is kept, though it is empty."""
+    store = home.open(tables)
+    streams = [Stream(row_bytes=g.row_bytes, piece_rows=1, block_bytes=1000, ranges=()) for g in store.groups]
+    store.append(0, streams, [], within=True)
+    store.publish(Cursor(0, 7), **PLAIN)
+    store = home.open()
+    assert store.commit is not None
+    assert store.commit.cursor == Cursor(0, 7)
+    assert [segment.rows for segment in store.segments] == [0]
 
 
 def test_a_cursor_does_not_go_back(home: Home, tables: list[Table]) -> None:

@@ -1,0 +1,69 @@
+"""Rows of 2 KiB in blocks that LMDB keeps apart from its trees: dumps, loads, and where their bytes are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store import Adagrad, Cursor, Range, Store, Stream, Table, Zeros, hash_keys
+from tiercache.store.lmdb_file import LmdbFile, Place
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
+
+
+def dump(store: Store, visit: int, rows: dict[int, int], *, block_bytes: int = 1 << 17) -> dict[int, bytes]:
+    """Append rows of made-up bits, counted by next use; return the bytes of each range."""
+    stream = Stream(
+        row_bytes=BIG.row_bytes,
+        piece_rows=8,
+        block_bytes=block_bytes,
+        ranges=tuple(Range(next_use=use, table_rows=(n,)) for use, n in sorted(rows.items())),
+    )
+    data = np.random.default_rng(visit).integers(0, 256, stream.rows * BIG.row_bytes, dtype=np.uint8)
+    keys = np.arange(stream.rows, dtype=np.int64) + 100_000 * visit
+    for low, high in pairwise(stream.range_first_row_R.tolist()):
+        keys[low:high] = keys[low:high][np.argsort(hash_keys(keys[low:high], BIG.table_id))]
+    cuts = [int(n) for n in stream.block_first_row_B]
+    store.append(
+        visit,
+        [stream],
+        (
+            (0, b, data[cuts[b] * BIG.row_bytes : cuts[b + 1] * BIG.row_bytes], keys[cuts[b] : cuts[b + 1]])
+            for b in range(stream.num_blocks)
+        ),
+        transaction_bytes=1 << 20,
+    )
+    first = stream.range_first_row_R * BIG.row_bytes
+    return {r.next_use: data[first[i] : first[i + 1]].tobytes() for i, r in enumerate(stream.ranges)}
+
+
+def publish(store: Store, visit: int, state: bytes = b"") -> None:
+    """Commit before ``visit``."""
+    store.publish(Cursor(visit, 0), state=state, schedule_digest="", settings={}, environment={})
+
+
+def load(store: Store, visit: int) -> dict[int, bytes]:
+    """Read every live range with next use ``visit``, by segment id."""
+    loaded = {}
+    for segment in store.segments:
+        stream = segment.streams[0]
+        for index in range(store.first_range(segment, 0), len(stream.ranges)):
+            if stream.ranges[index].next_use == visit:
+                low, high = stream.pieces_of(index)
+                out = np.empty(int(stream.piece_offset_P[high] - stream.piece_offset_P[low]), np.uint8)
+                store.read(segment, 0, low, high, out)
+                loaded[segment.visit] = out.tobytes()
+    return loaded
+
+
+def places(path: Path) -> dict[bytes, Place]:
+    """Return the places of blocks in the file."""
+    file = LmdbFile(str(path / "data.mdb"))
+    found = {key[1:]: place for key, place in file.values(file.metas()[0], b"b", b"c")}
+    file.close()
+    return found
