@@ -285,9 +285,9 @@ class Planner:
         else:
             rows = max(map(self._dump_bytes, passes)) + max(self._staging_bytes(v, first=True) for v in passes)
         if rows > self._budget.rows:
+            smallest, fixed = self._budget.smallest(rows), self._budget.total - self._budget.rows
             raise BudgetError(
-                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of "
-                f"the next need {format_bytes(rows)} beside "
-                f"{format_bytes(self._budget.total - self._budget.rows)} for a write transaction and evaluation: raise host_budget to {self._budget.smallest(rows)} bytes "
-                f"({format_bytes(self._budget.smallest(rows))}) or extract smaller passes"
+                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of the "
+                f"next need {format_bytes(rows)} beside {format_bytes(fixed)} for a write transaction and evaluation: raise "
+                f"host_budget to {smallest} bytes ({format_bytes(smallest)}) or extract smaller passes"
             )
