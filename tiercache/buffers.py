@@ -41,7 +41,7 @@ class BufferPool:
             block = room[skip : skip + size]
             self.num_bytes += size
         # frombuffer makes an array object of our own: the finalizer fires when it and all its views are gone
-        lease = np.frombuffer(memoryview(block), dtype=dtype, count=count)
+        lease = np.frombuffer(memoryview(block.data), dtype=dtype, count=count)
         weakref.finalize(lease, self._come_back, block)
         return lease.reshape(shape)
 

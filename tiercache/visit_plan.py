@@ -288,6 +288,6 @@ class Planner:
             smallest, fixed = self._budget.smallest(rows), self._budget.total - self._budget.rows
             raise BudgetError(
                 f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of the "
-                f"next need {format_bytes(rows)} beside {format_bytes(fixed)} for a write transaction and evaluation: raise "
-                f"host_budget to {smallest} bytes ({format_bytes(smallest)}) or extract smaller passes"
+                f"next need {format_bytes(rows)} beside {format_bytes(fixed)} for a write transaction and evaluation: "
+                f"raise host_budget to {smallest} bytes ({format_bytes(smallest)}) or extract smaller passes"
             )
