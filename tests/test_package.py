@@ -1,0 +1,128 @@
+"""The package as installed: wheel and sdist hold kernels and store, and imports are light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tiercache.handmade import write_pass_set
+from tiercache.keybatch import KeyBatch
+
+ROOT = Path(__file__).parent.parent
+
+TINY_TRAINING = """
+import sys
+import numpy as np, torch
+import tiercache as tc
+from tiercache.HANDMADE import write_pass_set
+from tiercache.KEYBATCH import KeyBatch
+
+assert "site-packages" in tc.__file__, tc.__file__
+table = tc.Table(name="t", dim=4, optimizer=tc.Adagrad(learning_rate=0.1), initializer=tc.Uniform(low=-1.0, high=1.0))
+schema = tc.Schema(label="label", features=(tc.Feature(name="f", table="t"),), tables=(table,))
+rng = np.random.default_rng(0)
+batches = [KeyBatch.of(schema, {"f": rng.integers(0, 50, 32)}, label=rng.integers(0, 2, 32)) for _ in range(3)]
+passes = write_pass_set(sys.argv[1] + "/passes", schema, batches)
+with tc.Store.open(sys.argv[1] + "/model.tc", tables=schema.tables) as store:
+    with tc.TierCache(store, passes, device_budget="1MiB", host_budget="4MiB") as cache:
+        bag = tc.TieredEmbeddingBag(cache)
+        for visit in cache.passes(epochs=2):
+            for batch in visit.batches(8):
+                bag(batch).sum().backward()
+                cache.step()
+        assert all(report.planned_equals_measured for report in cache.reports)
+    assert store.commit.cursor.visit == 6
+print("trained")
+"""
+
+
+def run(*command: str, **options: object) -> str:
+    """Run a command and return what it printed; its errors are the test's."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build sdist and wheel once, from a copy of what git tracks, so that no build leftovers count."""
+    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
+    listed = run("git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z").split("\0")
+    for name in filter(None, listed):
+        source, target = ROOT / name, copy / name
+        if not (source.exists() or source.is_symlink()):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+        else:
+            target.write_bytes(source.read_bytes())
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy))
+    return out
+
+
+def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
+    """Installed outside the checkout, with the dependencies installed here, it trains and commits."""
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False, symlinks=True)
+    site = next(home.glob("lib/python*/site-packages"))
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    wheel = next(built.glob("*.whl"))
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel))
+    script = TINY_TRAINING.replace("tiercache.HANDMADE", write_pass_set.__module__)
+    script = script.replace("tiercache.KEYBATCH", KeyBatch.__module__)
+    program = tmp_path / "tiny.py"
+    program.write_text(script)
+    printed = run(str(home / "bin" / "python"), str(program), str(tmp_path), cwd=tmp_path)
+    assert printed.strip().endswith("trained")
+
+
+def test_wheel_and_sdist_hold_the_linked_folders(built: Path) -> None:
+    """Kernels and store are inside the package in the wheel, and in the sdist's sources."""
+    names = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
+    assert "tiercache/kernels/update.py" in names
+    assert "tiercache/store/store.py" in names
+    assert not [name for name in names if not name.startswith("tiercache")], "nothing else may be installed"
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        members = sdist.getnames()
+    assert any(name.endswith("tiercache/kernels/update.py") for name in members)
+    assert any(name.endswith("tiercache/store/store.py") for name in members)
+
+
+@pytest.mark.parametrize("module", ["tiercache", "tiercache.store", "tiercache.kernels"])
+def test_public_names_resolve(module: str) -> None:
+    """Every name in ``__all__`` of the packages exists."""
+    names = run(
+        sys.executable,
+        "-c",
+        f"import {module} as m; print([n for n in getattr(m, '__all__', []) if not hasattr(m, n)])",
+        cwd=ROOT,
+    )
+    assert names.strip() == "[]"
+
+
+def test_importing_the_package_loads_no_heavy_module() -> None:
+    """Names are lazy: the import alone brings neither torch, cupy nor zarr; all names of it neither cupy nor zarr."""
+    code = "import sys, tiercache; print(sorted({'torch', 'cupy', 'zarr', 'lmdb'} & set(sys.modules)))"
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
+    code = (
+        "import sys, tiercache; [getattr(tiercache, n) for n in tiercache.__all__]; "
+        "print(sorted({'cupy', 'zarr'} & set(sys.modules)))"
+    )
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
+
+
+def test_the_store_alone_loads_no_torch() -> None:
+    """Serving reads a store without torch, numba or pyarrow."""
+    code = (
+        "import sys, tiercache.store as s; [getattr(s, n) for n in s.__all__]; "
+        "print(sorted({'torch', 'numba', 'pyarrow'} & set(sys.modules)))"
+    )
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
