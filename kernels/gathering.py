@@ -18,7 +18,7 @@ __all__ = ["check_ids", "gather", "map_slots", "pool_one"]
 
 BLOCK = 64  # samples of a task: 26 features of 64 floats are 416 KiB, which stays in a second-level cache
 GATHER_BLOCK = 1024
-AHEAD = 8  # entries between asking for a row and using it
+AHEAD = 16  # entries between asking for a row and using it
 STREAM_BYTES = 1 << 22  # outputs this large would only push rows out of the caches
 _FIRST = np.zeros(1, np.int64)
 

@@ -181,7 +181,8 @@ def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         address = _address(context, builder, array, arguments[0], arguments[1])
-        inputs = [builder.bitcast(address, cgutils.voidptr_t), _INT(0), _INT(3), _INT(1)]
+        # for reading, into the second-level cache: more of them can be under way than of those into the first
+        inputs = [builder.bitcast(address, cgutils.voidptr_t), _INT(0), _INT(2), _INT(1)]
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
         return context.get_dummy_value()
 

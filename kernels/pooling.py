@@ -27,16 +27,16 @@ __all__ = ["MAX", "MEAN", "SUM", "check_ids", "gather", "map_slots", "pool_bags"
 
 SUM, MEAN, MAX = range(3)
 
+_ONE = np.ones(1, np.float32)
 _NO_ARGMAX = np.empty((0, 0), np.int32)
 
 
 @inlined
-def _sum_bag(vectors, slots, first, last, weights, mean, out, at, dim, streaming):  # type: ignore[no-untyped-def]
+def _sum_bag(vectors, slots, first, last, weights, each, mean, out, at, dim, streaming):  # type: ignore[no-untyped-def]
     for d in range(0, dim, 16):
         a = splat(np.float32(0))
         for e in range(first, last):
-            row = load(vectors, np.int64(slots[e]) * dim + d, dim - d)
-            a = a + (row * splat(weights[e]) if weights.size else row)
+            a = a + load(vectors, np.int64(slots[e]) * dim + d, dim - d) * splat(weights[e * each])
         if mean and last > first + 1:
             a = a / splat(np.float32(last - first))
         if streaming:
@@ -47,22 +47,26 @@ def _sum_bag(vectors, slots, first, last, weights, mean, out, at, dim, streaming
 
 @inlined
 def _max_bag(vectors, slots, first, last, out, argmax, n, col, dim):  # type: ignore[no-untyped-def]
+    largest, which = out[n, col : col + dim], argmax[n, col : col + dim]
+    start = vectors[slots[first]] if first < last else vectors[0]
     for d in range(dim):
-        largest, which = np.float32(0), np.int32(-1)
-        for e in range(first, last):
-            value = vectors[slots[e], d]
-            if which < 0 or value > largest:
-                largest, which = value, np.int32(e)
-        out[n, col + d], argmax[n, col + d] = largest, which
+        largest[d] = start[d] if first < last else np.float32(0)
+        which[d] = first if first < last else -1
+    for e in range(first + 1, last):
+        row = vectors[slots[e]]
+        for d in range(dim):
+            larger = row[d] > largest[d]
+            largest[d] = row[d] if larger else largest[d]
+            which[d] = np.int32(e) if larger else which[d]
 
 
 @inlined
-def _describe(first, last, place, weights, mode, entry_offset, entry_scale):  # type: ignore[no-untyped-def]
+def _describe(first, last, place, weights, each, mode, entry_offset, entry_scale):  # type: ignore[no-untyped-def]
+    share = np.float32(last - first) if mode == MEAN else np.float32(1)
     for e in range(first, last):
         entry_offset[e] = ~place if mode == MAX else place
         if entry_scale.size:
-            scale = weights[e] if weights.size and mode != MAX else np.float32(1)
-            entry_scale[e] = scale / np.float32(last - first) if mode == MEAN else scale
+            entry_scale[e] = (np.float32(1) if mode == MAX else weights[e * each]) / share
 
 
 @worker
@@ -71,7 +75,7 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
     streaming, counter,
 ):  # fmt: skip
     num_samples, width = out.shape
-    dim = vectors.shape[1]
+    dim, each = vectors.shape[1], np.int64(weights.size > 1 or ids.size == 1)  # a single 1 stands for all
     block = atomic_next(counter)
     while block * BLOCK < num_samples:
         first, last = block * BLOCK, min(block * BLOCK + BLOCK, num_samples)
@@ -85,11 +89,11 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
                 while asked < min(stop + AHEAD, end):
                     ask(vectors, np.int64(slots[asked]) * dim, dim)
                     asked += 1
-                _describe(begin, stop, at, weights, mode, entry_offset, entry_scale)
+                _describe(begin, stop, at, weights, each, mode, entry_offset, entry_scale)
                 if mode == MAX:
                     _max_bag(vectors, slots, begin, stop, out, argmax, n, cols[f], dim)
                 else:
-                    _sum_bag(vectors, slots, begin, stop, weights, mode == MEAN, out, at, dim, streaming)
+                    _sum_bag(vectors, slots, begin, stop, weights, each, mode == MEAN, out, at, dim, streaming)
         block = atomic_next(counter)
     fence()
 
@@ -194,7 +198,7 @@ def pool_bags(
         expect("ids", ids, np.int32),
         expect("bases", bases, np.int64),
         offsets,
-        expect("weights", weights, np.float32),
+        expect("weights", weights if weights.size else _ONE, np.float32),
         modes,
         cols,
         out,

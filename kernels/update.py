@@ -31,7 +31,9 @@ __all__ = [
 _SGD, _ADAGRAD, _ROWWISE, _ADAM = range(4)
 _STRETCH = 4096  # part of the definition of the bits
 _TASK = 1024  # entries a thread takes at a time
-_AHEAD = 8  # entries between asking for memory and using it
+_AHEAD = 16  # entries between asking for memory and using it
+_GROUP = 32  # entries summed in registers at a time
+_ONE = np.ones(1, np.float32)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -74,51 +76,73 @@ def _ask_entry(pairs, i, source, rows, dim):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _sum_entries(pairs, start, stop, source, rows, dim, sums, at):  # type: ignore[no-untyped-def]
-    """Write the sum of the gradients of entries [start, stop) to sums[at:at + dim], in order."""
-    scaled = source.scales.size > 0
-    d = 0
-    while d < dim:
-        a = b = c = e = splat(np.float32(0))
-        for i in range(start, stop):
-            if d == 0:
-                _ask_entry(pairs, i + _AHEAD, source, rows, dim)
-            entry = _entry(pairs, i)
-            scale = splat(source.scales[entry]) if scaled else splat(np.float32(1))
-            begin = _start(entry, source) + d
-            if d + 64 <= dim:
-                a = a + load(source.flat, begin, 16) * scale
-                b = b + load(source.flat, begin + 16, 16) * scale
-                c = c + load(source.flat, begin + 32, 16) * scale
-                e = e + load(source.flat, begin + 48, 16) * scale
-            else:
-                a = a + load(source.flat, begin, dim - d) * scale
-        store(sums, at + d, a, 16)
-        if d + 64 <= dim:
-            store(sums, at + d + 16, b, 16)
-            store(sums, at + d + 32, c, 16)
-            store(sums, at + d + 48, e, 16)
-            d += 64
-        else:
-            d += 16
+def _clear(sums, at, dim):  # type: ignore[no-untyped-def]
+    for d in range(0, dim, 16):
+        store(sums, at + d, splat(np.float32(0)), 16)
 
 
 @inlined
-def _sum_mixed(pairs, start, stop, source, dim, sums, at):  # type: ignore[no-untyped-def]
+def _add_entries(pairs, first, last, source, dim, sums, at):  # type: ignore[no-untyped-def]
+    """Add the gradients of entries [first, last) to sums[at:at + dim], in order."""
+    each = min(source.scales.size, 1)  # without scales a single 1 stands for all: no branch in the loops
+    scales = source.scales if each else source.one
+    d = 0
+    while d + 64 <= dim:
+        a, b = load(sums, at + d, 16), load(sums, at + d + 16, 16)
+        c, e = load(sums, at + d + 32, 16), load(sums, at + d + 48, 16)
+        for i in range(first, last):
+            entry = _entry(pairs, i)
+            scale = splat(scales[entry * each])
+            begin = _start(entry, source) + d
+            a = a + load(source.flat, begin, 16) * scale
+            b = b + load(source.flat, begin + 16, 16) * scale
+            c = c + load(source.flat, begin + 32, 16) * scale
+            e = e + load(source.flat, begin + 48, 16) * scale
+        store(sums, at + d, a, 16)
+        store(sums, at + d + 16, b, 16)
+        store(sums, at + d + 32, c, 16)
+        store(sums, at + d + 48, e, 16)
+        d += 64
+    while d < dim:
+        a = load(sums, at + d, 16)
+        for i in range(first, last):
+            entry = _entry(pairs, i)
+            a = a + load(source.flat, _start(entry, source) + d, dim - d) * splat(scales[entry * each])
+        store(sums, at + d, a, 16)
+        d += 16
+
+
+@inlined
+def _add_mixed(pairs, first, last, source, dim, sums, at):  # type: ignore[no-untyped-def]
     """The same where some entries come from max pooling: a gradient counts only where its entry was the largest."""
-    for d in range(0, dim, 16):
-        store(sums, at + d, splat(np.float32(0)), 16)
-    for i in range(start, stop):
+    for i in range(first, last):
         entry = _entry(pairs, i)
         begin = _start(entry, source)
-        scale = source.scales[entry] if source.scales.size else np.float32(1)
+        place = max(begin, ~begin)
+        added, gradient = sums[at : at + dim], source.flat[place : place + dim]
         if begin >= 0:
+            scale = source.scales[entry] if source.scales.size else np.float32(1)
             for d in range(dim):
-                sums[at + d] += source.flat[begin + d] * scale
+                added[d] += gradient[d] * scale
         else:
+            won = source.argmax[place : place + dim]
             for d in range(dim):
-                if source.argmax[~begin + d] == entry:
-                    sums[at + d] += source.flat[~begin + d]
+                added[d] = added[d] + gradient[d] if won[d] == entry else added[d]
+
+
+@inlined
+def _sum_entries(pairs, start, stop, source, rows, dim, sums, at):  # type: ignore[no-untyped-def]
+    """Write the sum of the gradients of entries [start, stop) to sums[at:at + dim], in order."""
+    for d in range(0, dim, 16):
+        store(sums, at + d, splat(np.float32(0)), 16)
+    for first in range(start, stop, _GROUP):
+        last = min(first + _GROUP, stop)
+        for i in range(first + _AHEAD, last + _AHEAD):
+            _ask_entry(pairs, i, source, rows, dim)
+        if source.argmax.size:
+            _add_mixed(pairs, first, last, source, dim, sums, at)
+        else:
+            _add_entries(pairs, first, last, source, dim, sums, at)
 
 
 @inlined
@@ -227,8 +251,6 @@ def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches,
         while start < high:
             if whole and stop - start > 2 * _STRETCH:
                 _add_stretches(start, stop, long, dim, padded, sums, at)
-            elif source.argmax.size:
-                _sum_mixed(pairs, start, stop, source, dim, sums, at)
             else:
                 _sum_entries(pairs, start, stop, source, rows, dim, sums, at)
             if whole:
@@ -281,6 +303,7 @@ class Gradients(NamedTuple):
     num_samples: int
     width: int
     cols: NDArray[np.int64]
+    one: NDArray[np.float32] = _ONE
 
 
 class _Rows(NamedTuple):

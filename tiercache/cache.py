@@ -159,6 +159,8 @@ class TierCache:
         cursor, end = self._cursor, epochs * self._schedule.num_passes
         if cursor[0] >= end:
             return
+        if self.store.mode != "a":
+            raise StateError(f"{self.store.label} is open for reading: open it with mode='a' to train")
         prepare_kernels(shown=self._shown)
         self._transfer.begin(self._planner(end), end=end)
         first_sample = cursor[1]
@@ -255,6 +257,7 @@ class TierCache:
 
     def close(self) -> None:
         """End both threads. What is not committed is not kept; the store stays open."""
+        self._run = None  # a loop that was left open finds nothing to end when it is collected
         self._end_visit()
         for hook in self._hooks:
             hook.remove()

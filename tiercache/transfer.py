@@ -116,7 +116,8 @@ class Transfer:
         self.plan, self.report, self.placements = None, None, []
         self.host.clear()
         self.device.clear()
-        self._store.forget()
+        if self._store.mode == "a":
+            self._store.forget()
 
     def close(self) -> None:
         """End the threads."""
@@ -214,6 +215,7 @@ class Transfer:
                 for g, stream, regions, order in dumped
                 for b, region in enumerate(regions)
             ),
+            stable=True,
             transaction_bytes=self._budget.transaction,
         )
         self._segments[plan.visit] = segment

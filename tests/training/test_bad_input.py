@@ -1,0 +1,276 @@
+"""Every mistake on the training side gets one sentence, and the store stays at its last commit."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.training.cases import Case, Net, Spec, resident_result, run, table, tiered, train
+from tiercache.errors import BudgetError, PassSetError, StateError
+from tiercache.store.errors import StoreInUseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+CASE = Case(
+    tables=(table("a", 4), table("b", 4), table("c", 6, tc.SGD(learning_rate=0.1))),
+    specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b"), Spec(name="h", table="c")),
+    num_samples=240,
+    pass_rows=80,
+    num_keys=100,
+    epochs=1,
+)
+
+
+@pytest.fixture
+def passes(tmp_path: Path) -> tc.PassSet:
+    """The passes of the case."""
+    return CASE.cut(tmp_path / "passes")
+
+
+@pytest.fixture
+def store(tmp_path: Path, passes: tc.PassSet) -> Iterator[tc.Store]:
+    """A store after one epoch; whatever a test does wrong, it stands there still."""
+    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store:
+        with tiered(store, passes) as cache:
+            train(cache, CASE)
+        assert store.commit is not None
+        before = store.commit.id, store.commit.cursor
+        yield store
+        assert (store.commit.id, store.commit.cursor) == before
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as again:
+        assert again.commit is not None
+        assert (again.commit.id, again.commit.cursor) == before
+
+
+@contextlib.contextmanager
+def one_sentence(kind: type[Exception], *words: str) -> Iterator[None]:
+    """Expect an error of one line that holds all of ``words``."""
+    with pytest.raises(kind) as caught:
+        yield
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+def tracked(cache: Any, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
+    """Track the model and optimizer that the store was trained with."""
+    model = Net(cache, CASE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
+    cache.track(model=model, optimizer=optimizer, **more)
+    return model, optimizer
+
+
+# -- budgets -------------------------------------------------------------------------------------------------
+
+
+def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.Store, passes: tc.PassSet) -> None:
+    """The error names what is needed and given, and one byte decides."""
+    with tiered(store, passes) as cache:
+        needed = cache.device_bytes
+    with one_sentence(BudgetError, "device_budget", "raise it", "rows of dim 4"):
+        tiered(store, passes, device_budget=needed - 1)
+    tiered(store, passes, device_budget=needed).close()
+
+
+def needed_bytes(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
+    """Return the host budget that the error of too small a one names."""
+    with pytest.raises(BudgetError) as caught:
+        tiered(store, passes, host_budget=100, **options)
+    found = re.search(r"raise host_budget to (\d+) bytes", str(caught.value))
+    assert found is not None, caught.value
+    return int(found[1])
+
+
+@pytest.mark.parametrize("order_seed", [None, 7])
+@pytest.mark.parametrize("eval_budget", [None, 1000])
+def test_the_host_budget_that_the_error_names_is_exactly_enough(
+    tmp_path: Path, passes: tc.PassSet, order_seed: int | None, eval_budget: int | None
+) -> None:
+    """With the named bytes a run trains and resumes anywhere; with one byte less it is refused before training."""
+    case = replace(CASE, epochs=3, order_seed=order_seed)
+    expected = resident_result(case, passes)
+    options = {"order_seed": order_seed, "eval_budget": eval_budget}
+    with tc.Store.open(tmp_path / "tight.tc", tables=case.tables) as store:
+        needed = needed_bytes(store, passes, **options)
+        with one_sentence(BudgetError, "host_budget", f"{needed} bytes", "smaller passes"):
+            tiered(store, passes, host_budget=needed - 1, **options)
+        for epochs in (1, 2, 3):
+            with tiered(store, passes, host_budget=needed, **options) as cache:
+                model = train(cache, case, epochs=epochs)
+                assert cache.host_bytes_peak <= needed
+        assert all(torch.equal(value, expected.dense[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("size", ["64 MiBs", "-1", 0, 1.5, True, None])
+def test_a_budget_that_is_no_size_is_refused(store: tc.Store, passes: tc.PassSet, size: Any) -> None:
+    """Text that is no size, and numbers below one byte, say what a size looks like."""
+    with one_sentence(BudgetError, repr(size)):
+        tiered(store, passes, device_budget=size)
+
+
+def test_an_interval_of_no_visits_between_commits_is_refused(store: tc.Store, passes: tc.PassSet) -> None:
+    """commit_every is at least 1."""
+    with one_sentence(ValueError, "commit_every is 0", "at least 1"):
+        tiered(store, passes, commit_every=0)
+
+
+# -- pass sets and stores that do not belong together -----------------------------------------------------------
+
+
+def test_a_pass_set_of_other_tables_is_refused(store: tc.Store, tmp_path: Path) -> None:
+    """The error names the tables that differ."""
+    other = replace(CASE, tables=(table("a", 8), *CASE.tables[1:])).cut(tmp_path / "others")
+    with one_sentence(PassSetError, "other tables", "differ in a)", "extract again"):
+        tiered(store, other)
+
+
+def test_a_pass_set_of_another_schema_is_refused(store: tc.Store, tmp_path: Path) -> None:
+    """Equal tables under other features are another pass set."""
+    specs = (replace(CASE.specs[0], name="renamed"), *CASE.specs[1:])
+    with one_sentence(PassSetError, "is not the one", "commit 3"):
+        tiered(store, replace(CASE, specs=specs).cut(tmp_path / "others"))
+
+
+def test_a_pass_set_that_changed_since_the_last_commit_is_refused(store: tc.Store, tmp_path: Path) -> None:
+    """The same schema over other data, or in another order, would find none of its rows."""
+    other = replace(CASE, data_seed=1).cut(tmp_path / "others")
+    with one_sentence(PassSetError, str(other.path), "commit 3", "begin a new store"):
+        tiered(store, other)
+
+
+def test_another_order_of_the_passes_is_refused(store: tc.Store, passes: tc.PassSet) -> None:
+    """The order decides next uses, so it belongs to what was trained."""
+    with one_sentence(PassSetError, "in this order", "commit 3"):
+        tiered(store, passes, order_seed=1)
+
+
+def test_an_evaluation_set_with_other_features_is_refused(store: tc.Store, passes: tc.PassSet, tmp_path: Path) -> None:
+    """A feature that the model looks up must be there, as it was trained."""
+    specs = (CASE.specs[0], replace(CASE.specs[1], hotness="ragged"), CASE.specs[2])
+    other = replace(CASE, specs=specs).cut(tmp_path / "others")
+    with tiered(store, passes) as cache, one_sentence(PassSetError, "'g'", "otherwise"):
+        next(iter(cache.evaluation(other)))
+
+
+def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
+    """A second writer, in this process or another, is told who the first one is."""
+    with one_sentence(StoreInUseError, str(store.path)):
+        tc.Store.open(store.path)
+    script = f"import tiercache.store as s; s.Store.open({str(store.path)!r})"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert f"process {store._pid}" in found.stderr
+
+
+def test_training_on_a_store_open_for_reading_is_refused(tmp_path: Path, passes: tc.PassSet) -> None:
+    """Mode "r" never writes; a cache on it serves evaluation."""
+    with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
+        train(cache, CASE)
+    with tc.Store.open(tmp_path / "new.tc", mode="r") as store, tiered(store, passes) as cache:
+        tracked(cache)
+        assert list(cache.passes(epochs=1)) == []
+        assert sum(piece.num_samples for piece in cache.evaluation(passes)) == CASE.num_samples
+        with one_sentence(StateError, "open for reading", "mode='a'"):
+            next(cache.passes(epochs=2))
+
+
+# -- track() -----------------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """Has a state_dict with one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+        return {"inside": [{"value": self.value}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back."""
+        self.value = state["inside"][0]["value"]
+
+
+UNSTORABLE: list[Callable[[], Any]] = [
+    lambda: lambda: 0, lambda: sys.stdout, lambda: np.zeros(2), lambda: np.float64(1.0), lambda: np.int64(1), object,
+    lambda: {np.int64(1): 1}, lambda: Spec,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
+def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
+    store: tc.Store, passes: tc.PassSet, make: Callable[[], Any]
+) -> None:
+    """Functions, files, arrays and numbers of numpy, and classes name their place in the state_dict."""
+    with (
+        tiered(store, passes) as cache,
+        one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"),
+    ):
+        cache.track(extra=Holder(make()))
+
+
+@pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
+def test_an_object_without_state_is_refused_when_it_is_tracked(
+    store: tc.Store, passes: tc.PassSet, make: Callable[[], Any]
+) -> None:
+    """What has no state_dict cannot be tracked."""
+    with tiered(store, passes) as cache, one_sentence(StateError, "track(extra=...)", "state_dict"):
+        cache.track(extra=make())
+
+
+def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
+    tmp_path: Path, passes: tc.PassSet
+) -> None:
+    """Each commit checks again, so that what a store holds can always be read back."""
+    with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
+        holder = Holder(1)
+        model, optimizer = tracked(cache, extra=holder)
+
+        def spoil(visit: int, _batch: int) -> None:
+            if visit == 1:
+                holder.value = np.float64(1.0)
+
+        with one_sentence(StateError, "extra['inside'][0]['value']", "float64"):
+            run(cache, CASE, model, optimizer, each_batch=spoil)
+        assert store.commit is not None
+        assert store.commit.cursor.visit <= 1
+
+
+def test_two_tracked_optimizers_are_refused(store: tc.Store, passes: tc.PassSet) -> None:
+    """Rows step once for each step, so one optimizer leads."""
+    with tiered(store, passes) as cache:
+        model, _ = tracked(cache)
+        with one_sentence(StateError, "two optimizers", "track one"):
+            cache.track(second=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_tracking_other_names_than_the_last_commit_is_refused_on_resume(store: tc.Store, passes: tc.PassSet) -> None:
+    """The error names both sets of names."""
+    with tiered(store, passes) as cache:
+        cache.track(network=Net(cache, CASE))
+        with one_sentence(StateError, "model, optimizer", "network", "same names"):
+            next(cache.passes(epochs=2))
+
+
+def test_tracking_a_model_of_another_shape_is_refused_on_resume(store: tc.Store, passes: tc.PassSet) -> None:
+    """The error names the object and what does not fit."""
+    with tiered(store, passes) as cache:
+        model = Net(cache, CASE)
+        model.top = nn.Linear(model.bag.out_features + 1, 2)
+        cache.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+        with one_sentence(StateError, "'model'", "top.weight", "size mismatch"):
+            next(cache.passes(epochs=2))

@@ -1,0 +1,224 @@
+"""Evaluation sees every row as of now, writes nothing, stays within its budget and changes no bit of the run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiercache as tc
+from tests.training.cases import (
+    Case,
+    Net,
+    Spec,
+    assert_same_bits,
+    open_store,
+    resident_result,
+    result_of,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tiercache.keybatch import OOV_KEY
+from tiercache.kernels.initial import initial_rows
+from tiercache.store.table import initializer_code
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.cache import TierCache
+
+CASE = Case(
+    tables=(table("a", 8), table("b", 5, tc.Adam(learning_rate=0.05)), table("c", 8)),
+    specs=(
+        Spec(name="f", table="a", hotness="ragged"),
+        Spec(name="g", table="b"),
+        Spec(name="h", table="c", hotness="fixed"),
+    ),
+    num_samples=256,
+    pass_rows=64,
+    num_keys=300,
+    batch=16,
+    epochs=2,
+)
+MOMENTS = [(0, 0), (1, 3), (3, 1), (4, 0), (6, 2), (7, 3)]
+Rows = dict[str, dict[int, "NDArray[np.float32]"]]
+
+
+@pytest.fixture
+def passes(tmp_path: Path) -> tc.PassSet:
+    """The passes to train."""
+    return CASE.cut(tmp_path / "passes")
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> tc.PassSet:
+    """Passes to evaluate: keys of the training and as many that it never sees."""
+    return replace(CASE, num_keys=700, data_seed=5, num_samples=96, pass_rows=48).cut(tmp_path / "others")
+
+
+def initial(spec: tc.Table, key: int) -> NDArray[np.float32]:
+    """Return the row that a key begins with."""
+    out = np.empty((1, spec.dim), np.float32)
+    initial_rows(np.array([key]), spec.table_id, spec.seed, *initializer_code(spec.initializer), out)
+    return out[0]
+
+
+def resident_rows(passes: tc.PassSet, moments: list[tuple[int, int]]) -> dict[tuple[int, int], Rows]:
+    """Train in memory and copy all rows at some moments, and under (-1, -1) as they end."""
+    cache, found = tc.ResidentCache(passes), {}
+
+    def copy(visit: int, batch: int) -> None:
+        if (visit, batch) in moments or visit < 0:
+            found[visit, batch] = {
+                t.name: dict(zip(cache.keys(t.name).tolist(), cache.fields(t.name)[0].copy(), strict=True))
+                for t in cache.tables
+            }
+
+    train(cache, CASE, each_batch=copy)
+    copy(-1, -1)
+    return found
+
+
+def assert_rows_as_of(cache: TierCache, others: tc.PassSet, now: Rows) -> None:
+    """Every vector that an evaluation looks up is the one of ``now``, or the initial one; pooling sums them."""
+    vectors, bag, samples = tc.TieredEmbedding(cache), tc.TieredEmbeddingBag(cache), 0
+    tables = {t.name: t for t in others.tables}
+    for piece in cache.evaluation(others):
+        source = others.passes[piece.pass_index]
+        for batch in piece.batches(20):
+            with torch.no_grad():
+                found, pooled = vectors(batch), dict(zip(bag.features, bag.split(bag(batch)), strict=True))
+            for feature in others.schema.features:
+                keys = source.keys(feature.table)[batch.ids[feature.name].ids].tolist()
+                wanted = [now[feature.table].get(key, initial(tables[feature.table], key)) for key in keys]
+                rows = found[feature.name].reshape(-1, tables[feature.table].dim).numpy()
+                np.testing.assert_array_equal(rows, np.array(wanted, np.float32).reshape(rows.shape))
+                if feature.hotness == "one":
+                    np.testing.assert_array_equal(pooled[feature.name].numpy(), rows)
+            samples += batch.num_samples
+    assert samples == others.samples
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb"])
+@pytest.mark.parametrize("commit_every", [1, 3])
+def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
+    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet, engine: str, commit_every: int
+) -> None:
+    """At any moment of a run with a tight host: rows of this visit, of earlier ones and of none; the run ends equal."""
+    expected = resident_rows(passes, MOMENTS)
+    with open_store(tmp_path / "model.tc", CASE, engine) as store:
+        options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": commit_every, "eval_budget": 4000}
+        options["host_budget"] = smallest_host_budget(store, passes, **options)
+        with tiered(store, passes, **options) as cache:
+            asked = []
+
+            def evaluate(visit: int, batch: int) -> None:
+                if (visit, batch) in MOMENTS:
+                    assert_rows_as_of(cache, others, expected[visit, batch])
+                    asked.append((visit, batch))
+
+            model = train(cache, CASE, each_batch=evaluate)
+            assert asked == MOMENTS
+            assert any(report.rows_read for report in cache.reports), "no row ever left host memory"
+            assert_rows_as_of(cache, others, expected[-1, -1])
+        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+
+
+def test_evaluation_before_the_first_commit_sees_initial_rows(
+    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
+) -> None:
+    """Nothing is trained and nothing committed, and any key has its initial row."""
+    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
+        assert_rows_as_of(cache, others, {t.name: {} for t in CASE.tables})
+        assert store.commit is None
+
+
+def test_evaluation_after_the_last_visit_works_in_a_new_process_too(
+    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
+) -> None:
+    """A store that was closed and opened again shows the rows that the training ended with."""
+    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
+        train(cache, CASE)
+    with tc.Store.open(tmp_path / "model.tc") as store, tiered(store, passes) as cache:
+        assert_rows_as_of(cache, others, resident_rows(passes, [])[-1, -1])
+
+
+def written(store: tc.Store) -> tuple[object, ...]:
+    """Return all that says what a store wrote: its counters and its file."""
+    assert store.path is not None
+    counts = {name: n for name in dir(store.counters) if "writ" in name or name in {"transactions", "commits"}
+              if isinstance(n := getattr(store.counters, name), int)}  # fmt: skip
+    assert len(counts) > 2
+    return counts, hashlib.sha256((store.path / "data.mdb").read_bytes()).hexdigest(), store.commit
+
+
+def test_evaluation_writes_nothing_and_leaves_no_gradient(
+    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
+) -> None:
+    """Counters and bytes of the store stay, and a backward through an evaluation batch steps no row."""
+    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
+
+        def evaluate(visit: int, batch: int) -> None:
+            if (visit, batch) == (2, 1):
+                cache._transfer.drain()
+                before, state = written(store), torch.get_rng_state()
+                for piece in cache.evaluation(others):
+                    for samples in piece.batches(16):
+                        model(samples).sum().backward()
+                assert not cache.optimizer.pending
+                assert written(store) == before
+                assert torch.equal(torch.get_rng_state(), state)
+
+        torch.manual_seed(1)
+        model = Net(cache, CASE)
+        for visit in cache.passes(epochs=1):
+            for number, _ in enumerate(visit.batches(16)):
+                evaluate(visit.index, number)
+
+
+def test_evaluation_is_cut_into_slices_within_its_budget(
+    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
+) -> None:
+    """Each slice's rows and slots take at most eval_budget, a larger budget makes fewer slices, none splits a sample."""
+    counts = {}
+    for budget in (1500, 6000, 1 << 20):
+        with tc.Store.open(tmp_path / f"{budget}.tc", tables=CASE.tables) as store:
+            with tiered(store, passes, eval_budget=budget) as cache:
+                pieces = [
+                    (piece.num_samples, sum(rows.fields[0].nbytes for rows in piece._rows.groups))
+                    for piece in cache.evaluation(others)
+                ]
+        counts[budget] = len(pieces)
+        assert sum(samples for samples, _ in pieces) == others.samples
+        assert max(num_bytes for _, num_bytes in pieces) <= budget
+    assert counts[1500] > counts[6000] > counts[1 << 20] == len(others.passes)
+
+
+def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_trained(tmp_path: Path) -> None:
+    """With rare keys in the training, an unknown key has the row that the rare ones trained."""
+    case = replace(CASE, tables=(table("a", 8),), specs=(Spec(name="f", table="a"),), num_keys=120)
+    passes = case.extract(tmp_path / "train", min_count=3)
+    assert any(OOV_KEY in p.keys("a") for p in passes)
+    others = replace(case, num_keys=5000, data_seed=9, num_samples=64).extract(tmp_path / "test")
+    with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
+        train(cache, case)
+        keys, fields = result_of(store, passes, None).rows["a"]
+        rows = dict(zip(keys.tolist(), fields[0], strict=True))
+        unknown = 0
+        for piece in cache.evaluation(others):
+            for batch in piece.batches(64):
+                found = tc.TieredEmbedding(cache)(batch)["f"].detach().numpy()
+                for row, local in zip(found, batch.ids["f"].ids.tolist(), strict=True):
+                    key = int(others.passes[piece.pass_index].keys("a")[local])
+                    unknown += key not in rows
+                    np.testing.assert_array_equal(row, rows.get(key, rows[OOV_KEY]))
+        assert unknown > 5
+        assert not np.array_equal(rows[OOV_KEY], initial(case.tables[0], OOV_KEY))

@@ -1,0 +1,200 @@
+"""Calls at the wrong moment and lookups of what is not there get one sentence, and the store keeps its commit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tiercache as tc
+from tests.training.cases import tiered
+from tests.training.test_bad_input import CASE, one_sentence, passes, store, tracked
+from tiercache.errors import BudgetError, StateError
+from tiercache.store import MemoryEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.training.cases import Net
+    from tiercache.cache import TierCache
+
+__all__ = ["passes", "store"]  # fixtures
+
+
+@pytest.fixture
+def cache(store: tc.Store, passes: tc.PassSet) -> Iterator[TierCache]:
+    """A cache on a store after one epoch of three visits."""
+    with tiered(store, passes) as cache:
+        yield cache
+
+
+def first_batch(cache: TierCache, model: Net | None = None) -> tuple[Any, tc.Batch]:
+    """Begin the next visit; returns the loop over visits and a batch."""
+    if model is None:
+        tracked(cache)
+    visits = cache.passes(epochs=2)
+    return visits, next(next(visits).batches(16))
+
+
+def test_a_step_outside_a_visit_is_refused(cache: TierCache) -> None:
+    """Neither step() nor a tracked optimizer steps rows that are on no device."""
+    _, optimizer = tracked(cache)
+    with one_sentence(StateError, "step() was called outside a visit", "inside the loop"):
+        cache.step()
+    with one_sentence(StateError, "step() was called outside a visit"):
+        optimizer.step()
+
+
+def test_a_commit_outside_a_visit_is_refused(cache: TierCache) -> None:
+    """A visit commits by itself when it ends."""
+    with one_sentence(StateError, "commit() was called outside a visit"):
+        cache.commit()
+
+
+def test_a_commit_between_backward_and_step_is_refused(cache: TierCache) -> None:
+    """Gradients belong to no commit; after step() or discard() it is possible again."""
+    model, _ = tracked(cache)
+    visits, batch = first_batch(cache, model)
+    model(batch).sum().backward()
+    with one_sentence(StateError, "between backward and step", "step() or discard()"):
+        cache.commit()
+    visits.close()
+
+
+def test_a_commit_before_the_first_batch_is_refused(cache: TierCache) -> None:
+    """The last commit stands there already."""
+    tracked(cache)
+    visits = cache.passes(epochs=2)
+    next(visits)
+    with one_sentence(StateError, "before the first batch"):
+        cache.commit()
+    visits.close()
+
+
+def test_a_batch_is_refused_after_its_visit_ended(store: tc.Store, passes: tc.PassSet) -> None:
+    """Its local ids mean other rows in the next visit: neither lookup nor backward goes on."""
+    with tiered(store, passes, commit_every=100) as cache:
+        model, _ = tracked(cache)
+        visits, batch = first_batch(cache, model)
+        loss = model(batch).sum()
+        next(visits)
+        with one_sentence(RuntimeError, "visit 3", "has ended", "inside their own loop"):
+            model(batch)
+        with one_sentence(RuntimeError, "visit 3", "has ended"):
+            loss.backward()
+        assert not cache.optimizer.pending
+        visits.close()
+
+
+def test_a_batch_is_refused_after_the_loop_was_left(cache: TierCache) -> None:
+    """Leaving the loop ends the visit, and drops what was trained in it."""
+    model, _ = tracked(cache)
+    visits, batch = first_batch(cache, model)
+    visits.close()
+    with one_sentence(RuntimeError, "has ended"):
+        model(batch)
+
+
+def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassSet) -> None:
+    """An error in the loop's body keeps the loop alive until store and cache are closed: nothing is said about that."""
+    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as memory:
+        with tiered(memory, passes) as cache:
+            visits, _ = first_batch(cache)
+    visits.close()
+
+
+def test_a_second_loop_over_the_passes_ends_the_first(cache: TierCache) -> None:
+    """One loop at a time: the older one is told so."""
+    tracked(cache)
+    older = cache.passes(epochs=2)
+    next(older)
+    newer = cache.passes(epochs=2)
+    next(newer)
+    with one_sentence(StateError, "replaced by a newer one", "one loop at a time"):
+        next(older)
+    newer.close()
+
+
+def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passes: tc.PassSet) -> None:
+    """Its rows are gone when the next slice is asked for."""
+    model, _ = tracked(cache)
+    slices = cache.evaluation(passes)
+    batch = next(next(slices).batches(16))
+    next(slices)
+    with one_sentence(RuntimeError, "evaluation pass 0", "has ended"):
+        model(batch)
+
+
+def test_batches_of_no_samples_are_refused(cache: TierCache) -> None:
+    """A batch has at least one sample."""
+    tracked(cache)
+    visits = cache.passes(epochs=2)
+    visit = next(visits)
+    with one_sentence(ValueError, "batch of 0 samples", "at least 1"):
+        next(visit.batches(0))
+    visits.close()
+
+
+def test_an_unknown_feature_is_refused(cache: TierCache) -> None:
+    """The error names the features there are."""
+    for module in (tc.TieredEmbeddingBag, tc.TieredEmbedding):
+        with one_sentence(ValueError, "no feature 'typo'", "f, g, h"):
+            module(cache, ["f", "typo"])
+        with one_sentence(ValueError, "'f' was given twice"):
+            module(cache, ["f", "f"])
+
+
+def test_an_unknown_mode_is_refused(cache: TierCache) -> None:
+    """The error names the modes there are; a mode for a feature that is not looked up is a typing error."""
+    with one_sentence(ValueError, "'f'", "'median'", "sum, mean, max"):
+        tc.TieredEmbeddingBag(cache, mode={"f": "median"})
+    with one_sentence(ValueError, "mode was given for 'typo'", "f, g, h"):
+        tc.TieredEmbeddingBag(cache, mode={"typo": "mean"})
+
+
+def test_weights_of_another_shape_or_feature_are_refused(cache: TierCache) -> None:
+    """One weight for each id of the batch, for a feature that is looked up."""
+    bag = tc.TieredEmbeddingBag(cache, ["f"])
+    visits, batch = first_batch(cache)
+    ids = batch.ids["f"].num_ids
+    for shape in ((ids + 1,), (ids, 1)):
+        with one_sentence(ValueError, "weights of feature 'f'", f"its {ids} ids"):
+            bag(batch, weights={"f": torch.ones(shape)})
+    with one_sentence(ValueError, "weights were given for 'g'", "looks up f"):
+        bag(batch, weights={"g": torch.ones(16)})
+    with one_sentence(ValueError, "weights of feature 'f'", "float64", "float32"):
+        bag(batch, weights={"f": torch.ones(ids, dtype=torch.float64)})
+    visits.close()
+
+
+def test_max_takes_no_weights(cache: TierCache) -> None:
+    """A weighted maximum is no definition of ours."""
+    bag = tc.TieredEmbeddingBag(cache, ["f"], mode="max")
+    visits, batch = first_batch(cache)
+    with one_sentence(ValueError, "'f' has weights and is pooled by max", "sum or mean"):
+        bag(batch, weights={"f": torch.ones(batch.ids["f"].num_ids)})
+    visits.close()
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_a_learning_rate_that_is_no_rate_is_refused(cache: TierCache, rate: float) -> None:
+    """Rates are finite and not negative."""
+    with one_sentence(ValueError, f"learning rate {rate}", "at least 0"):
+        cache.set_learning_rate(rate)
+
+
+def test_a_learning_rate_for_a_part_of_a_group_is_refused(cache: TierCache) -> None:
+    """Tables of one group share a rate: the error names the others."""
+    with one_sentence(ValueError, "table 'a' shares its group", "with b", "name them all"):
+        cache.set_learning_rate(0.1, tables=["a"])
+    with one_sentence(ValueError, "no table 'typo'", "a, b, c"):
+        cache.set_learning_rate(0.1, tables=["typo"])
+    cache.set_learning_rate(0.2, tables=["b", "a"])
+    assert 0.2 in cache.optimizer.learning_rates
+
+
+def test_an_evaluation_budget_below_the_rows_of_one_sample_is_refused(store: tc.Store, passes: tc.PassSet) -> None:
+    """The error names the sample, what its rows take, and the budget."""
+    with tiered(store, passes, eval_budget=30) as cache, one_sentence(BudgetError, "sample", "eval_budget", "raise"):
+        list(cache.evaluation(passes))
