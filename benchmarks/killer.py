@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.forkserver
+import os
 import random
 import shutil
 import signal
@@ -98,7 +100,7 @@ class Killer:
         """``notify`` is called after each kill."""
         self._folder, self._random, self._trainings, self._notify = folder, random.Random(seed), trainings, notify
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.warm"])
+        _start_server()
         self._references: dict[str, tuple[dict[str, Any], float]] = {}
         self._processes = 0
         self.outcome = Outcome()
@@ -215,6 +217,21 @@ class Killer:
             if expected.get(name) != found.get(name):
                 self.outcome.bits_equal = False
                 self.outcome.problems.append(f"{training.name}: {name} has other bits than without a kill")
+
+
+def _start_server() -> None:
+    """Start the fork server that imports everything once.
+
+    A killed child leaves a semaphore of numba's behind; the process that deletes such things would say so at the end.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.warm"])
+    multiprocessing.forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONWARNINGS"]
+    else:
+        os.environ["PYTHONWARNINGS"] = before
 
 
 def _error(folder: Path) -> str:

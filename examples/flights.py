@@ -12,23 +12,22 @@ import argparse
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 import tiercache as tc
 from examples import flights_data as data
 from examples.flights_proof import Comparison, Trained, at_the_end, compare, last_commit, train_in_a_child
 from examples.flights_scores import LogisticRegression, model_area
+from examples.flights_size import FULL, QUICK, Size, rows_table
 from examples.flights_training import PASSES, SETTINGS, Settings, Training, open_tiers
 from tiercache.figure import draw_visits
 from tiercache.kernels import compile as kernels
 from tiercache.report import visit_table, write_json_lines
-from tiercache.sizes import format_bytes, parse_bytes
+from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tiercache.visit import Visit
@@ -39,25 +38,8 @@ MADE = (
     "visits.png",
 )  # fmt: skip
 """Everything that the demo leaves in its folder; only this is deleted when it starts afresh."""
-MOST_DEVICE, MOST_HOST = 0.10, 0.30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """How large a demo is."""
-
-    first: int | None
-    """So many of the earliest flights; None: all."""
-    device_budget: str
-    host_budget: str
-    eval_budget: str
-    batch: int
-    align: int
-    """Passes end at multiples of so many samples."""
-
-
-FULL = Size(first=None, device_budget="4.25MiB", host_budget="13MiB", eval_budget="2MiB", batch=2048, align=1024)
-QUICK = Size(first=40_000, device_budget="700KiB", host_budget="2150KiB", eval_budget="400KiB", batch=256, align=256)
+MOST_SHARE = {"device": 0.10, "host": 0.30}
+"""The budgets as shares of all row bytes: the keys of all passes, each once, times the bytes of their rows."""
 
 
 class Demo:
@@ -146,47 +128,26 @@ class Demo:
         test = tc.extract(
             flights.test, SCHEMA, self.folder / "test-passes", device_budget="1GiB", pass_by="file", **options
         )
-        self.tell(f"{len(train)} passes in {time.perf_counter() - begun:.1f} s")
+        sizes = sorted(p.samples for p in train.passes)
+        self.tell(
+            f"{len(train)} passes of {sizes[0]:,} to {sizes[-1]:,} flights, and {len(test)} of test flights, "
+            f"in {time.perf_counter() - begun:.1f} s"
+        )
         return train, test
 
     def plan(self, train: tc.PassSet) -> Settings:
         """Say what is to be trained in which memory."""
         self.say("Plan the training")
-        settings = Settings(
-            device_budget=parse_bytes(self.size.device_budget),
-            host_budget=parse_bytes(self.size.host_budget),
-            eval_budget=parse_bytes(self.size.eval_budget),
-            batch=self.size.batch,
-        )
+        settings = self.size.settings
         settings.write(self.folder)
-        table, all_bytes = self._table_of_rows(train)
+        table, all_bytes = rows_table(train)
         self.console.print(table)
-        for what, num_bytes, most in (
-            ("device", settings.device_budget, MOST_DEVICE),
-            ("host", settings.host_budget, MOST_HOST),
-        ):
-            share = num_bytes / all_bytes
+        for what, num_bytes in (("device", settings.device_budget), ("host", settings.host_budget)):
+            share, most = num_bytes / all_bytes, MOST_SHARE[what]
             self.tell(f"{what} budget: {format_bytes(num_bytes)}, {share:.1%} of all row bytes")
             if share > most:
                 self.failures.append(f"the {what} budget is {share:.1%} of all row bytes, more than {most:.0%}")
         return settings
-
-    def _table_of_rows(self, train: tc.PassSet) -> tuple[Table, int]:
-        table = Table(title=f"rows of {len(train)} passes", title_justify="left")
-        for name in ("table", "optimizer", "rows", "bytes a row", "bytes", "rows of the largest pass"):
-            table.add_column(name, justify="left" if name in {"table", "optimizer"} else "right")
-        total_rows = total_bytes = 0
-        for spec in train.tables:
-            keys = {int(key) for p in train.passes for key in p.keys(spec.name)}
-            total_rows, total_bytes = total_rows + len(keys), total_bytes + len(keys) * spec.row_bytes
-            table.add_row(
-                spec.name, type(spec.optimizer).__name__, f"{len(keys):,}", str(spec.row_bytes),
-                format_bytes(len(keys) * spec.row_bytes), f"{max(p.rows(spec.name) for p in train.passes):,}",
-            )  # fmt: skip
-        largest = max(sum(p.rows(spec.name) for spec in train.tables) for p in train.passes)
-        table.add_section()
-        table.add_row("all", "", f"{total_rows:,}", "", format_bytes(total_bytes), f"{largest:,}")
-        return table, total_bytes
 
     def train(self, cache: tc.TierCache, train: tc.PassSet, settings: Settings) -> Training:
         """Train over the tiers and show every visit."""
@@ -196,10 +157,8 @@ class Demo:
         self.console.print(visit_table(cache.reports))
         waited = sum(report.waited for report in cache.reports)
         on_device, on_host = format_bytes(cache.device_bytes), format_bytes(cache.host_bytes_peak)
-        self.tell(
-            f"{seconds:.1f} s, of which {waited:.2f} s waiting; at most {on_device} of rows and slot maps on the device"
-        )
-        self.tell(f"and {on_host} of rows on the host")
+        self.tell(f"{seconds:.1f} s, of which {waited:.2f} s waiting")
+        self.tell(f"at most {on_device} on the device (rows and slot maps) and {on_host} of rows on the host")
         if not all(report.planned_equals_measured for report in cache.reports):
             self.failures.append("rows or bytes moved otherwise than planned")
         return training
@@ -207,7 +166,7 @@ class Demo:
     def _run(self, training: Training, train: tc.PassSet) -> float:
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         begun = time.perf_counter()
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             task = progress.add_task("", total=training.settings.epochs * train.samples)
 
             def after_batch(visit: Visit, samples: int, loss: float) -> None:
@@ -272,15 +231,13 @@ class Demo:
         self.console.print(f"   {what}")
 
     def _show(self, found: Comparison, what: str) -> None:
-        counted = (
-            f"{found.rows:,} rows with {found.row_numbers:,} numbers (vectors and optimizer states) and "
-            f"{found.dense_numbers:,} numbers of dense layers and their optimizer"
-        )
         if found.different:
             self.failures.append(f"{what} differ in " + ", ".join(found.different))
-            self.tell(f"[bold red]{what}: DIFFERENT bits[/] in {', '.join(found.different)}, of {counted}")
+            self.tell(f"[bold red]{what}: DIFFERENT bits[/] in {', '.join(found.different)}, of")
         else:
-            self.tell(f"[green]{what}: the same bits[/] in {counted}")
+            self.tell(f"[green]{what}: the same bits[/] in")
+        self.tell(f"{found.rows:,} rows with {found.row_numbers:,} numbers (vectors and optimizer states) and")
+        self.tell(f"{found.dense_numbers:,} numbers of dense layers and their optimizer")
 
 
 def main() -> int:

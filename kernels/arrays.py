@@ -31,11 +31,12 @@ def expect(name: str, array: NDArray[Any], dtype: DTypeLike, ndim: int = 1, *, w
     Raises ValueError when its dtype, number of dimensions or memory order is another, or when a kernel would write to a
     read-only array.
     """
-    if array.dtype != dtype or array.ndim != ndim or not array.flags.c_contiguous:
+    if array.dtype != dtype or array.ndim != ndim or not array.flags.c_contiguous or not array.flags.aligned:
+        flaws = "" if array.flags.c_contiguous else ", not C-contiguous"
+        flaws += "" if array.flags.aligned else ", not aligned"
         raise ValueError(
-            f"{name} is {array.ndim}-dimensional {array.dtype}"
-            f"{'' if array.flags.c_contiguous else ', not C-contiguous'}: "
-            f"give a C-contiguous {ndim}-dimensional array of {np.dtype(dtype)}."
+            f"{name} is {array.ndim}-dimensional {array.dtype}{flaws}: "
+            f"give an aligned C-contiguous {ndim}-dimensional array of {np.dtype(dtype)}."
         )
     if array.flags.writeable:
         return array

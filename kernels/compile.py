@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba.core.registry import cpu_target
 
-from tiercache.kernels import bits, initial, pooling, rows, samples, sorting, switch, update, uses
+from tiercache.kernels import bits, gradients, initial, pooling, rows, samples, sorting, switch, update, uses
 from tiercache.kernels.jit import KERNELS
 from tiercache.kernels.numbering import KeyNumbers
 
@@ -64,8 +64,8 @@ def _weigh() -> None:
 
 def _step() -> None:
     pairs = sorting.sort_slots(_I4, 2, sorting.SortBuffers())
-    gradients = update.one_id_gradients(_F4, _I8[:1])
-    update.update_sgd(_F4.copy(), pairs, gradients, update.UpdateBuffers(), learning_rate=0.0)
+    described = gradients.one_id_gradients(_F4, _I8[:1])
+    update.update_sgd(_F4.copy(), pairs, described, update.UpdateBuffers(), learning_rate=0.0)
 
 
 def _move() -> None:

@@ -20,7 +20,6 @@ BLOCK = 64  # samples of a task: 26 features of 64 floats are 416 KiB, which sta
 GATHER_BLOCK = 1024
 AHEAD = 16  # entries between asking for a row and using it
 STREAM_BYTES = 1 << 22  # outputs this large would only push rows out of the caches
-_FIRST = np.zeros(1, np.int64)
 
 
 @inlined
@@ -30,17 +29,31 @@ def map_entries(ids, first, last, base, slot_of_local, slots):  # type: ignore[n
 
 
 @inlined
-def _copy_row(vectors, start, out, at, dim, streaming):  # type: ignore[no-untyped-def]
-    if streaming:
-        for d in range(0, dim, 16):
-            stream(out, at + d, load(vectors, start + d, 16))
+def first_lanes(at, phase):  # type: ignore[no-untyped-def]
+    """Return how many lanes come before the next cache line; 16 where nothing is streamed (`phase` < 0)."""
+    return 16 - (at + phase) % 16 if phase >= 0 else 16
+
+
+@inlined
+def write(out, at, value, count, phase):  # type: ignore[no-untyped-def]
+    """Write lanes, past the caches where they are a whole line."""
+    if phase >= 0 and count == 16:
+        stream(out, at, value)
     else:
-        for d in range(0, dim, 16):
-            store(out, at + d, load(vectors, start + d, dim - d), dim - d)
+        store(out, at, value, count)
+
+
+@inlined
+def _copy_row(vectors, start, out, at, dim, phase):  # type: ignore[no-untyped-def]
+    d, count = 0, min(first_lanes(at, phase), dim)
+    while d < dim:
+        write(out, at + d, load(vectors, start + d, count), count, phase)
+        d += count
+        count = min(16, dim - d)
 
 
 @worker
-def _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, streaming, counter):  # type: ignore[no-untyped-def]
+def _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, phase, counter):  # type: ignore[no-untyped-def]
     num_samples, width = out.shape
     dim = vectors.shape[1]
     block = atomic_next(counter)
@@ -54,19 +67,19 @@ def _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, strea
             for n in range(first, last):
                 if n + AHEAD < last:
                     ask(vectors, np.int64(slots[start + n + AHEAD]) * dim, dim)
-                _copy_row(vectors, np.int64(slots[start + n]) * dim, out, n * width + cols[f], dim, streaming)
+                _copy_row(vectors, np.int64(slots[start + n]) * dim, out, n * width + cols[f], dim, phase)
         block = atomic_next(counter)
     fence()
 
 
 @parallel
-def _pool_one(vectors, slot_of_local, ids, bases, cols, out, slots, streaming, counter, parts):  # type: ignore[no-untyped-def]
+def _pool_one(vectors, slot_of_local, ids, bases, cols, out, slots, phase, counter, parts):  # type: ignore[no-untyped-def]
     for _ in prange(parts):
-        _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, streaming, counter)
+        _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, phase, counter)
 
 
 @worker
-def _gather_blocks(vectors, slots, out, streaming, counter):  # type: ignore[no-untyped-def]
+def _gather_blocks(vectors, slots, out, phase, counter):  # type: ignore[no-untyped-def]
     dim = vectors.shape[1]
     block = atomic_next(counter)
     while block * GATHER_BLOCK < slots.size:
@@ -74,15 +87,15 @@ def _gather_blocks(vectors, slots, out, streaming, counter):  # type: ignore[no-
         for e in range(block * GATHER_BLOCK, last):
             if e + AHEAD < last:
                 ask(vectors, np.int64(slots[e + AHEAD]) * dim, dim)
-            _copy_row(vectors, np.int64(slots[e]) * dim, out, e * dim, dim, streaming)
+            _copy_row(vectors, np.int64(slots[e]) * dim, out, e * dim, dim, phase)
         block = atomic_next(counter)
     fence()
 
 
 @parallel
-def _gather(vectors, slots, out, streaming, counter, parts):  # type: ignore[no-untyped-def]
+def _gather(vectors, slots, out, phase, counter, parts):  # type: ignore[no-untyped-def]
     for _ in prange(parts):
-        _gather_blocks(vectors, slots, out, streaming, counter)
+        _gather_blocks(vectors, slots, out, phase, counter)
 
 
 @serial
@@ -105,15 +118,9 @@ def _check_ids(ids, entry_starts, limits):  # type: ignore[no-untyped-def]
     return np.int64(-1)
 
 
-def streams(out: NDArray[np.float32], dim: int, cols: NDArray[np.int64]) -> bool:
-    """Return whether the whole output can be written past the caches, a line at a time."""
-    return bool(
-        out.nbytes >= STREAM_BYTES
-        and dim % 16 == 0
-        and out.shape[1] % 16 == 0
-        and out.ctypes.data % 64 == 0
-        and not np.any(cols % 16)
-    )
+def line_phase(out: NDArray[np.float32]) -> int:
+    """Return how many floats after a cache line `out` begins, or -1 where it is small enough to stay in the caches."""
+    return int(out.ctypes.data) // 4 % 16 if out.nbytes >= STREAM_BYTES else -1
 
 
 def expect_columns(cols: NDArray[np.int64], dim: int, width: int) -> NDArray[np.int64]:
@@ -177,7 +184,7 @@ def pool_one(
     """Write each feature's row for each sample to its columns of `out` (N, T), and each entry's slot to `slots`.
 
     vectors (S, D), slot_of_local (L,), ids and slots (F * N,), bases (F,), cols (F,). Other columns of `out` stay.
-    Large outputs at a multiple of 64 bytes, with dim, width and columns multiples of 16, are written past the caches.
+    A large output is written past the caches, a line at a time: best where dim, width and columns are multiples of 16.
     """
     vectors, out = expect("vectors", vectors, np.float32, 2), expect("out", out, np.float32, 2, written=True)
     cols = expect_columns(cols, vectors.shape[1], out.shape[1])
@@ -195,7 +202,7 @@ def pool_one(
         cols,
         out,
         expect("slots", slots, np.int32, written=True),
-        streams(out, vectors.shape[1], cols),
+        line_phase(out),
         np.zeros(1, np.int64),
         num_parts(num_samples),
     )
@@ -210,7 +217,7 @@ def gather(vectors: NDArray[np.float32], slots: NDArray[np.int32], out: NDArray[
         vectors,
         expect("slots", slots, np.int32),
         out,
-        streams(out, vectors.shape[1], _FIRST),
+        line_phase(out),
         np.zeros(1, np.int64),
         max(1, min(threads(), slots.size // GATHER_BLOCK)),
     )

@@ -13,15 +13,17 @@ from tiercache.kernels.gathering import (
     BLOCK,
     check_ids,
     expect_columns,
+    first_lanes,
     gather,
+    line_phase,
     map_entries,
     map_slots,
     num_parts,
     pool_one,
-    streams,
+    write,
 )
 from tiercache.kernels.jit import inlined, parallel, serial, worker
-from tiercache.kernels.lanes import ask, atomic_next, fence, load, splat, store, stream, total
+from tiercache.kernels.lanes import ask, atomic_next, fence, load, splat, total
 
 __all__ = ["MAX", "MEAN", "SUM", "check_ids", "gather", "map_slots", "pool_bags", "pool_one", "weight_gradient"]
 
@@ -32,17 +34,17 @@ _NO_ARGMAX = np.empty((0, 0), np.int32)
 
 
 @inlined
-def _sum_bag(vectors, slots, first, last, weights, each, mean, out, at, dim, streaming):  # type: ignore[no-untyped-def]
-    for d in range(0, dim, 16):
+def _sum_bag(vectors, slots, first, last, weights, each, mean, out, at, dim, phase):  # type: ignore[no-untyped-def]
+    d, count = 0, min(first_lanes(at, phase), dim)
+    while d < dim:
         a = splat(np.float32(0))
         for e in range(first, last):
-            a = a + load(vectors, np.int64(slots[e]) * dim + d, dim - d) * splat(weights[e * each])
+            a = a + load(vectors, np.int64(slots[e]) * dim + d, count) * splat(weights[e * each])
         if mean and last > first + 1:
             a = a / splat(np.float32(last - first))
-        if streaming:
-            stream(out, at + d, a)
-        else:
-            store(out, at + d, a, dim - d)
+        write(out, at + d, a, count, phase)
+        d += count
+        count = min(16, dim - d)
 
 
 @inlined
@@ -72,7 +74,7 @@ def _describe(first, last, place, weights, each, mode, entry_offset, entry_scale
 @worker
 def _pool_bags_blocks(  # type: ignore[no-untyped-def]
     vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset, entry_scale,
-    streaming, counter,
+    phase, counter,
 ):  # fmt: skip
     num_samples, width = out.shape
     dim, each = vectors.shape[1], np.int64(weights.size > 1 or ids.size == 1)  # a single 1 stands for all
@@ -93,7 +95,7 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
                 if mode == MAX:
                     _max_bag(vectors, slots, begin, stop, out, argmax, n, cols[f], dim)
                 else:
-                    _sum_bag(vectors, slots, begin, stop, weights, each, mode == MEAN, out, at, dim, streaming)
+                    _sum_bag(vectors, slots, begin, stop, weights, each, mode == MEAN, out, at, dim, phase)
         block = atomic_next(counter)
     fence()
 
@@ -101,12 +103,12 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
 @parallel
 def _pool_bags(  # type: ignore[no-untyped-def]
     vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset, entry_scale,
-    streaming, counter, parts,
+    phase, counter, parts,
 ):  # fmt: skip
     for _ in prange(parts):
         _pool_bags_blocks(
             vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset,
-            entry_scale, streaming, counter,
+            entry_scale, phase, counter,
         )  # fmt: skip
 
 
@@ -206,7 +208,7 @@ def pool_bags(
         expect("argmax", argmax, np.int32, 2, written=True) if has_max else _NO_ARGMAX,
         expect("entry_offset", entry_offset, np.int64, written=True),
         expect("entry_scale", entry_scale, np.float32, written=True),
-        not has_max and streams(out, vectors.shape[1], cols),
+        -1 if has_max else line_phase(out),
         np.zeros(1, np.int64),
         num_parts(num_samples),
     )

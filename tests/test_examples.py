@@ -6,11 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from examples import flights_data
 from examples.flights import MADE
+from examples.flights_proof import Trained, compare
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,3 +63,26 @@ def test_flights_are_cut_by_time_and_late_means_more_than_15_minutes(tmp_path: P
     late = sum(train["late"].to_pylist()) + sum(test["late"].to_pylist())
     assert late == 77_630
     assert not {"dep_time", "dep_delay", "arr_time", "arr_delay", "air_time"} & set(train.column_names)
+
+
+def test_one_other_bit_in_a_row_or_in_a_dense_weight_is_found() -> None:
+    """The proof of the demo can fail: it names the table and the weight that differ, and counts what it compared."""
+    keys = np.array([5, -3], dtype=np.int64)
+    passes: Any = SimpleNamespace(
+        tables=[SimpleNamespace(name="t")],
+        passes=[SimpleNamespace(keys=lambda _: keys[:1]), SimpleNamespace(keys=lambda _: keys)],
+    )
+    rows, weights = np.zeros((2, 3), dtype=np.float32), torch.ones(4)
+    other_rows, other_weights = rows.copy(), weights.clone()
+    other_rows[1, 2] = -0.0
+    other_weights[0] = 1 + 2**-23
+
+    same = compare(
+        passes, Trained(lambda *_: (rows,), {"w": weights}), Trained(lambda *_: (rows.copy(),), {"w": weights})
+    )
+    other = compare(
+        passes, Trained(lambda *_: (rows,), {"w": weights}), Trained(lambda *_: (other_rows,), {"w": other_weights})
+    )
+
+    assert (same.rows, same.row_numbers, same.dense_numbers, same.different) == (2, 6, 4, ())
+    assert other.different == ("1 numbers of table t", "1 numbers of w")

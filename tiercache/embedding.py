@@ -82,13 +82,13 @@ class TieredEmbeddingBag(nn.Module):
         """
         batch.rows.check()
         given = dict(weights or {})
-        for name, values in given.items():
+        for name, weight in given.items():
             if name not in self._cols:
                 raise ValueError(
                     f"weights were given for {name!r}, and this module looks up {', '.join(self.features)}"
                 )
-            if values.dtype != torch.float32:
-                raise ValueError(f"weights of feature {name!r} are {values.dtype}: give torch.float32")
+            if weight.dtype != torch.float32:
+                raise ValueError(f"weights of feature {name!r} are {weight.dtype}: give torch.float32")
         arrays = {name: values for name in self.features if (values := batch.ids[name].weights) is not None} | {
             name: value.detach().contiguous().numpy() for name, value in given.items()
         }

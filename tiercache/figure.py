@@ -65,6 +65,7 @@ def draw_visits(reports: Sequence[VisitReport], path: str | Path, *, title: str 
         lanes.annotate(f" epoch {epoch + 1}", (begun, 1.0), xycoords=("data", "axes fraction"), va="bottom", fontsize=9)
     if title:
         figure.suptitle(title)
+    loss.margins(x=0.01)
     loss.set_xlabel("seconds since the first load began")
     path = Path(path)
     figure.savefig(path, dpi=130)
@@ -88,7 +89,8 @@ def _draw_lanes(axes: Any, reports: list[VisitReport], zero: float) -> None:
                 spans[activity].append(r.spans[activity])
     for name, (lane, color) in _BARS.items():
         bars = [(first - zero, last - first) for first, last in spans[name] if last > first]
-        axes.broken_barh(bars, (lane - 0.38, 0.76), facecolor=color, edgecolor="white", linewidth=0.3, label=name)
+        edge = "white" if name == "train" else color  # thin bars would drown in white edges
+        axes.broken_barh(bars, (lane - 0.38, 0.76), facecolor=color, edgecolor=edge, linewidth=0.5, label=name)
     seconds = max(r.spans["train"][1] for r in reports) - min(r.spans["train"][0] for r in reports)
     waited = sum(r.waited for r in reports)
     axes.set_yticks(range(len(_LANES)), _LANES)
@@ -115,6 +117,7 @@ def _draw_rows(axes: Any, reports: list[VisitReport], zero: float) -> None:
         below += height
     written = [r.rows_written for r in reports]
     axes.plot(begun + width / 2, written, linestyle="none", marker="_", color="black", label="written to the store")
+    axes.set_ylim(0, 1.06 * max(r.rows for r in reports))
     axes.set_ylabel("rows of the visit")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _legend(axes)

@@ -264,14 +264,15 @@ class Planner:
         return self._dump_sizes[key]
 
     def _staging_bytes(self, visit: int, *, first: bool) -> int:
-        total = 0
+        total = ends = 0
         for group, gaps in zip(self._positions.groups, self.sizes(visit).prev_G, strict=True):
-            total += group.row_bytes * sum(n for gap, n in gaps if first or gap > 1)
-        # staging is filled region by region, and a region ends before the piece that does not fit
-        regions = -(-total // max(1, self._budget.region - self._budget.piece)) + 1
-        # what waits in the dump before last instead takes whole pages: one more at both ends of each group's run
-        ends = 2 * len(self._positions.groups)
-        return total + regions * (self._budget.piece + PAGE_BYTES) + ends * PAGE_BYTES
+            for _, rows in ((gap, n) for gap, n in gaps if first or gap > 1):
+                total += group.row_bytes * rows
+                ends += 3 + group.row_bytes * rows // self._budget.block
+        # staging is filled region by region, a region ends before the piece that does not fit, and the last may be empty
+        regions = -(-total // max(1, self._budget.region - self._budget.piece))
+        # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
+        return total + regions * (self._budget.piece + PAGE_BYTES) + self._budget.region + ends * PAGE_BYTES
 
     def _check_budget(self) -> None:
         """Raise BudgetError where the reserve of some visit exceeds the host budget.

@@ -174,6 +174,8 @@ def test_arrays_of_another_type_or_shape_are_refused() -> None:
         gather(np.asfortranarray(vectors), slots, np.zeros((3, 4), np.float32))
     with pytest.raises(ValueError, match="3 rows of 4"):
         gather(vectors, slots, np.zeros((2, 4), np.float32))
+    with pytest.raises(ValueError, match="not aligned"):
+        gather(np.zeros(81, np.uint8)[1:].view(np.float32).reshape(5, 4), slots, np.zeros((3, 4), np.float32))
     read_only = np.zeros((3, 4), np.float32)
     read_only.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):

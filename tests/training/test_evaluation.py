@@ -24,8 +24,8 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.keybatch import OOV_KEY
 from tiercache.kernels.initial import initial_rows
+from tiercache.keybatch import OOV_KEY
 from tiercache.store.table import initializer_code
 
 if TYPE_CHECKING:
@@ -187,15 +187,15 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
 def test_evaluation_is_cut_into_slices_within_its_budget(
     tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
 ) -> None:
-    """Each slice's rows and slots take at most eval_budget, a larger budget makes fewer slices, none splits a sample."""
+    """Rows of a slice take at most eval_budget, and a larger budget makes fewer slices."""
     counts = {}
     for budget in (1500, 6000, 1 << 20):
-        with tc.Store.open(tmp_path / f"{budget}.tc", tables=CASE.tables) as store:
-            with tiered(store, passes, eval_budget=budget) as cache:
-                pieces = [
-                    (piece.num_samples, sum(rows.fields[0].nbytes for rows in piece._rows.groups))
-                    for piece in cache.evaluation(others)
-                ]
+        store = tc.Store.open(tmp_path / f"{budget}.tc", tables=CASE.tables)
+        with store, tiered(store, passes, eval_budget=budget) as cache:
+            pieces = [
+                (piece.num_samples, sum(rows.fields[0].nbytes for rows in piece._rows.groups))
+                for piece in cache.evaluation(others)
+            ]
         counts[budget] = len(pieces)
         assert sum(samples for samples, _ in pieces) == others.samples
         assert max(num_bytes for _, num_bytes in pieces) <= budget

@@ -98,9 +98,8 @@ def test_a_batch_is_refused_after_the_loop_was_left(cache: TierCache) -> None:
 
 def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassSet) -> None:
     """An error in the loop's body keeps the loop alive until store and cache are closed: nothing is said about that."""
-    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as memory:
-        with tiered(memory, passes) as cache:
-            visits, _ = first_batch(cache)
+    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as memory, tiered(memory, passes) as cache:
+        visits, _ = first_batch(cache)
     visits.close()
 
 
