@@ -191,17 +191,22 @@ def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
 
 @inlined
 def ask(array, offset, count):  # type: ignore[no-untyped-def]
-    """Ask for the first four cache lines of `count` elements; the processor's own prefetcher follows a longer row.
+    """Ask for the first eight cache lines of `count` elements; the processor's own prefetcher follows a longer row.
 
     Straight-line on purpose: LLVM unrolls a loop of prefetches without end.
     """
     prefetch(array, offset)
+    prefetch(array, offset + count - 1)
     if count > 16:
         prefetch(array, offset + 16)
     if count > 32:
         prefetch(array, offset + 32)
-    if count > 48:
-        prefetch(array, offset + 48)
+        prefetch(array, offset + min(48, count - 1))
+    if count > 64:
+        prefetch(array, offset + 64)
+        prefetch(array, offset + min(80, count - 1))
+        prefetch(array, offset + min(96, count - 1))
+        prefetch(array, offset + min(112, count - 1))
 
 
 @intrinsic

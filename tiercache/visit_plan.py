@@ -269,7 +269,7 @@ class Planner:
             for _, rows in ((gap, n) for gap, n in gaps if first or gap > 1):
                 total += group.row_bytes * rows
                 ends += 3 + group.row_bytes * rows // self._budget.block
-        # staging is filled region by region, a region ends before the piece that does not fit, and the last may be empty
+        # staging is filled region by region; a region ends before the piece that does not fit, the last may be empty
         regions = -(-total // max(1, self._budget.region - self._budget.piece))
         # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
         return total + regions * (self._budget.piece + PAGE_BYTES) + self._budget.region + ends * PAGE_BYTES
