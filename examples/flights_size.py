@@ -40,7 +40,7 @@ class Size:
 
 
 FULL = Size(first=None, device_budget="4.25MiB", host_budget="13MiB", eval_budget="2MiB", batch=2048, align=1024)
-QUICK = Size(first=40_000, device_budget="700KiB", host_budget="2150KiB", eval_budget="400KiB", batch=256, align=256)
+QUICK = Size(first=60_000, device_budget="1MiB", host_budget="3MiB", eval_budget="256KiB", batch=512, align=512)
 
 
 def rows_table(passes: tc.PassSet) -> tuple[Table, int]:

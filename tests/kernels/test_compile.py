@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,9 @@ def test_an_edited_helper_makes_its_callers_stale(tmp_path: Path) -> None:
         assert jit._source_stamp("numbering") != before["numbering"]
         assert jit._source_stamp("sorting") == before["sorting"]
     jit._source_stamp.cache_clear()
+
+
+def test_parallel_kernels_run_on_openmp() -> None:
+    """The other layer aborts when two threads of a process run parallel kernels at once."""
+    code = "from tiercache.kernels.compile import prepare; import numba; prepare(); print(numba.threading_layer())"
+    assert run(code, **{k: os.environ[k] for k in ("HOME", "NUMBA_CACHE_DIR") if k in os.environ}) == "omp"
