@@ -1,6 +1,6 @@
 """Kills real trainings with SIGKILL at random moments and compares their end with that of trainings never killed.
 
-    python -m benchmarks.crash [--kills 200] [--quick] [--json FILE] [--seed N]
+    python -m benchmarks.crash [--kills 200] [--quick] [--json FILE] [--seed N] [--folder DIR]
 
 After each kill the store is opened for reading and verified, must stand at a commit no older than the last durable
 one, and the next process goes on. Ends with status 1 where anything was lost or differs.
@@ -13,33 +13,49 @@ import json
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.killed_training import TRAININGS
 from benchmarks.killer import Killer, Outcome
 from benchmarks.machine import console, environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PACKAGES = ("tiercache", "torch", "numpy", "numba", "lmdb", "pyarrow")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run it and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.crash", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="processes to kill (200)")
-    parser.add_argument("--quick", action="store_true", help="20 kills")
+    parser.add_argument("--quick", action="store_true", help="20 kills, and trainings of 2 epochs instead of 3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one flat JSON object")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--folder", type=Path, help="where to work (TMPDIR); kept where something went wrong")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     kills = 20 if options.quick else options.kills
+    trainings = tuple(replace(t, epochs=2) for t in TRAININGS) if options.quick else TRAININGS
     folder = Path(tempfile.mkdtemp(prefix="tiercache-crash-", dir=options.folder))
     with Progress(console=console) as progress:
         bar = progress.add_task("killing", total=kills)
-        killer = Killer(folder, seed=options.seed, notify=lambda outcome: progress.update(bar, completed=outcome.kills))
+        killer = Killer(
+            folder,
+            seed=options.seed,
+            trainings=trainings,
+            notify=lambda outcome: progress.update(bar, completed=outcome.kills),
+        )
         outcome = killer.run(kills)
-    figures = {**outcome.figures(), "seed": options.seed, **environment("benchmarks.crash", sys.argv[1:], PACKAGES)}
+    figures = {
+        **outcome.figures(),
+        "seed": options.seed,
+        **environment("benchmarks.crash", arguments or sys.argv[1:], PACKAGES),
+    }
     console.print(_table(outcome, figures))
     for problem in outcome.problems:
         console.print(problem, markup=False, style="red")

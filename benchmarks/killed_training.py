@@ -24,6 +24,7 @@ import tiercache.embedding
 import tiercache.extraction
 import tiercache.store.lmdb_engine
 from benchmarks.ledger import Ledger
+from tiercache.training_progress import prepare_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +52,7 @@ class Training:
     num_keys: int = 60_000
     batch: int = 512
     epochs: int = 3
-    inside: float = 0.05
+    inside: float = 0.03
     """How likely each batch is followed by a commit inside the visit; differs between processes, and changes no bit."""
 
     @property
@@ -126,6 +127,11 @@ class WatchedStore(tc.Store):
             commit = super().publish(*arguments, **options)
             self.ledger.finish_commit(commit.id)
         return commit
+
+
+def prepare() -> None:
+    """Be a child process that compiles what was not compiled yet, so that no training is timed doing it."""
+    prepare_kernels(shown=False)
 
 
 def run(training: Training, data: Path, folder: Path, ledger_path: Path, process: int) -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.killed_training import ERROR, PASSES, RESULT, STORE, TRAININGS, Training, run
+from benchmarks.killed_training import ERROR, PASSES, RESULT, STORE, TRAININGS, Training, prepare, run
 from benchmarks.ledger import PHASES, Ledger
 from tiercache.manifest import MANIFEST
 from tiercache.store.errors import StoreError, StoreMissingError
@@ -108,6 +108,9 @@ class Killer:
     def run(self, kills: int) -> Outcome:
         """Go through trainings until ``kills`` processes were killed, and let the last training end."""
         outcome, number = self.outcome, 0
+        process = self._context.Process(target=prepare)
+        process.start()
+        process.join()
         while outcome.kills < kills and not outcome.problems:
             training = self._trainings[number % len(self._trainings)]
             expected, reference_seconds = self._reference(training)

@@ -232,8 +232,8 @@ class Demo:
 
     def _show(self, found: Comparison, what: str) -> None:
         if found.different:
-            self.failures.append(f"{what} differ in " + ", ".join(found.different))
-            self.tell(f"[bold red]{what}: DIFFERENT bits[/] in {', '.join(found.different)}, of")
+            self.failures.append(f"{what} differ in {found}")
+            self.tell(f"[bold red]{what}: DIFFERENT bits[/] in {found}, of")
         else:
             self.tell(f"[green]{what}: the same bits[/] in")
         self.tell(f"{found.rows:,} rows with {found.row_numbers:,} numbers (vectors and optimizer states) and")

@@ -63,6 +63,10 @@ class Comparison:
     different: tuple[str, ...]
     """What differs, with how many numbers; empty where every bit is the same."""
 
+    def __str__(self) -> str:
+        more = len(self.different) - 3
+        return ", ".join(self.different[:3]) + (f" and in {more} more tables and weights" if more > 0 else "")
+
 
 def compare(passes: tc.PassSet, ours: Trained, theirs: Trained) -> Comparison:
     """Compare every key of every table, and everything dense, bit by bit."""
@@ -79,7 +83,7 @@ def compare(passes: tc.PassSet, ours: Trained, theirs: Trained) -> Comparison:
             different.append(f"{wrong:,} numbers of table {table.name}")
     if ours.dense.keys() != theirs.dense.keys():
         different.append("the names of dense weights")
-    for name in ours.dense.keys() & theirs.dense.keys():
+    for name in sorted(ours.dense.keys() & theirs.dense.keys()):
         wrong = int(np.count_nonzero(_bits(ours.dense[name].numpy()) != _bits(theirs.dense[name].numpy())))
         if wrong:
             different.append(f"{wrong:,} numbers of {name}")

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def worker(function: Callable[..., Any]) -> Any:
 
 def threads() -> int:
     """Return the number of threads that parallel kernels started by this thread use."""
+    _launch()
     return int(numba.get_num_threads())
 
 
@@ -88,4 +90,17 @@ def set_threads(num_threads: int) -> None:
 
     Raises ValueError when it is below 1 or above the number of cores that numba found.
     """
+    _launch()
     numba.set_num_threads(num_threads)
+
+
+@functools.cache
+def _launch() -> None:
+    """Start numba's threads from a thread that ends.
+
+    Who starts them has its OpenMP thread count set to all cores, and torch has the same OpenMP: on the training thread
+    this would undo `torch.set_num_threads` and OMP_NUM_THREADS in the middle of a run.
+    """
+    starter = threading.Thread(target=numba.get_num_threads)
+    starter.start()
+    starter.join()

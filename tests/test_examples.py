@@ -41,7 +41,7 @@ def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "tiered and in memory" in ended.stdout
     assert "uninterrupted and killed" in ended.stdout
-    assert ended.stdout.count(": the same bits in ") == 2
+    assert ended.stdout.count(": the same bits in") == 2
     assert "starts afresh" in ended.stdout
     assert (tmp_path / "visits.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {*MADE, "mine.txt"}

@@ -168,7 +168,8 @@ class Transfer:
                     yield g, b, data, self._packer.keys(plan.pass_index, g, orders[g], stream, b)
 
         def write() -> None:
-            self._store.append(plan.visit, streams, blocks(), within=True, transaction_bytes=self._budget.block)
+            room = self._budget.transaction - self._budget.region  # scratch is part of the share
+            self._store.append(plan.visit, streams, blocks(), within=True, transaction_bytes=room)
             self._publish(Cursor(visit=plan.visit, sample=sample), state)
 
         self._writing = self._writer.submit(write)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from dataclasses import replace
@@ -11,8 +12,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from benchmarks.killed_training import TRAININGS
-from benchmarks.killer import Killer
+from benchmarks import crash
 from tests.training.cases import (
     Case,
     Result,
@@ -60,22 +60,21 @@ def expected(passes: tc.PassSet) -> Result:
     return resident_result(CASE, passes)
 
 
-@pytest.mark.parametrize(
-    ("kills", "epochs"), [pytest.param(20, 2, id="20"), pytest.param(200, 3, id="200", marks=pytest.mark.long)]
-)
-def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_killed(
-    tmp_path: Path, kills: int, epochs: int
-) -> None:
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_killed(tmp_path: Path, kills: int) -> None:
     """After each SIGKILL the store verifies and no durable commit is lost; rows, state and weights end equal."""
-    trainings = TRAININGS[:2] if kills < 100 else TRAININGS
-    killer = Killer(tmp_path, seed=kills, trainings=tuple(replace(t, epochs=epochs) for t in trainings))
-    outcome = killer.run(kills)
-    assert outcome.problems == []
-    assert outcome.kills >= kills
-    assert outcome.trainings >= 1
-    assert outcome.commits_lost == outcome.stores_failing_verification == 0
-    assert outcome.bits_equal
-    assert len(outcome.kills_by_phase) > 3, "all kills hit the same few moments"
+    options = ["--quick"] if kills == 20 else ["--kills", str(kills)]
+    options += ["--json", str(tmp_path / "figures.json"), "--folder", str(tmp_path), "--seed", str(kills)]
+    assert crash.main(options) == 0
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found["problems"] == found["commits_lost"] == found["stores_failing_verification"] == 0
+    assert found["bits_equal"] is True
+    assert found["kills"] == kills
+    assert found["trainings"] >= 1
+    phases = {name: n for name, n in found.items() if name.startswith("kills_in_")}
+    assert sum(phases.values()) == kills
+    assert sum(n > 0 for n in phases.values()) > 1, "all kills hit the same moment"
+    assert {"command", "date", "cpu", "cores", "version_torch", "seconds_per_kill"} <= found.keys()
 
 
 def place(store: tc.Store) -> tuple[int, int, int]:
