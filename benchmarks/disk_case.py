@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,10 +36,9 @@ class Size:
     vocabulary: int
     """Ids that may be drawn; the table is those that are."""
     batch: int
-    warm_epochs: int
-    """Epochs measured after the first."""
-    repeats: int
-    """Runs of both kinds, and three times as many of the bare disk; medians are reported."""
+    turns: int
+    """Of training in memory, then over the tiers, then the bare disk; medians over them are reported."""
+    turn_epochs: int
     epoch_seconds: float
     """The most that the dense part may make an epoch in memory last."""
     features: int = 8
@@ -50,6 +49,11 @@ class Size:
         """Samples of an epoch."""
         return self.passes * self.samples
 
+    @property
+    def epochs(self) -> int:
+        """Epochs of a training: one that fills the store, and those of the turns."""
+        return 1 + self.turns * self.turn_epochs
+
 
 FULL = Size(
     name="full",
@@ -57,16 +61,22 @@ FULL = Size(
     samples=49_152,
     vocabulary=8_000_000,
     batch=4096,
-    warm_epochs=2,
-    repeats=3,
+    turns=3,
+    turn_epochs=1,
     epoch_seconds=120,
 )
 QUICK = Size(
-    name="quick", passes=20, samples=10_240, vocabulary=4_000_000, batch=2048, warm_epochs=1, repeats=1, epoch_seconds=8
+    name="quick",
+    passes=20,
+    samples=8192,
+    vocabulary=2_000_000,
+    batch=1024,
+    turns=3,
+    turn_epochs=1,
+    epoch_seconds=5,
+    features=2,
 )
-TINY = Size(
-    name="tiny", passes=20, samples=5_120, vocabulary=2_000_000, batch=1024, warm_epochs=1, repeats=1, epoch_seconds=1
-)
+TINY = replace(QUICK, name="tiny", turns=1, epoch_seconds=1)
 
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:

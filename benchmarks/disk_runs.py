@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -19,40 +18,14 @@ from benchmarks.machine import device_bytes_read, drop_cache, middle, process_by
 from tiercache.budget import HostBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from tiercache.report import VisitReport
+    from tiercache.visit import Visit
     from tiercache.visit_plan import VisitPlan
 
 DATA = "data.mdb"
-
-
-@dataclass(slots=True)
-class Run:
-    """One training: how long each warm epoch took, and what it ended with."""
-
-    epoch_seconds: list[float]
-    model: Net
-    rows: tuple[Any, ...] = ()
-    """Vectors and state of every key asked for."""
-
-
-@dataclass(slots=True)
-class TieredRun(Run):
-    """The same over the tiers."""
-
-    reports: list[VisitReport] = field(default_factory=list)
-    """Of the warm visits."""
-    all_exact: bool = False
-    """Whether the plan held in every visit, the first epoch's too."""
-    bytes_read_by_process: int = 0
-    bytes_read_by_device: int | None = None
-    bytes_useful: int = 0
-    host_bytes_peak: int = 0
-    device_bytes: int = 0
-    file_bytes: int = 0
-    state_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,84 +36,110 @@ class Budgets:
     host: int
 
 
-def train(
-    cache: tc.TierCache | tc.ResidentCache,
-    size: Size,
-    width: int,
-    *,
-    epochs: int,
-    at_epoch: Callable[[int], None] = lambda _: None,
-    at_visit: Callable[[], None] = lambda: None,
-) -> tuple[Net, list[float]]:
-    """Train and return the model and the seconds of each epoch, the first of which leaves the dense part out."""
-    torch.manual_seed(1)
-    model, loss_of = Net(cache, width), nn.BCEWithLogitsLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=DENSE_RATE)
-    cache.track(model=model, optimizer=optimizer)
-    marks = []
-    for visit in cache.passes(epochs=epochs):
-        if visit.index % size.passes == 0:
-            at_epoch(visit.epoch)
-            marks.append(time.perf_counter())
-        at_visit()
-        for batch in visit.batches(size.batch, shuffle=True):
-            loss_of(model(batch, light=visit.epoch == 0), batch.label).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    marks.append(time.perf_counter())
-    at_epoch(epochs)
-    return model, [b - a for a, b in pairwise(marks)]
+class Training:
+    """A training in memory that is advanced a turn at a time; what is between two turns has no part in its seconds."""
+
+    def __init__(self, cache: tc.TierCache | tc.ResidentCache, size: Size, width: int) -> None:
+        self.cache, self.size = cache, size
+        torch.manual_seed(1)
+        self.model, self._loss_of = Net(cache, width), nn.BCEWithLogitsLoss()
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=DENSE_RATE)
+        cache.track(model=self.model, optimizer=self._optimizer)
+        self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=size.epochs))
+        self._visit: Visit | None = None
+
+    def advance(self, epochs: int) -> float:
+        """Train some epochs and return their seconds; the first epoch of all leaves the dense part out."""
+        if self._visit is None:
+            self._visit = next(self._visits)
+        begun = time.perf_counter()
+        for _ in range(epochs * self.size.passes):
+            assert self._visit is not None, "all epochs were trained"
+            self.at_visit()
+            light = self._visit.epoch == 0
+            for batch in self._visit.batches(self.size.batch, shuffle=True):
+                self._loss_of(self.model(batch, light=light), batch.label).backward()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+            self._visit = next(self._visits, None)
+        self.rest()
+        return time.perf_counter() - begun
+
+    def at_visit(self) -> None:
+        """Do what is due before a visit's first batch."""
+
+    def rest(self) -> None:
+        """Wait until nothing goes on beside the training thread."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._visits.close()
 
 
-def run_resident(passes: tc.PassSet, size: Size, width: int, *, keep_rows: bool) -> Run:
-    """Train in memory."""
-    cache = tc.ResidentCache(passes)
-    model, seconds = train(cache, size, width, epochs=1 + size.warm_epochs)
-    return Run(seconds[1:], model, (cache.keys(TABLE), *cache.fields(TABLE)) if keep_rows else ())
-
-
-def run_tiered(
-    passes: tc.PassSet, size: Size, width: int, folder: Path, budgets: Budgets, *, keys: Any = None
-) -> TieredRun:
-    """Train over the tiers, on a fresh store whose pages leave the page cache as soon as a dump is durable.
+class TieredTraining(Training):
+    """The same over the tiers, on a fresh store whose pages leave the page cache as soon as a dump is durable.
 
     Reads are then cold: a load of visit t comes from dumps that were durable before t - 1 began. A thread drops the
-    pages, so that it takes its time from reader and writer.
+    pages, so that it takes its time from reader and writer. A turn ends when its last dump is durable and the visit
+    after it is staged, so all that a turn moves is moved in its seconds.
     """
-    path = folder / "store.tc"
-    shutil.rmtree(path, ignore_errors=True)
-    with (
-        tc.Store.open(path, tables=passes.tables) as store,
-        _cache(store, passes, budgets) as cache,
-        ThreadPoolExecutor(1) as dropper,
-    ):
-        counters = dict[int, tuple[int, int | None, int]]()
 
-        def drop_after(report: VisitReport) -> None:
-            if report.durable.wait(timeout=60):
-                drop_cache(path / DATA)
+    cache: tc.TierCache
 
-        def at_visit() -> None:
-            if len(cache.reports) > 1:
-                dropper.submit(drop_after, cache.reports[-2])
+    def __init__(self, passes: tc.PassSet, size: Size, width: int, folder: Path, budgets: Budgets) -> None:
+        self._path = folder / "store.tc"
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._store = tc.Store.open(self._path, tables=passes.tables)
+        self._dropper = ThreadPoolExecutor(1)
+        self.bytes_read_by_process = self.bytes_read_by_device = self.bytes_useful = 0
+        super().__init__(_cache(self._store, passes, budgets), size, width)
 
-        def note(epoch: int) -> None:
-            counters[epoch] = process_bytes_read(), device_bytes_read(path), store.counters.row_bytes_read
+    def advance(self, epochs: int) -> float:
+        """Do so, and count the bytes read."""
+        by_process, by_device = process_bytes_read(), device_bytes_read(self._path)
+        useful = self._store.counters.row_bytes_read
+        seconds = super().advance(epochs)
+        self.bytes_read_by_process += process_bytes_read() - by_process
+        self.bytes_read_by_device += device_bytes_read(self._path) - by_device
+        self.bytes_useful += self._store.counters.row_bytes_read - useful
+        return seconds
 
-        last = 1 + size.warm_epochs
-        model, seconds = train(cache, size, width, epochs=last, at_epoch=note, at_visit=at_visit)
-        rows = () if keys is None else (keys, *cache.rows_now().fields(TABLE, np.asarray(keys)))
-        before, after = counters[1], counters[last]
-        device = None if before[1] is None or after[1] is None else after[1] - before[1]
-        assert store.commit is not None
-        return TieredRun(
-            epoch_seconds=seconds[1:], model=model, rows=rows,
-            reports=[r for r in cache.reports if r.epoch >= 1],
-            all_exact=all(r.planned_equals_measured for r in cache.reports),
-            bytes_read_by_process=after[0] - before[0], bytes_read_by_device=device,
-            bytes_useful=after[2] - before[2], host_bytes_peak=cache.host_bytes_peak, device_bytes=cache.device_bytes,
-            file_bytes=(path / DATA).stat().st_size, state_bytes=store.commit.state_bytes,
-        )  # fmt: skip
+    def at_visit(self) -> None:
+        """Drop what is durable from the page cache."""
+        reports = self.cache.reports
+        if len(reports) > 1:
+            self._dropper.submit(self._drop_after, reports[-2])
+
+    def _drop_after(self, report: VisitReport) -> None:
+        if report.durable.wait(timeout=60):
+            drop_cache(self._path / DATA)
+
+    def rest(self) -> None:
+        """Wait for reader and writer."""
+        self.cache.drain()
+
+    @property
+    def warm_reports(self) -> list[VisitReport]:
+        """Of the visits of all epochs but the first."""
+        return [r for r in self.cache.reports if r.epoch >= 1]
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the store's file."""
+        return (self._path / DATA).stat().st_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of dense state in the last commit."""
+        assert self._store.commit is not None
+        return self._store.commit.state_bytes
+
+    def close(self) -> None:
+        """End the threads and close the store."""
+        super().close()
+        self.cache.close()
+        self._dropper.shutdown()
+        self._store.close()
 
 
 def plans_of(passes: tc.PassSet, size: Size, folder: Path, budgets: Budgets) -> tuple[list[VisitPlan], int]:
@@ -148,7 +147,7 @@ def plans_of(passes: tc.PassSet, size: Size, folder: Path, budgets: Budgets) -> 
     path = folder / "plan.tc"
     shutil.rmtree(path, ignore_errors=True)
     with tc.Store.open(path, tables=passes.tables) as store, _cache(store, passes, budgets) as cache:
-        plans = cache.plan(visits=size.passes * (1 + size.warm_epochs))
+        plans = cache.plan(visits=size.passes * size.epochs)
         row_bytes = store.groups[0].row_bytes
     shutil.rmtree(path)
     largest = max(sum(plan.rows_G) for plan in plans) * row_bytes
@@ -160,12 +159,14 @@ def _cache(store: tc.Store, passes: tc.PassSet, budgets: Budgets) -> tc.TierCach
     return tc.TierCache(store, passes, device_budget=budgets.device, host_budget=budgets.host)
 
 
-def same_bits(ours: Run, theirs: Run) -> bool:
-    """Whether two runs ended with the same rows, optimizer state and dense weights."""
-    state, other = ours.model.state_dict(), theirs.model.state_dict()
+def same_bits(memory: Training, tiered: TieredTraining) -> bool:
+    """Whether two trainings ended with the same rows, optimizer state and dense weights."""
+    assert isinstance(memory.cache, tc.ResidentCache)
+    keys = np.asarray(memory.cache.keys(TABLE))
+    state, other = memory.model.state_dict(), tiered.model.state_dict()
     return all(
         np.array_equal(mine.view(np.uint8), yours.view(np.uint8))
-        for mine, yours in zip(ours.rows, theirs.rows, strict=True)
+        for mine, yours in zip(memory.cache.fields(TABLE), tiered.cache.rows_now().fields(TABLE, keys), strict=True)
     ) and all(torch.equal(state[name], other[name]) for name in other)
 
 

@@ -116,15 +116,15 @@ def process_bytes_read() -> int:
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 
-def device_bytes_read(path: Path) -> int | None:
-    """Return the bytes that the block device under ``path`` has read for anyone so far; None where nothing counts."""
+def device_bytes_read(path: Path) -> int:
+    """Return the bytes that the block device under ``path`` has read for anyone so far; 0 where nothing counts."""
     number = path.stat().st_dev
     wanted = [str(os.major(number)), str(os.minor(number))]
     for line in Path("/proc/diskstats").read_text().splitlines():
         words = line.split()
         if words[:2] == wanted:
             return int(words[5]) * SECTOR_BYTES
-    return None
+    return 0
 
 
 def file_system(path: Path) -> str:

@@ -1,13 +1,15 @@
 """Training over the tiers against training in memory: python -m benchmarks.out_of_core [--quick] [--json FILE].
 
-One run trains the same model on the same batches twice: with every row in memory, and with rows on the device, in
-host memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute
-has one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are
-measured. The store's pages are dropped from the page cache after every visit.
+The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
+memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
+one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
+turns: an epoch in memory, the same epoch over the tiers, the bare disk. Both trainings go on where they were and rest
+in between, so a slow minute of the machine meets both. The store's pages are dropped from the page cache after every
+visit.
 
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
-throughput_ratio = tiered samples/s / in-memory samples/s
-bound_ratio = max(in-memory seconds, bare disk's seconds) / tiered wall seconds
+throughput_ratio = tiered samples/s / in-memory samples/s, the median over turns
+bound_ratio = max(in-memory seconds, bare disk's seconds) / tiered wall seconds, the median over turns
 wait_fraction = (waits + pack + unpack + commit) of the training thread / tiered wall seconds
 """
 
@@ -18,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
     import tiercache as tc
     from benchmarks.disk_case import Size
-    from benchmarks.disk_runs import Budgets, Run, TieredRun
+    from benchmarks.disk_raw import Replay
+    from benchmarks.disk_runs import Budgets, TieredTraining, Training
+    from tiercache.report import VisitReport
     from tiercache.visit_plan import VisitPlan
 
 GOALS = (
@@ -69,7 +73,8 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     """Run one demand and return its figures, without suffix."""
     from benchmarks.disk_case import pass_set
     from benchmarks.disk_raw import BareDisk, Replay
-    from benchmarks.disk_runs import plans_of, run_resident, run_tiered
+    from benchmarks.disk_runs import TieredTraining, Training, plans_of
+    from tiercache import ResidentCache
 
     _say(f"{size.name}{demand.suffix}: data")
     passes = pass_set(folder, size, demand.optimizer)
@@ -80,27 +85,27 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     def replay(state_bytes: int) -> Replay:
         return Replay.of(warm, num_passes=size.passes, transaction_bytes=transaction, state_bytes=state_bytes)
 
-    residents: list[Run] = []
-    tiereds: list[TieredRun] = []
     with BareDisk(folder, replay(8 << 20).file_bytes) as disk:
         width = 0
         if demand.target is not None:
             width = _width(passes, size, disk.seconds(replay(0)), demand.target)
-        _say(f"dense width {width}")
-        raw = []
-        for turn in range(size.repeats):
-            last = turn == size.repeats - 1
-            _say(f"in memory, run {turn + 1} of {size.repeats}")
-            residents.append(run_resident(passes, size, width, keep_rows=last))
-            _say(f"tiered, run {turn + 1} of {size.repeats}")
-            tiereds.append(
-                run_tiered(passes, size, width, folder, budgets, keys=residents[-1].rows[0] if last else None)
-            )
-            _say("bare disk")
-            work = replay(tiereds[-1].state_bytes)
-            raw += [disk.seconds(work) for _ in range(3)]
-    figures = _figures(size, residents, tiereds, raw, work)
-    figures |= _facts(passes, plans, residents[-1], tiereds[-1])
+        _say(f"dense width {width}: first epochs")
+        memory = Training(ResidentCache(passes), size, width)
+        tiered = TieredTraining(passes, size, width, folder, budgets)
+        times = Times()
+        try:
+            memory.advance(1)
+            tiered.advance(1)
+            work = replay(tiered.state_bytes)
+            for turn in range(size.turns):
+                _say(f"turn {turn + 1} of {size.turns}")
+                times.memory.append(memory.advance(size.turn_epochs) / size.turn_epochs)
+                times.tiered.append(tiered.advance(size.turn_epochs) / size.turn_epochs)
+                times.bare += [disk.seconds(work) for _ in range(2)]
+            figures = _figures(size, tiered, times, work) | _facts(passes, plans, memory, tiered)
+        finally:
+            memory.close()
+            tiered.close()
     figures |= {
         "dense_width": width,
         "device_budget_bytes": budgets.device,
@@ -109,6 +114,15 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
         "table_rows": keys,
     }
     return figures
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of an epoch: in memory and over the tiers one for each turn, on the bare disk two."""
+
+    memory: list[float] = field(default_factory=list)
+    tiered: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
 
 
 def _budgets(passes: tc.PassSet) -> tuple[Budgets, int]:
@@ -132,21 +146,18 @@ def _width(passes: tc.PassSet, size: Size, raw_seconds: float, target: float) ->
     return DenseTimer(size).width(wanted - seconds_without_dense(passes, size))
 
 
-def _figures(
-    size: Size, residents: Sequence[Run], tiereds: Sequence[TieredRun], raw: Sequence[float], work: Any
-) -> dict[str, Any]:
+def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> dict[str, Any]:
     """Return times and what follows from them."""
-    memory = middle(s for run in residents for s in run.epoch_seconds)
-    wall = middle(s for run in tiereds for s in run.epoch_seconds)
-    bare = middle(raw)
-    waits = {name: _seconds(tiereds, name) for name in ("store", "durable", "plan")}
-    works = {name: _seconds(tiereds, name) for name in ("pack", "unpack", "commit")}
-    whole = sum(s for run in tiereds for s in run.epoch_seconds)
-    useful = sum(run.bytes_useful for run in tiereds)
-    by_device = [run.bytes_read_by_device for run in tiereds if run.bytes_read_by_device is not None]
+    memory, wall, bare = (middle(seconds) for seconds in (times.memory, times.tiered, times.bare))
+    pairs = list(zip(times.memory, times.tiered, strict=True))
+    reports, whole = tiered.warm_reports, size.turn_epochs * sum(times.tiered)
+    waits = {name: _seconds(reports, name) for name in ("store", "durable", "plan")}
+    works = {name: _seconds(reports, name) for name in ("pack", "unpack", "commit")}
     return {
-        "throughput_ratio": memory / wall,
-        "bound_ratio": max(memory, bare) / wall,
+        "throughput_ratio": middle(m / t for m, t in pairs),
+        "throughput_ratio_least": min(m / t for m, t in pairs),
+        "throughput_ratio_most": max(m / t for m, t in pairs),
+        "bound_ratio": middle(max(m, bare) / t for m, t in pairs),
         "wait_fraction": (sum(waits.values()) + sum(works.values())) / whole,
         **{f"wait_{name}_fraction": seconds / whole for name, seconds in waits.items()},
         **{f"{name}_fraction": seconds / whole for name, seconds in works.items()},
@@ -161,24 +172,24 @@ def _figures(
         "store_bytes_read": work.bytes_read,
         "store_bytes_written": work.bytes_written,
         "store_transactions": len(work.transactions),
-        "bytes_read_per_useful_byte": sum(run.bytes_read_by_process for run in tiereds) / max(1, useful),
-        "bytes_read_per_useful_byte_device": sum(by_device) / max(1, useful) if by_device else None,
-        "store_file_bytes": tiereds[-1].file_bytes,
-        "host_bytes_peak": max(run.host_bytes_peak for run in tiereds),
-        "device_bytes": tiereds[-1].device_bytes,
-        "state_bytes": tiereds[-1].state_bytes,
+        "bytes_read_per_useful_byte": tiered.bytes_read_by_process / max(1, tiered.bytes_useful),
+        "bytes_read_per_useful_byte_device": tiered.bytes_read_by_device / max(1, tiered.bytes_useful),
+        "store_file_bytes": tiered.file_bytes,
+        "host_bytes_peak": tiered.cache.host_bytes_peak,
+        "device_bytes": tiered.cache.device_bytes,
+        "state_bytes": tiered.state_bytes,
         "samples_per_epoch": size.epoch_samples,
         "visits_per_epoch": size.passes,
-        "epochs_measured": len(tiereds) * size.warm_epochs,
+        "turns": size.turns,
+        "epochs_measured": size.turns * size.turn_epochs,
     }
 
 
-def _seconds(runs: Sequence[TieredRun], name: str) -> float:
-    both = [r.wait_seconds | r.work_seconds for run in runs for r in run.reports]
-    return sum(seconds.get(name, 0.0) for seconds in both)
+def _seconds(reports: Sequence[VisitReport], name: str) -> float:
+    return sum((report.wait_seconds | report.work_seconds).get(name, 0.0) for report in reports)
 
 
-def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Run, tiered: TieredRun) -> dict[str, Any]:
+def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Training, tiered: TieredTraining) -> dict[str, Any]:
     """Return what does not depend on time: rows read, the fewest possible, the plan, the bits."""
     from benchmarks.disk_case import TABLE
     from benchmarks.disk_optimal import fewest_rows_read
@@ -186,19 +197,19 @@ def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Run, tiered: 
 
     row_bytes = plans[0].row_bytes_G[0]
     fewest = fewest_rows_read([p.keys(TABLE) for p in passes.passes], [plan.capacity for plan in plans], row_bytes)
-    first = len(plans) - len(tiered.reports)
-    read, optimal = sum(r.rows_read for r in tiered.reports), sum(fewest[first:])
+    reports = tiered.warm_reports
+    read, optimal = sum(r.rows_read for r in reports), sum(fewest[len(plans) - len(reports) :])
     return {
         "row_bytes": row_bytes,
         "rows_read": read,
         "rows_read_optimal": optimal,
         "rows_read_over_optimal": read / optimal if optimal else 1.0 + read,
-        "rows_needed": sum(r.rows for r in tiered.reports),
-        "rows_kept": sum(r.rows_kept for r in tiered.reports),
-        "rows_from_host": sum(r.rows_from_host for r in tiered.reports),
-        "rows_written": sum(r.rows_written for r in tiered.reports),
-        "planned_equals_measured": tiered.all_exact,
-        "bits_equal": same_bits(tiered, memory),
+        "rows_needed": sum(r.rows for r in reports),
+        "rows_kept": sum(r.rows_kept for r in reports),
+        "rows_from_host": sum(r.rows_from_host for r in reports),
+        "rows_written": sum(r.rows_written for r in reports),
+        "planned_equals_measured": all(r.planned_equals_measured for r in tiered.cache.reports),
+        "bits_equal": same_bits(memory, tiered),
     }
 
 

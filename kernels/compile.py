@@ -69,8 +69,9 @@ def _step() -> None:
 
 
 def _move() -> None:
-    pieces = np.array([0, 2]), np.zeros(1, np.int64)
-    rows.pack((_F4,), _I4, *pieces, np.zeros(4, np.float32))
+    pieces = rows.Pieces(2)
+    pieces.add(0, np.array([0, 2]), np.zeros(1, np.int64), np.zeros(4, np.float32))
+    rows.pack((_F4,), _I4, _I4, pieces)
 
 
 def _find_uses() -> None:

@@ -7,14 +7,67 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
+from tiercache.kernels.arrays import NONE_I4, expect
 from tiercache.kernels.jit import inlined, parallel, threads, worker
 from tiercache.kernels.lanes import ask, atomic_next, load, store
 
-__all__ = ["pack", "unpack"]
+__all__ = ["Pieces", "pack", "unpack"]
 
 _TASK = 512  # rows a thread takes at a time
 _AHEAD = 8  # rows between asking for memory and copying it
+_ORIGIN = np.zeros(16, np.float32)  # places in memory are counted from here, in floats
+
+
+class Pieces:
+    """Pieces in any number of arrays, moved by one launch a field: a launch costs as much as the rows of many pieces.
+
+    row_floats: floats of a row, all fields that are moved.
+    """
+
+    def __init__(self, row_floats: int) -> None:
+        self.row_floats, self.num_rows, self.writable = row_floats, 0, True
+        self._rows: list[NDArray[np.int64]] = []
+        self._first: list[NDArray[np.int64]] = []
+        self._place: list[NDArray[np.int64]] = []
+        self._arrays: list[NDArray[np.float32]] = []
+
+    def add(
+        self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
+    ) -> None:
+        """Add pieces in `data`, which is held until this object goes.
+
+        Piece p has rows `first_row[p]` to `first_row[p + 1]` (P + 1 entries, the first 0), begins at float `offset[p]`
+        (P, rising) of `data`, and its rows stand in the order of moving from `first` + `first_row[p]` on.
+        Raises ValueError where they do not fit into `data`.
+        """
+        self.writable &= data.flags.writeable
+        data = expect("data", data, np.float32)
+        if first_row.size != offset.size + 1 or first_row[0] != 0:
+            raise ValueError(f"{offset.size} pieces need {offset.size + 1} first rows from 0 on, not {first_row.size}.")
+        if first_row[-1] == 0:
+            return
+        rows = np.diff(first_row)
+        if int(rows.min()) < 0 or int(offset[0]) < 0 or int((offset + rows * self.row_floats).max()) > data.size:
+            raise ValueError(f"the last piece ends behind the {data.size} floats of the data.")
+        self._rows.append(rows)
+        self._first.append(first_row[:-1] + first)
+        self._place.append(offset + (_address(data) - _address(_ORIGIN)) // 4)
+        self._arrays.append(data)
+        self.num_rows += int(first_row[-1])
+
+    def table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows so far (P + 1), place among the slots (P) and place in memory (P)."""
+        so_far = np.zeros(1 + sum(rows.size for rows in self._rows), np.int64)
+        np.cumsum(np.concatenate(self._rows), out=so_far[1:])
+        return so_far, np.concatenate(self._first), np.concatenate(self._place)
+
+    def highest(self) -> int:
+        """Return one more than the last place among the slots."""
+        return max(int((first + rows).max()) for first, rows in zip(self._first, self._rows, strict=True))
+
+
+def _address(array: NDArray[np.float32]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 @inlined
@@ -24,88 +77,83 @@ def _copy(source, start, target, at, width):  # type: ignore[no-untyped-def]
 
 
 @worker
-def _move_tasks(values, slots, first_row, offset, before, data, packing, counter):  # type: ignore[no-untyped-def]
+def _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, counter):  # type: ignore[no-untyped-def]
     """Move rows, 512 at a time, so that one large piece is shared by all threads too."""
     width = values.shape[1]
-    num_rows = first_row[-1]
+    num_rows = so_far[-1]
     task = atomic_next(counter)
     while task * _TASK < num_rows:
         row, last = task * _TASK, min(task * _TASK + _TASK, num_rows)
-        piece = np.searchsorted(first_row, row, side="right") - 1
+        piece = np.searchsorted(so_far, row, side="right") - 1
         while row < last:
-            rows_of_piece = first_row[piece + 1] - first_row[piece]
-            at = offset[piece] + before * rows_of_piece + (row - first_row[piece]) * width
-            for r in range(row, min(first_row[piece + 1], last)):
-                if r + _AHEAD < last:
-                    ask(values, np.int64(slots[r + _AHEAD]) * width, width)
-                place = np.int64(slots[r]) * width
+            rows_of_piece = so_far[piece + 1] - so_far[piece]
+            at = place[piece] + before * rows_of_piece + (row - so_far[piece]) * width
+            here = first[piece] - so_far[piece]  # from rows to places among the slots
+            end = min(so_far[piece + 1], last)
+            for r in range(row, end):
+                if r + _AHEAD < end:
+                    ask(values, np.int64(_slot(slots, order, here + r + _AHEAD)) * width, width)
+                start = np.int64(_slot(slots, order, here + r)) * width
                 if packing:
-                    _copy(values, place, data, at, width)
+                    _copy(values, start, memory, at, width)
                 else:
-                    _copy(data, at, values, place, width)
+                    _copy(memory, at, values, start, width)
                 at += width
-            row = min(first_row[piece + 1], last)
+            row = end
             piece += 1
         task = atomic_next(counter)
 
 
+@inlined
+def _slot(slots, order, i):  # type: ignore[no-untyped-def]
+    return slots[order[i]] if order.size else slots[i]
+
+
 @parallel
-def _move(values, slots, first_row, offset, before, data, packing, counter, parts):  # type: ignore[no-untyped-def]
+def _move(values, slots, order, so_far, first, place, before, memory, packing, counter, parts):  # type: ignore[no-untyped-def]
     for _ in prange(parts):
-        _move_tasks(values, slots, first_row, offset, before, data, packing, counter)
+        _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, counter)
 
 
 def _move_fields(
     fields: tuple[NDArray[np.float32], ...],
     slots: NDArray[np.int32],
-    piece_first_row: NDArray[np.int64],
-    piece_offset: NDArray[np.int64],
-    data: NDArray[np.float32],
+    order: NDArray[np.int32],
+    pieces: Pieces,
     *,
     packing: bool,
 ) -> None:
-    slots = expect("slots", slots, np.int32)
-    first_row = expect("piece_first_row", piece_first_row, np.int64)
-    offset = expect("piece_offset", piece_offset, np.int64)
-    data = expect("data", data, np.float32, written=packing)
-    if first_row.size != offset.size + 1 or first_row[0] != 0 or first_row[-1] != slots.size:
-        raise ValueError(
-            f"{offset.size} pieces need {offset.size + 1} first rows from 0 to the {slots.size} rows, "
-            f"but have {first_row.size}."
-        )
+    slots, order = expect("slots", slots, np.int32), expect("order", order, np.int32)
     width = sum(values.shape[1] for values in fields)
-    if slots.size and int(offset[-1]) + int(first_row[-1] - first_row[-2]) * width > data.size:
-        raise ValueError(f"the last piece ends behind the {data.size} floats of the data.")
-    before, parts = 0, max(1, min(threads(), slots.size // _TASK))
+    if width != pieces.row_floats:
+        raise ValueError(f"the pieces have rows of {pieces.row_floats} floats, the fields of {width}.")
+    if pieces.num_rows == 0:
+        return
+    if packing and not pieces.writable:
+        raise ValueError("an array of the pieces is read-only, and packing writes to it: give a writable array.")
+    known = order.size or slots.size
+    if pieces.highest() > known:
+        raise ValueError(f"the pieces have rows up to {pieces.highest()}, and there are {known}.")
+    table = pieces.table()
+    before, parts = 0, max(1, min(threads(), pieces.num_rows // _TASK))
     for values in fields:
         moved = expect("field", values, np.float32, 2, written=not packing)
-        if slots.size and moved.shape[1]:
-            _move(moved, slots, first_row, offset, before, data, packing, np.zeros(1, np.int64), parts)
+        if moved.shape[1]:
+            _move(moved, slots, order, *table, before, _ORIGIN, packing, np.zeros(1, np.int64), parts)
         before += moved.shape[1]
 
 
 def pack(
-    fields: tuple[NDArray[np.float32], ...],
-    slots: NDArray[np.int32],
-    piece_first_row: NDArray[np.int64],
-    piece_offset: NDArray[np.int64],
-    out: NDArray[np.float32],
+    fields: tuple[NDArray[np.float32], ...], slots: NDArray[np.int32], order: NDArray[np.int32], pieces: Pieces
 ) -> None:
-    """Write rows in dump order to pieces.
+    """Write rows to pieces, in an order.
 
-    fields: (S, W) each, in the order of a row's fields. slots (R,): the slot of each row. Piece p has rows
-    `piece_first_row[p]` to `piece_first_row[p + 1]` (P + 1 entries) and begins at float `piece_offset[p]` (P) of `out`.
-    One launch a field.
+    fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces; slots: the
+    slot of each row. One launch a field.
     """
-    _move_fields(fields, slots, piece_first_row, piece_offset, out, packing=True)
+    _move_fields(fields, slots, order, pieces, packing=True)
 
 
-def unpack(
-    fields: tuple[NDArray[np.float32], ...],
-    slots: NDArray[np.int32],
-    piece_first_row: NDArray[np.int64],
-    piece_offset: NDArray[np.int64],
-    data: NDArray[np.float32],
-) -> None:
-    """Write the rows of pieces to their slots: the reverse of `pack`, slots distinct."""
-    _move_fields(fields, slots, piece_first_row, piece_offset, data, packing=False)
+def unpack(fields: tuple[NDArray[np.float32], ...], slots: NDArray[np.int32], pieces: Pieces) -> None:
+    """Write the rows of pieces to their slots. slots (R,): the slot of the row at each place, no two the same."""
+    _move_fields(fields, slots, NONE_I4, pieces, packing=False)

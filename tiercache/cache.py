@@ -226,6 +226,14 @@ class TierCache:
             raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
         self._transfer.commit_within(self._visit.samples_done, self._state())
 
+    def drain(self) -> None:
+        """Wait until every dump is durable and the next visit's rows are staged: both threads are at rest then.
+
+        Training needs no such wait; measurements do. Raises what went wrong on either thread.
+        """
+        self._transfer.drain()
+        self._transfer.await_staging()
+
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def evaluation(self, passes: PassSet) -> Iterator[Evaluation]:

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.device_tier import initial_values
-from tiercache.host_plan import Held
-from tiercache.kernels.rows import pack, unpack
-from tiercache.kernels.switch import take
-from tiercache.staging import StagedPieces
+from tiercache.kernels.rows import Pieces, pack, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -35,18 +32,17 @@ class Packer:
     def pack(
         self,
         group: int,
-        stream: Stream,
-        block: int,
         slots_K: NDArray[np.int32],
         order: NDArray[np.int32],
-        data: NDArray[np.uint8],
+        stream: Stream,
+        blocks: Iterable[tuple[int, NDArray[np.uint8]]],
     ) -> None:
-        """Fill ``data`` with the rows of a block; ``order`` has the positions of the stream's rows."""
-        first, last = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
-        slots = np.empty(last - first, dtype=np.int32)
-        take(slots_K, order[first:last], slots)
-        low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-        pack(self._device.fields_G[group], slots, *_pieces(stream, low, high), data.view(np.float32))
+        """Fill blocks, given by number and bytes; ``order`` has the positions of the stream's rows."""
+        pieces = Pieces(stream.row_bytes // 4)
+        for block, data in blocks:
+            low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
+            pieces.add(int(stream.block_first_row_B[block]), *_pieces(stream, low, high), data.view(np.float32))
+        pack(self._device.fields_G[group], slots_K, order, pieces)
 
     def keys(
         self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream, block: int
@@ -75,38 +71,35 @@ class Unpacker:
     def unpack(self, staged: Staged) -> None:
         """Load all rows of a visit that are not on the device yet."""
         plan = staged.plan
+        rows_G = [Pieces(group.row_bytes // 4) for group in self._positions.groups]
+        vectors_G = [Pieces(group.fields[0].width) for group in self._positions.groups]
         first_G = list(plan.kept_G)
         for load in plan.loads:
             first = first_G[load.group]
             first_G[load.group] += load.rows
             if load.host.first < load.host.last:
                 stream = self._host.stream(load.visit, load.group)
+                first -= int(stream.piece_first_row_P[load.host.first])
                 for run in self._host.runs(load.visit, load.group, load.host):
-                    rows = int(stream.piece_first_row_P[run.first] - stream.piece_first_row_P[load.host.first])
-                    self._unpack_pieces(
-                        staged, StagedPieces(load.group, first + rows, stream, Held(run.first, run.last), run.data)
-                    )  # fmt: skip
+                    _add(rows_G[load.group], first, stream, run.first, run.last, run.data)
         for pieces in staged.pieces:
-            self._unpack_pieces(staged, pieces)
-        for rows_ in staged.rows:
-            fields = self._device.fields_G[rows_.group]
-            count = rows_.vectors_RD.shape[0]
-            slots = staged.placements[rows_.group].load_K[rows_.first_row : rows_.first_row + count]
-            one_piece = np.array([0, count], dtype=np.int64), np.zeros(1, dtype=np.int64)
-            unpack(fields[:1], slots, *one_piece, rows_.vectors_RD.reshape(-1))
-            for state, value in zip(fields[1:], initial_values(self._positions.groups[rows_.group]), strict=True):
-                state[slots] = value
+            held, stream = pieces.held, pieces.stream
+            first = pieces.first_row - int(stream.piece_first_row_P[held.first])
+            _add(rows_G[pieces.group], first, stream, held.first, held.last, pieces.data)
+        for new in staged.rows:
+            one_piece = np.array([0, new.vectors_RD.shape[0]]), np.zeros(1, dtype=np.int64)
+            vectors_G[new.group].add(new.first_row, *one_piece, new.vectors_RD.reshape(-1))
+        for g, (fields, group) in enumerate(zip(self._device.fields_G, self._positions.groups, strict=True)):
+            slots = staged.placements[g].load_K
+            unpack(fields, slots, rows_G[g])
+            unpack(fields[:1], slots, vectors_G[g])
+            for state, value in zip(fields[1:], initial_values(group), strict=True):
+                state[slots[first_G[g] : first_G[g] + vectors_G[g].num_rows]] = value
 
-    def _unpack_pieces(self, staged: Staged, pieces: StagedPieces) -> None:
-        stream, held = pieces.stream, pieces.held
-        rows = int(stream.piece_first_row_P[held.last] - stream.piece_first_row_P[held.first])
-        slots = staged.placements[pieces.group].load_K[pieces.first_row : pieces.first_row + rows]
-        unpack(
-            self._device.fields_G[pieces.group],
-            slots,
-            *_pieces(stream, held.first, held.last),
-            pieces.data.view(np.float32),
-        )
+
+def _add(pieces: Pieces, first: int, stream: Stream, low: int, high: int, data: NDArray[np.uint8]) -> None:
+    """Add pieces [low, high) of a stream, whose row 0 would stand at ``first`` in the order of loading."""
+    pieces.add(first + int(stream.piece_first_row_P[low]), *_pieces(stream, low, high), data.view(np.float32))
 
 
 def _pieces(stream: Stream, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,18 +88,23 @@ class Transfer:
         self._stager = Stager(self._store, self.memory, self._positions, self._keys_of, self._segments)
         self._stage_next()
         self._load()
+        self._stage_next()
 
     def switch(self, state: StateBytes) -> VisitReport:
         """End the visit on the device and bring in the next one; returns the report of the one that ended."""
         done, report = self._plan_now(), self._report_now()
-        self._dump(done, state)
-        self._load()
+        write = self._dump(done, state)
+        try:
+            self._load()
+        finally:
+            self._writing = self._writer.submit(write)  # only now: the training thread waits for no one's Python
+        self._stage_next()
         return report
 
     def finish(self, state: StateBytes) -> VisitReport:
         """End the last visit and wait until it is durable."""
         done, report = self._plan_now(), self._report_now()
-        self._dump(done, state)
+        self._writing = self._writer.submit(self._dump(done, state))
         with report.waiting("durable"):
             self._await_writer()
         self.stop()
@@ -137,6 +143,12 @@ class Transfer:
         """Wait until every dump handed to the writer is durable."""
         self._await_writer()
 
+    def await_staging(self) -> None:
+        """Wait until the rows of the next visit are staged."""
+        if self._staging is not None:
+            self._staging.exception()
+        self.check()
+
     # -- commit inside a visit ----------------------------------------------------------------------------
 
     def commit_within(self, sample: int, state: StateBytes) -> None:
@@ -164,7 +176,7 @@ class Transfer:
             for g, stream in enumerate(streams):
                 for b in range(stream.num_blocks):
                     data = scratch[: int(stream.block_bytes_B[b])]
-                    self._packer.pack(g, stream, b, placements[g].slots_K, orders[g], data)
+                    self._packer.pack(g, placements[g].slots_K, orders[g], stream, [(b, data)])
                     yield g, b, data, self._packer.keys(plan.pass_index, g, orders[g], stream, b)
 
         def write() -> None:
@@ -177,8 +189,8 @@ class Transfer:
 
     # -- dump ---------------------------------------------------------------------------------------------
 
-    def _dump(self, plan: VisitPlan, state: StateBytes) -> None:
-        """Pack the rows of ``plan`` into host blocks and hand them to the writer."""
+    def _dump(self, plan: VisitPlan, state: StateBytes) -> Callable[[], None]:
+        """Pack the rows of ``plan`` into host blocks; return what the writer is to do."""
         report = self._report_now()
         with report.waiting("plan"):
             upcoming = None if self._planning is None else _result_or_none(self._planning)
@@ -192,11 +204,11 @@ class Transfer:
                 order = self.placements[g].dump_order_K
                 order = order[order.size - stream.rows :]  # without the kept rows where they are not written
                 regions = self.host.enter(plan.visit, g, stream)
-                for b, region in enumerate(regions):
-                    self._packer.pack(g, stream, b, self.placements[g].slots_K, order, region.data)
+                blocks = enumerate(region.data for region in regions)
+                self._packer.pack(g, self.placements[g].slots_K, order, stream, blocks)
                 dumped.append((g, stream, regions, order))
         report.rows_written = plan.rows_written
-        self._writing = self._writer.submit(self._write, plan, dumped, state, report)
+        return partial(self._write, plan, dumped, state, report)
 
     def _write(
         self,
@@ -265,12 +277,11 @@ class Transfer:
         self._planning, self._staging = planning, self._reader.submit(stage)
 
     def _load(self) -> None:
-        """Unpack what was staged, and stage the visit after it."""
+        """Unpack what was staged."""
         assert self._staging is not None
         begun = time.perf_counter()
-        self._staging.exception()
+        self.await_staging()
         waited = time.perf_counter() - begun
-        self.check()
         staged = self._staging.result()
         self._planning = self._staging = None
         plan = staged.plan
@@ -283,7 +294,6 @@ class Transfer:
         for placement in staged.placements:
             placement.load_K = placement.load_K[:0].copy()
         self.plan, self.placements = plan, staged.placements
-        self._stage_next()
 
     def cached_piece(self, segment_id: int, group: int, piece: int) -> NDArray[np.uint8] | None:
         """Return the bytes of a piece that the host holds, or None."""

@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.cases import use_threads
 from tiercache.kernels.gradients import one_id_gradients
 from tiercache.kernels.pooling import gather, pool_one
-from tiercache.kernels.rows import pack, unpack
+from tiercache.kernels.rows import Pieces, pack, unpack
 from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.update import UpdateBuffers, update_adagrad
 
@@ -52,10 +52,11 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones(num_threads: int) -
         assert vectors[LAST, DIM - 1].tolist() == [0.5, 1.5, 2.5, 3.5]
         assert sums[LAST, 0].tolist() == [1, 1, 1, 1]
         data = np.zeros(4 * 2 * DIM, np.float32)
-        pieces = np.array([0, 4]), np.zeros(1, np.int64)
-        pack((vectors, sums), LAST, *pieces, data)
+        pieces = Pieces(2 * DIM)
+        pieces.add(0, np.array([0, 4]), np.zeros(1, np.int64), data)
+        pack((vectors, sums), LAST, np.arange(4, dtype=np.int32), pieces)
         assert data[: 4 * DIM : DIM].tolist() == [0.5, 1.5, 2.5, 3.5]
-        unpack((vectors, sums), LAST[::-1].copy(), *pieces, data)
+        unpack((vectors, sums), LAST[::-1].copy(), pieces)
         assert vectors[LAST, 0].tolist() == [3.5, 2.5, 1.5, 0.5]
     assert not vectors[6:1000].any()
     assert not vectors[-1000:-101].any()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import use_threads
-from tiercache.kernels.rows import pack, unpack
+from tiercache.kernels.rows import Pieces, pack, unpack
 
 
 def pieces_of(sizes: list[int], width: int, gap: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -22,46 +22,70 @@ def pieces_of(sizes: list[int], width: int, gap: int) -> tuple[np.ndarray, np.nd
 @given(
     seed=st.integers(0, 2**32),
     widths=st.lists(st.sampled_from([1, 2, 3, 15, 16, 17, 64, 65, 130]), min_size=1, max_size=3),
-    sizes=st.lists(st.sampled_from([0, 1, 2, 30, 700]), min_size=1, max_size=6),
+    arrays=st.lists(st.lists(st.sampled_from([0, 1, 2, 30, 700]), min_size=1, max_size=6), min_size=1, max_size=3),
     gap=st.sampled_from([0, 5]),
     num_threads=st.sampled_from([1, 2]),
 )
 def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
-    seed: int, widths: list[int], sizes: list[int], gap: int, num_threads: int
+    seed: int, widths: list[int], arrays: list[list[int]], gap: int, num_threads: int
 ) -> None:
-    """A piece holds all vectors, then all of each state; what lies between pieces stays as it is."""
+    """A piece holds all vectors, then all of each state, in whatever array; what lies between stays as it is."""
     rng = np.random.default_rng(seed)
-    num_rows = sum(sizes)
+    num_rows, row_floats = sum(map(sum, arrays)), sum(widths)
     fields = tuple(rng.standard_normal((num_rows + 3, w)).astype(np.float32) for w in widths)
-    slots = rng.permutation(num_rows + 3)[:num_rows].astype(np.int32)
-    first, offset, size = pieces_of(sizes, sum(widths), gap)
-    out, wanted = np.full(size, np.nan, np.float32), np.full(size, np.nan, np.float32)
-    for p in range(len(sizes)):
-        rows = slots[first[p] : first[p + 1]]
-        piece = np.concatenate([field[rows].reshape(-1) for field in fields])
-        wanted[offset[p] : offset[p] + piece.size] = piece
+    slots = rng.permutation(num_rows + 3).astype(np.int32)
+    order = rng.permutation(num_rows + 3)[:num_rows].astype(np.int32)
+    packing, unpacking, packed, wanted, begun = Pieces(row_floats), Pieces(row_floats), [], [], 0
+    for sizes in arrays:
+        first, offset, size = pieces_of(sizes, row_floats, gap)
+        out, expected = np.full(size, np.nan, np.float32), np.full(size, np.nan, np.float32)
+        for p in range(len(sizes)):
+            rows = slots[order[begun + first[p] : begun + first[p + 1]]]
+            piece = np.concatenate([field[rows].reshape(-1) for field in fields])
+            expected[offset[p] : offset[p] + piece.size] = piece
+        packing.add(begun, first, offset, out)
+        packed.append(out)
+        wanted.append(expected)
+        frozen = out.view()
+        frozen.flags.writeable = False
+        unpacking.add(begun, first, offset, frozen)
+        begun += int(first[-1])
     with use_threads(num_threads):
-        pack(fields, slots, first, offset, out)
+        pack(fields, slots, order, packing)
         back = tuple(np.full_like(field, -1) for field in fields)
-        out.flags.writeable = False
-        unpack(back, slots, first, offset, out)
-    assert np.array_equal(out, wanted, equal_nan=True)
+        unpack(back, slots[order], unpacking)
+    for out, expected in zip(packed, wanted, strict=True):
+        assert np.array_equal(out, expected, equal_nan=True)
     for field, copy in zip(fields, back, strict=True):
-        assert np.array_equal(copy[slots], field[slots])
-        rest = np.setdiff1d(np.arange(num_rows + 3), slots)
-        assert (copy[rest] == -1).all()
+        assert np.array_equal(copy[slots[order]], field[slots[order]])
+        assert (copy[np.setdiff1d(np.arange(num_rows + 3), slots[order])] == -1).all()
 
 
 def test_no_pieces_move_nothing() -> None:
     """A stream without rows has no pieces."""
-    empty = np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, np.int64)
-    pack((np.zeros((3, 4), np.float32),), *empty, np.zeros(0, np.float32))
+    pieces = Pieces(4)
+    pieces.add(0, np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+    pack((np.zeros((3, 4), np.float32),), np.zeros(0, np.int32), np.zeros(0, np.int32), pieces)
 
 
 def test_pieces_that_do_not_fit_are_refused() -> None:
-    """Too few floats, or rows that the pieces do not name, are a sentence."""
-    field, slots = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32)
+    """Too few floats, rows that nothing names, or rows of another width are a sentence."""
+    field, slots, first = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([0, 3])
+    pieces = Pieces(4)
     with pytest.raises(ValueError, match="ends behind the 11 floats"):
-        pack(field, slots, np.array([0, 3]), np.array([0]), np.zeros(11, np.float32))
-    with pytest.raises(ValueError, match="2 first rows from 0 to the 3 rows"):
-        pack(field, slots, np.array([0, 2]), np.array([0]), np.zeros(12, np.float32))
+        pieces.add(0, first, np.array([0]), np.zeros(11, np.float32))
+    with pytest.raises(ValueError, match="ends behind the 12 floats"):
+        pieces.add(0, first, np.array([-1]), np.zeros(12, np.float32))
+    with pytest.raises(ValueError, match="1 pieces need 2 first rows from 0 on, not 3"):
+        pieces.add(0, np.array([0, 1, 3]), np.array([0]), np.zeros(12, np.float32))
+    pieces.add(1, first, np.array([0]), np.zeros(12, np.float32))
+    with pytest.raises(ValueError, match="rows up to 4, and there are 3"):
+        unpack(field, slots, pieces)
+    with pytest.raises(ValueError, match="rows of 4 floats, the fields of 8"):
+        unpack(field * 2, slots, pieces)
+    frozen = np.zeros(12, np.float32)
+    frozen.flags.writeable = False
+    pieces = Pieces(4)
+    pieces.add(0, first, np.array([0]), frozen)
+    with pytest.raises(ValueError, match="read-only"):
+        pack(field, slots, slots, pieces)
