@@ -62,7 +62,7 @@ FULL = Size(
     vocabulary=8_000_000,
     batch=4096,
     turns=3,
-    turn_epochs=1,
+    turn_epochs=2,
     epoch_seconds=120,
 )
 QUICK = Size(

@@ -21,7 +21,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,17 +81,19 @@ class Process:
             cwd=Path(__file__).parents[1],
         )
 
-    def ask(self, command: str) -> dict[str, Any]:
-        """Send a command and return its answer. Raises RuntimeError where the process has ended."""
+    def tell(self, command: str) -> None:
+        """Send a command, whose answer is still to be heard."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(command + "\n")
             self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """Return the answer to the oldest command. Raises RuntimeError where the process has ended."""
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
-            ended = self._process.wait()
-            raise RuntimeError(f"the process of {self.name} ended with {ended} at {command!r}: see above")
+            raise RuntimeError(f"the process of {self.name} ended with {self._process.wait()}: see above")
         found: dict[str, Any] = json.loads(answer)
         return found
 
@@ -117,6 +119,13 @@ class Plan:
     turns: int
     steps: int
     """Of each turn."""
+    warm_up: int
+    """Steps before the first turn."""
+    optimizers: tuple[str, ...] = OPTIMIZERS
+
+
+FULL_PLAN = Plan(turns=5, steps=5, warm_up=8)
+QUICK_PLAN = Plan(turns=3, steps=3, warm_up=2)
 
 
 class Bench:
@@ -135,14 +144,18 @@ class Bench:
         for group in [names] if together else [[name] for name in names]:
             with self._processes(group, allocator, keep=together) as processes:
                 for process in processes:
-                    process.ask(f"build {shape.name} {optimizer}")
+                    process.tell(f"build {shape.name} {optimizer} {plan.warm_up}")
+                for process in processes:
+                    process.hear()
                 for _ in range(plan.turns):
                     for process in processes:
-                        answer = process.ask(f"run {plan.steps}")
+                        process.tell(f"run {plan.steps}")
+                        answer = process.hear()
                         times.seconds.setdefault(process.name, []).extend(answer["seconds"])
                         times.faults[process.name] = answer["faults"]
                 for process in processes:
-                    process.ask("drop")
+                    process.tell("drop")
+                    process.hear()
         return times
 
     @contextlib.contextmanager
@@ -190,7 +203,8 @@ def plain_keys(record: dict[str, Any], shapes: Sequence[Shape], allocator: str) 
         values = [record[name] for name in names if name in record]
         plain[key + allocator] = min(values) if values else None
     for key in ("share_of_copy_bandwidth", "share_of_copy_bandwidth_rows_once"):
-        plain[key + allocator] = min(record[f"{key}_{o}_{s.name}{allocator}"] for o in OPTIMIZERS for s in shapes)
+        names = [f"{key}_{o}_{s.name}{allocator}" for o in OPTIMIZERS for s in shapes]
+        plain[key + allocator] = min(record[name] for name in names if name in record)
     return plain
 
 
@@ -198,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.embedding_step", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="26 tables of 100k rows only, under 45 seconds")
+    parser.add_argument(
+        "--quick", action="store_true", help="26 tables of 100k rows only, fewer steps, under 45 seconds"
+    )
     parser.add_argument("--tiny", action="store_true", help="as --quick, and so small that times mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(given)
@@ -207,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = environment("benchmarks.embedding_step", given, packages)
     begun = time.perf_counter()
     shapes = TINY if options.tiny else QUICK if options.quick else FULL
-    plan = Plan(turns=3 if options.tiny else 5, steps=1 if options.tiny else 3 if options.quick else 5)
+    plans = {"": FULL_PLAN, "_default": FULL_PLAN}
+    if options.tiny or options.quick:
+        plans = {"": QUICK_PLAN, "_default": replace(QUICK_PLAN, turns=1, optimizers=OPTIMIZERS[:2])}
     bench = Bench([name for name in ("copy", "ours", *PEERS) if name != "fbgemm" or _has_fbgemm()])
     try:
         for allocator in ALLOCATORS:
@@ -215,15 +233,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 batches = batches_of(shape)
                 distinct = middle(distinct_rows(shape, ids) for ids in batches)
                 record[f"distinct_rows_{shape.name}"] = distinct
-                for optimizer in OPTIMIZERS:
+                for optimizer in plans[allocator].optimizers:
                     _say(f"{shape.name}, {optimizer}{allocator.replace('_', ', allocator: ')}")
-                    times = bench.case(shape, optimizer, allocator, plan)
+                    times = bench.case(shape, optimizer, allocator, plans[allocator])
                     record |= figures_of(shape, optimizer, allocator, times, distinct)
             record |= plain_keys(record, shapes, allocator)
             bench.close()
     finally:
         bench.close()
-    record |= {"threads": THREADS, "steps_measured": plan.turns * plan.steps}
+    record |= {"threads": THREADS, "steps_measured": plans[""].turns * plans[""].steps}
     record["benchmark_seconds"] = time.perf_counter() - begun
     console.print(_table(record, shapes))
     report(record, GOALS, title="what was promised", path=options.json)
@@ -244,6 +262,8 @@ def _table(record: dict[str, Any], shapes: Sequence[Shape]) -> Table:
         for optimizer in OPTIMIZERS:
             for allocator in ALLOCATORS:
                 tail = f"{optimizer}_{shape.name}{allocator}"
+                if f"ms_ours_{tail}" not in record:
+                    continue
                 cells = []
                 for name in names:
                     value, ratio = record.get(f"ms_{name}_{tail}"), record.get(f"speedup_vs_{name}_{tail}")

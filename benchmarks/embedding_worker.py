@@ -1,6 +1,6 @@
 """One contender in a process of its own, told over its standard input what to measure and when.
 
-Commands, one a line: ``build SHAPE OPTIMIZER``, ``run REPEATS``, ``drop``. Each is answered by one line of JSON.
+Commands, one a line: ``build SHAPE OPTIMIZER WARM_UP``, ``run REPEATS``, ``drop``. Each is answered by a line of JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(name: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
     import torch
 
-    from benchmarks.embedding_cases import NUM_BATCHES, SHAPES
+    from benchmarks.embedding_cases import SHAPES
     from benchmarks.machine import faults
 
     torch.set_num_threads(THREADS)
@@ -63,7 +63,7 @@ def main(name: str) -> None:
         if command == "build":
             contender = None
             contender = build(name, SHAPES[words[0]], words[1])
-            for number in range(NUM_BATCHES):
+            for number in range(int(words[2])):
                 contender.step(number)
         elif command == "run":
             assert contender is not None

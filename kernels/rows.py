@@ -7,15 +7,15 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import NONE_I4, expect
+from tiercache.kernels.arrays import NONE_I4, aligned_zeros, expect
 from tiercache.kernels.jit import inlined, parallel, threads, worker
-from tiercache.kernels.lanes import ask, atomic_next, load, store
+from tiercache.kernels.lanes import ask, atomic_next, fence, load, store, stream
 
 __all__ = ["Pieces", "pack", "unpack"]
 
 _TASK = 512  # rows a thread takes at a time
 _AHEAD = 8  # rows between asking for memory and copying it
-_ORIGIN = np.zeros(16, np.float32)  # places in memory are counted from here, in floats
+_ORIGIN = aligned_zeros(1, 1)[0]  # places in memory are counted from here, in floats
 
 
 class Pieces:
@@ -71,15 +71,26 @@ def _address(array: NDArray[np.float32]) -> int:
 
 
 @inlined
-def _copy(source, start, target, at, width):  # type: ignore[no-untyped-def]
-    for d in range(0, width, 16):
-        store(target, at + d, load(source, start + d, width - d), width - d)
+def _copy(source, start, target, at, width, past_caches):  # type: ignore[no-untyped-def]
+    whole = width - width % 16
+    if past_caches:
+        for d in range(0, whole, 16):
+            stream(target, at + d, load(source, start + d, 16))
+    else:
+        for d in range(0, whole, 16):
+            store(target, at + d, load(source, start + d, 16), 16)
+        if whole < width:
+            store(target, at + whole, load(source, start + whole, width - whole), width - whole)
 
 
 @worker
-def _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, counter):  # type: ignore[no-untyped-def]
-    """Move rows, 512 at a time, so that one large piece is shared by all threads too."""
+def _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter):  # type: ignore[no-untyped-def]
+    """Move rows, 512 at a time, so that one large piece is shared by all threads too.
+
+    Rows of whole cache lines are written past the caches: what is written is not read first, and not soon after.
+    """
     width = values.shape[1]
+    asking = packing or not past_caches
     num_rows = so_far[-1]
     task = atomic_next(counter)
     while task * _TASK < num_rows:
@@ -91,17 +102,18 @@ def _move_tasks(values, slots, order, so_far, first, place, before, memory, pack
             here = first[piece] - so_far[piece]  # from rows to places among the slots
             end = min(so_far[piece + 1], last)
             for r in range(row, end):
-                if r + _AHEAD < end:
+                if asking and r + _AHEAD < end:
                     ask(values, np.int64(_slot(slots, order, here + r + _AHEAD)) * width, width)
                 start = np.int64(_slot(slots, order, here + r)) * width
                 if packing:
-                    _copy(values, start, memory, at, width)
+                    _copy(values, start, memory, at, width, past_caches and at % 16 == 0)
                 else:
-                    _copy(memory, at, values, start, width)
+                    _copy(memory, at, values, start, width, past_caches)
                 at += width
             row = end
             piece += 1
         task = atomic_next(counter)
+    fence()
 
 
 @inlined
@@ -110,9 +122,9 @@ def _slot(slots, order, i):  # type: ignore[no-untyped-def]
 
 
 @parallel
-def _move(values, slots, order, so_far, first, place, before, memory, packing, counter, parts):  # type: ignore[no-untyped-def]
+def _move(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter, parts):  # type: ignore[no-untyped-def]
     for _ in prange(parts):
-        _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, counter)
+        _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter)
 
 
 def _move_fields(
@@ -139,7 +151,8 @@ def _move_fields(
     for values in fields:
         moved = expect("field", values, np.float32, 2, written=not packing)
         if moved.shape[1]:
-            _move(moved, slots, order, *table, before, _ORIGIN, packing, np.zeros(1, np.int64), parts)
+            past_caches = moved.shape[1] % 16 == 0 and (packing or _address(moved) % 64 == 0)
+            _move(moved, slots, order, *table, before, _ORIGIN, packing, past_caches, np.zeros(1, np.int64), parts)
         before += moved.shape[1]
 
 

@@ -60,7 +60,8 @@ def test_embedding_step_measures_every_contender_and_every_optimizer(tmp_path: P
     found = figures("benchmarks.embedding_step", tmp_path)
     assert_has(found, SAID)
     for tail in ("", "_default"):
-        for case in ("ours_adagrad", "ours_rowwise", "ours_adam", "torch_adagrad", "torch_adam", "by_hand_rowwise"):
+        adam = () if tail else ("ours_adam", "torch_adam")
+        for case in ("ours_adagrad", "ours_rowwise", "torch_adagrad", "by_hand_rowwise", *adam):
             assert found[f"ms_{case}_4xtiny{tail}"] > 0
         for key in ("speedup_vs_torch", "speedup_vs_torch_rowwise", "share_of_copy_bandwidth"):
             assert found[key + tail] > 0

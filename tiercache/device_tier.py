@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError
+from tiercache.kernels.arrays import aligned_zeros
 from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
 from tiercache.row_budget import SLOT_MAP_BYTES
 from tiercache.rows import GroupRows
@@ -68,7 +69,7 @@ class DeviceTier:
             if rows >= 2**31:
                 raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
         self.fields_G = [
-            tuple(np.zeros((rows, field.width), dtype=np.float32) for field in group.fields)
+            tuple(aligned_zeros(rows, field.width) for field in group.fields)
             for rows, group in zip(self.capacity_G, groups, strict=True)
         ]
         self._spare_G: list[NDArray[np.int32]] = []

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tiercache.errors import StateError
+from tiercache.kernels.arrays import aligned_zeros
 from tiercache.kernels.initial import initial_rows
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.positions import Positions
@@ -65,7 +66,10 @@ class ResidentCache:
             self._first[table.name] = rows
             self._keys[table.name] = names.keys().copy()
             rows += names.count
-        fields = tuple(np.full((rows, field.width), field.initial, dtype=np.float32) for field in group.fields)
+        fields = tuple(aligned_zeros(rows, field.width) for field in group.fields)
+        for values, field in zip(fields, group.fields, strict=True):
+            if field.initial:
+                values.fill(field.initial)
         for table in group.tables:
             keys, first = self._keys[table.name], self._first[table.name]
             code = initializer_code(table.initializer)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
     from tiercache.visit_plan import Planner, VisitPlan
 
+_NICER = 10
+"""Added to the niceness of reader and writer."""
 StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
 """What a commit stores beside rows: the dense state, serialised when called, and plain settings."""
 
@@ -61,8 +66,8 @@ class Transfer:
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, positions, keys_of)
         self._unpacker = Unpacker(device, self.host, positions)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=_yield_to_training)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=_yield_to_training)
         self._segments: dict[int, Segment] = {}
         self._planning: Future[VisitPlan] | None = None
         self._staging: Future[Staged] | None = None
@@ -325,6 +330,13 @@ class Transfer:
     def _report_now(self) -> VisitReport:
         assert self.report is not None, "no visit is being trained"
         return self.report
+
+
+def _yield_to_training() -> None:
+    """Let the training thread have a core that it and this thread both want; what is idle is taken all the same."""
+    with suppress(OSError, AttributeError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
 
 
 def _wanted(upcoming: VisitPlan | None) -> dict[tuple[int, int], Held]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import tiercache as tc
+from tiercache.batch import sample_order
 from tiercache.kernels.bits import hash_keys, mix, xxh64, xxh64_words
 from tiercache.kernels.initial import NORMAL, UNIFORM, initial_rows, philox4x32
+from tiercache.keyset import KeySet, write_key_set
+from tiercache.schedule import Schedule
 from tiercache.store import hashing
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -71,3 +76,36 @@ def test_initial_rows_have_the_bits_of_the_page(name: str, kind: int, a: float, 
     out = np.empty((len(cells), 6), np.float32)
     initial_rows(np.array([int(row[0]) for row in cells]), ITEM, SEED, kind, a, b, out)
     assert out.view(np.uint32).tolist() == [[int(x, 16) for x in re.findall(r"0x\w+", row[2])] for row in cells]
+
+
+def test_passes_and_samples_have_the_orders_of_the_page() -> None:
+    """The schedule's orders and the shuffle of a visit, against the page and its own words run as they stand."""
+    for seed, epoch, order in rows_below("| order seed | epoch | order of 6 passes |"):
+        schedule = Schedule(num_passes=6, pass_set_digest="", order_seed=int(seed))
+        salt = mix(mix(int(seed)) ^ int(epoch))
+        assert schedule.order(int(epoch)).tolist() == sorted(range(6), key=lambda p: mix(mix(p) ^ salt))
+        assert schedule.order(int(epoch)).tolist() == [int(x) for x in order.split()]
+    for seed, epoch, pass_index, order in rows_below("| seed | epoch | pass | order of 8 samples |"):
+        made = sample_order(8, seed=int(seed), epoch=int(epoch), pass_index=int(pass_index), shuffle=True).tolist()
+        state, by_page = mix(mix(mix(int(seed)) ^ int(epoch)) ^ int(pass_index)), list(range(8))
+        for i in range(7, 0, -1):
+            state = (state + 0x9E3779B97F4A7C15) % 2**64
+            j = (mix(state) >> 32) * (i + 1) >> 32
+            by_page[i], by_page[j] = by_page[j], by_page[i]
+        assert made == by_page == [int(x) for x in order.split()]
+
+
+def test_digests_are_those_of_the_page(tmp_path: Path) -> None:
+    """A key set that is written and opened, and a schedule."""
+    wanted = dict(rows_below("| what | digest |"))
+    tables = (tc.Table(name="item", dim=1, optimizer=tc.SGD(learning_rate=0.1), initializer=tc.Zeros()),)
+    columns = [(np.array([0, 2, 1]), np.array([5, 1, 2]))]
+    write_key_set(tmp_path / "keys.arrow", tables, columns)
+    keys = "key set of the table `item` with the keys 0, 2, 1 and the counts 5, 1, 2"
+    plain = b"item\0003\000" + np.array([0, 2, 1, 5, 1, 2], "<i8").tobytes()
+    assert KeySet(tmp_path / "keys.arrow", tables).digest() == hashlib.sha256(plain).hexdigest() == wanted[keys]
+    schedule = Schedule(num_passes=6, pass_set_digest="00").digest
+    plain = b'{"order_seed": null, "pass_set": "00", "version": 1}'
+    assert (
+        schedule == hashlib.sha256(plain).hexdigest() == wanted["schedule of the pass set `00` without an order seed"]
+    )

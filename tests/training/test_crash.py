@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import tiercache as tc
-from benchmarks import crash
 from tests.training.cases import (
     Case,
     Result,
@@ -34,7 +35,6 @@ from tiercache.store.testing import FailingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 128), table("b", 5, tc.Adam(learning_rate=0.01))),
@@ -65,7 +65,9 @@ def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_kille
     """After each SIGKILL the store verifies and no durable commit is lost; rows, state and weights end equal."""
     options = ["--quick"] if kills == 20 else ["--kills", str(kills)]
     options += ["--json", str(tmp_path / "figures.json"), "--folder", str(tmp_path), "--seed", str(kills)]
-    assert crash.main(options) == 0
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.crash", *options]  # its fork server is its own
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["problems"] == found["commits_lost"] == found["stores_failing_verification"] == 0
     assert found["bits_equal"] is True
@@ -73,7 +75,7 @@ def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_kille
     assert found["trainings"] >= 1
     phases = {name: n for name, n in found.items() if name.startswith("kills_in_")}
     assert sum(phases.values()) == kills
-    assert sum(n > 0 for n in phases.values()) > 1, "all kills hit the same moment"
+    assert sum(n > 0 for n in phases.values()) > 3, f"the kills hit few moments: {phases}"
     assert {"command", "date", "cpu", "cores", "version_torch", "seconds_per_kill"} <= found.keys()
 
 
