@@ -12,14 +12,14 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.zipf import Zipf
-from tiercache.handmade import write_pass_set
-from tiercache.keybatch import KeyBatch
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import KeyBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tiercache.batch import Batch
+    from tiercache.training.batch import Batch
 
 TABLE = "items"
 DENSE_RATE = 0.01

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from tiercache.planning.visit_plan import VisitPlan
     from tiercache.store.stream import Stream
-    from tiercache.visit_plan import VisitPlan
 
 PAGE_BYTES = 4096
 KEY_BYTES = 8

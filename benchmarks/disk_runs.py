@@ -15,15 +15,15 @@ from torch import nn
 import tiercache as tc
 from benchmarks.disk_case import DENSE_RATE, TABLE, Net, Size, dense_part
 from benchmarks.machine import device_bytes_read, drop_cache, middle, process_bytes_read
-from tiercache.budget import HostBudget
+from tiercache.planning.budget import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from pathlib import Path
 
-    from tiercache.report import VisitReport
-    from tiercache.visit import Visit
-    from tiercache.visit_plan import VisitPlan
+    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.tiers.report import VisitReport
+    from tiercache.training.visit import Visit
 
 DATA = "data.mdb"
 

@@ -10,9 +10,9 @@ import torch
 
 import tiercache as tc
 from benchmarks.embedding_cases import LEARNING_RATE, NUM_BATCHES, Shape
-from tiercache.keyset import in_hash_order
-from tiercache.sample_layout import SampleLayout
-from tiercache.samples import FeatureIds, Samples
+from tiercache.passes.keyset import in_hash_order
+from tiercache.passes.sample_layout import SampleLayout
+from tiercache.passes.samples import FeatureIds, Samples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

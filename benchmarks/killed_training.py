@@ -19,19 +19,19 @@ import torch
 from torch import nn
 
 import tiercache as tc
-import tiercache.cache
-import tiercache.embedding
-import tiercache.extraction
+import tiercache.extraction.extract
 import tiercache.store.lmdb_engine
+import tiercache.training.cache
+import tiercache.training.embedding
 from benchmarks.ledger import Ledger
-from tiercache.training_progress import prepare_kernels
+from tiercache.training.progress import prepare_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.cache import TierCache
+    from tiercache.training.cache import TierCache
 
 DATA, PASSES, STORE, RESULT, ERROR = "data.parquet", "passes", "model.tc", "result.json", "error.txt"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.killed_training import ERROR, PASSES, RESULT, STORE, TRAININGS, Training, prepare, run
 from benchmarks.ledger import PHASES, Ledger
-from tiercache.manifest import MANIFEST
+from tiercache.passes.manifest import MANIFEST
 from tiercache.store.errors import StoreError, StoreMissingError
 from tiercache.store.inspect import info, verify
 

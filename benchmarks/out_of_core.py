@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from benchmarks.disk_case import Size
     from benchmarks.disk_raw import Replay
     from benchmarks.disk_runs import Budgets, TieredTraining, Training
-    from tiercache.report import VisitReport
-    from tiercache.visit_plan import VisitPlan
+    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.tiers.report import VisitReport
 
 GOALS = (
     Goal(key="throughput_ratio", goal=0.97, least=0.93),

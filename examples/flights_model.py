@@ -13,7 +13,7 @@ import tiercache as tc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiercache.embedding import RowSource
+    from tiercache.training.embedding import RowSource
 
 
 class FlightsModel(nn.Module):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiercache.batch import sample_order
+from tiercache.training.batch import sample_order
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiercache.figure import draw_visits
-from tiercache.report import VisitReport
+from tiercache.tiers.report import VisitReport
+from tiercache.training.figure import draw_visits
 
 if TYPE_CHECKING:
     from pathlib import Path

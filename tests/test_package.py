@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.handmade import write_pass_set
-from tiercache.keybatch import KeyBatch
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import KeyBatch
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,14 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiercache.batch import Batch as Batch
-    from tiercache.cache import TierCache as TierCache
-    from tiercache.embedding import TieredEmbedding as TieredEmbedding
-    from tiercache.embedding import TieredEmbeddingBag as TieredEmbeddingBag
     from tiercache.errors import TierCacheError as TierCacheError
-    from tiercache.extraction import extract as extract
-    from tiercache.passset import PassSet as PassSet
-    from tiercache.resident import ResidentCache as ResidentCache
+    from tiercache.extraction.extract import extract as extract
+    from tiercache.passes.passset import PassSet as PassSet
     from tiercache.schema import Dense as Dense
     from tiercache.schema import Feature as Feature
     from tiercache.schema import Schema as Schema
@@ -31,7 +26,12 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table as Table
     from tiercache.store.table import Uniform as Uniform
     from tiercache.store.table import Zeros as Zeros
-    from tiercache.visit import Visit as Visit
+    from tiercache.training.batch import Batch as Batch
+    from tiercache.training.cache import TierCache as TierCache
+    from tiercache.training.embedding import TieredEmbedding as TieredEmbedding
+    from tiercache.training.embedding import TieredEmbeddingBag as TieredEmbeddingBag
+    from tiercache.training.resident import ResidentCache as ResidentCache
+    from tiercache.training.visit import Visit as Visit
 
 __version__ = "0.1.0"
 
@@ -39,26 +39,26 @@ _HOME = {
     "SGD": "store.table",
     "Adagrad": "store.table",
     "Adam": "store.table",
-    "Batch": "batch",
+    "Batch": "training.batch",
     "Constant": "store.table",
     "Dense": "schema",
     "Feature": "schema",
     "Normal": "store.table",
-    "PassSet": "passset",
-    "ResidentCache": "resident",
+    "PassSet": "passes.passset",
+    "ResidentCache": "training.resident",
     "RowWiseAdagrad": "store.table",
     "Schema": "schema",
     "Store": "store",
     "StoreError": "store.errors",
     "Table": "store.table",
-    "TierCache": "cache",
+    "TierCache": "training.cache",
     "TierCacheError": "errors",
-    "TieredEmbedding": "embedding",
-    "TieredEmbeddingBag": "embedding",
+    "TieredEmbedding": "training.embedding",
+    "TieredEmbeddingBag": "training.embedding",
     "Uniform": "store.table",
-    "Visit": "visit",
+    "Visit": "training.visit",
     "Zeros": "store.table",
-    "extract": "extraction",
+    "extract": "extraction.extract",
 }
 
 __all__ = [

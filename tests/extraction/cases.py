@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import tiercache as tc
-from tiercache.handmade import write_pass_set
-from tiercache.keybatch import KeyBatch
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import KeyBatch
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.passset import PassSet
+    from tiercache.passes.passset import PassSet
 
 ROW_BYTES = 4 * 4 + 24
 """Device bytes of a row of ``table``."""

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.extraction.cases import rich_schema
-from tiercache.extraction import extract
+from tiercache.extraction.extract import extract
 from tiercache.kernels.bits import hash_keys
 from tiercache.kernels.numbering import KeyNumbers
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.extraction import ExtractionProgress
+    from tiercache.extraction.extract import ExtractionProgress
 
 # Loads the compiled code that takes longest. It is serial: a process that started threads must not be forked.
 hash_keys(np.zeros(1, np.int64), 0)

@@ -21,14 +21,14 @@ from tests.extraction.cases import (
     write_parquet,
 )
 from tiercache.errors import ExtractionError, PassSetError
-from tiercache.extraction import extract
-from tiercache.keybatch import NULL_KEY, OOV_KEY
+from tiercache.extraction.extract import extract
+from tiercache.passes.keybatch import NULL_KEY, OOV_KEY
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.extraction import ExtractionProgress
+    from tiercache.extraction.extract import ExtractionProgress
 
 
 def keys_by_table(columns: dict[str, Any]) -> dict[str, Counter[int]]:
@@ -65,12 +65,15 @@ def counted(pass_set: tc.PassSet, name: str) -> Counter[int]:
     return total
 
 
+COUNTER = "tiercache.extraction.extract.KeyCounter"
+
+
 @pytest.mark.parametrize("run_bytes", [1 << 17, 1 << 30])
 def test_rare_keys_share_the_out_of_vocabulary_row(
     tmp_path: Path, run_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts are over all files and all features of a table, in one run of counts or in many."""
-    from tiercache import admission, extraction
+    from tiercache.extraction import admission
 
     runs: list[Path] = []
     write_run = admission.KeyCounter.write_run
@@ -79,7 +82,9 @@ def test_rare_keys_share_the_out_of_vocabulary_row(
         runs.append(path)
         write_run(counter, path)
 
-    monkeypatch.setattr(extraction, "KeyCounter", lambda schema, _: admission.KeyCounter(schema, run_bytes))
+    monkeypatch.setattr(
+        "tiercache.extraction.extract.KeyCounter", lambda schema, _: admission.KeyCounter(schema, run_bytes)
+    )
     monkeypatch.setattr(admission.KeyCounter, "write_run", count_run)
     schema, columns = rich_schema(), rich_columns(20_000)
     paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
@@ -113,7 +118,7 @@ def test_merging_works_one_hash_range_at_a_time(tmp_path: Path, monkeypatch: pyt
     paths = write_parquet(tmp_path, columns, [0, 5000])
     call: dict[str, Any] = {"device_budget": "1MiB", "min_count": 2, "host_budget": "16MiB", "progress": False}
     extract(paths, schema, tmp_path / "one", **call)
-    monkeypatch.setattr("tiercache.admission._MERGE_BYTES", 96 * 300_000)
+    monkeypatch.setattr("tiercache.extraction.admission._MERGE_BYTES", 96 * 300_000)
     extract(paths, schema, tmp_path / "many", **call)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
@@ -147,9 +152,11 @@ def test_null_keeps_its_row_however_rare(tmp_path: Path) -> None:
 
 def test_counting_goes_on_from_its_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped while counting, the same call does not begin with the first file again and ends with the same bits."""
-    from tiercache import admission, extraction
+    from tiercache.extraction import admission
 
-    monkeypatch.setattr(extraction, "KeyCounter", lambda schema, _: admission.KeyCounter(schema, 1 << 17))
+    monkeypatch.setattr(
+        "tiercache.extraction.extract.KeyCounter", lambda schema, _: admission.KeyCounter(schema, 1 << 17)
+    )
     schema, columns = rich_schema(), rich_columns(20_000)
     paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
     call: dict[str, Any] = {"device_budget": "200KiB", "align": 512, "min_count": 3, "host_budget": "16MiB"}

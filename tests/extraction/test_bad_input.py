@@ -12,7 +12,7 @@ import pytest
 import tiercache as tc
 from tests.extraction.cases import files_of, plain_schema, table
 from tiercache.errors import SourceError
-from tiercache.extraction import extract
+from tiercache.extraction.extract import extract
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.extraction.cases import write_parquet
 from tiercache.cli import main
-from tiercache.passset import PassSet
+from tiercache.passes.passset import PassSet
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = """

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.extraction.cases import table
-from tiercache.encoding import encode
 from tiercache.errors import SourceError
-from tiercache.inputs import InputFile
-from tiercache.keybatch import NULL_KEY, OOV_KEY, KeyBatch
+from tiercache.extraction.encoding import encode
+from tiercache.extraction.inputs import InputFile
+from tiercache.extraction.source import SourceBatch
+from tiercache.passes.keybatch import NULL_KEY, OOV_KEY, KeyBatch
 from tiercache.schema import Schema
-from tiercache.source import SourceBatch
 from tiercache.store.hashing import xxh64
 
 FILE = InputFile(path=Path("data.parquet"), format="parquet", delimiter="", compression=None, size=1, mtime_ns=1)
@@ -80,7 +80,7 @@ def test_crosses_hash_the_words_of_their_columns(rows: list[tuple[int, str, int]
 def test_a_hash_never_is_a_reserved_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash that hits a reserved key is moved by 2; no known string does, so the hash is replaced here."""
     hashes = np.array([1 << 63, (1 << 63) + 1, (1 << 63) + 2, 7], np.uint64)
-    monkeypatch.setattr("tiercache.encoding.xxh64_strings", lambda *_: hashes.copy())
+    monkeypatch.setattr("tiercache.extraction.encoding.xxh64_strings", lambda *_: hashes.copy())
     keys = encoded({"s": ["a", "b", "c", "d"]}, tc.Feature(name="s", key="string")).features["s"].keys
     assert keys.tolist() == [OOV_KEY + 2, NULL_KEY + 2, OOV_KEY + 2, 7]
 

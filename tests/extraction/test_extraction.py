@@ -30,12 +30,12 @@ from tests.extraction.cases import (
     write_parquet,
 )
 from tiercache.errors import BudgetError, ExtractionError
-from tiercache.extraction import extract
-from tiercache.row_budget import RowBudget
+from tiercache.extraction.extract import extract
+from tiercache.passes.row_budget import RowBudget
 
 if TYPE_CHECKING:
-    from tiercache.extraction import ExtractionProgress
-    from tiercache.passset import PassSet
+    from tiercache.extraction.extract import ExtractionProgress
+    from tiercache.passes.passset import PassSet
     from tiercache.schema import Schema
 
 
@@ -83,8 +83,8 @@ def test_passes_close_before_the_unit_that_exceeds_the_budget(
     budget = int(slack * 105_000)
     bounds = greedy_bounds(schema, columns, budget, align)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiercache.host_share._SMALLEST_CHUNK", chunk)
-        patch.setattr("tiercache.host_share._LARGEST_CHUNK", chunk)
+        patch.setattr("tiercache.extraction.host_share._SMALLEST_CHUNK", chunk)
+        patch.setattr("tiercache.extraction.host_share._LARGEST_CHUNK", chunk)
         folder = Path(name)
         paths = write_parquet(folder, columns, sorted({0, *cuts, 3000}))
         made = extract(paths, schema, folder / "out", device_budget=budget, align=align, progress=False)

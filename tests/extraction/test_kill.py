@@ -13,9 +13,9 @@ import pytest
 
 from tests.extraction.cases import files_of, rich_columns, write_parquet
 from tests.extraction.killed import run
-from tiercache.durable import write_whole
-from tiercache.extraction_state import ExtractionState
-from tiercache.passset import PassSet
+from tiercache.extraction.state import ExtractionState
+from tiercache.passes.durable import write_whole
+from tiercache.passes.passset import PassSet
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess

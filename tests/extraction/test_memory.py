@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 import tiercache as tc
 from tests.extraction.cases import table
-from tiercache.extraction import extract
+from tiercache.extraction.extract import extract
 from tiercache.schema import Schema
 
 HOST_BYTES = 64 << 20

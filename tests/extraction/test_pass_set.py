@@ -12,9 +12,9 @@ import pytest
 import tiercache as tc
 from tests.extraction.cases import key_batch, plain_schema, reference, rich_columns, rich_schema, table
 from tiercache.errors import PassSetError
-from tiercache.handmade import write_pass_set
-from tiercache.keybatch import KeyBatch
-from tiercache.passset import PassSet
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import KeyBatch
+from tiercache.passes.passset import PassSet
 from tiercache.store.hashing import hash_keys
 
 if TYPE_CHECKING:

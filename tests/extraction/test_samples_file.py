@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.extraction.cases import rich_schema, table
 from tiercache.errors import PassSetError
-from tiercache.sample_layout import BATCH_SAMPLES, SampleLayout
-from tiercache.samples import FeatureIds, SampleBuffers, Samples
-from tiercache.samples_file import SamplesFile
-from tiercache.samples_writer import SamplesWriter
+from tiercache.passes.sample_layout import BATCH_SAMPLES, SampleLayout
+from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
+from tiercache.passes.samples_file import SamplesFile
+from tiercache.passes.samples_writer import SamplesWriter
 from tiercache.schema import Schema
 
 LAYOUT = SampleLayout(rich_schema())

@@ -13,9 +13,9 @@ import pytest
 import tiercache as tc
 from tests.extraction.cases import table
 from tiercache.errors import SourceError
-from tiercache.inputs import find_inputs
+from tiercache.extraction.inputs import find_inputs
+from tiercache.extraction.source import Source
 from tiercache.schema import CsvFormat, Schema
-from tiercache.source import Source
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from tiercache.batch import sample_order
 from tiercache.kernels.bits import hash_keys, mix, xxh64, xxh64_words
 from tiercache.kernels.initial import NORMAL, UNIFORM, initial_rows, philox4x32
-from tiercache.keyset import KeySet, write_key_set
-from tiercache.schedule import Schedule
+from tiercache.passes.keyset import KeySet, write_key_set
+from tiercache.planning.schedule import Schedule
 from tiercache.store import hashing
+from tiercache.training.batch import sample_order
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 ITEM, SEED = xxh64(b"item"), 7

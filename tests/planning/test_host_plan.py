@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.budget import PAGE_BYTES
-from tiercache.host_plan import Held, HostContent, _bytes_of, _fit
+from tiercache.planning.budget import PAGE_BYTES
+from tiercache.planning.host_plan import Held, HostContent, _bytes_of, _fit
 from tiercache.store.stream import Range, Stream
 
 ROW = PAGE_BYTES  # rows of one page: then rows and bytes say the same

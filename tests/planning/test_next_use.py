@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.cases import table
-from tiercache.next_use import find_uses
-from tiercache.positions import Positions
-from tiercache.schedule import Schedule
+from tiercache.planning.next_use import find_uses
+from tiercache.planning.positions import Positions
+from tiercache.planning.schedule import Schedule
 from tiercache.store.hashing import hash_keys
 from tiercache.store.table import group_tables
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.schedule import Schedule
+from tiercache.planning.schedule import Schedule
 
 
 def test_without_a_seed_every_epoch_goes_through_the_passes_in_their_order() -> None:

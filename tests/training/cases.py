@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tiercache.evaluation import RowsNow
-from tiercache.handmade import write_pass_set
-from tiercache.keybatch import FeatureKeys, KeyBatch
-from tiercache.positions import Positions
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
+from tiercache.training.evaluation import RowsNow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.cache import TierCache
+    from tiercache.training.cache import TierCache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from tests.training.cases import (
     train,
 )
 from tiercache.kernels.initial import initial_rows
-from tiercache.keybatch import OOV_KEY
+from tiercache.passes.keybatch import OOV_KEY
 from tiercache.store.table import initializer_code
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.cache import TierCache
+    from tiercache.training.cache import TierCache
 
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.Adam(learning_rate=0.05)), table("c", 8)),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.training.cases import Net
-    from tiercache.cache import TierCache
+    from tiercache.training.cache import TierCache
 
 __all__ = ["passes", "store"]  # fixtures
 

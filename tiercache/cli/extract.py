@@ -29,7 +29,7 @@ def extract(
     Killed at any moment, the same command goes on from the last closed pass to the same files.
     """
     from tiercache.errors import ExtractionError
-    from tiercache.extraction import extract as run
+    from tiercache.extraction.extract import extract as run
 
     try:
         run(

@@ -1,0 +1,1 @@
+"""Offline: from files of samples to passes."""

@@ -1,0 +1,221 @@
+"""Extraction: files to a pass set, in one scan, in bounded memory, through any stop."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiercache.errors import ExtractionError, SourceError
+from tiercache.extraction.admission import Admission, KeyCounter, decide, run_name
+from tiercache.extraction.cuts import Cut, Cutter
+from tiercache.extraction.encoding import encode
+from tiercache.extraction.host_share import HostShare
+from tiercache.extraction.inputs import find_inputs
+from tiercache.extraction.pass_builder import PassBuilder
+from tiercache.extraction.progress import ExtractionProgress, ProgressReporter
+from tiercache.extraction.source import Source
+from tiercache.extraction.state import ExtractionState, WorkFolder, check_same
+from tiercache.kernels.compile import is_cached, prepare
+from tiercache.passes.keyset import KeySet
+from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
+from tiercache.passes.passset import PassSet
+from tiercache.passes.row_budget import SLOT_MAP_BYTES, RowBudget
+from tiercache.passes.sample_layout import SampleLayout
+from tiercache.schema import Schema
+from tiercache.sizes import parse_bytes
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from tiercache.extraction.source import SourceBatch
+
+__all__ = ["ExtractionProgress", "extract"]
+
+
+def extract(
+    data: str | Path | Iterable[str | Path],
+    schema: Schema | str | Path,
+    out: str | Path,
+    *,
+    device_budget: int | str,
+    pass_by: str = "budget",
+    align: int = 8192,
+    min_count: int = 1,
+    host_budget: int | str = "1GiB",
+    counted_before: Sequence[PassSet | str | Path] = (),
+    progress: bool | Callable[[ExtractionProgress], None] = True,
+) -> PassSet:
+    """Turn files of samples into a pass set in the directory ``out``, and return it.
+
+    data: files, folders and patterns; Parquet, Arrow IPC, CSV or TSV (plain, gz, zst).
+    schema: a Schema, or the path of a TOML file.
+    device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
+    pass_by: ``budget`` closes a pass before the budget is exceeded, ``rows=N`` after N samples, ``file`` and
+    ``column=NAME`` where the file or the value of a column changes.
+    align: passes end at multiples of so many samples, for budget and rows; the last one ends with the data.
+    min_count: keys with fewer occurrences, in all of ``data`` and ``counted_before``, share the out-of-vocabulary row.
+    host_budget: memory for samples on their way and tables of keys, beside what Python itself takes; it does not
+    change the result.
+    counted_before: earlier pass sets of the same model, whose counts go on.
+    progress: a bar, nothing, or a function that is called with an ExtractionProgress.
+
+    Killed at any moment, the same call goes on from the last closed pass (counting: from the last run) to the same
+    files, bit for bit. A finished set of equal inputs and options is returned as it is. Options that decide nothing
+    about the content (host_budget, progress; learning rates, initializers and seeds of tables) may change.
+
+    Raises SchemaError, SourceError (names file, row and column), BudgetError, ExtractionError.
+    """
+    schema = schema if isinstance(schema, Schema) else Schema.load(schema)
+    device_bytes, host_bytes = parse_bytes(device_budget), parse_bytes(host_budget)
+    for name, number in (("align", align), ("min_count", min_count)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ExtractionError(f"{name} is {number!r}: a whole number, at least 1")
+    cut = Cut.parse(pass_by, align)
+    earlier = [item if isinstance(item, PassSet) else PassSet.open(item) for item in counted_before]
+    if earlier and min_count == 1:
+        raise ExtractionError("counted_before changes nothing with min_count = 1: raise min_count or leave it out")
+    inputs = find_inputs(data)
+    out = Path(out)
+    options: dict[str, Any] = {
+        "schema": schema.digest,
+        "groups": [[[t.name for t in g.tables], g.row_bytes + SLOT_MAP_BYTES] for g in group_tables(schema.tables)],
+        "device_budget": device_bytes,
+        "pass_by": pass_by,
+        "align": align,
+        "min_count": min_count,
+        "counted_before": [pass_set.digest for pass_set in earlier],
+    }
+    records = tuple(file.record() for file in inputs)
+    if (out / MANIFEST).exists():
+        return _finished(out, schema, options, records)
+    layout = SampleLayout(schema)
+    source = Source(inputs, schema, cut_column=cut.column)
+    host = HostShare.plan(host_bytes, layout, source.decoding_bytes)
+    with closing(WorkFolder(out)) as work, closing(ProgressReporter(progress, source.total_bytes)) as reporter:
+        state = ExtractionState.read(work.path) or ExtractionState(options=options, inputs=records)
+        state.check_same(options, records, out)
+        if not is_cached():
+            reporter.begin("compile")
+            prepare()
+        admission = None
+        if min_count > 1:
+            if not state.is_counted:
+                state = _count(source, schema, state, work, host, reporter)
+            admission = _decide(schema, state, earlier, min_count, work, host)
+        state = _number(source, layout, state, work, host, reporter, cut, align, device_bytes, admission)
+        if not state.passes:
+            raise SourceError(f"{inputs[0].path} and the {len(inputs) - 1} other files have no rows: give some data")
+        for file in inputs:
+            file.check_unchanged()
+        if admission is not None:
+            admission.write_rare(out / RARE_KEYS)
+        Manifest(
+            schema=schema,
+            passes=state.passes,
+            options=options,
+            inputs=records,
+            rare_bytes=(out / RARE_KEYS).stat().st_size if admission is not None else None,
+        ).write(out)
+        work.remove()
+        reporter.finish(sum(record.samples for record in state.passes), out)
+    return PassSet.open(out)
+
+
+def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]) -> PassSet:
+    """Return the finished set in ``out`` where it is the one that was asked for."""
+    manifest = Manifest.read(out)
+    check_same(manifest.options, manifest.inputs, options, records, out)
+    WorkFolder(out).remove()  # left over where the end of the extraction was cut off
+    if manifest.schema != schema:
+        manifest.with_tables_of(schema).write(out)
+    return PassSet.open(out)
+
+
+def _batches(source: Source, state: ExtractionState, host: HostShare) -> Iterator[SourceBatch]:
+    """Read from the state's cursor on, within the host budget."""
+    return source.batches(state.file_index, state.row, batch_bytes=host.chunk // 2, use_threads=host.use_threads)
+
+
+def _count(
+    source: Source,
+    schema: Schema,
+    state: ExtractionState,
+    work: WorkFolder,
+    host: HostShare,
+    reporter: ProgressReporter,
+) -> ExtractionState:
+    """Count all keys into runs on disk; the state on disk goes on with every run."""
+    counter = KeyCounter(schema, host.keys)
+    reporter.begin("count")
+    for batch in _batches(source, state, host):
+        is_full = counter.add(encode(schema, batch))
+        reporter.samples += batch.columns.num_rows
+        reporter.tell(source.done_bytes)
+        if is_full:
+            counter.write_run(work.path / run_name(state.runs))
+            row = batch.first_row + batch.columns.num_rows
+            state = replace(state, runs=state.runs + 1, file_index=batch.file_index, row=row)
+            state.write(work.path)
+    counter.write_run(work.path / run_name(state.runs))
+    state = replace(state, runs=state.runs + 1, file_index=0, row=0, is_counted=True)
+    state.write(work.path)
+    return state
+
+
+def _decide(
+    schema: Schema,
+    state: ExtractionState,
+    earlier: Sequence[PassSet],
+    min_count: int,
+    work: WorkFolder,
+    host: HostShare,
+) -> Admission:
+    """Merge the runs; the same again after a stop, so that nothing but the runs needs to be durable."""
+    runs = [KeySet(work.path / run_name(i), schema.ordered_tables) for i in range(state.runs)]
+    files = decide(schema, runs, earlier, min_count=min_count, folder=work.path, num_bytes=host.keys)
+    return Admission(schema, files)
+
+
+def _number(
+    source: Source,
+    layout: SampleLayout,
+    state: ExtractionState,
+    work: WorkFolder,
+    host: HostShare,
+    reporter: ProgressReporter,
+    cut: Cut,
+    align: int,
+    device_bytes: int,
+    admission: Admission | None,
+) -> ExtractionState:
+    """Go through the samples and close passes, from the state's cursor to the end of the data."""
+    work.clear(keep={name(i) for i in range(len(state.passes)) for name in (samples_name, keys_name)})
+
+    def on_close(begins: bool) -> None:
+        reporter.passes = len(builder.state.passes)
+        reporter.tell(source.done_bytes, "close" if begins else None)
+
+    rows = RowBudget(layout.schema.tables, device_bytes)
+    builder = PassBuilder(layout, work, state, cut=cut, align=align, rows=rows, host=host, on_close=on_close)
+    cutter = Cutter(cut)
+    reporter.passes = len(state.passes)
+    reporter.begin("number")
+    try:
+        for batch in _batches(source, state, host):
+            samples = encode(layout.schema, batch)
+            if admission is not None:
+                samples = admission.apply(samples)
+            builder.note(batch)
+            for begins_pass, piece in cutter.pieces(batch, samples):
+                if begins_pass:
+                    builder.cut()
+                builder.add(piece)
+            reporter.samples += batch.columns.num_rows
+            reporter.tell(source.done_bytes)
+        builder.finish()
+    finally:
+        builder.abandon()
+    return builder.state

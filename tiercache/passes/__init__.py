@@ -1,0 +1,1 @@
+"""What extraction leaves and training reads: pass sets, their key sets and sub-datasets."""

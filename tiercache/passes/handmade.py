@@ -1,0 +1,73 @@
+"""Pass sets from arrays in memory: for tests, notebooks and small data. Not for data larger than memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.errors import PassSetError
+from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
+from tiercache.passes.manifest import MANIFEST, Manifest, PassRecord, keys_name, samples_name
+from tiercache.passes.passset import PassSet, pass_digest
+from tiercache.passes.sample_layout import SampleLayout
+from tiercache.passes.samples import FeatureIds, Samples
+from tiercache.passes.samples_file import SamplesFile
+from tiercache.passes.samples_writer import SamplesWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.keybatch import KeyBatch
+    from tiercache.schema import Schema
+
+__all__ = ["write_pass", "write_pass_set"]
+
+
+def write_pass_set(
+    out: str | Path, schema: Schema, passes: Iterable[KeyBatch], options: dict[str, Any] | None = None
+) -> PassSet:
+    """Write one pass per batch, as given: nothing is closed early, no key is too rare, no budget is checked.
+
+    The slow and obvious definition of an extraction's result. ``out`` is made where it does not exist.
+    """
+    directory = Path(out)
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / MANIFEST).exists():
+        raise PassSetError(f"{directory} holds a pass set already: choose another directory")
+    records = [write_pass(directory, index, schema, batch) for index, batch in enumerate(passes)]
+    manifest = Manifest(schema=schema, passes=tuple(records), options=options or {}, inputs=())
+    manifest.write(directory)
+    return PassSet.open(directory)
+
+
+def write_pass(directory: Path, index: int, schema: Schema, batch: KeyBatch) -> PassRecord:
+    """Write the two files of one pass and return its record; the manifest is the caller's."""
+    layout = SampleLayout(schema)
+    columns: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    local: dict[str, NDArray[np.int32]] = {}
+    for table in schema.ordered_tables:
+        names = [f.name for f in schema.features if f.table == table.name]
+        parts = [batch.features[name].keys for name in names]
+        all_keys = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        keys, inverse, counts = np.unique(all_keys, return_inverse=True, return_counts=True)
+        order = in_hash_order(keys, table)
+        columns.append((keys[order], counts[order].astype(np.int64)))
+        positions = np.argsort(order).astype(np.int32)[inverse]
+        ends = np.cumsum([part.size for part in parts], dtype=np.int64)[:-1]
+        local.update(zip(names, np.split(positions, ends), strict=False))
+    ids = {name: FeatureIds(local[name], feature.offsets, feature.weights) for name, feature in batch.features.items()}
+    samples_path, keys_path = directory / samples_name(index), directory / keys_name(index)
+    writer = SamplesWriter(samples_path, layout)
+    writer.append(Samples(batch.label, batch.dense, np.empty((0, batch.num_samples), np.int32), ids))
+    writer.finish()
+    write_key_set(keys_path, schema.ordered_tables, columns)
+    return PassRecord(
+        samples=batch.num_samples,
+        rows={table.name: int(keys.size) for table, (keys, _) in zip(schema.ordered_tables, columns, strict=True)},
+        digest=pass_digest(SamplesFile(samples_path, layout).digest(), KeySet(keys_path, schema.ordered_tables)),
+        sizes={path.name: path.stat().st_size for path in (samples_path, keys_path)},
+    )

@@ -1,0 +1,115 @@
+"""What a pass set holds, as the one small file that makes it finished."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tiercache.errors import PassSetError
+from tiercache.passes.durable import write_whole
+from tiercache.schema import Schema
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "PassRecord", "keys_name", "samples_name"]
+
+MANIFEST = "passes.json"
+UNFINISHED = "unfinished"
+"""The folder that an extraction works in; it is gone when the pass set is finished."""
+RARE_KEYS = "rare.keys.arrow"
+"""Keys that were too rare for a row of their own, with counts; only where a least count was asked for."""
+_VERSION = 1
+
+
+def samples_name(index: int) -> str:
+    """Return the name of the sub-dataset of a pass."""
+    return f"pass-{index:05d}.samples.arrow"
+
+
+def keys_name(index: int) -> str:
+    """Return the name of the key set of a pass."""
+    return f"pass-{index:05d}.keys.arrow"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRecord:
+    """One closed pass."""
+
+    samples: int
+    """Samples of its sub-dataset."""
+    rows: dict[str, int]
+    """Unique keys, by table."""
+    digest: str
+    """Over sub-dataset and key set."""
+    sizes: dict[str, int]
+    """Bytes of its files, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A finished pass set."""
+
+    schema: Schema
+    passes: tuple[PassRecord, ...]
+    options: dict[str, Any]
+    """What the extraction was asked for, as far as it decides the content; empty for hand-made sets."""
+    inputs: tuple[dict[str, Any], ...]
+    """Name, size and time of change of each file it was made from; empty for hand-made sets."""
+    rare_bytes: int | None = None
+    """Bytes of the file of rare keys; None: there is none."""
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digest of the content: what samples mean and what the passes hold."""
+        digest = hashlib.sha256(self.schema.digest.encode())
+        for record in self.passes:
+            digest.update(record.digest.encode())
+        return digest.hexdigest()
+
+    def write(self, directory: Path) -> None:
+        """Make the pass set in ``directory`` a finished one, in one step."""
+        record = {
+            "format": "tiercache passes",
+            "version": _VERSION,
+            "digest": self.digest,
+            "schema": self.schema.to_record(),
+            "passes": [asdict(p) for p in self.passes],
+            "rare_bytes": self.rare_bytes,
+            "options": self.options,
+            "inputs": list(self.inputs),
+        }
+        write_whole(directory / MANIFEST, json.dumps(record, indent=1).encode())
+
+    def with_tables_of(self, schema: Schema) -> Manifest:
+        """Return the same set with the dims, optimizers, initializers and seeds of ``schema``."""
+        return replace(self, schema=schema)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read the manifest of a finished pass set. Raises PassSetError where there is none, or one damaged."""
+        path = directory / MANIFEST
+        if not path.exists():
+            if (directory / UNFINISHED).exists():
+                raise PassSetError(f"the pass set {directory} is unfinished: run the same extraction again, it goes on")
+            raise PassSetError(f"there is no pass set in {directory}: extract it first")
+        try:
+            record = json.loads(path.read_bytes())
+            if record["format"] != "tiercache passes":
+                raise ValueError("it is no pass set")
+            if record["version"] != _VERSION:
+                raise ValueError(f"it has version {record['version']}, this tiercache reads {_VERSION}")
+            manifest = cls(
+                schema=Schema.from_record(record["schema"]),
+                passes=tuple(PassRecord(**p) for p in record["passes"]),
+                options=record["options"],
+                inputs=tuple(record["inputs"]),
+                rare_bytes=record["rare_bytes"],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PassSetError(f"{path} cannot be read: {error}: extract the pass set again") from error
+        if manifest.digest != record["digest"]:
+            raise PassSetError(f"{path} does not match its own digest: extract the pass set again")
+        return manifest

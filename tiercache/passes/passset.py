@@ -1,0 +1,184 @@
+"""A pass set: the sub-datasets and key sets that an extraction made, ready for training."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiercache.errors import PassSetError
+from tiercache.passes.keyset import KeySet
+from tiercache.passes.manifest import RARE_KEYS, Manifest, keys_name, samples_name
+from tiercache.passes.sample_layout import SampleLayout
+from tiercache.passes.samples_file import SamplesFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.passes.manifest import PassRecord
+    from tiercache.passes.samples import SampleBuffers, Samples
+    from tiercache.schema import Schema
+    from tiercache.store.table import Table
+
+__all__ = ["Pass", "PassSet", "pass_digest"]
+
+
+class Pass:
+    """One pass: a mapped sub-dataset and its key set, each opened at first use and held until ``close``."""
+
+    def __init__(self, directory: Path, index: int, record: PassRecord, layout: SampleLayout) -> None:
+        self.index = index
+        """Its place in the pass set."""
+        self.samples = record.samples
+        """How many samples it has."""
+        self.digest = record.digest
+        """Over all its content."""
+        self._record = record
+        self._directory = directory
+        self._layout = layout
+        self._samples_file: SamplesFile | None = None
+        self._key_set: KeySet | None = None
+
+    @property
+    def key_set(self) -> KeySet:
+        """Its unique keys, mapped."""
+        if self._key_set is None:
+            path = self._directory / keys_name(self.index)
+            self._key_set = KeySet(path, self._layout.schema.ordered_tables)
+        return self._key_set
+
+    @property
+    def samples_file(self) -> SamplesFile:
+        """Its sub-dataset, mapped."""
+        if self._samples_file is None:
+            self._samples_file = SamplesFile(self._directory / samples_name(self.index), self._layout)
+        return self._samples_file
+
+    def rows(self, table: str) -> int:
+        """Return the number of unique keys of a table; opens nothing."""
+        return self._record.rows[table]
+
+    def keys(self, table: str) -> NDArray[np.int64]:
+        """Return the unique keys of a table in hash order: mapped, read-only."""
+        return self.key_set.keys(table)
+
+    def counts(self, table: str) -> NDArray[np.int64]:
+        """Return how often each of ``keys(table)`` occurs in the pass: mapped, read-only."""
+        return self.key_set.counts(table)
+
+    def read(self, indices: NDArray[np.int64], into: SampleBuffers | None = None) -> Samples:
+        """Read the samples at ``indices``, in their order (``SamplesFile.read``)."""
+        return self.samples_file.read(indices, into)
+
+    def prefetch(self) -> None:
+        """Ask the kernel to read the sub-dataset ahead; returns at once."""
+        self.samples_file.prefetch()
+
+    def close(self) -> None:
+        """Let go of the mapped files; they go when no array looks into them, and come back at the next use."""
+        self._samples_file = self._key_set = None
+
+    def num_bytes(self) -> int:
+        """Return the bytes of its files."""
+        return sum(self._record.sizes.values())
+
+
+class PassSet:
+    """A finished pass set. It is never changed; equal digests mean equal content."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.path = directory
+        self.manifest = manifest
+        self.schema = manifest.schema
+        self.layout = SampleLayout(manifest.schema)
+        """The order of columns; ``layout.singles`` is that of ``Samples.singles``."""
+        self.passes = tuple(Pass(directory, i, record, self.layout) for i, record in enumerate(manifest.passes))
+
+    @classmethod
+    def open(cls, path: str | Path) -> PassSet:
+        """Open the pass set in a directory.
+
+        Checks that every file is there with its size, and reads no content. Raises PassSetError.
+        """
+        directory = Path(path)
+        manifest = Manifest.read(directory)
+        sizes = {name: size for record in manifest.passes for name, size in record.sizes.items()}
+        if manifest.rare_bytes is not None:
+            sizes[RARE_KEYS] = manifest.rare_bytes
+        for name, size in sizes.items():
+            file = directory / name
+            if not file.exists():
+                raise PassSetError(f"the pass set {directory} lacks {name}: extract it again")
+            if file.stat().st_size != size:
+                raise PassSetError(f"{file} has {file.stat().st_size} bytes, not {size}: extract the pass set again")
+        return cls(directory, manifest)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hexadecimal digest of the content: columns and keys, table names, sub-datasets and key sets."""
+        return self.manifest.digest
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables, in the order of table ids."""
+        return self.schema.ordered_tables
+
+    @property
+    def samples(self) -> int:
+        """Samples of all passes."""
+        return sum(p.samples for p in self.passes)
+
+    def rare_keys(self) -> KeySet | None:
+        """Return the keys that were too rare for a row of their own, with counts; None where none was asked for."""
+        return None if self.manifest.rare_bytes is None else KeySet(self.path / RARE_KEYS, self.tables)
+
+    def check_schema(self, schema: Schema) -> None:
+        """Raise PassSetError unless the set was extracted with a schema of the same meaning.
+
+        Dims, optimizers, initializers and seeds of tables may differ.
+        """
+        if schema.digest != self.schema.digest:
+            raise PassSetError(
+                f"the pass set {self.path} was extracted with another schema{_difference(self.schema, schema)}: "
+                "extract again with this schema, or use the one it was extracted with"
+            )
+
+    def verify(self) -> None:
+        """Read everything and raise PassSetError for the first pass whose content is not what was extracted."""
+        for item in self.passes:
+            if pass_digest(item.samples_file.digest(), item.key_set) != item.digest:
+                raise PassSetError(f"pass {item.index} of {self.path} was changed: extract the pass set again")
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def __repr__(self) -> str:
+        return f"PassSet({str(self.path)!r}, {len(self)} passes, {self.samples:,} samples)"
+
+
+def pass_digest(samples_digest: str, key_set: KeySet) -> str:
+    """Return the digest of a pass from that of its sub-dataset and its key set."""
+    import hashlib
+
+    return hashlib.sha256(f"{samples_digest}\0{key_set.digest()}".encode()).hexdigest()
+
+
+def _difference(old: Schema, new: Schema) -> str:
+    for what, mine, yours in (
+        ("label", old.label, new.label),
+        ("dense columns", old.dense, new.dense),
+        ("features", [f.name for f in old.features], [f.name for f in new.features]),
+        ("tables", {t.name for t in old.tables}, {t.name for t in new.tables}),
+    ):
+        if mine != yours:
+            return f" (other {what})"
+    for before, after in zip(old.features, new.features, strict=True):
+        if before != after:
+            return f" (feature {before.name!r} is described otherwise)"
+    return ""

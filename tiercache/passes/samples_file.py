@@ -1,0 +1,177 @@
+"""Reading a sub-dataset: any samples in any order, straight from the mapped file."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from tiercache.errors import PassSetError
+from tiercache.kernels.samples import gather_columns, gather_lists, gather_offsets, gather_rows
+from tiercache.passes.sample_layout import BATCH_SAMPLES, BATCH_SHIFT, SampleLayout
+from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.sample_layout import SampleColumn
+
+__all__ = ["Region", "SamplesFile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where the numbers of one column of one record batch lie in the file."""
+
+    column: SampleColumn
+    offset: int
+    num_bytes: int
+    is_offsets: bool
+    """Whether these are the offsets of lists (int64) rather than values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Byte offsets of one column in the file, by record batch: (C,) each."""
+
+    column: SampleColumn
+    values: NDArray[np.int64]
+    value_bytes: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
+class SamplesFile:
+    """A mapped sub-dataset. Any number of threads may read at once, each into buffers of its own."""
+
+    def __init__(self, path: Path, layout: SampleLayout) -> None:
+        self._layout = layout
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            reader = pa.ipc.open_file(pa.py_buffer(self._map))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise PassSetError(f"the samples in {path} cannot be read: {error}: extract the pass set again") from error
+        if not reader.schema.equals(layout.arrow_schema):
+            raise PassSetError(f"the samples in {path} are of another schema: extract the pass set again")
+        self._words = np.frombuffer(self._map, np.int32, count=len(self._map) // 4)
+        self._longs = np.frombuffer(self._map, np.int64, count=len(self._map) // 8)
+        self.batch_sizes = np.zeros(reader.num_record_batches, np.int64)
+        self._places = self._find(reader)
+        self.num_samples = int(self.batch_sizes.sum())
+
+    def read(self, indices: NDArray[np.int64], into: SampleBuffers | None = None) -> Samples:
+        """Read the samples at ``indices`` (n,), in their order; each may stand any number of times.
+
+        The arrays are fresh, or lie in ``into`` and are valid until the next read into it. Raises IndexError for an
+        index below 0 or past the last sample.
+        """
+        indices = np.ascontiguousarray(indices, dtype=np.int64)
+        if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
+            raise IndexError(
+                f"samples {indices.min()} .. {indices.max()} were asked for, but {self.path.name} has "
+                f"{self.num_samples}: indices start at 0"
+            )
+        buffers = SampleBuffers() if into is None else into
+        fixed: dict[str, NDArray[Any]] = {}
+        for places in self._places.values():
+            column = places.column
+            if column.width is not None and column.name != "ids":
+                out = buffers.array(column.name, (indices.size, column.width), np.int32)
+                gather_rows(self._words, places.values >> 2, BATCH_SHIFT, indices, out)
+                fixed[column.name] = out.view(column.dtype)
+        ids, singles = self._singles(indices, fixed, buffers)
+        for feature in self._layout.schema.lists:
+            ids[feature.name] = self._list(feature.name, feature.length, indices, fixed, buffers)
+        label = fixed["label"].reshape(-1) if "label" in fixed else None
+        dense = fixed.get("dense", np.empty((indices.size, 0), np.float32))
+        ordered = {f.name: ids[f.name] for f in self._layout.schema.features}
+        return Samples(label=label, dense=dense, singles=singles, ids=ordered)
+
+    def regions(self) -> Iterator[Region]:
+        """Go through the file's numbers: batch by batch, in each column by column, offsets before values."""
+        for batch, rows in enumerate(self.batch_sizes):
+            for places in self._places.values():
+                if places.column.width is None:
+                    yield Region(places.column, int(places.offsets[batch]), 8 * (int(rows) + 1), True)
+                yield Region(places.column, int(places.values[batch]), int(places.value_bytes[batch]), False)
+
+    def digest(self) -> str:
+        """Return the hexadecimal SHA-256 of all numbers in the order of ``regions``; reads the whole file."""
+        digest = hashlib.sha256(str(self.num_samples).encode())
+        with self.path.open("rb") as file:
+            for region in self.regions():
+                digest.update(os.pread(file.fileno(), region.num_bytes, region.offset))
+        return digest.hexdigest()
+
+    def prefetch(self) -> None:
+        """Ask the kernel to read the file ahead; returns at once."""
+        self._map.madvise(mmap.MADV_WILLNEED)
+
+    def _singles(
+        self, indices: NDArray[np.int64], fixed: dict[str, NDArray[Any]], buffers: SampleBuffers
+    ) -> tuple[dict[str, FeatureIds], NDArray[np.int32]]:
+        layout = self._layout
+        singles = buffers.array("ids", (len(layout.singles), indices.size), np.int32)
+        if layout.singles:
+            starts = self._places["ids"].values >> 2
+            gather_columns(self._words, starts, BATCH_SHIFT, indices, layout.single_columns, singles)
+        ids = {}
+        for row, feature in zip(singles, layout.singles, strict=True):
+            weights = fixed.get(f"weights:{feature.name}")
+            ids[feature.name] = FeatureIds(row, None, None if weights is None else weights.reshape(-1))
+        return ids, singles
+
+    def _list(
+        self,
+        name: str,
+        length: int | None,
+        indices: NDArray[np.int64],
+        fixed: dict[str, NDArray[Any]],
+        buffers: SampleBuffers,
+    ) -> FeatureIds:
+        weights_name = f"weights:{name}"
+        offsets = buffers.array(f"offsets:{name}", (indices.size + 1,), np.int64)
+        if length is not None:
+            offsets[:] = np.arange(0, (indices.size + 1) * length, length)
+            weights = fixed[weights_name].reshape(-1) if weights_name in fixed else None
+            return FeatureIds(fixed[f"ids:{name}"].reshape(-1), offsets, weights)
+        begins = buffers.array("begins", (indices.size,), np.int64)
+        gather_offsets(self._longs, self._places[f"ids:{name}"].offsets >> 3, BATCH_SHIFT, indices, begins, offsets)
+        parts = {}
+        for column in (f"ids:{name}", weights_name):
+            if column in self._places:
+                places = self._places[column]
+                parts[column] = buffers.array(column, (int(offsets[-1]),), np.int32)
+                gather_lists(self._words, places.values >> 2, BATCH_SHIFT, indices, begins, offsets, parts[column])
+        weights = parts[weights_name].view(np.float32) if weights_name in parts else None
+        return FeatureIds(parts[f"ids:{name}"], offsets, weights)
+
+    def _find(self, reader: Any) -> dict[str, _Places]:
+        base, num_batches = pa.py_buffer(self._map).address, reader.num_record_batches
+        places = {
+            c.name: _Places(c, *(np.zeros(num_batches, np.int64) for _ in range(3))) for c in self._layout.columns
+        }
+        for index in range(num_batches):
+            batch = reader.get_batch(index)
+            self.batch_sizes[index] = batch.num_rows
+            if batch.num_rows != BATCH_SAMPLES and index + 1 < num_batches:
+                raise PassSetError(f"{self.path} has a short record batch: extract the pass set again")
+            for array, place in zip(batch.columns, places.values(), strict=True):
+                buffers = array.buffers()
+                if place.column.width is None:
+                    place.offsets[index] = buffers[1].address - base
+                    place.value_bytes[index] = 4 * int(self._longs[(place.offsets[index] >> 3) + batch.num_rows])
+                else:
+                    place.value_bytes[index] = 4 * batch.num_rows * place.column.width
+                if place.value_bytes[index]:
+                    place.values[index] = buffers[-1].address - base
+        return places

@@ -1,0 +1,294 @@
+"""The plan of visits: what every switch loads, keeps and dumps, in rows and bytes, before anything moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
+from tiercache.errors import BudgetError, PassSetError
+from tiercache.planning.host_plan import Held, HostContent
+from tiercache.kernels.switch import count_gaps
+from tiercache.sizes import format_bytes
+from tiercache.store.stream import Range, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from tiercache.planning.next_use import Uses
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Rows that come from one earlier segment stream: first those in host memory, the rest from the store."""
+
+    visit: int
+    """The visit that dumped the segment."""
+    group: int
+    rows: int
+    host: Held
+    """Pieces in host memory; they end where those of the store begin."""
+    store: Held
+    store_rows: int
+    store_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisitPlan:
+    """One visit: the rows it trains, where they come from, and what leaves when it ends."""
+
+    visit: int
+    epoch: int
+    pass_index: int
+    first: bool
+    """Whether the plan begins here, with empty device and host."""
+    within: bool
+    """Whether the rows come from a commit inside this visit."""
+    commits: bool
+    """Whether the visit ends with a commit: then kept rows are written too."""
+    rows_G: tuple[int, ...]
+    kept_G: tuple[int, ...]
+    generated_G: tuple[int, ...]
+    loads: tuple[Load, ...]
+    """By group, then by gap: the order of ``stable_order_by_gap`` over the previous gaps."""
+    dumps: tuple[Stream, ...]
+    """One stream for each group: what is packed and written when the visit ends."""
+    retained: Mapping[tuple[int, int], Held]
+    """What the host holds of earlier dumps from the moment this visit's rows are wanted."""
+    host_bytes: int
+    """Bytes of dump, staging and cached rows at the fullest moment of the visit."""
+    capacity: int
+    """Bytes that cached rows may take: what decided ``retained``."""
+    row_bytes_G: tuple[int, ...]
+
+    @property
+    def rows_read(self) -> int:
+        """Rows read from the store."""
+        return sum(load.store_rows for load in self.loads)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of rows read from the store."""
+        return sum(load.store_bytes for load in self.loads)
+
+    @property
+    def rows_from_host(self) -> int:
+        """Rows that come out of host memory."""
+        return sum(load.rows - load.store_rows for load in self.loads)
+
+    @property
+    def rows_written(self) -> int:
+        """Rows written to the store when the visit ends."""
+        return sum(stream.rows for stream in self.dumps)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of rows written when the visit ends; their keys add 8 bytes a row."""
+        return sum(stream.rows * stream.row_bytes for stream in self.dumps)
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes of rows that come to the device, from wherever."""
+        return sum(
+            (rows - kept) * width for rows, kept, width in zip(self.rows_G, self.kept_G, self.row_bytes_G, strict=True)
+        )
+
+
+@dataclass(slots=True)
+class PassSizes:
+    """What a pass looks like in numbers: rows by gap, and tables within."""
+
+    next_G: list[list[tuple[int, tuple[int, ...]]]]
+    prev_G: list[list[tuple[int, int]]]
+
+
+class Planner:
+    """Plans visit after visit from ``start``; deciding only, from sizes."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        positions: Positions,
+        uses_of: Callable[[int], Uses],
+        budget: HostBudget,
+        *,
+        start: int,
+        within: bool,
+        commit_every: int,
+        end: int | None = None,
+        stored: Mapping[int, tuple[Stream, ...]],
+        sizes: dict[int, PassSizes] | None = None,
+    ) -> None:
+        """Begin at visit ``start``; ``stored`` holds the streams of the store's segments by visit.
+
+        Every ``commit_every``-th visit ends with a commit, and so does the one before ``end``. ``sizes`` keeps
+        what was counted for the planners after this one. Raises BudgetError where a visit's reserve exceeds the
+        host budget.
+        """
+        self._end = end
+        self._schedule, self._positions, self._uses_of, self._budget = schedule, positions, uses_of, budget
+        self._start, self._within, self._commit_every = start, within, commit_every
+        self._streams = dict(stored)
+        self._content = HostContent()
+        self._sizes = {} if sizes is None else sizes
+        self._dump_sizes: dict[int, int] = {}
+        self._next = start
+        self._last_capacity: int | None = None
+        self._check_budget()
+
+    def sizes(self, visit: int) -> PassSizes:
+        """Count, for the pass of ``visit``, the rows of each gap."""
+        key = self._schedule.pass_of(visit) if self._schedule.repeats else visit
+        if key not in self._sizes:
+            if not self._schedule.repeats:
+                for old in [v for v in self._sizes if v < visit - 2]:
+                    del self._sizes[old]
+            self._sizes[key] = self._count(visit)
+        return self._sizes[key]
+
+    def _count(self, visit: int) -> PassSizes:
+        uses, p = self._uses_of(self._schedule.epoch_of(visit)), self._schedule.pass_of(visit)
+        sizes = PassSizes([], [])
+        for g, group in enumerate(self._positions.groups):
+            first = self._positions.first_table(g)
+            nexts = np.zeros((len(group.tables), uses.longest + 1), dtype=np.int64)
+            prevs = np.zeros(uses.longest + 1, dtype=np.int64)
+            for i in range(len(group.tables)):
+                span = slice(self._positions.start(p, first + i), self._positions.start(p, first + i + 1))
+                count_gaps(uses.next_gap[p][span], uses.longest, nexts[i])
+                count_gaps(uses.prev_gap[p][span], uses.longest, prevs)
+            present = np.nonzero(nexts.sum(axis=0))[0]
+            sizes.next_G.append([(int(gap), tuple(int(n) for n in nexts[:, gap])) for gap in present])
+            sizes.prev_G.append([(int(gap), int(prevs[gap])) for gap in np.nonzero(prevs)[0]])
+        return sizes
+
+    def dump_streams(self, visit: int, *, with_kept: bool) -> tuple[Stream, ...]:
+        """Lay out the dump of ``visit``: ranges by next use, kept rows first where they are written too."""
+        budget, streams = self._budget, []
+        for group, gaps in zip(self._positions.groups, self.sizes(visit).next_G, strict=True):
+            ranges = [Range(next_use=visit + gap, table_rows=rows) for gap, rows in gaps if with_kept or gap > 1]
+            streams.append(self.layout(group.row_bytes, ranges, budget))
+        return tuple(streams)
+
+    @staticmethod
+    def layout(row_bytes: int, ranges: Iterable[Range], budget: HostBudget) -> Stream:
+        """Cut ranges into pieces and blocks as the budget says."""
+        piece_rows = max(1, budget.piece // row_bytes)
+        block_bytes = max(budget.block, piece_rows * row_bytes)
+        return Stream(row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
+
+    def plan_next(self) -> VisitPlan:
+        """Plan the next visit."""
+        visit, self._next = self._next, self._next + 1
+        first = visit == self._start
+        pass_index = self._schedule.pass_of(visit)
+        sizes, groups = self.sizes(visit), self._positions.groups
+        rows_G = tuple(self._positions.num_rows(pass_index, g) for g in range(len(groups)))
+        kept_G, generated_G, loads = [], [], []
+        for g, gaps in enumerate(sizes.prev_G):
+            kept_G.append(0 if first else dict(gaps).get(1, 0))
+            if first and self._within:
+                generated_G.append(0)
+                if rows_G[g]:
+                    loads.append(self._load(visit, g, visit, rows_G[g]))
+                continue
+            generated_G.append(sum(rows for gap, rows in gaps if gap > visit))
+            loads += [
+                self._load(visit - gap, g, visit, rows) for gap, rows in gaps if gap <= visit and (first or gap > 1)
+            ]
+        commits = (visit + 1) % self._commit_every == 0 or visit + 1 == self._end
+        dumps = self.dump_streams(visit, with_kept=commits)
+        retained, cached, capacity = self._advance_host(visit)
+        reserve = self._reserve(visit)
+        plan = VisitPlan(
+            visit=visit, epoch=self._schedule.epoch_of(visit), pass_index=pass_index,
+            first=first, within=first and self._within, commits=commits,
+            rows_G=rows_G, kept_G=tuple(kept_G), generated_G=tuple(generated_G), loads=tuple(loads),
+            dumps=dumps, retained=retained, host_bytes=cached + reserve, capacity=capacity,
+            row_bytes_G=tuple(group.row_bytes for group in groups),
+        )  # fmt: skip
+        self._streams[visit] = dumps
+        for old in [v for v in self._streams if v < visit - self._uses_of(plan.epoch).longest]:
+            del self._streams[old]
+        return plan
+
+    def _load(self, source: int, group: int, visit: int, rows: int) -> Load:
+        stream = self._streams[source][group] if source in self._streams else None
+        index = next((i for i, r in enumerate(stream.ranges) if r.next_use == visit), None) if stream else None
+        if stream is None or index is None or stream.ranges[index].rows != rows:
+            raise PassSetError(
+                f"visit {visit} needs {rows:,} rows that visit {source} should have dumped for it, and the store "
+                "has no such range: the pass set or its order is not the one the store was trained with"
+            )
+        low, high = stream.pieces_of(index)
+        held = self._content.find(source, group)
+        if source == visit - 2 and source >= self._start:
+            held = Held(0, stream.num_pieces)  # the dump itself, not yet thinned out
+        middle = min(max(held.last, low), high) if held.first <= low < held.last else low
+        store_bytes = int(stream.piece_offset_P[high] - stream.piece_offset_P[middle])
+        return Load(
+            visit=source, group=group, rows=rows, host=Held(low, middle), store=Held(middle, high),
+            store_rows=store_bytes // stream.row_bytes, store_bytes=store_bytes,
+        )  # fmt: skip
+
+    def _advance_host(self, visit: int) -> tuple[dict[tuple[int, int], Held], int, int]:
+        """Let the dump of the visit before last join what is cached, and thin that out for ``visit``."""
+        old = visit - 2
+        if old >= self._start:
+            for g, stream in enumerate(self._streams[old]):
+                self._content.enter(old, g, stream)
+        capacity = self._budget.rows - self._reserve(visit)
+        assert capacity >= 0, f"visit {visit} needs {-capacity} bytes more than was checked"
+        if self._last_capacity is not None:
+            capacity, self._last_capacity = min(capacity, self._last_capacity), capacity
+        else:
+            self._last_capacity = capacity
+        cached = self._content.keep(after=visit, capacity=capacity)
+        return dict(self._content.held), cached, capacity
+
+    def _reserve(self, visit: int) -> int:
+        """Bytes that dump and staging may take while ``visit`` is trained (design, section 4)."""
+        dumps = [self._dump_bytes(v) for v in (visit - 1, visit) if v >= self._start]
+        return max(dumps) + self._staging_bytes(visit + 1, first=False)
+
+    def _dump_bytes(self, visit: int) -> int:
+        """All rows of the visit, in the pages of its blocks."""
+        key = self._schedule.pass_of(visit)
+        if key not in self._dump_sizes:
+            streams = self.dump_streams(visit, with_kept=True)
+            self._dump_sizes[key] = sum(paged(int(n)) for stream in streams for n in stream.block_bytes_B)
+        return self._dump_sizes[key]
+
+    def _staging_bytes(self, visit: int, *, first: bool) -> int:
+        total = ends = 0
+        for group, gaps in zip(self._positions.groups, self.sizes(visit).prev_G, strict=True):
+            for _, rows in ((gap, n) for gap, n in gaps if first or gap > 1):
+                total += group.row_bytes * rows
+                ends += 3 + group.row_bytes * rows // self._budget.block
+        # staging is filled region by region; a region ends before the piece that does not fit, the last may be empty
+        regions = -(-total // max(1, self._budget.region - self._budget.piece))
+        # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
+        return total + regions * (self._budget.piece + PAGE_BYTES) + self._budget.region + ends * PAGE_BYTES
+
+    def _check_budget(self) -> None:
+        """Raise BudgetError where the reserve of some visit exceeds the host budget.
+
+        In a seeded order any two passes may follow each other: then the largest dump and the largest load count.
+        """
+        passes = range(self._start, self._start + self._schedule.num_passes + 1)
+        if self._schedule.repeats:
+            rows = max(self._reserve(v) for v in passes)
+            rows = max(rows, *(self._staging_bytes(v, first=True) for v in passes))  # a run may begin with any of them
+        else:
+            rows = max(map(self._dump_bytes, passes)) + max(self._staging_bytes(v, first=True) for v in passes)
+        if rows > self._budget.rows:
+            smallest, fixed = self._budget.smallest(rows), self._budget.total - self._budget.rows
+            raise BudgetError(
+                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of the "
+                f"next need {format_bytes(rows)} beside {format_bytes(fixed)} for a write transaction and evaluation: "
+                f"raise host_budget to {smallest} bytes ({format_bytes(smallest)}) or extract smaller passes"
+            )

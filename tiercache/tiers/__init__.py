@@ -1,0 +1,1 @@
+"""Moving rows between store, host and device as planned."""

@@ -1,0 +1,124 @@
+"""The device tier: the rows of the visit being trained, one array per field, each row in its slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import BudgetError
+from tiercache.kernels.arrays import aligned_zeros
+from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
+from tiercache.passes.row_budget import SLOT_MAP_BYTES
+from tiercache.sizes import format_bytes
+from tiercache.tiers.rows import GroupRows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tiercache.planning.next_use import Uses
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.store.table import Group
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where the rows of one visit and group go."""
+
+    slots_K: NDArray[np.int32]
+    """The slot of each position."""
+    dump_order_K: NDArray[np.int32]
+    """Positions in dump order: by next use, kept rows first."""
+    load_K: NDArray[np.int32]
+    """In the order of loading (kept rows, then segment by segment, then generated rows): positions first, then, once
+    ``settle`` was called, their slots; empty after the load."""
+
+    def settle(self) -> None:
+        """Turn positions in the order of loading into slots, in place."""
+        take(self.slots_K, self.load_K, self.load_K)
+
+
+class DeviceTier:
+    """Arrays within the device budget. Slots of kept rows never change while they are kept.
+
+    ``place`` runs on the reader thread ahead of time, everything else on the training thread.
+    """
+
+    def __init__(self, positions: Positions, budget: int) -> None:
+        """Plan the arrays: each group's largest pass. Raises BudgetError where they exceed ``budget``."""
+        self._positions = positions
+        groups = positions.groups
+        self.capacity_G = [
+            max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups))
+        ]
+        needs = [rows * (group.row_bytes + SLOT_MAP_BYTES) for rows, group in zip(self.capacity_G, groups, strict=True)]
+        self.num_bytes = sum(needs)
+        if self.num_bytes > budget:
+            raise BudgetError(
+                f"the passes need {format_bytes(self.num_bytes)} on the device ("
+                + ", ".join(
+                    f"{rows:,} rows of dim {group.fields[0].width}"
+                    for rows, group in zip(self.capacity_G, groups, strict=True)
+                )
+                + f") but device_budget is {format_bytes(budget)}: raise it, or extract again with "
+                f"--device-budget {format_bytes(budget)}"
+            )
+        for rows in self.capacity_G:
+            if rows >= 2**31:
+                raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
+        self.fields_G = [
+            tuple(aligned_zeros(rows, field.width) for field in group.fields)
+            for rows, group in zip(self.capacity_G, groups, strict=True)
+        ]
+        self._spare_G: list[NDArray[np.int32]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows: every slot is spare."""
+        self._spare_G = []
+        for rows in self.capacity_G:
+            spare = np.arange(rows, -1, -1, dtype=np.int32)
+            spare[:rows] -= 1  # slot 0 is on top
+            spare[-1] = rows
+            self._spare_G.append(spare)
+
+    def place(self, plan: VisitPlan, uses: Uses, before: list[Placement] | None, before_uses: Uses | None,
+              before_pass: int | None) -> list[Placement]:  # fmt: skip
+        """Find the slots of the next visit's rows from those of the visit before, or from nothing."""
+        placements = []
+        for g in range(len(self.fields_G)):
+            span = self._positions.span(plan.pass_index, g)
+            prev_gap = uses.prev_gap[plan.pass_index][span]
+            rows = span.stop - span.start
+            slots = np.empty(rows, dtype=np.int32)
+            order = np.empty(rows, dtype=np.int32)
+            if before is None or before_uses is None or before_pass is None:
+                nothing = np.empty(0, dtype=np.int32)
+                kept = assign_slots(nothing, nothing, np.zeros(rows, dtype=np.int32), self._spare_G[g], slots)
+            else:
+                old = before_uses.next_gap[before_pass][self._positions.span(before_pass, g)]
+                kept = assign_slots(before[g].slots_K, old, prev_gap, self._spare_G[g], slots)
+            assert kept == plan.kept_G[g], f"visit {plan.visit} keeps {kept} rows, planned {plan.kept_G[g]}"
+            if plan.within:
+                order[:] = np.arange(rows, dtype=np.int32)
+            else:
+                limit = min(plan.visit + 1, uses.longest)
+                stable_order_by_gap(prev_gap, limit, order)
+            dump_order = np.empty(rows, dtype=np.int32)
+            stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)
+            placements.append(Placement(slots, dump_order, order))
+        return placements
+
+    def rows_of(self, pass_index: int, placements: list[Placement]) -> list[GroupRows]:
+        """Return what a lookup sees."""
+        return [
+            GroupRows.of(group, self.fields_G[g], placements[g].slots_K, self._positions.table_starts(pass_index, g))
+            for g, group in enumerate(self._positions.groups)
+        ]
+
+
+def initial_values(group: Group) -> tuple[float, ...]:
+    """Return the value that each optimizer state of a new row begins with."""
+    return tuple(field.initial for field in group.fields[1:])

@@ -1,0 +1,110 @@
+"""The host tier: dumps as blocks in memory, from which later visits load and the writer writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.planning.host_plan import Held
+    from tiercache.store.stream import Stream
+    from tiercache.tiers.host_memory import HostMemory, HostRegion
+
+
+class Run(NamedTuple):
+    """Pieces [first, last) of a stream, together in memory."""
+
+    first: int
+    last: int
+    data: NDArray[np.uint8]
+
+
+class HostTier:
+    """Blocks of earlier dumps, by (visit, group). Used by the training thread; the writer only reads blocks."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self._blocks: dict[tuple[int, int], list[HostRegion | None]] = {}
+        self._streams: dict[tuple[int, int], Stream] = {}
+
+    def enter(self, visit: int, group: int, stream: Stream) -> list[HostRegion]:
+        """Make room for a dump and return its blocks, to be filled."""
+        blocks = [self.memory.take(int(n)) for n in stream.block_bytes_B]
+        if blocks:
+            self._blocks[visit, group] = list(blocks)
+            self._streams[visit, group] = stream
+        return blocks
+
+    def keep(self, retained: Mapping[tuple[int, int], Held], *, not_before: int) -> None:
+        """Free all that ``retained`` does not name of the dumps before visit ``not_before``."""
+        for key in [key for key in self._blocks if key[0] < not_before]:
+            held = retained.get(key)
+            if held is None:
+                self._drop(key)
+            else:
+                self._shrink(key, held)
+
+    def clear(self) -> None:
+        """Free everything."""
+        for key in list(self._blocks):
+            self._drop(key)
+
+    def stream(self, visit: int, group: int) -> Stream:
+        """Return how the blocks of a dump are laid out."""
+        return self._streams[visit, group]
+
+    def runs(self, visit: int, group: int, held: Held) -> Iterator[Run]:
+        """Yield the pieces of ``held``, block after block."""
+        key = visit, group
+        stream = self._streams[key]
+        piece = held.first
+        while piece < held.last:
+            block = int(stream.piece_block_P[piece])
+            last = min(held.last, int(stream.block_piece_B[block + 1]))
+            base = int(stream.piece_offset_P[stream.block_piece_B[block]])
+            region = self._blocks[key][block]
+            assert region is not None, f"block {block} of visit {visit} is not in host memory"
+            yield Run(
+                piece,
+                last,
+                region.data[int(stream.piece_offset_P[piece]) - base : int(stream.piece_offset_P[last]) - base],
+            )
+            piece = last
+
+    def piece(self, visit: int, group: int, piece: int) -> NDArray[np.uint8] | None:
+        """Return the bytes of one piece, or None where they are not here."""
+        blocks = self._blocks.get((visit, group))
+        if blocks is None:
+            return None
+        stream = self._streams[visit, group]
+        block = int(stream.piece_block_P[piece])
+        region = blocks[block]
+        if region is None:
+            return None
+        base = int(stream.piece_offset_P[stream.block_piece_B[block]])
+        low, high = int(stream.piece_offset_P[piece]) - base, int(stream.piece_offset_P[piece + 1]) - base
+        return region.data[low:high] if region.holds(low, high) else None
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        for region in self._blocks.pop(key):
+            if region is not None:
+                self.memory.give_back(region)
+        del self._streams[key]
+
+    def _shrink(self, key: tuple[int, int], held: Held) -> None:
+        stream, blocks = self._streams[key], self._blocks[key]
+        low, high = int(stream.piece_offset_P[held.first]), int(stream.piece_offset_P[held.last])
+        for block, region in enumerate(blocks):
+            if region is None:
+                continue
+            base = int(stream.piece_offset_P[stream.block_piece_B[block]])
+            end = base + region.data.size
+            if end <= low or base >= high:
+                self.memory.give_back(region)
+                blocks[block] = None
+            elif low > base or high < end:
+                self.memory.shrink(region, max(0, low - base), min(region.data.size, high - base))

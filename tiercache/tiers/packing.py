@@ -1,0 +1,109 @@
+"""Packing and unpacking: rows between the slots of the device and blocks in dump order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.kernels.rows import Pieces, pack, unpack
+from tiercache.tiers.device_tier import initial_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.positions import Positions
+    from tiercache.store.stream import Stream
+    from tiercache.tiers.device_tier import DeviceTier
+    from tiercache.tiers.host_tier import HostTier
+    from tiercache.tiers.staging import Staged
+
+
+class Packer:
+    """Fills the blocks of a dump from the device, and finds the keys of their rows."""
+
+    def __init__(
+        self, device: DeviceTier, positions: Positions, keys_of: Callable[[int, int], NDArray[np.int64]]
+    ) -> None:
+        self._device, self._positions, self._keys_of = device, positions, keys_of
+
+    def pack(
+        self,
+        group: int,
+        slots_K: NDArray[np.int32],
+        order: NDArray[np.int32],
+        stream: Stream,
+        blocks: Iterable[tuple[int, NDArray[np.uint8]]],
+    ) -> None:
+        """Fill blocks, given by number and bytes; ``order`` has the positions of the stream's rows."""
+        pieces = Pieces(stream.row_bytes // 4)
+        for block, data in blocks:
+            low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
+            pieces.add(int(stream.block_first_row_B[block]), *_pieces(stream, low, high), data.view(np.float32))
+        pack(self._device.fields_G[group], slots_K, order, pieces)
+
+    def keys(
+        self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream, block: int
+    ) -> NDArray[np.int64]:
+        """Return the keys of a block in the order of its rows."""
+        first, last = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
+        positions = order[first:last]
+        starts = self._positions.table_starts(pass_index, group)
+        first_table = self._positions.first_table(group)
+        if len(starts) == 2:
+            return np.asarray(self._keys_of(pass_index, first_table)[positions])
+        tables = np.searchsorted(starts, positions, side="right") - 1
+        keys = np.empty(positions.size, dtype=np.int64)
+        for i in np.unique(tables):
+            mine = tables == i
+            keys[mine] = self._keys_of(pass_index, first_table + int(i))[positions[mine] - starts[i]]
+        return keys
+
+
+class Unpacker:
+    """Brings staged rows and rows in host blocks into their slots."""
+
+    def __init__(self, device: DeviceTier, host: HostTier, positions: Positions) -> None:
+        self._device, self._host, self._positions = device, host, positions
+
+    def unpack(self, staged: Staged) -> None:
+        """Load all rows of a visit that are not on the device yet."""
+        plan = staged.plan
+        rows_G = [Pieces(group.row_bytes // 4) for group in self._positions.groups]
+        vectors_G = [Pieces(group.fields[0].width) for group in self._positions.groups]
+        first_G = list(plan.kept_G)
+        for load in plan.loads:
+            first = first_G[load.group]
+            first_G[load.group] += load.rows
+            if load.host.first < load.host.last:
+                stream = self._host.stream(load.visit, load.group)
+                first -= int(stream.piece_first_row_P[load.host.first])
+                for run in self._host.runs(load.visit, load.group, load.host):
+                    _add(rows_G[load.group], first, stream, run.first, run.last, run.data)
+        for pieces in staged.pieces:
+            held, stream = pieces.held, pieces.stream
+            first = pieces.first_row - int(stream.piece_first_row_P[held.first])
+            _add(rows_G[pieces.group], first, stream, held.first, held.last, pieces.data)
+        for new in staged.rows:
+            one_piece = np.array([0, new.vectors_RD.shape[0]]), np.zeros(1, dtype=np.int64)
+            vectors_G[new.group].add(new.first_row, *one_piece, new.vectors_RD.reshape(-1))
+        for g, (fields, group) in enumerate(zip(self._device.fields_G, self._positions.groups, strict=True)):
+            slots = staged.placements[g].load_K
+            unpack(fields, slots, rows_G[g])
+            unpack(fields[:1], slots, vectors_G[g])
+            for state, value in zip(fields[1:], initial_values(group), strict=True):
+                state[slots[first_G[g] : first_G[g] + vectors_G[g].num_rows]] = value
+
+
+def _add(pieces: Pieces, first: int, stream: Stream, low: int, high: int, data: NDArray[np.uint8]) -> None:
+    """Add pieces [low, high) of a stream, whose row 0 would stand at ``first`` in the order of loading."""
+    pieces.add(first + int(stream.piece_first_row_P[low]), *_pieces(stream, low, high), data.view(np.float32))
+
+
+def _pieces(stream: Stream, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return first rows (P + 1) and float offsets (P) of pieces [low, high), counted from the first."""
+    rows = stream.piece_first_row_P[low : high + 1]
+    offsets = stream.piece_offset_P[low:high]
+    return rows - rows[0], (offsets - offsets[0]) // 4

@@ -1,0 +1,157 @@
+"""What a run reports: rows, bytes and waits of each visit, planned and measured."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from tiercache.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.tiers.staging import Staged
+
+
+@dataclass(slots=True, kw_only=True)
+class VisitReport:
+    """One visit. Seconds of ``wait_seconds`` and ``work_seconds`` are the training thread's."""
+
+    visit: int
+    epoch: int
+    pass_index: int
+    rows: int
+    rows_kept: int
+    rows_generated: int
+    rows_from_host: int
+    rows_read: int
+    """Rows read from the store, as counted by the reader."""
+    rows_read_planned: int
+    bytes_loaded: int
+    bytes_read: int
+    bytes_read_planned: int
+    rows_written: int = 0
+    rows_written_planned: int = 0
+    bytes_written: int = 0
+    """Bytes of rows written, as counted by the store; -1 until the visit is durable."""
+    bytes_written_planned: int = 0
+    host_bytes_planned: int = 0
+    wait_seconds: dict[str, float] = field(default_factory=dict)
+    """By cause: ``store`` (the load is not here yet), ``durable`` (the last dump is not), ``plan``."""
+    work_seconds: dict[str, float] = field(default_factory=dict)
+    """By work: ``pack``, ``unpack``, ``commit`` (cloning the dense state)."""
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By activity (``train``, ``read``, ``write``): begin and end on one clock, in seconds."""
+    losses: list[float] = field(default_factory=list)
+    """What the training loop chose to add with ``Visit.note_loss``."""
+    durable: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    def of(cls, plan: VisitPlan, staged: Staged) -> VisitReport:
+        """Begin the report of a visit whose rows were staged."""
+        return cls(
+            visit=plan.visit, epoch=plan.epoch, pass_index=plan.pass_index,
+            rows=sum(plan.rows_G), rows_kept=sum(plan.kept_G), rows_generated=sum(plan.generated_G),
+            rows_from_host=plan.rows_from_host, rows_read=staged.rows_read, rows_read_planned=plan.rows_read,
+            bytes_loaded=plan.bytes_loaded, bytes_read=staged.bytes_read, bytes_read_planned=plan.bytes_read,
+            rows_written_planned=plan.rows_written, bytes_written=-1, bytes_written_planned=plan.bytes_written,
+            host_bytes_planned=plan.host_bytes,
+            spans={"read": (staged.begun, staged.begun + staged.read_seconds)},
+        )  # fmt: skip
+
+    def begin_training(self) -> None:
+        """Mark the moment the first batch may be asked for."""
+        now = time.perf_counter()
+        self.spans["train"] = now, now
+
+    def end_training(self) -> None:
+        """Mark the moment the loop asked for the next visit."""
+        self.spans["train"] = self.spans["train"][0], time.perf_counter()
+
+    @contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        """Add the time spent inside to a cause of waiting."""
+        yield from self._clock(self.wait_seconds, cause)
+
+    @contextmanager
+    def timing(self, work: str) -> Iterator[None]:
+        """Add the time spent inside to a kind of work at the switch."""
+        yield from self._clock(self.work_seconds, work)
+
+    @staticmethod
+    def _clock(seconds: dict[str, float], name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    def wrote(self, begun: float, ended: float, num_bytes: int) -> None:
+        """Take in, from the writer thread, that the visit is durable."""
+        self.spans["write"] = begun, ended
+        self.bytes_written = num_bytes
+        self.durable.set()
+
+    @property
+    def planned_equals_measured(self) -> bool:
+        """Whether rows and bytes read and written are the planned ones, exactly."""
+        return (
+            self.rows_read == self.rows_read_planned
+            and self.bytes_read == self.bytes_read_planned
+            and self.rows_written == self.rows_written_planned
+            and self.bytes_written == self.bytes_written_planned
+        )
+
+    @property
+    def waited(self) -> float:
+        """Seconds the training thread waited."""
+        return sum(self.wait_seconds.values())
+
+    @property
+    def switched(self) -> float:
+        """Seconds the training thread packed, unpacked and cloned."""
+        return sum(self.work_seconds.values())
+
+    def rate(self, activity: str) -> float:
+        """Bytes per second of ``read`` or ``write``; 0 where nothing moved."""
+        begun, ended = self.spans.get(activity, (0.0, 0.0))
+        num_bytes = self.bytes_read if activity == "read" else self.bytes_written
+        return num_bytes / (ended - begun) if ended > begun and num_bytes > 0 else 0.0
+
+    def record(self) -> dict[str, object]:
+        """Return it as plain values: one JSON line."""
+        names = [name for name in self.__dataclass_fields__ if name != "durable"]
+        record: dict[str, object] = {name: getattr(self, name) for name in names}
+        record["planned_equals_measured"] = self.planned_equals_measured
+        return record
+
+
+def write_json_lines(reports: Sequence[VisitReport], path: Path) -> None:
+    """Write one JSON object a line for each visit."""
+    path.write_text("".join(json.dumps(report.record()) + "\n" for report in reports))
+
+
+def visit_table(reports: Sequence[VisitReport]) -> Table:
+    """Return the table for people: one line a visit."""
+    table = Table(title="visits: rows and bytes per tier, planned = measured", title_justify="left")
+    for name in ("visit", "pass", "rows", "kept", "new", "from host", "read", "written", "read at", "written at",
+                 "switch", "waited", "plan"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for r in reports:
+        table.add_row(
+            f"{r.visit}", f"{r.pass_index}", f"{r.rows:,}", f"{r.rows_kept:,}", f"{r.rows_generated:,}",
+            f"{r.rows_from_host:,}", f"{r.rows_read:,} ({format_bytes(r.bytes_read)})",
+            f"{r.rows_written:,} ({format_bytes(max(0, r.bytes_written))})",
+            f"{r.rate('read') / 1e9:.2f} GB/s", f"{r.rate('write') / 1e9:.2f} GB/s",
+            f"{r.switched * 1e3:.0f} ms", f"{r.waited * 1e3:.0f} ms",
+            "exact" if r.planned_equals_measured else "OFF",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,152 @@
+"""Staging: the rows of the next visit, read and generated ahead of time by the reader thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.kernels.initial import initial_rows
+from tiercache.store.table import initializer_code
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.host_plan import Held
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.store import Segment, Store
+    from tiercache.store.stream import Stream
+    from tiercache.tiers.device_tier import Placement
+    from tiercache.tiers.host_memory import HostMemory, HostRegion
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPieces:
+    """Pieces read from the store, and the first place of their rows in the order of loading."""
+
+    group: int
+    first_row: int
+    stream: Stream
+    held: Held
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Vectors of rows that no visit has used before; their optimizer state is the initial one."""
+
+    group: int
+    first_row: int
+    vectors_RD: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Staged:
+    """All that the reader prepared for one visit."""
+
+    plan: VisitPlan
+    placements: list[Placement]
+    pieces: list[StagedPieces] = field(default_factory=list)
+    rows: list[StagedRows] = field(default_factory=list)
+    regions: list[HostRegion] = field(default_factory=list)
+    rows_read: int = 0
+    bytes_read: int = 0
+    read_seconds: float = 0.0
+    begun: float = 0.0
+    ended: float = 0.0
+
+
+class Stager:
+    """Reads and generates; called on the reader thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        memory: HostMemory,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+        segments: Mapping[int, Segment],
+    ) -> None:
+        self._store, self._memory, self._positions, self._keys_of = store, memory, positions, keys_of
+        self._segments = segments
+        self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+
+    def stage(self, plan: VisitPlan, placements: list[Placement]) -> Staged:
+        """Bring the rows of ``plan`` that neither device nor host holds into staging."""
+        staged = Staged(plan, placements, begun=time.perf_counter())
+        try:
+            self._fill(staged)
+        except BaseException:
+            for region in staged.regions:
+                self._memory.give_back(region)
+            raise
+        staged.ended = time.perf_counter()
+        return staged
+
+    def _fill(self, staged: Staged) -> None:
+        plan = staged.plan
+        self._room = np.empty(0, dtype=np.uint8)
+        first_G = list(plan.kept_G)
+        for load in plan.loads:
+            first = first_G[load.group]
+            first_G[load.group] += load.rows
+            self._read(staged, load.visit, load.group, load.store, first + load.rows - load.store_rows)
+        staged.read_seconds = time.perf_counter() - staged.begun
+        for group, rows in enumerate(plan.generated_G):
+            if rows:
+                self._generate(staged, group, first_G[group])
+        for placement in staged.placements:
+            placement.settle()
+
+    def _take(self, staged: Staged, wanted: int) -> NDArray[np.uint8]:
+        """Return what is left of the current region, or a new one where ``wanted`` bytes do not fit."""
+        if self._room.size < wanted:
+            region = self._memory.take(self._memory.region_bytes)
+            staged.regions.append(region)
+            self._room = region.data
+        return self._room
+
+    def _read(self, staged: Staged, visit: int, group: int, held: Held, first_row: int) -> None:
+        if held.first >= held.last:
+            return
+        segment = self._segments[visit]
+        stream = segment.streams[group]
+        offset = stream.piece_offset_P
+        piece = held.first
+        while piece < held.last:
+            room = self._take(staged, int(offset[piece + 1] - offset[piece]))
+            last = int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1
+            last = min(last, held.last)
+            num_bytes = int(offset[last] - offset[piece])
+            data, self._room = room[:num_bytes], room[num_bytes:]
+            self._store.read(segment, group, piece, last, data)
+            rows = int(stream.piece_first_row_P[piece] - stream.piece_first_row_P[held.first])
+            staged.pieces.append(StagedPieces(group, first_row + rows, stream, type(held)(piece, last), data))
+            staged.rows_read += num_bytes // stream.row_bytes
+            staged.bytes_read += num_bytes
+            piece = last
+
+    def _generate(self, staged: Staged, group: int, first_row: int) -> None:
+        plan, spec = staged.plan, self._positions.groups[group]
+        dim = spec.fields[0].width
+        starts = self._positions.table_starts(plan.pass_index, group)
+        order = staged.placements[group].load_K[first_row:]
+        first_table = self._positions.first_table(group)
+        cuts = np.searchsorted(order, starts)  # generated rows stand in position order
+        for i, table in enumerate(spec.tables):
+            low, high = int(cuts[i]), int(cuts[i + 1])
+            keys = self._keys_of(plan.pass_index, first_table + i)
+            while low < high:
+                room = self._take(staged, 4 * dim)
+                rows = min(high - low, room.size // (4 * dim))
+                vectors = room[: rows * 4 * dim].view(np.float32).reshape(rows, dim)
+                self._room = room[rows * 4 * dim :]
+                mine = keys[order[low : low + rows] - starts[i]]
+                initial_rows(mine, table.table_id, table.seed, *initializer_code(table.initializer), vectors)
+                staged.rows.append(StagedRows(group, first_row + low, vectors))
+                low += rows

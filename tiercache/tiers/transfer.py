@@ -1,0 +1,365 @@
+"""The switch: dump of one visit, load of the next, with a reader and a writer thread beside the training."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.planning.host_plan import Held
+from tiercache.store import Cursor
+from tiercache.store.stream import Range
+from tiercache.tiers.host_tier import HostTier
+from tiercache.tiers.packing import Packer, Unpacker
+from tiercache.tiers.report import VisitReport
+from tiercache.tiers.staging import Staged, Stager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.budget import HostBudget
+    from tiercache.planning.next_use import Uses
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.visit_plan import Planner, VisitPlan
+    from tiercache.store import Segment, Store
+    from tiercache.store.stream import Stream
+    from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.tiers.host_memory import HostMemory, HostRegion
+
+_NICER = 10
+"""Added to the niceness of reader and writer."""
+StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
+"""What a commit stores beside rows: the dense state, serialised when called, and plain settings."""
+
+
+class Transfer:
+    """Moves rows between the tiers as a plan says. Every method is called on the training thread.
+
+    One reader thread stages, one writer thread appends segments and publishes commits, in order. An error of
+    either is raised by the next ``check``; after one, nothing is published any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        device: DeviceTier,
+        memory: HostMemory,
+        budget: HostBudget,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+        uses_of: Callable[[int], Uses],
+        *,
+        schedule_digest: str,
+        environment: dict[str, object],
+    ) -> None:
+        self.device, self.host, self.memory = device, HostTier(memory), memory
+        self._store, self._budget, self._positions = store, budget, positions
+        self._keys_of, self._uses_of = keys_of, uses_of
+        self._digest, self.environment = schedule_digest, environment
+        self._packer = Packer(device, positions, keys_of)
+        self._unpacker = Unpacker(device, self.host, positions)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=_yield_to_training)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=_yield_to_training)
+        self._segments: dict[int, Segment] = {}
+        self._planning: Future[VisitPlan] | None = None
+        self._staging: Future[Staged] | None = None
+        self._writing: Future[None] | None = None
+        self._failure: BaseException | None = None
+        self.plan: VisitPlan | None = None
+        self.placements: list[Placement] = []
+        self._planner: Planner | None = None
+        self.report: VisitReport | None = None
+
+    # -- a run of visits ---------------------------------------------------------------------------------
+
+    def begin(self, planner: Planner, *, end: int) -> None:
+        """Start with empty device and host: load the planner's first visit and stage the second.
+
+        Visits from ``end`` on are planned but not staged.
+        """
+        self.stop()
+        self._end = end
+        self._segments.clear()
+        self._segments.update(segments_by_visit(self._store))
+        self._planner = planner
+        self._stager = Stager(self._store, self.memory, self._positions, self._keys_of, self._segments)
+        self._stage_next()
+        self._load()
+        self._stage_next()
+
+    def switch(self, state: StateBytes) -> VisitReport:
+        """End the visit on the device and bring in the next one; returns the report of the one that ended."""
+        done, report = self._plan_now(), self._report_now()
+        write = self._dump(done, state)
+        try:
+            self._load()
+        finally:
+            self._writing = self._writer.submit(write)  # only now: the training thread waits for no one's Python
+        self._stage_next()
+        return report
+
+    def finish(self, state: StateBytes) -> VisitReport:
+        """End the last visit and wait until it is durable."""
+        done, report = self._plan_now(), self._report_now()
+        self._writing = self._writer.submit(self._dump(done, state))
+        with report.waiting("durable"):
+            self._await_writer()
+        self.stop()
+        return report
+
+    def stop(self) -> None:
+        """Let both threads come to rest and drop all rows; what is not committed is forgotten."""
+        for future in (self._planning, self._staging, self._writing):
+            if future is not None:
+                future.exception()
+        if self._staging is not None and self._staging.exception() is None:
+            self._release(self._staging.result())
+        self._planning = self._staging = self._writing = None
+        self._failure = None
+        self.plan, self.report, self.placements = None, None, []
+        self.host.clear()
+        self.device.clear()
+        if self._store.mode == "a":
+            self._store.forget()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.stop()
+        self._reader.shutdown()
+        self._writer.shutdown()
+
+    def check(self) -> None:
+        """Raise, with its cause, what went wrong on the reader or the writer."""
+        for future in (self._planning, self._staging, self._writing):
+            if future is not None and future.done() and future.exception() is not None:
+                self._failure = self._failure or future.exception()
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Wait until every dump handed to the writer is durable."""
+        self._await_writer()
+
+    def await_staging(self) -> None:
+        """Wait until the rows of the next visit are staged."""
+        if self._staging is not None:
+            self._staging.exception()
+        self.check()
+
+    # -- commit inside a visit ----------------------------------------------------------------------------
+
+    def commit_within(self, sample: int, state: StateBytes) -> None:
+        """Write all rows of the visit as one range and publish a commit at ``sample``; returns when durable.
+
+        Block by block through one region a group, so that it needs no more than a transaction of memory.
+        """
+        plan = self._plan_now()
+        self._await_writer()
+        streams = tuple(
+            self._planner_now().layout(
+                group.row_bytes,
+                [Range(next_use=plan.visit, table_rows=tuple(
+                    int(n) for n in np.diff(self._positions.table_starts(plan.pass_index, g))))]
+                if plan.rows_G[g] else [],
+                self._budget,
+            )
+            for g, group in enumerate(self._positions.groups)
+        )  # fmt: skip
+        orders = [np.arange(rows, dtype=np.int32) for rows in plan.rows_G]
+        placements = self.placements
+
+        def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
+            scratch = np.empty(self._budget.region, dtype=np.uint8)
+            for g, stream in enumerate(streams):
+                for b in range(stream.num_blocks):
+                    data = scratch[: int(stream.block_bytes_B[b])]
+                    self._packer.pack(g, placements[g].slots_K, orders[g], stream, [(b, data)])
+                    yield g, b, data, self._packer.keys(plan.pass_index, g, orders[g], stream, b)
+
+        def write() -> None:
+            room = self._budget.transaction - self._budget.region  # scratch is part of the share
+            self._store.append(plan.visit, streams, blocks(), within=True, transaction_bytes=room)
+            self._publish(Cursor(visit=plan.visit, sample=sample), state)
+
+        self._writing = self._writer.submit(write)
+        self._await_writer()
+
+    # -- dump ---------------------------------------------------------------------------------------------
+
+    def _dump(self, plan: VisitPlan, state: StateBytes) -> Callable[[], None]:
+        """Pack the rows of ``plan`` into host blocks; return what the writer is to do."""
+        report = self._report_now()
+        with report.waiting("plan"):
+            upcoming = None if self._planning is None else _result_or_none(self._planning)
+        with report.waiting("durable"):
+            self._await_writer()
+        self.check()
+        with report.timing("pack"):
+            self.host.keep(_wanted(upcoming), not_before=plan.visit)
+            dumped: list[tuple[int, Stream, list[HostRegion], NDArray[np.int32]]] = []
+            for g, stream in enumerate(plan.dumps):
+                order = self.placements[g].dump_order_K
+                order = order[order.size - stream.rows :]  # without the kept rows where they are not written
+                regions = self.host.enter(plan.visit, g, stream)
+                blocks = enumerate(region.data for region in regions)
+                self._packer.pack(g, self.placements[g].slots_K, order, stream, blocks)
+                dumped.append((g, stream, regions, order))
+        report.rows_written = plan.rows_written
+        return partial(self._write, plan, dumped, state, report)
+
+    def _write(
+        self,
+        plan: VisitPlan,
+        dumped: list[tuple[int, Stream, list[HostRegion], NDArray[np.int32]]],
+        state: StateBytes,
+        report: VisitReport,
+    ) -> None:
+        """Runs on the writer thread."""
+        begun = time.perf_counter()
+        before = self._store.counters.row_bytes_written
+        segment = self._store.append(
+            plan.visit,
+            plan.dumps,
+            (
+                (g, b, region.data, self._packer.keys(plan.pass_index, g, order, stream, b))
+                for g, stream, regions, order in dumped
+                for b, region in enumerate(regions)
+            ),
+            stable=True,
+            transaction_bytes=self._budget.transaction,
+        )
+        self._segments[plan.visit] = segment
+        if plan.commits:
+            self._publish(Cursor(visit=plan.visit + 1, sample=0), state)
+        oldest = plan.visit - self._uses_of(plan.epoch).longest
+        for visit in [v for v in self._segments if v < oldest]:
+            del self._segments[visit]
+        report.wrote(begun, time.perf_counter(), self._store.counters.row_bytes_written - before)
+
+    def publish_first(self, state: StateBytes) -> None:
+        """Publish the commit that stands before all training."""
+        self._publish(Cursor(visit=0, sample=0), state)
+
+    def _publish(self, cursor: Cursor, state: StateBytes) -> None:
+        serialise, settings = state
+        self._store.publish(
+            cursor,
+            state=serialise(),
+            schedule_digest=self._digest,
+            settings=settings,
+            environment=self.environment,
+        )
+
+    # -- load ---------------------------------------------------------------------------------------------
+
+    def _stage_next(self) -> None:
+        """Plan the next visit and, where it will be trained, let the reader stage it."""
+        planner, before, before_placements = self._planner_now(), self.plan, self.placements
+        if before is not None and before.visit + 1 >= self._end:
+            self._planning = self._staging = None
+            return
+        planning = self._reader.submit(planner.plan_next)
+
+        def stage() -> Staged:
+            plan = planning.result()
+            placements = self.device.place(
+                plan,
+                self._uses_of(plan.epoch),
+                before_placements if before else None,
+                None if before is None else self._uses_of(before.epoch),
+                None if before is None else before.pass_index,
+            )
+            return self._stager.stage(plan, placements)
+
+        self._planning, self._staging = planning, self._reader.submit(stage)
+
+    def _load(self) -> None:
+        """Unpack what was staged."""
+        assert self._staging is not None
+        begun = time.perf_counter()
+        self.await_staging()
+        waited = time.perf_counter() - begun
+        staged = self._staging.result()
+        self._planning = self._staging = None
+        plan = staged.plan
+        self.report = report = VisitReport.of(plan, staged)
+        report.wait_seconds["store"] = waited
+        with report.timing("unpack"):
+            self._unpacker.unpack(staged)
+            self._release(staged)
+            self.host.keep(plan.retained, not_before=plan.visit - 1)
+        for placement in staged.placements:
+            placement.load_K = placement.load_K[:0].copy()
+        self.plan, self.placements = plan, staged.placements
+
+    def cached_piece(self, segment_id: int, group: int, piece: int) -> NDArray[np.uint8] | None:
+        """Return the bytes of a piece that the host holds, or None."""
+        for visit, segment in self._segments.items():
+            if segment.id == segment_id and not segment.within:
+                return self.host.piece(visit, group, piece)
+        return None
+
+    # -- small things -------------------------------------------------------------------------------------
+
+    def _release(self, staged: Staged) -> None:
+        for region in staged.regions:
+            self.memory.give_back(region)
+
+    def _await_writer(self) -> None:
+        if self._writing is not None:
+            self._writing.exception()
+            self.check()
+            self._writing = None
+
+    def _plan_now(self) -> VisitPlan:
+        assert self.plan is not None, "no visit is being trained"
+        return self.plan
+
+    def _planner_now(self) -> Planner:
+        assert self._planner is not None, "no run of visits was begun"
+        return self._planner
+
+    def _report_now(self) -> VisitReport:
+        assert self.report is not None, "no visit is being trained"
+        return self.report
+
+
+def _yield_to_training() -> None:
+    """Let the training thread have a core that it and this thread both want; what is idle is taken all the same."""
+    with suppress(OSError, AttributeError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
+
+
+def _wanted(upcoming: VisitPlan | None) -> dict[tuple[int, int], Held]:
+    """Return what the host holds until the coming load is done: what it takes, and what stays beyond it."""
+    if upcoming is None:
+        return {}
+    wanted = dict(upcoming.retained)
+    for load in upcoming.loads:
+        if load.host.first < load.host.last:
+            key = load.visit, load.group
+            last = max(wanted[key].last, load.host.last) if key in wanted else load.host.last
+            wanted[key] = Held(load.host.first, last)
+    return wanted
+
+
+def _result_or_none(future: Future[VisitPlan]) -> VisitPlan | None:
+    return future.result() if future.exception() is None else None
+
+
+def segments_by_visit(store: Store) -> dict[int, Segment]:
+    """Return the newest segment of each visit: for a visit cut by a commit, the one the commit wrote."""
+    found: dict[int, Segment] = {}
+    for segment in store.segments:
+        if segment.visit not in found or segment.id > found[segment.visit].id:
+            found[segment.visit] = segment
+    return found

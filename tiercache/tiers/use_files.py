@@ -1,0 +1,84 @@
+"""Where the uses of an epoch are kept: a mapped file beside the store, found once and read many times."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import TierCacheError
+from tiercache.planning.next_use import Uses, find_uses, views_of
+from tiercache.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.schedule import Schedule
+
+FOLDER = "schedule"
+
+
+class UseFiles:
+    """Uses by epoch: 8 bytes for each key of each pass, in files that can be deleted at any time.
+
+    Where the order repeats, one file serves every epoch, and a later run finds it again. Without a folder (the
+    memory engine) they are plain arrays. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+        folder: Path | None,
+    ) -> None:
+        self._schedule, self._positions, self._keys_of = schedule, positions, keys_of
+        self._folder = None if folder is None else folder / FOLDER
+        self._lock = threading.Lock()
+        self._found: dict[int, Uses] = {}
+
+    def of(self, epoch: int) -> Uses:
+        """Return the uses of ``epoch``, finding them where no earlier call or run did."""
+        name = 0 if self._schedule.repeats else epoch
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = self._open(name)
+                for old in [e for e in self._found if e < name - 2]:
+                    del self._found[old]
+            return self._found[name]
+
+    def _open(self, epoch: int) -> Uses:
+        total = sum(self._positions.num_rows(p) for p in range(self._positions.num_passes))
+        if self._folder is None or total == 0:
+            out = np.empty((2, total), dtype=np.int32)
+            return find_uses(self._schedule, epoch, self._positions, self._keys_of, out)
+        path = self._folder / f"{self._schedule.digest[:24]}-{epoch}.gaps"
+        if not path.exists() or path.stat().st_size != 8 * total:
+            self._write(path, epoch, total)
+        return views_of(np.memmap(path, dtype=np.int32, mode="r", shape=(2, total)), self._positions)
+
+    def _write(self, path: Path, epoch: int, total: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        for old in path.parent.glob("*.gaps"):
+            if not old.name.startswith(self._schedule.digest[:24]):
+                old.unlink()
+        temporary = path.with_suffix(".part")
+        try:
+            with temporary.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, 8 * total)  # a full disk says so here, not by a signal
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise TierCacheError(
+                f"the schedule needs {format_bytes(8 * total)} in {path.parent}, which could not be had "
+                f"({error.strerror}): free space there and run again"
+            ) from error
+        out = np.memmap(temporary, dtype=np.int32, mode="r+", shape=(2, total))
+        find_uses(self._schedule, epoch, self._positions, self._keys_of, out)
+        out.flush()
+        temporary.rename(path)

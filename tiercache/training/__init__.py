@@ -1,0 +1,1 @@
+"""The training loop: caches, visits, batches, embedding modules, row optimizers, evaluation."""

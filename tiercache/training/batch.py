@@ -1,0 +1,77 @@
+"""Batches: samples of one pass with local ids, and the rows these mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.kernels.switch import permutation
+from tiercache.store.hashing import mix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import Pass
+    from tiercache.passes.samples import FeatureIds
+    from tiercache.tiers.rows import RowView
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some samples: ``label`` (N,), ``dense`` (N, dense features), both float32, and ids for the embedding modules."""
+
+    label: torch.Tensor
+    dense: torch.Tensor
+    ids: dict[str, FeatureIds]
+    """Local ids by feature. They mean rows only together with ``rows``, and only inside their visit."""
+    rows: RowView
+    num_samples: int
+    weight: float = 1.0
+    """What the mean loss of this batch counts for: 1 with one rank."""
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+def sample_order(num_samples: int, *, seed: int, epoch: int, pass_index: int, shuffle: bool) -> NDArray[np.int64]:
+    """Return the order of a visit's samples: as they are, or a permutation that (seed, epoch, pass) alone decide."""
+    if not shuffle:
+        return np.arange(num_samples, dtype=np.int64)
+    words = np.array([seed, epoch, pass_index], dtype=np.int64).view(np.uint64)
+    salt = mix(words[:1])
+    for word in words[1:]:
+        salt = mix(salt ^ word)
+    order = np.empty(num_samples, dtype=np.int64)
+    permutation(int(salt[0]), order)
+    return order
+
+
+def read_batches(
+    source: Pass, order: NDArray[np.int64], size: int, rows: RowView, *, first: int = 0
+) -> Iterator[tuple[int, Batch]]:
+    """Yield (samples up to and with this batch, batch) from place ``first`` of ``order`` on; the last may be short.
+
+    Raises ValueError for a size below 1.
+    """
+    if size < 1:
+        raise ValueError(f"a batch of {size} samples was asked for: the size must be at least 1")
+    for begin in range(first, order.size, size):
+        rows.check()
+        places = order[begin : begin + size]
+        samples = source.read(places)
+        label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
+        yield (
+            begin + places.size,
+            Batch(
+                label=torch.from_numpy(label),
+                dense=torch.from_numpy(samples.dense),
+                ids=samples.ids,
+                rows=rows,
+                num_samples=places.size,
+            ),
+        )

@@ -1,0 +1,403 @@
+"""TierCache: trains the passes of a pass set over the tiers, and commits."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiercache.errors import PassSetError, StateError
+from tiercache.planning.budget import HostBudget
+from tiercache.planning.positions import Positions
+from tiercache.planning.schedule import Schedule
+from tiercache.planning.visit_plan import PassSizes, Planner, VisitPlan
+from tiercache.sizes import parse_bytes
+from tiercache.tiers.device_tier import DeviceTier
+from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers.rows import RowView
+from tiercache.tiers.transfer import Transfer, segments_by_visit
+from tiercache.tiers.use_files import UseFiles
+from tiercache.training.dense_state import DenseState
+from tiercache.training.evaluation import Evaluation, RowsNow
+from tiercache.training.matching import check_features, check_tables
+from tiercache.training.progress import TrainingProgress, prepare_kernels
+from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.threads import share_threads
+from tiercache.training.visit import Visit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import PassSet
+    from tiercache.store import Store
+    from tiercache.tiers.report import VisitReport
+    from tiercache.tiers.transfer import StateBytes
+
+
+class TierCache:
+    """Device tier and host tier over a store, for the passes of one pass set.
+
+    Rows are trained on the device; at each switch of passes they move as planned. Host and device bytes are
+    planned before the first batch and held. Use it from one thread; it owns a reader and a writer thread until
+    ``close``. Not for tables that fit: ``ResidentCache`` trains those without a store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        passes: PassSet,
+        *,
+        device_budget: int | str,
+        host_budget: int | str,
+        eval_budget: int | str | None = None,
+        commit_every: int = 1,
+        seed: int = 0,
+        order_seed: int | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        """Plan the budgets.
+
+        device_budget: bytes ("64MiB") for rows and slot maps. host_budget: bytes of anonymous memory for dump,
+        staging, cached rows, one write transaction and evaluation. eval_budget: bytes of it reserved for rows of
+        evaluation passes; a sixteenth where not given. commit_every: visits between commits. seed: of the
+        shuffling of batches. order_seed: None trains the passes of every epoch in their order, a number in a
+        seeded order of each epoch's own. progress: whether training shows a bar; None: on a terminal.
+
+        Raises BudgetError where the plan exceeds a budget, PassSetError where passes and store do not belong
+        together, ValueError for a commit_every below 1.
+        """
+        if commit_every < 1:
+            raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
+        share_threads()
+        self.store, self.pass_set = store, passes
+        check_tables(store, passes)
+        self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
+        self._check_digest()
+        self._seed, self._commit_every = seed, commit_every
+        self._shown = sys.stderr.isatty() if progress is None else progress
+        self._progress: TrainingProgress | None = None
+        self._positions = Positions.of(passes, store.groups)
+        self._device = DeviceTier(self._positions, parse_bytes(device_budget))
+        self._budget = HostBudget.plan(
+            parse_bytes(host_budget),
+            evaluation=None if eval_budget is None else parse_bytes(eval_budget),
+            largest_row=max(group.row_bytes for group in store.groups),
+            largest_pass=max(self._pass_bytes(p) for p in range(len(passes.passes))),
+        )
+        self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path)
+        self._memory = HostMemory(self._budget.rows, self._budget.region)
+        self._transfer = Transfer(
+            store,
+            self._device,
+            self._memory,
+            self._budget,
+            self._positions,
+            self._keys_of,
+            self._uses.of,
+            schedule_digest=self._schedule.digest,
+            environment={
+                "threads": torch.get_num_threads(),
+                "cpu": platform.processor() or platform.machine(),
+            },
+        )
+        self.dense = DenseState()
+        self.optimizer = RowOptimizer(store.groups)
+        self._hooks: list[Any] = []
+        self._visit: Visit | None = None
+        self._run: object = None
+        self._sizes: dict[int, PassSizes] = {}
+        self.reports: list[VisitReport] = []
+        """One report for each visit trained by this object, the last one unfinished while it runs."""
+        self.plan()  # a budget that cannot hold says so here, not in the middle of a run
+
+    # -- before training ----------------------------------------------------------------------------------
+
+    def track(self, **objects: Any) -> None:
+        """Commit the state of these objects with the rows, and step rows when an optimizer among them steps.
+
+        Objects have ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers. A tracked torch
+        optimizer's ``step()`` applies the pending row gradients after its own work; without one call ``step``
+        yourself. Random generators of torch, numpy and random are part of every commit. Raises StateError for
+        state that cannot be stored.
+        """
+        optimizers = [value for value in objects.values() if isinstance(value, torch.optim.Optimizer)]
+        if len(optimizers) + len(self._hooks) > 1:
+            raise StateError(
+                "track() was given two optimizers, and rows step when the optimizer does: track one, and keep "
+                "the other's state in an object of your own"
+            )
+        self.dense.track(objects)
+        self._hooks += [optimizer.register_step_post_hook(lambda *_: self.step()) for optimizer in optimizers]
+
+    def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
+        """Plan the next visits (one epoch and one visit more where not said) without training them."""
+        planner = self._planner()
+        count = self._schedule.num_passes + 1 if visits is None else visits
+        return [planner.plan_next() for _ in range(count)]
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def passes(self, epochs: int) -> Iterator[Visit]:
+        """Yield the visits up to the end of epoch ``epochs``, from the last commit on.
+
+        First restores rows and tracked state from the last commit; a store without one gets a commit of the
+        state as it is now. A visit ends, and every ``commit_every``-th and the last commits, when the next one is
+        asked for, so what the loop's body does after its batches belongs to it. The commit of visit t is durable by
+        the end of visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
+        """
+        run = self._run = object()
+        self._end_visit()
+        self._transfer.stop()
+        share_threads()
+        self._restore()
+        cursor, end = self._cursor, epochs * self._schedule.num_passes
+        if cursor[0] >= end:
+            return
+        if self.store.mode != "a":
+            raise StateError(f"{self.store.label} is open for reading: open it with mode='a' to train")
+        prepare_kernels(shown=self._shown)
+        self._transfer.begin(self._planner(end), end=end)
+        first_sample = cursor[1]
+        visits = range(cursor[0], end)
+        total = sum(self.pass_set.passes[self._schedule.pass_of(v)].samples for v in visits)
+        self._progress = TrainingProgress(total, shown=self._shown)
+        try:
+            for index in visits:
+                visit = self._begin_visit(index, first_sample)
+                yield visit
+                if self._run is not run:
+                    raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
+                first_sample = 0
+                self._transfer.check()
+                report = self._transfer.report
+                assert report is not None
+                with report.timing("commit"):
+                    state = self._state()
+                self._end_visit()
+                self._progress.visit_done(visit.num_samples, report)
+                if index + 1 < end:
+                    self._transfer.switch(state)
+                else:
+                    self._transfer.finish(state)
+        finally:
+            self._progress.stop()
+            if self._run is run:
+                self._end_visit()
+                self._transfer.stop()
+
+    def step(self) -> None:
+        """Apply the pending row gradients: each row of the batches since the last step is updated once.
+
+        Called by a tracked optimizer's ``step()``; call it yourself only where there is none.
+        """
+        if self._visit is None:
+            raise StateError("step() was called outside a visit: step inside the loop over passes()")
+        self.optimizer.step(self._visit.rows.groups)
+
+    def discard(self) -> None:
+        """Drop the pending row gradients: for a skipped step, as ``zero_grad()`` does for dense ones."""
+        self.optimizer.discard()
+
+    def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
+        """Change the row optimizers' learning rate from the next step on; part of the next commit.
+
+        tables: names, all tables where not given. Tables of one group share a rate: raises ValueError where
+        only a part of a group is named.
+        """
+        self.optimizer.set_learning_rate(learning_rate, tables)
+
+    def commit(self) -> None:
+        """Commit now, inside the visit, after the batches yielded so far; returns when it is durable.
+
+        Raises StateError between a backward and its step, and outside a visit.
+        """
+        if self._visit is None:
+            raise StateError("commit() was called outside a visit: a visit commits by itself when it ends")
+        if self.optimizer.pending:
+            raise StateError("commit() was called between backward and step: call step() or discard() first")
+        self._transfer.check()
+        if self._visit.samples_done == 0:
+            raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
+        self._transfer.commit_within(self._visit.samples_done, self._state())
+
+    def drain(self) -> None:
+        """Wait until every dump is durable and the next visit's rows are staged: both threads are at rest then.
+
+        Training needs no such wait; measurements do. Raises what went wrong on either thread.
+        """
+        self._transfer.drain()
+        self._transfer.await_staging()
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def evaluation(self, passes: PassSet) -> Iterator[Evaluation]:
+        """Yield read-only slices of another pass set, at any moment between batches.
+
+        Rows are as of now: from the device, the host or the store; keys never trained have the out-of-vocabulary
+        row where their table was trained with one, else their initial row. Nothing is written. A slice is as
+        many samples as ``eval_budget`` holds rows for; lookups in it leave no gradients.
+        """
+        check_tables(self.store, passes)
+        check_features(self.pass_set, passes)
+        self._transfer.drain()
+        yield from Evaluation.slices(passes, self.rows_now(), self._budget.evaluation)
+
+    def rows_now(self) -> RowsNow:
+        """Return a reader of any rows as of now; used between batches, before the next one is trained."""
+        after = self._visit.index if self._visit is not None else self._cursor[0] - 1
+        return RowsNow(
+            store=self.store,
+            device=self._device if self._visit is not None else None,
+            placements=self._transfer.placements,
+            pass_now=self._visit.pass_index if self._visit is not None else None,
+            positions=self._positions,
+            keys_of=self._keys_of,
+            after=after,
+            cached=self._transfer.cached_piece,
+            trained=self.pass_set,
+        )
+
+    def close(self) -> None:
+        """End both threads. What is not committed is not kept; the store stays open."""
+        self._run = None  # a loop that was left open finds nothing to end when it is collected
+        self._end_visit()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._transfer.close()
+
+    def __enter__(self) -> TierCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """The tables trained, in the store's order."""
+        return self._positions.tables
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """The groups of tables with the same row layout."""
+        return self._positions.groups
+
+    @property
+    def schema(self) -> Any:
+        """The schema of the pass set."""
+        return self.pass_set.schema
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of rows and slot maps on the device."""
+        return self._device.num_bytes
+
+    @property
+    def host_bytes_peak(self) -> int:
+        """The most bytes of rows the host held so far."""
+        return self._memory.peak_bytes
+
+    @property
+    def _cursor(self) -> tuple[int, int]:
+        commit = self.store.commit
+        return (0, 0) if commit is None else (commit.cursor.visit, commit.cursor.sample)
+
+    def _keys_of(self, pass_index: int, table: int) -> NDArray[np.int64]:
+        return self.pass_set.passes[pass_index].keys(self._positions.tables[table].name)
+
+    def _pass_bytes(self, pass_index: int) -> int:
+        return sum(
+            self._positions.num_rows(pass_index, g) * group.row_bytes for g, group in enumerate(self._positions.groups)
+        )
+
+    def _planner(self, end: int | None = None) -> Planner:
+        visit, sample = self._cursor
+        stored = {v: segment.streams for v, segment in segments_by_visit(self.store).items()}
+        return Planner(
+            self._schedule,
+            self._positions,
+            self._uses.of,
+            self._budget,
+            start=visit,
+            within=sample > 0,
+            commit_every=self._commit_every,
+            end=end,
+            stored=stored,
+            sizes=self._sizes,
+        )
+
+    def _state(self) -> StateBytes:
+        return self.dense.capture(), self.optimizer.settings()
+
+    def _restore(self) -> None:
+        commit = self.store.commit
+        if commit is None:
+            self._transfer.publish_first(self._state())
+            return
+        self._check_digest()
+        here = self._transfer.environment
+        if commit.environment and commit.environment != here:
+            warnings.warn(
+                f"commit {commit.id} was trained with {commit.environment} and goes on with {here}: other threads or "
+                "another CPU can change the last bits of dense layers",
+                stacklevel=3,
+            )
+        self.dense.restore(self.store.state())
+        self.optimizer.restore(commit.settings)
+
+    def _begin_visit(self, index: int, first_sample: int) -> Visit:
+        plan = self._transfer.plan
+        report = self._transfer.report
+        assert plan is not None
+        assert report is not None
+        assert plan.visit == index
+        self.optimizer.discard()
+        rows = RowView(
+            self._device.rows_of(plan.pass_index, self._transfer.placements),
+            self.optimizer.gradients,
+            f"visit {index}",
+        )
+        self._visit = Visit(
+            index=index,
+            epoch=plan.epoch,
+            source=self.pass_set.passes[plan.pass_index],
+            rows=rows,
+            seed=self._seed,
+            first_sample=first_sample,
+            before_batch=self._before_batch,
+            note_loss=report.losses.append,
+        )
+        self.reports.append(report)
+        report.begin_training()
+        return self._visit
+
+    def _before_batch(self, done: int) -> None:
+        """Raise what went wrong on a thread, and show how far the visit is."""
+        self._transfer.check()
+        assert self._visit is not None
+        assert self._progress is not None
+        self._progress.batch(self._visit.index, done)
+
+    def _end_visit(self) -> None:
+        if self._visit is not None:
+            self._visit.rows.ended = True
+            self._visit = None
+            self.reports[-1].end_training()
+        self.optimizer.discard()
+
+    def _check_digest(self) -> None:
+        commit = self.store.commit
+        if commit is not None and commit.schedule_digest and commit.schedule_digest != self._schedule.digest:
+            raise PassSetError(
+                f"the pass set {self.pass_set.path} in this order is not the one that {self.store.path} was trained "
+                f"with up to commit {commit.id} (schedule {self._schedule.digest[:12]}, the commit's is "
+                f"{commit.schedule_digest[:12]}): open the pass set it was trained with, or begin a new store"
+            )

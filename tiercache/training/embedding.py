@@ -1,0 +1,228 @@
+"""The embedding modules: TieredEmbeddingBag (pooled) and TieredEmbedding (one vector for each id)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from tiercache.training.buffers import BufferPool
+from tiercache.training.lookup import MODES, FeaturePart, PooledLookup, RowLookup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.schema import Feature, Schema
+    from tiercache.store.table import Group
+    from tiercache.training.batch import Batch
+
+POOL = BufferPool()
+"""Outputs, slots and sort scratch of all modules; on the training thread."""
+
+
+class RowSource(Protocol):
+    """What a module asks of a cache: TierCache and ResidentCache have it."""
+
+    @property
+    def schema(self) -> Schema:
+        """The features and their tables."""
+        ...
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The tables by row layout."""
+        ...
+
+
+class TieredEmbeddingBag(nn.Module):
+    """Looks up features and pools each: (N, sum of dims), features side by side in the order given.
+
+    mode: "sum", "mean" or "max", for all features or by feature name. Per-id weights multiply the vectors before
+    pooling ("mean" still divides by the number of ids; "max" takes none); an empty bag is zeros. It has no
+    parameters: rows step with the tracked optimizer, and no gradient of a table ever exists. Outputs are float32 and
+    come from a pool: they are yours as long as you refer to them.
+
+    Raises ValueError for an unknown feature or mode.
+    """
+
+    def __init__(
+        self,
+        cache: RowSource,
+        features: Sequence[str] | None = None,
+        *,
+        mode: str | Mapping[str, str] = "sum",
+    ) -> None:
+        super().__init__()
+        self.features, self.dims, specs = _choose(cache, features)
+        modes = {name: mode if isinstance(mode, str) else mode.get(name, "sum") for name in self.features}
+        if not isinstance(mode, str) and (unknown := [name for name in mode if name not in modes]):
+            raise ValueError(
+                f"a mode was given for {unknown[0]!r}, and this module looks up {', '.join(self.features)}"
+            )
+        for name, chosen in modes.items():
+            if chosen not in MODES:
+                raise ValueError(f"feature {name!r} is pooled by {chosen!r}: it must be one of {', '.join(MODES)}")
+        self.out_features = sum(self.dims)
+        """Columns of the output."""
+        cols = np.concatenate([[0], np.cumsum(self.dims)]).astype(np.int64)
+        self._cols = {name: int(cols[i]) for i, name in enumerate(self.features)}
+        self._specs, self._modes, self._groups = specs, modes, cache.groups
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._parts: dict[frozenset[str], list[FeaturePart]] = {}
+
+    def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Look up all features of ``batch``: float32 (N, ``out_features``).
+
+        weights: by feature, one float32 tensor (ids,), differentiable; they take the place of the data's own.
+        Raises IndexError for ids that are not of the visit, RuntimeError where the visit has ended.
+        """
+        batch.rows.check()
+        given = dict(weights or {})
+        for name, weight in given.items():
+            if name not in self._cols:
+                raise ValueError(
+                    f"weights were given for {name!r}, and this module looks up {', '.join(self.features)}"
+                )
+            if weight.dtype != torch.float32:
+                raise ValueError(f"weights of feature {name!r} are {weight.dtype}: give torch.float32")
+        arrays = {name: values for name in self.features if (values := batch.ids[name].weights) is not None} | {
+            name: value.detach().contiguous().numpy() for name, value in given.items()
+        }
+        weighted = frozenset(arrays)
+        if weighted not in self._parts:
+            self._parts[weighted] = self._cut(weighted)
+        lookups = [
+            PooledLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
+            for part in self._parts[weighted]
+        ]
+        out = POOL.take((batch.num_samples, self.out_features), np.float32)
+        names = tuple(given)
+        result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
+            self._anchor, lookups, out, names, *given.values()
+        )
+        return result
+
+    def split(self, out: torch.Tensor) -> list[torch.Tensor]:
+        """Cut an output into one (N, dim) view for each feature."""
+        return list(torch.split(out, self.dims, dim=1))
+
+    def _cut(self, weighted: frozenset[str]) -> list[FeaturePart]:
+        """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""
+        members: dict[tuple[int, bool], list[str]] = {}
+        for name in self.features:
+            spec = self._specs[name]
+            bags = spec.hotness != "one" or name in weighted
+            if bags and name in weighted and self._modes[name] == "max":
+                raise ValueError(f"feature {name!r} has weights and is pooled by max: pool it by sum or mean")
+            members.setdefault((_group_of(self._groups, spec.table), bags), []).append(name)
+        return [
+            FeaturePart(
+                group=group,
+                features=tuple(names),
+                tables=tuple(self._specs[name].table for name in names),
+                modes=np.array([MODES[self._modes[name]] for name in names], dtype=np.int8),
+                cols=np.array([self._cols[name] for name in names], dtype=np.int64),
+                bags=bags,
+            )
+            for (group, bags), names in members.items()
+        ]
+
+    def extra_repr(self) -> str:
+        """Say what is looked up."""
+        return ", ".join(
+            f"{name}: {self._modes[name]}({dim})" for name, dim in zip(self.features, self.dims, strict=True)
+        )
+
+
+class TieredEmbedding(nn.Module):
+    """Looks up one vector for each id, without pooling.
+
+    The output is a dictionary by feature: (N, dim) where a sample has one id, (N, length, dim) for a fixed list,
+    (ids, dim) for a ragged one, whose offsets are in ``batch.ids[feature].offsets``. Weights of the data are not
+    applied. Not for sums over many ids: TieredEmbeddingBag never makes the single vectors.
+    """
+
+    def __init__(self, cache: RowSource, features: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self.features, self.dims, self._specs = _choose(cache, features)
+        members: dict[int, list[str]] = {}
+        for name in self.features:
+            members.setdefault(_group_of(cache.groups, self._specs[name].table), []).append(name)
+        self._parts = [
+            FeaturePart(
+                group=group,
+                features=tuple(names),
+                tables=tuple(self._specs[name].table for name in names),
+                modes=np.zeros(len(names), dtype=np.int8),
+                cols=np.zeros(len(names), dtype=np.int64),
+                bags=False,
+            )
+            for group, names in members.items()
+        ]
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Look up all features of ``batch``."""
+        batch.rows.check()
+        found: dict[str, torch.Tensor] = {}
+        for part in self._parts:
+            outs = _RowFunction.apply(self._anchor, RowLookup(part, batch))  # type: ignore[no-untyped-call]
+            for name, out in zip(part.features, outs, strict=True):
+                spec = self._specs[name]
+                found[name] = out.view(batch.num_samples, spec.length, -1) if spec.hotness == "fixed" else out
+        return {name: found[name] for name in self.features}
+
+
+class _PooledFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, lookups: list[PooledLookup], out: NDArray[np.float32],
+                names: tuple[str, ...], *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        for lookup in lookups:
+            lookup.forward(out, POOL)
+        ctx.lookups, ctx.names = lookups, names
+        return torch.from_numpy(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad = grads[0].contiguous().numpy()
+        by_name: dict[str, torch.Tensor] = {}
+        for lookup in ctx.lookups:
+            if set(lookup.part.features) & set(ctx.names):
+                by_name |= {n: torch.from_numpy(g) for n, g in lookup.weight_gradients(grad).items()}
+            lookup.backward(grad)
+        return None, None, None, None, *(by_name.get(name) for name in ctx.names)
+
+
+class _RowFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, lookup: RowLookup) -> tuple[torch.Tensor, ...]:
+        ctx.lookup = lookup
+        ctx.set_materialize_grads(False)
+        return tuple(torch.from_numpy(out) for out in lookup.forward(POOL))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
+        for feature, grad in enumerate(grads):
+            if grad is not None:
+                ctx.lookup.backward(feature, grad.contiguous().numpy())
+        return None, None
+
+
+def _choose(cache: RowSource, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
+    specs = {feature.name: feature for feature in cache.schema.features}
+    names = list(specs) if features is None else list(features)
+    for name in names:
+        if name not in specs:
+            raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
+        if names.count(name) > 1:
+            raise ValueError(f"feature {name!r} was given twice: name each feature once")
+    dims = {table.name: table.dim for group in cache.groups for table in group.tables}
+    return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
+
+
+def _group_of(groups: tuple[Group, ...], table_name: str) -> int:
+    return next(group.index for group in groups if any(table.name == table_name for table in group.tables))

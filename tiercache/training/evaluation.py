@@ -1,0 +1,236 @@
+"""Evaluation: read-only passes over any keys, with rows as of now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import BudgetError
+from tiercache.kernels.initial import initial_rows
+from tiercache.kernels.uses import search_keys
+from tiercache.passes.keybatch import OOV_KEY
+from tiercache.sizes import format_bytes
+from tiercache.store.table import initializer_code
+from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.training.batch import read_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import Pass, PassSet
+    from tiercache.planning.positions import Positions
+    from tiercache.schema import Feature
+    from tiercache.store import Store
+    from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.training.batch import Batch
+
+MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
+
+
+class RowsNow:
+    """Reads rows as of now: device, then host, then store, then the initial row. Writes nothing."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        positions: Positions,
+        device: DeviceTier | None = None,
+        placements: list[Placement] | None = None,
+        pass_now: int | None = None,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+        after: int,
+        cached: Callable[[int, int, int], NDArray[np.uint8] | None] | None = None,
+        trained: PassSet | None = None,
+    ) -> None:
+        self._store, self._positions, self._device = store, positions, device
+        self._placements, self._pass_now = placements or [], pass_now
+        self._keys_of, self._after, self._cached, self._trained = keys_of, after, cached, trained
+        self._shared: dict[str, bool] = {}
+        self._place = {
+            table.name: (g, positions.first_table(g) + i, i)
+            for g, group in enumerate(positions.groups)
+            for i, table in enumerate(group.tables)
+        }
+
+    @property
+    def groups(self) -> tuple[object, ...]:
+        """The groups of the store."""
+        return self._positions.groups
+
+    def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+        """Return the vector and every optimizer state of ``keys``: arrays (n, width), in the order asked for.
+
+        Keys may be any int64, trained or not, each once.
+        """
+        g, table, i = self._place[table_name]
+        group, spec = self._positions.groups[g], self._positions.tables[table]
+        out = tuple(np.empty((keys.size, field.width), dtype=np.float32) for field in group.fields)
+        missing = np.ones(keys.size, dtype=bool)
+        if self._device is not None and self._pass_now is not None:
+            places = np.empty(keys.size, dtype=np.int64)
+            mine = self._keys_of(self._pass_now, table)
+            search_keys(np.asarray(mine), spec.table_id, keys, places)
+            found = np.nonzero(places >= 0)[0]
+            first = int(self._positions.table_starts(self._pass_now, g)[i])
+            slots = self._placements[g].slots_K[places[found] + first]
+            for to, have in zip(out, self._device.fields_G[g], strict=True):
+                to[found] = have[slots]
+            missing[found] = False
+        self._from_store(table_name, g, keys, out, missing)
+        rest = np.nonzero(missing)[0]
+        if rest.size:
+            self._untrained(table_name, keys, rest, out)
+        return out
+
+    def _from_store(
+        self,
+        name: str,
+        group: int,
+        keys: NDArray[np.int64],
+        out: tuple[NDArray[np.float32], ...],
+        missing: NDArray[np.bool_],
+    ) -> None:
+        ask = np.nonzero(missing)[0]
+        if ask.size == 0:
+            return
+        segment_ids, rows = self._store.locate(name, keys[ask], after=self._after)
+        by_id = {segment.id: segment for segment in self._store.segments}
+        for segment_id in np.unique(segment_ids[segment_ids >= 0]):
+            mine = np.nonzero(segment_ids == segment_id)[0]
+            fields = self._store.read_rows(by_id[int(segment_id)], group, rows[mine], cached=self._cached)
+            for to, have in zip(out, fields, strict=True):
+                to[ask[mine]] = have
+            missing[ask[mine]] = False
+
+    def _untrained(
+        self,
+        name: str,
+        keys: NDArray[np.int64],
+        rest: NDArray[np.int64],
+        out: tuple[NDArray[np.float32], ...],
+    ) -> None:
+        g, table, _ = self._place[name]
+        stand_in = keys[rest]
+        if self._shares_unknown(name):
+            if OOV_KEY not in stand_in:
+                shared = self.fields(name, np.array([OOV_KEY], dtype=np.int64))
+                for to, have in zip(out, shared, strict=True):
+                    to[rest] = have
+                return
+            stand_in = np.full(rest.size, OOV_KEY, dtype=np.int64)
+        table_spec = self._positions.tables[table]
+        vectors = np.empty((rest.size, table_spec.dim), dtype=np.float32)
+        initial_rows(
+            stand_in, table_spec.table_id, table_spec.seed,
+            *initializer_code(table_spec.initializer), vectors,
+        )  # fmt: skip
+        out[0][rest] = vectors
+        for to, field in zip(out[1:], self._positions.groups[g].fields[1:], strict=True):
+            to[rest] = field.initial
+
+    def _shares_unknown(self, name: str) -> bool:
+        """Whether the table was trained with an out-of-vocabulary row."""
+        if name not in self._shared:
+            table = self._place[name][1]
+            place = np.empty(1, dtype=np.int64)
+            unknown = np.array([OOV_KEY], dtype=np.int64)
+            found = False
+            for p in range(len(self._trained.passes) if self._trained is not None else 0):
+                search_keys(np.asarray(self._keys_of(p, table)), self._positions.tables[table].table_id, unknown, place)
+                found = found or place[0] >= 0
+            self._shared[name] = found
+        return self._shared[name]
+
+
+class Evaluation:
+    """A slice of an evaluation pass whose rows fit the evaluation budget."""
+
+    def __init__(self, source: Pass, first: int, last: int, rows: RowView) -> None:
+        self.pass_index = source.index
+        """The pass of the evaluation set."""
+        self.num_samples = last - first
+        """Samples of the slice."""
+        self._source, self._first, self._last, self._rows = source, first, last, rows
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Yield batches of ``size`` samples in the order of the data."""
+        order = np.arange(self._first, self._last, dtype=np.int64)
+        for _, batch in read_batches(self._source, order, size, self._rows):
+            yield batch
+
+    @staticmethod
+    def slices(passes: PassSet, rows_now: RowsNow, budget: int) -> Iterator[Evaluation]:
+        """Cut every pass into slices and bring in their rows, one slice at a time.
+
+        Raises BudgetError where the rows of a handful of samples exceed ``budget`` bytes.
+        """
+        from tiercache.planning.positions import Positions
+
+        positions = Positions.of(passes, rows_now.groups)  # type: ignore[arg-type]
+        for source in passes.passes:
+            first = 0
+            while first < source.samples:
+                last, used = _cut(source, first, positions, budget, passes.schema.features)
+                view = RowView(
+                    [_bring(rows_now, source, positions, g, used) for g in range(len(positions.groups))],
+                    None,
+                    f"samples {first:,} to {last:,} of evaluation pass {source.index}",
+                )
+                yield Evaluation(source, first, last, view)
+                view.ended = True
+                first = last
+
+
+def _cut(
+    source: Pass, first: int, positions: Positions, budget: int, features: tuple[Feature, ...]
+) -> tuple[int, dict[str, NDArray[np.bool_]]]:
+    """Return where the slice from ``first`` ends and which local ids of each table it uses."""
+    width = {table.name: 4 * table.dim + 4 for table in positions.tables}
+    used = {table.name: np.zeros(source.rows(table.name), dtype=bool) for table in positions.tables}
+    tables = {feature.name: feature.table for feature in features}
+    last, step, num_bytes = first, MARK_SAMPLES, 0
+    while last < source.samples:
+        upto = min(last + step, source.samples)
+        trial = {name: marks.copy() for name, marks in used.items()}
+        samples = source.read(np.arange(last, upto, dtype=np.int64))
+        for feature, ids in samples.ids.items():
+            trial[tables[feature]][ids.ids] = True
+        wanted = sum(int(np.count_nonzero(marks)) * width[name] for name, marks in trial.items())
+        if wanted <= budget:
+            used, last, num_bytes = trial, upto, wanted
+        elif step > 1:
+            step = max(1, step // 4)
+        elif last > first:
+            break
+        else:
+            raise BudgetError(
+                f"the rows of sample {last:,} of evaluation pass {source.index} take {format_bytes(wanted)}, but "
+                f"eval_budget is {format_bytes(budget)}: raise eval_budget (and host_budget, which holds it)"
+            )
+        if num_bytes > 0 and step < MARK_SAMPLES and last - first >= 64 * step:
+            break  # nearly full: what single samples could still add is not worth their reads
+    return last, used
+
+
+def _bring(
+    rows_now: RowsNow, source: Pass, positions: Positions, group: int, used: dict[str, NDArray[np.bool_]]
+) -> GroupRows:
+    """Fetch the vectors of one group's used ids."""
+    spec = positions.groups[group]
+    starts = positions.table_starts(source.index, group)
+    slots = np.full(int(starts[-1]), -1, dtype=np.int32)
+    counts = [int(np.count_nonzero(used[table.name])) for table in spec.tables]
+    vectors = np.empty((sum(counts), spec.fields[0].width), dtype=np.float32)
+    at = 0
+    for i, table in enumerate(spec.tables):
+        local = np.nonzero(used[table.name])[0]
+        if local.size:
+            keys = np.ascontiguousarray(source.keys(table.name)[local])
+            vectors[at : at + local.size] = rows_now.fields(table.name, keys)[0]
+            slots[starts[i] + local] = np.arange(at, at + local.size, dtype=np.int32)
+            at += local.size
+    return GroupRows.of(spec, (vectors,), slots, starts)

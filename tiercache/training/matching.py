@@ -1,0 +1,35 @@
+"""Whether a store, the passes to train and the passes to evaluate belong together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiercache.errors import PassSetError
+
+if TYPE_CHECKING:
+    from tiercache.passes.passset import PassSet
+    from tiercache.store import Store
+
+
+def check_tables(store: Store, passes: PassSet) -> None:
+    """Raise PassSetError unless ``passes`` was extracted for the tables of ``store``."""
+    theirs = {table.name: table for table in passes.tables}
+    ours = {table.name: table for table in store.tables}
+    if theirs != ours:
+        different = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+        raise PassSetError(
+            f"the pass set {passes.path} was extracted for other tables than those of the store {store.path} "
+            f"(they differ in {', '.join(different)}): extract again with the store's schema, or open another store"
+        )
+
+
+def check_features(trained: PassSet, passes: PassSet) -> None:
+    """Raise PassSetError unless the model finds its features in ``passes``; labels and dense columns are its own."""
+    theirs = {feature.name: feature for feature in passes.schema.features}
+    for feature in trained.schema.features:
+        if theirs.get(feature.name) != feature:
+            seen = "describes it otherwise" if feature.name in theirs else "lacks it"
+            raise PassSetError(
+                f"feature {feature.name!r} is trained from {trained.path}, and the pass set {passes.path} {seen}: "
+                "extract it with the features of the schema that was trained"
+            )

@@ -1,0 +1,72 @@
+"""What a person sees while training runs: one bar over all visits, and the first compilation of kernels."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from tiercache.tiers.report import VisitReport
+
+REFRESH_SECONDS = 0.2
+
+
+class TrainingProgress:
+    """A bar with samples per second, time left, visits so far and seconds waited; nothing where ``shown`` is false."""
+
+    def __init__(self, total_samples: int, *, shown: bool) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %  visit {task.fields[visit]}  {task.fields[rate]} samples/s"),
+            TimeRemainingColumn(),
+            TextColumn("waited {task.fields[waited]:.2f} s"),
+            console=Console(stderr=True),
+            disable=not shown,
+            transient=True,
+        )
+        self._shown = shown
+        self._task = self._progress.add_task("training", total=total_samples, visit="-", rate="-", waited=0.0)
+        self._before = 0
+        self._waited = 0.0
+        self._begun = time.perf_counter()
+        self._next = 0.0
+        self._progress.start()
+
+    def batch(self, visit: int, samples_in_visit: int) -> None:
+        """Show how far a visit has come; cheap enough for every batch."""
+        now = time.perf_counter()
+        if self._shown and now >= self._next:
+            self._next = now + REFRESH_SECONDS
+            done = self._before + samples_in_visit
+            rate = done / max(1e-9, now - self._begun)
+            self._progress.update(self._task, completed=done, visit=visit, rate=f"{rate:,.0f}", waited=self._waited)
+
+    def visit_done(self, samples: int, report: VisitReport) -> None:
+        """Take in a visit that ended."""
+        self._before += samples
+        self._waited += report.waited
+        self._next = 0.0
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+
+def prepare_kernels(*, shown: bool) -> None:
+    """Compile the CPU kernels where this machine has not compiled them yet, and say so: it takes a minute, once."""
+    from tiercache.kernels.compile import is_cached, prepare
+
+    if is_cached():
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        if shown:
+            console.print("compiling the CPU kernels of tiercache for this machine (once) ...")
+        prepare(None)
+        return
+    with console.status("compiling the CPU kernels of tiercache for this machine (once)") as status:
+        prepare(lambda name, done, total: status.update(f"compiling CPU kernels (once): {name}, {done} of {total}"))

@@ -1,0 +1,145 @@
+"""ResidentCache: the same training with every row in memory; the baseline, and the oracle of the tiers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tiercache.errors import StateError
+from tiercache.kernels.arrays import aligned_zeros
+from tiercache.kernels.initial import initial_rows
+from tiercache.kernels.numbering import KeyNumbers
+from tiercache.planning.positions import Positions
+from tiercache.planning.schedule import Schedule
+from tiercache.store.table import group_tables, initializer_code
+from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.threads import share_threads
+from tiercache.training.visit import Visit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import PassSet
+
+
+class ResidentCache:
+    """Rows of all passes in arrays: no store, no budgets, no commits.
+
+    Trains the same batches as a TierCache with the same seeds, to the same bits. For tables that fit, and to
+    measure what the tiers cost. ``track`` and ``passes`` work as there, but nothing is saved.
+    """
+
+    def __init__(self, passes: PassSet, *, seed: int = 0, order_seed: int | None = None) -> None:
+        share_threads()
+        self.pass_set = passes
+        self._seed = seed
+        self._groups = group_tables(passes.tables)
+        self._positions = Positions.of(passes, self._groups)
+        self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
+        self._keys: dict[str, NDArray[np.int64]] = {}
+        self._first: dict[str, int] = {}
+        self._slots_PG: list[list[NDArray[np.int32]]] = [
+            [np.empty(self._positions.num_rows(p, g), dtype=np.int32) for g in range(len(self._groups))]
+            for p in range(len(passes.passes))
+        ]
+        self._fields_G = [self._fill(g) for g in range(len(self._groups))]
+        self.optimizer = RowOptimizer(self._groups)
+        self._visit: Visit | None = None
+        self._trained = 0
+
+    def _fill(self, g: int) -> tuple[NDArray[np.float32], ...]:
+        """Number the keys of a group over all passes and make their initial rows."""
+        group, rows = self._groups[g], 0
+        for i, table in enumerate(group.tables):
+            most = sum(p.rows(table.name) for p in self.pass_set.passes)
+            names = KeyNumbers(max(1, most))
+            for p, source in enumerate(self.pass_set.passes):
+                starts = self._positions.table_starts(p, g)
+                numbers = self._slots_PG[p][g][starts[i] : starts[i + 1]]
+                names.insert(np.ascontiguousarray(source.keys(table.name)), numbers)
+                numbers += rows
+            self._first[table.name] = rows
+            self._keys[table.name] = names.keys().copy()
+            rows += names.count
+        fields = tuple(aligned_zeros(rows, field.width) for field in group.fields)
+        for values, field in zip(fields, group.fields, strict=True):
+            if field.initial:
+                values.fill(field.initial)
+        for table in group.tables:
+            keys, first = self._keys[table.name], self._first[table.name]
+            code = initializer_code(table.initializer)
+            initial_rows(keys, table.table_id, table.seed, *code, fields[0][first : first + keys.size])
+        return fields
+
+    def track(self, **objects: Any) -> None:
+        """Step rows when a tracked torch optimizer steps."""
+        for value in objects.values():
+            if isinstance(value, torch.optim.Optimizer):
+                value.register_step_post_hook(lambda *_: self.step())
+
+    def passes(self, epochs: int) -> Iterator[Visit]:
+        """Yield the visits up to the end of epoch ``epochs``, from the first not trained yet."""
+        share_threads()
+        while self._trained < epochs * self._schedule.num_passes:
+            index = self._trained
+            p = self._schedule.pass_of(index)
+            rows = [
+                GroupRows.of(group, self._fields_G[g], self._slots_PG[p][g], self._positions.table_starts(p, g))
+                for g, group in enumerate(self._groups)
+            ]
+            view = RowView(rows, self.optimizer.gradients, f"visit {index}")
+            self._visit = Visit(
+                index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=view,
+                seed=self._seed,
+            )  # fmt: skip
+            try:
+                yield self._visit
+                self._trained += 1
+            finally:
+                view.ended = True
+                self._visit = None
+                self.optimizer.discard()
+
+    def step(self) -> None:
+        """Apply the pending row gradients."""
+        if self._visit is None:
+            raise StateError("step() was called outside a visit: step inside the loop over passes()")
+        self.optimizer.step(self._visit.rows.groups)
+
+    def discard(self) -> None:
+        """Drop the pending row gradients."""
+        self.optimizer.discard()
+
+    def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
+        """Change the row optimizers' learning rate from the next step on."""
+        self.optimizer.set_learning_rate(learning_rate, tables)
+
+    def keys(self, table_name: str) -> NDArray[np.int64]:
+        """Return all keys of a table, in the order of ``fields``."""
+        return self._keys[table_name]
+
+    def fields(self, table_name: str) -> tuple[NDArray[np.float32], ...]:
+        """Return the vectors and every optimizer state of a table: views of (rows, width)."""
+        g = next(g for g, group in enumerate(self._groups) if table_name in [t.name for t in group.tables])
+        first = self._first[table_name]
+        return tuple(field[first : first + self._keys[table_name].size] for field in self._fields_G[g])
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """The tables trained."""
+        return self._positions.tables
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """The groups of tables with the same row layout."""
+        return self._groups
+
+    @property
+    def schema(self) -> Any:
+        """The schema of the pass set."""
+        return self.pass_set.schema
