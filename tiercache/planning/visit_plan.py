@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
 from tiercache.errors import BudgetError, PassSetError
-from tiercache.planning.host_plan import Held, HostContent
 from tiercache.kernels.switch import count_gaps
+from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
+from tiercache.planning.host_plan import Held, HostContent
 from tiercache.sizes import format_bytes
 from tiercache.store.stream import Range, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
@@ -252,39 +252,52 @@ class Planner:
 
     def _reserve(self, visit: int) -> int:
         """Bytes that dump and staging may take while ``visit`` is trained (design, section 4)."""
-        dumps = [self._dump_bytes(v) for v in (visit - 1, visit) if v >= self._start]
+        dumps = [self._dump_bytes(self._schedule.pass_of(v)) for v in (visit - 1, visit) if v >= self._start]
         return max(dumps) + self._staging_bytes(visit + 1, first=False)
 
-    def _dump_bytes(self, visit: int) -> int:
-        """All rows of the visit, in the pages of its blocks."""
-        key = self._schedule.pass_of(visit)
-        if key not in self._dump_sizes:
-            streams = self.dump_streams(visit, with_kept=True)
-            self._dump_sizes[key] = sum(paged(int(n)) for stream in streams for n in stream.block_bytes_B)
-        return self._dump_sizes[key]
+    def _dump_bytes(self, pass_index: int) -> int:
+        """All rows of a pass, in the pages of its blocks, which do not depend on the ranges."""
+        if pass_index not in self._dump_sizes:
+            total = 0
+            for g, group in enumerate(self._positions.groups):
+                rows = Range(next_use=0, table_rows=(self._positions.num_rows(pass_index, g),))
+                total += sum(paged(int(n)) for n in self.layout(group.row_bytes, [rows], self._budget).block_bytes_B)
+            self._dump_sizes[pass_index] = total
+        return self._dump_sizes[pass_index]
 
     def _staging_bytes(self, visit: int, *, first: bool) -> int:
-        total = ends = 0
-        for group, gaps in zip(self._positions.groups, self.sizes(visit).prev_G, strict=True):
-            for _, rows in ((gap, n) for gap, n in gaps if first or gap > 1):
-                total += group.row_bytes * rows
-                ends += 3 + group.row_bytes * rows // self._budget.block
+        """All rows of the visit that are not kept; with ``first`` those too."""
+        gaps_G = [[n for gap, n in gaps if first or gap > 1] for gaps in self.sizes(visit).prev_G]
+        return self._loaded_bytes([sum(rows) for rows in gaps_G], [len(rows) for rows in gaps_G])
+
+    def _most_staging_bytes(self, pass_index: int) -> int:
+        """The most that staging a pass takes in any order: none of its rows kept, and as many gaps as can be."""
+        rows_G = [self._positions.num_rows(pass_index, g) for g in range(len(self._positions.groups))]
+        return self._loaded_bytes(rows_G, [min(rows, 2 * self._schedule.num_passes) for rows in rows_G])
+
+    def _loaded_bytes(self, rows_G: Sequence[int], gaps_G: Sequence[int]) -> int:
+        """Bytes of memory for rows that come in so many runs, from the store or an earlier dump."""
+        bytes_G = [rows * group.row_bytes for rows, group in zip(rows_G, self._positions.groups, strict=True)]
+        total = sum(bytes_G)
         # staging is filled region by region; a region ends before the piece that does not fit, the last may be empty
         regions = -(-total // max(1, self._budget.region - self._budget.piece))
         # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
+        ends = 3 * sum(gaps_G) + sum(num_bytes // self._budget.block for num_bytes in bytes_G)
         return total + regions * (self._budget.piece + PAGE_BYTES) + self._budget.region + ends * PAGE_BYTES
 
     def _check_budget(self) -> None:
         """Raise BudgetError where the reserve of some visit exceeds the host budget.
 
-        In a seeded order any two passes may follow each other: then the largest dump and the largest load count.
+        What is checked does not depend on where the run begins: a run that may begin may also go on. In a seeded
+        order any two passes may follow each other: then the largest dump and the largest load count.
         """
-        passes = range(self._start, self._start + self._schedule.num_passes + 1)
         if self._schedule.repeats:
-            rows = max(self._reserve(v) for v in passes)
-            rows = max(rows, *(self._staging_bytes(v, first=True) for v in passes))  # a run may begin with any of them
+            visits = range(self._start, self._start + self._schedule.num_passes + 1)
+            rows = max(self._reserve(v) for v in visits)
+            rows = max(rows, *(self._staging_bytes(v, first=True) for v in visits))  # a run may begin with any of them
         else:
-            rows = max(map(self._dump_bytes, passes)) + max(self._staging_bytes(v, first=True) for v in passes)
+            passes = range(self._schedule.num_passes)
+            rows = max(map(self._dump_bytes, passes)) + max(map(self._most_staging_bytes, passes))
         if rows > self._budget.rows:
             smallest, fixed = self._budget.smallest(rows), self._budget.total - self._budget.rows
             raise BudgetError(
