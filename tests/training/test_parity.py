@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
@@ -107,7 +107,19 @@ class Stop(Exception):  # noqa: N818 - not an error
     """Leaves the loop in the middle."""
 
 
+def resumed_in_a_seeded_order() -> tuple[Case, dict[str, Any]]:
+    """Return a run that began in the smallest budget, and was refused when it went on from another place."""
+    rule = tc.SGD(learning_rate=0.1, decay=0.01)
+    case = Case(
+        tables=(table("t0", 1, rule),), specs=(Spec(name="f0", table="t0"),), num_samples=80, pass_rows=32,
+        num_keys=10, data_seed=1, batch=5, epochs=1, shuffle=False, order_seed=3,
+    )  # fmt: skip
+    how = {"engine": "memory", "commit_every": 1, "tight": True, "commits": set(), "stop_after": (2, 0)}
+    return case, how
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@example(resumed_in_a_seeded_order())
 @given(cases())
 def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, dict[str, Any]]) -> None:
     """Whatever the budgets, the engine, the commits and a restart in the middle, the bits are those of memory."""

@@ -267,22 +267,28 @@ class Planner:
 
     def _staging_bytes(self, visit: int, *, first: bool) -> int:
         """All rows of the visit that are not kept; with ``first`` those too."""
-        gaps_G = [[n for gap, n in gaps if first or gap > 1] for gaps in self.sizes(visit).prev_G]
-        return self._loaded_bytes([sum(rows) for rows in gaps_G], [len(rows) for rows in gaps_G])
+        runs_G = [[n for gap, n in gaps if first or gap > 1] for gaps in self.sizes(visit).prev_G]
+        return self._loaded_bytes(runs_G, [len(runs) for runs in runs_G])
 
     def _most_staging_bytes(self, pass_index: int) -> int:
-        """The most that staging a pass takes in any order: none of its rows kept, and as many gaps as can be."""
-        rows_G = [self._positions.num_rows(pass_index, g) for g in range(len(self._positions.groups))]
-        return self._loaded_bytes(rows_G, [min(rows, 2 * self._schedule.num_passes) for rows in rows_G])
+        """The most that staging a pass takes in any order: none of its rows kept, and as many gaps as can be.
 
-    def _loaded_bytes(self, rows_G: Sequence[int], gaps_G: Sequence[int]) -> int:
-        """Bytes of memory for rows that come in so many runs, from the store or an earlier dump."""
-        bytes_G = [rows * group.row_bytes for rows, group in zip(rows_G, self._positions.groups, strict=True)]
-        total = sum(bytes_G)
+        A row was used last in the newest visit of some pass, or never: one gap for each pass and one more.
+        """
+        rows_G = [self._positions.num_rows(pass_index, g) for g in range(len(self._positions.groups))]
+        return self._loaded_bytes([[n] for n in rows_G], [min(n, self._schedule.num_passes + 1) for n in rows_G])
+
+    def _loaded_bytes(self, runs_G: Sequence[Sequence[int]], num_runs_G: Sequence[int]) -> int:
+        """Bytes of memory for runs of rows, each of one gap, that come from the store or from an earlier dump."""
+        bytes_G = [
+            [rows * group.row_bytes for rows in runs]
+            for group, runs in zip(self._positions.groups, runs_G, strict=True)
+        ]
+        total = sum(map(sum, bytes_G))
         # staging is filled region by region; a region ends before the piece that does not fit, the last may be empty
         regions = -(-total // max(1, self._budget.region - self._budget.piece))
         # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
-        ends = 3 * sum(gaps_G) + sum(num_bytes // self._budget.block for num_bytes in bytes_G)
+        ends = 3 * sum(num_runs_G) + sum(size // self._budget.block for sizes in bytes_G for size in sizes)
         return total + regions * (self._budget.piece + PAGE_BYTES) + self._budget.region + ends * PAGE_BYTES
 
     def _check_budget(self) -> None:
