@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.table import Table
-
-from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
 
     from tiercache.planning.visit_plan import VisitPlan
     from tiercache.tiers.staging import Staged
+
+
+_MIB = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,17 +142,19 @@ def write_json_lines(reports: Sequence[VisitReport], path: Path) -> None:
 
 
 def visit_table(reports: Sequence[VisitReport]) -> Table:
-    """Return the table for people: one line a visit."""
-    table = Table(title="visits: rows and bytes per tier, planned = measured", title_justify="left")
-    for name in ("visit", "pass", "rows", "kept", "new", "from host", "read", "written", "read at", "written at",
+    """Return the table for people: one line a visit, 110 columns wide."""
+    table = Table(
+        title="visits: rows and bytes per tier, planned = measured", title_justify="left",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in ("visit", "pass", "rows", "kept", "new", "from host", "read", "MiB", "GB/s", "written", "MiB", "GB/s",
                  "switch", "waited", "plan"):  # fmt: skip
         table.add_column(name, justify="right")
     for r in reports:
         table.add_row(
             f"{r.visit}", f"{r.pass_index}", f"{r.rows:,}", f"{r.rows_kept:,}", f"{r.rows_generated:,}",
-            f"{r.rows_from_host:,}", f"{r.rows_read:,} ({format_bytes(r.bytes_read)})",
-            f"{r.rows_written:,} ({format_bytes(max(0, r.bytes_written))})",
-            f"{r.rate('read') / 1e9:.2f} GB/s", f"{r.rate('write') / 1e9:.2f} GB/s",
+            f"{r.rows_from_host:,}", f"{r.rows_read:,}", f"{r.bytes_read / _MIB:,.2f}", f"{r.rate('read') / 1e9:.2f}",
+            f"{r.rows_written:,}", f"{max(0, r.bytes_written) / _MIB:,.2f}", f"{r.rate('write') / 1e9:.2f}",
             f"{r.switched * 1e3:.0f} ms", f"{r.waited * 1e3:.0f} ms",
             "exact" if r.planned_equals_measured else "OFF",
         )  # fmt: skip
