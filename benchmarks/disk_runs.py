@@ -190,7 +190,8 @@ class DenseTimer:
             part, loss_of = dense_part(self._inputs, width), nn.BCEWithLogitsLoss()
             optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
             inputs = torch.rand(self._batch, self._inputs, requires_grad=True)
-            labels, taken = torch.zeros(self._batch), []
+            labels = torch.zeros(self._batch)
+            taken: list[float] = []
             until = time.perf_counter() + 0.3
             while len(taken) < 4 or time.perf_counter() < until:
                 begun = time.perf_counter()

@@ -106,7 +106,8 @@ def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassSet)
 
 def test_nothing_moves_after_draining(cache: TierCache) -> None:
     """Every dump is durable and the next visit is staged, and stays so until the visit ends."""
-    visits = cache.passes(epochs=1)
+    tracked(cache)
+    visits = cache.passes(epochs=2)
     next(visits)
     next(visits)
     cache.drain()
@@ -114,7 +115,7 @@ def test_nothing_moves_after_draining(cache: TierCache) -> None:
     before = cache.store.counters.row_bytes_read, cache.store.counters.row_bytes_written
     time.sleep(0.05)
     assert (cache.store.counters.row_bytes_read, cache.store.counters.row_bytes_written) == before
-    assert before[1] == cache.reports[0].bytes_written > 0
+    assert before[1] >= cache.reports[0].bytes_written > 0
 
 
 def test_a_second_loop_over_the_passes_ends_the_first(cache: TierCache) -> None:
