@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -102,20 +101,6 @@ def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassSet)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as memory, tiered(memory, passes) as cache:
         visits, _ = first_batch(cache)
     visits.close()
-
-
-def test_nothing_moves_after_draining(cache: TierCache) -> None:
-    """Every dump is durable and the next visit is staged, and stays so until the visit ends."""
-    tracked(cache)
-    visits = cache.passes(epochs=2)
-    next(visits)
-    next(visits)
-    cache.drain()
-    assert cache.reports[0].durable.is_set()
-    before = cache.store.counters.row_bytes_read, cache.store.counters.row_bytes_written
-    time.sleep(0.05)
-    assert (cache.store.counters.row_bytes_read, cache.store.counters.row_bytes_written) == before
-    assert before[1] >= cache.reports[0].bytes_written > 0
 
 
 def test_a_second_loop_over_the_passes_ends_the_first(cache: TierCache) -> None:

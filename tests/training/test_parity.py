@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,19 @@ def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(tmp_path: Path)
                 model = train(cache, case)
             results.append(result_of(store, passes, model))
     assert_same_bits(*results)
+
+
+def test_nothing_moves_after_draining(tmp_path: Path) -> None:
+    """Every dump is durable and the next visit is staged, and stays so until the visit ends."""
+    case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),))
+    passes = case.cut(tmp_path / "passes")
+    with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
+        visits = cache.passes(epochs=2)
+        for _ in range(3):
+            next(visits)
+        cache.drain()
+        assert cache.reports[1].durable.is_set()
+        before = store.counters.rows_read, store.counters.rows_written
+        time.sleep(0.05)
+        assert (store.counters.rows_read, store.counters.rows_written) == before
+        assert before[1] == sum(r.rows_written for r in cache.reports[:2]) > 0
