@@ -33,7 +33,8 @@ class Dump:
         self.segment = segment
         self.bytes_left = segment.row_bytes + 8 * segment.rows
         """What is not durable yet."""
-        self.transactions = 0
+        self.transactions = self.rows = self.row_bytes = 0
+        """What the engine took, counted block by block."""
         self._source = iter(blocks)
         self._limit, self._stable = transaction_bytes, stable
         self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
@@ -73,6 +74,8 @@ class Dump:
             else:
                 self._seal(group, block, data, keys)
             self._written += data.size + 8 * keys.size
+            self.rows += keys.size
+            self.row_bytes += data.size
             yield block_name(ROWS, id_, group, block), data
             yield block_name(KEYS, id_, group, block), keys.view(np.uint8)
 

@@ -163,8 +163,7 @@ class Store:
                 raise
             finally:
                 self.counters.add(transactions=dump.transactions)
-            rows, row_bytes = segment.rows, segment.row_bytes
-            self.counters.add(rows_written=rows, row_bytes_written=row_bytes, key_bytes_written=8 * rows)
+            self.counters.add(rows_written=dump.rows, row_bytes_written=dump.row_bytes, key_bytes_written=8 * dump.rows)
             self._first_blocks[segment.id] = [0] * len(streams)
             self.segments = (*self.segments, segment)
         return segment
@@ -220,6 +219,11 @@ class Store:
             self.counters.add(transactions=1, commits=1, blocks_freed=len(dead), state_bytes_written=len(state))
             self._settle(commit, kept, life)
         return commit
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
 
     def forget(self) -> None:
         """Drop every segment appended since the newest commit, and free its blocks."""

@@ -118,6 +118,8 @@ class Verification:
                 for segment in self.store.segments
                 for _, hashes in self._hashes(segment, group, place)
             ]
+            if not found:  # every block of keys is damaged, which was reported
+                continue
             ordered = np.sort(np.concatenate(found))
             twice = int(np.count_nonzero(ordered[1:] == ordered[:-1]))
             if twice and len(self.problems) == known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import resource
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pytest
 
 import tiercache as tc
 from tests.extraction.cases import files_of, plain_schema, table
-from tiercache.errors import SourceError
+from tiercache.errors import ExtractionError, SourceError
 from tiercache.extraction.extract import extract
 from tiercache.schema import Schema
 
@@ -183,3 +184,21 @@ def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
     pq.write_table(pa.table({**data, "a": range(100_000)}), path)
     with pytest.raises(ValueError, match=r"an extraction of other data .*delete this one to start over"):
         extract(path, plain_schema(), tmp_path / "out", **call)
+
+
+def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    """The kernel refuses to write on, as it does where a disk is full; what was closed stays."""
+    n = 40_000
+    pq.write_table(pa.table({"a": list(range(n)), "y": [0.0] * n}), tmp_path / "x.parquet")
+    how: dict[str, Any] = {"device_budget": "1GiB", "pass_by": f"rows={n // 4}", "align": 100, "progress": False}
+    extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "whole", **how)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
+    try:
+        with pytest.raises(ExtractionError, match=r"out cannot take more \(.*\): free space there") as caught:
+            extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.training.cases import Net
     from tiercache.training.cache import TierCache
@@ -62,6 +64,18 @@ def test_a_commit_between_backward_and_step_is_refused(cache: TierCache) -> None
     visits.close()
 
 
+@pytest.mark.parametrize("resident", [False, True])
+def test_gradients_left_at_the_end_of_a_visit_are_refused(cache: TierCache, passes: tc.PassSet, resident: bool) -> None:
+    """Dense gradients would go on into the next visit, and those of rows would not."""
+    trained: Any = tc.ResidentCache(passes) if resident else cache
+    model, _ = tracked(trained)
+    visits = trained.passes(epochs=2)
+    batch = next(next(visits).batches(16))
+    model(batch).sum().backward()
+    with one_sentence(StateError, "between backward and step", "step()", "discard()"):
+        next(visits)
+
+
 def test_a_commit_before_the_first_batch_is_refused(cache: TierCache) -> None:
     """The last commit stands there already."""
     tracked(cache)
@@ -101,6 +115,16 @@ def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassSet)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as memory, tiered(memory, passes) as cache:
         visits, _ = first_batch(cache)
     visits.close()
+
+
+def test_a_cache_closes_after_its_store(tmp_path: Path, passes: tc.PassSet) -> None:
+    """In whatever order two things are closed, threads end and nothing is raised."""
+    store = tc.Store.open(tmp_path / "other.tc", tables=CASE.tables)
+    cache = tiered(store, passes)
+    next(cache.passes(epochs=1))
+    store.close()
+    cache.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("tiercache-") and t.is_alive()]
 
 
 def test_a_second_loop_over_the_passes_ends_the_first(cache: TierCache) -> None:

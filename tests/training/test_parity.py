@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +27,7 @@ from tests.training.cases import (
     tiered,
     train,
 )
+from tiercache.errors import StateError
 
 OPTIMIZERS = [
     tc.SGD(learning_rate=0.1, decay=0.01),
@@ -179,3 +182,60 @@ def test_nothing_moves_after_draining(tmp_path: Path) -> None:
         time.sleep(0.05)
         assert (store.counters.rows_read, store.counters.rows_written) == before
         assert before[1] == sum(r.rows_written for r in cache.reports[:2]) > 0
+
+
+def test_a_visit_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path) -> None:
+    """With another seed or without shuffling, samples would be trained twice or never."""
+    case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),))
+    passes = case.cut(tmp_path / "passes")
+    with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store:
+        with tiered(store, passes, seed=3) as cache:
+            visits = cache.passes(epochs=1)
+            next(next(visits).batches(16, shuffle=True))
+            cache.commit()
+        for seed, shuffle in ((3, False), (4, True)):
+            with tiered(store, passes, seed=seed) as cache:
+                visits = cache.passes(epochs=1)
+                visit = next(visits)
+                with pytest.raises(StateError, match=r"stands after 16 samples in the order .*'seed': 3"):
+                    next(visit.batches(16, shuffle=shuffle))
+        with tiered(store, passes, seed=3) as cache:
+            visits = cache.passes(epochs=1)
+            rest = list(next(visits).batches(8, shuffle=True))
+            assert sum(batch.num_samples for batch in rest) == case.pass_rows - 16
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("join", ["add", "cat"])
+def test_two_modules_in_one_step_add_their_gradients(tmp_path: Path, mode: str, join: str) -> None:
+    """Autograd may hand both the same memory: each counts all the same."""
+    specs = (Spec(name="f", table="a", hotness="ragged", mode=mode), Spec(name="g", table="a", mode=mode))
+    case = Case(tables=(table("a", 16, tc.SGD(learning_rate=0.5)),), specs=specs, shuffle=False)
+    passes = case.cut(tmp_path / "passes")
+    results = []
+    for modules in (1, 2):
+        cache = tc.ResidentCache(passes)
+        bags = [tc.TieredEmbeddingBag(cache, mode=mode) for _ in range(modules)]
+        for visit in cache.passes(epochs=1):
+            for batch in visit.batches(16):
+                outs = [bag(batch) for bag in bags]
+                if modules == 1:
+                    loss = 2 * outs[0].square().sum()
+                elif join == "add":
+                    loss = (outs[0] + outs[1]).square().sum() / 2
+                else:
+                    loss = torch.cat(outs).square().sum()
+                loss.backward()
+                cache.step()
+        results.append(cache.fields("a")[0].copy())
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_an_order_that_differs_keeps_the_uses_of_few_epochs(tmp_path: Path) -> None:
+    """Eight bytes for each key of each pass and epoch would add up."""
+    case = Case(tables=(table("a", 4),), specs=(Spec(name="f", table="a"),), order_seed=1, epochs=8)
+    passes = case.cut(tmp_path / "passes")
+    with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store:
+        with tiered(store, passes, order_seed=1) as cache:
+            train(cache, case)
+        assert 0 < len(list((tmp_path / "model.tc" / "schedule").glob("*.gaps"))) <= 4

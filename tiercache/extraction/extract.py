@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import errno
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,11 @@ def extract(
     layout = SampleLayout(schema)
     source = Source(inputs, schema, cut_column=cut.column)
     host = HostShare.plan(host_bytes, layout, source.decoding_bytes)
-    with closing(WorkFolder(out)) as work, closing(ProgressReporter(progress, source.total_bytes)) as reporter:
+    with (
+        _room_in(out),
+        closing(WorkFolder(out)) as work,
+        closing(ProgressReporter(progress, source.total_bytes)) as reporter,
+    ):
         state = ExtractionState.read(work.path) or ExtractionState(options=options, inputs=records)
         state.check_same(options, records, out)
         if not is_cached():
@@ -122,6 +127,20 @@ def extract(
         work.remove()
         reporter.finish(sum(record.samples for record in state.passes), out)
     return PassSet.open(out)
+
+
+@contextmanager
+def _room_in(out: Path) -> Iterator[None]:
+    """Say what a disk that fills means for the extraction."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise
+        raise ExtractionError(
+            f"{out} cannot take more ({error.strerror}): free space there, or raise ulimit -f; what is closed stays, "
+            "and the same command goes on"
+        ) from error
 
 
 def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]) -> PassSet:

@@ -16,7 +16,7 @@ __all__ = ["SLOT_MAP_BYTES", "RowBudget"]
 
 SLOT_MAP_BYTES = 28
 """Bytes on the device for each row beside the row itself: int32 maps from local ids to slots of this visit and the
-next, the order of loading, the orders of this dump and the last, and spare slots."""
+next, the order of loading, the orders of the last dump, this one and the next, and spare slots."""
 
 
 class RowBudget:

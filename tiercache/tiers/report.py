@@ -41,6 +41,7 @@ class VisitReport:
     bytes_read: int
     bytes_read_planned: int
     rows_written: int = 0
+    """Rows written, as counted by the store block by block."""
     rows_written_planned: int = 0
     bytes_written: int = 0
     """Bytes of rows written, as counted by the store; -1 until the visit is durable."""
@@ -96,10 +97,10 @@ class VisitReport:
         finally:
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begun
 
-    def wrote(self, begun: float, ended: float, num_bytes: int) -> None:
+    def wrote(self, begun: float, ended: float, *, rows: int, num_bytes: int) -> None:
         """Take in, from the writer thread, that the visit is durable."""
         self.spans["write"] = begun, ended
-        self.bytes_written = num_bytes
+        self.rows_written, self.bytes_written = rows, num_bytes
         self.durable.set()
 
     @property

@@ -41,7 +41,7 @@ StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
 
 
 class Transfer:
-    """Moves rows between the tiers as a plan says. Every method is called on the training thread.
+    """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
 
     One reader thread stages, one writer thread appends segments and publishes commits, in order. An error of
     either is raised by the next ``check``; after one, nothing is published any more.
@@ -83,7 +83,7 @@ class Transfer:
     def begin(self, planner: Planner, *, end: int) -> None:
         """Start with empty device and host: load the planner's first visit and stage the second.
 
-        Visits from ``end`` on are planned but not staged.
+        Visits from ``end`` on are neither planned nor staged.
         """
         self.stop()
         self._end = end
@@ -99,10 +99,8 @@ class Transfer:
         """End the visit on the device and bring in the next one; returns the report of the one that ended."""
         done, report = self._plan_now(), self._report_now()
         write = self._dump(done, state)
-        try:
-            self._load()
-        finally:
-            self._writing = self._writer.submit(write)  # only now: the training thread waits for no one's Python
+        self._load()
+        self._writing = self._writer.submit(write)  # only now: the training thread waits for no one's Python
         self._stage_next()
         return report
 
@@ -127,7 +125,7 @@ class Transfer:
         self.plan, self.report, self.placements = None, None, []
         self.host.clear()
         self.device.clear()
-        if self._store.mode == "a":
+        if self._store.mode == "a" and not self._store.closed:
             self._store.forget()
 
     def close(self) -> None:
@@ -189,8 +187,11 @@ class Transfer:
             self._store.append(plan.visit, streams, blocks(), within=True, transaction_bytes=room)
             self._publish(Cursor(visit=plan.visit, sample=sample), state)
 
-        self._writing = self._writer.submit(write)
-        self._await_writer()
+        try:
+            write()  # here, as packing is for the training thread
+        except BaseException as error:
+            self._failure = error
+            raise
 
     # -- dump ---------------------------------------------------------------------------------------------
 
@@ -212,7 +213,6 @@ class Transfer:
                 blocks = enumerate(region.data for region in regions)
                 self._packer.pack(g, self.placements[g].slots_K, order, stream, blocks)
                 dumped.append((g, stream, regions, order))
-        report.rows_written = plan.rows_written
         return partial(self._write, plan, dumped, state, report)
 
     def _write(
@@ -224,7 +224,8 @@ class Transfer:
     ) -> None:
         """Runs on the writer thread."""
         begun = time.perf_counter()
-        before = self._store.counters.row_bytes_written
+        counters = self._store.counters
+        rows, num_bytes = counters.rows_written, counters.row_bytes_written
         segment = self._store.append(
             plan.visit,
             plan.dumps,
@@ -242,7 +243,12 @@ class Transfer:
         oldest = plan.visit - self._uses_of(plan.epoch).longest
         for visit in [v for v in self._segments if v < oldest]:
             del self._segments[visit]
-        report.wrote(begun, time.perf_counter(), self._store.counters.row_bytes_written - before)
+        report.wrote(
+            begun,
+            time.perf_counter(),
+            rows=counters.rows_written - rows,
+            num_bytes=counters.row_bytes_written - num_bytes,
+        )
 
     def publish_first(self, state: StateBytes) -> None:
         """Publish the commit that stands before all training."""
@@ -256,6 +262,7 @@ class Transfer:
             schedule_digest=self._digest,
             settings=settings,
             environment=self.environment,
+            transaction_bytes=self._budget.transaction,
         )
 
     # -- load ---------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ FOLDER = "schedule"
 class UseFiles:
     """Uses by epoch: 8 bytes for each key of each pass, in files that can be deleted at any time.
 
-    Where the order repeats, one file serves every epoch, and a later run finds it again. Without a folder (the
-    memory engine) they are plain arrays. Thread-safe.
+    Where the order repeats, one file serves every epoch, and a later run finds it again. An order
+    that differs keeps the files of three epochs. Without a folder (the memory engine, a store open for reading) they
+    are plain arrays. Thread-safe.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class UseFiles:
                 self._found[name] = self._open(name)
                 for old in [e for e in self._found if e < name - 2]:
                     del self._found[old]
+                    if self._folder is not None:
+                        self._path(old).unlink(missing_ok=True)
             return self._found[name]
 
     def _open(self, epoch: int) -> Uses:
@@ -58,10 +61,14 @@ class UseFiles:
         if self._folder is None or total == 0:
             out = np.empty((2, total), dtype=np.int32)
             return find_uses(self._schedule, epoch, self._positions, self._keys_of, out)
-        path = self._folder / f"{self._schedule.digest[:24]}-{epoch}.gaps"
+        path = self._path(epoch)
         if not path.exists() or path.stat().st_size != 8 * total:
             self._write(path, epoch, total)
         return views_of(np.memmap(path, dtype=np.int32, mode="r", shape=(2, total)), self._positions)
+
+    def _path(self, epoch: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._schedule.digest[:24]}-{epoch}.gaps"
 
     def _write(self, path: Path, epoch: int, total: int) -> None:
         path.parent.mkdir(exist_ok=True)

@@ -74,6 +74,7 @@ class TierCache:
         """
         if commit_every < 1:
             raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
+        prepare_kernels()
         share_threads()
         self.store, self.pass_set = store, passes
         check_tables(store, passes)
@@ -90,7 +91,7 @@ class TierCache:
             largest_row=max(group.row_bytes for group in store.groups),
             largest_pass=max(self._pass_bytes(p) for p in range(len(passes.passes))),
         )
-        self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path)
+        self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
         self._memory = HostMemory(self._budget.rows, self._budget.region)
         self._transfer = Transfer(
             store,
@@ -137,7 +138,7 @@ class TierCache:
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits (one epoch and one visit more where not said) without training them."""
-        planner = self._planner()
+        planner = self._planner(sizes={})  # the reader's planner may be counting into the other
         count = self._schedule.num_passes + 1 if visits is None else visits
         return [planner.plan_next() for _ in range(count)]
 
@@ -161,18 +162,22 @@ class TierCache:
             return
         if self.store.mode != "a":
             raise StateError(f"{self.store.label} is open for reading: open it with mode='a' to train")
-        prepare_kernels(shown=self._shown)
         self._transfer.begin(self._planner(end), end=end)
         first_sample = cursor[1]
         visits = range(cursor[0], end)
         total = sum(self.pass_set.passes[self._schedule.pass_of(v)].samples for v in visits)
-        self._progress = TrainingProgress(total, shown=self._shown)
+        progress = self._progress = TrainingProgress(total, shown=self._shown)
         try:
             for index in visits:
                 visit = self._begin_visit(index, first_sample)
                 yield visit
                 if self._run is not run:
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
+                if self.optimizer.pending:
+                    raise StateError(
+                        f"visit {index} ended between backward and step, and its row gradients would be lost: call "
+                        "step() after its last batch, or discard()"
+                    )
                 first_sample = 0
                 self._transfer.check()
                 report = self._transfer.report
@@ -180,13 +185,13 @@ class TierCache:
                 with report.timing("commit"):
                     state = self._state()
                 self._end_visit()
-                self._progress.visit_done(visit.num_samples, report)
+                progress.visit_done(visit.num_samples, report)
                 if index + 1 < end:
                     self._transfer.switch(state)
                 else:
                     self._transfer.finish(state)
         finally:
-            self._progress.stop()
+            progress.stop()
             if self._run is run:
                 self._end_visit()
                 self._transfer.stop()
@@ -224,7 +229,8 @@ class TierCache:
         self._transfer.check()
         if self._visit.samples_done == 0:
             raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
-        self._transfer.commit_within(self._visit.samples_done, self._state())
+        state, settings = self._state()
+        self._transfer.commit_within(self._visit.samples_done, (state, settings | {"order": self._visit.order}))
 
     def drain(self) -> None:
         """Wait until every dump is durable and the next visit's rows are staged: both threads are at rest then.
@@ -245,11 +251,14 @@ class TierCache:
         """
         check_tables(self.store, passes)
         check_features(self.pass_set, passes)
-        self._transfer.drain()
         yield from Evaluation.slices(passes, self.rows_now(), self._budget.evaluation)
 
     def rows_now(self) -> RowsNow:
-        """Return a reader of any rows as of now; used between batches, before the next one is trained."""
+        """Return a reader of any rows as of now; used between batches, before the next one is trained.
+
+        Waits until every dump is durable: a row that is on its way to the store is nowhere else.
+        """
+        self._transfer.drain()
         after = self._visit.index if self._visit is not None else self._cursor[0] - 1
         return RowsNow(
             store=self.store,
@@ -318,7 +327,7 @@ class TierCache:
             self._positions.num_rows(pass_index, g) * group.row_bytes for g, group in enumerate(self._positions.groups)
         )
 
-    def _planner(self, end: int | None = None) -> Planner:
+    def _planner(self, end: int | None = None, *, sizes: dict[int, PassSizes] | None = None) -> Planner:
         visit, sample = self._cursor
         stored = {v: segment.streams for v, segment in segments_by_visit(self.store).items()}
         return Planner(
@@ -331,7 +340,7 @@ class TierCache:
             commit_every=self._commit_every,
             end=end,
             stored=stored,
-            sizes=self._sizes,
+            sizes=self._sizes if sizes is None else sizes,
         )
 
     def _state(self) -> StateBytes:
@@ -372,6 +381,7 @@ class TierCache:
             rows=rows,
             seed=self._seed,
             first_sample=first_sample,
+            order=self.store.commit.settings.get("order") if first_sample and self.store.commit else None,
             before_batch=self._before_batch,
             note_loss=report.losses.append,
         )

@@ -56,7 +56,7 @@ class TrainingProgress:
         self._progress.stop()
 
 
-def prepare_kernels(*, shown: bool) -> None:
+def prepare_kernels() -> None:
     """Compile the CPU kernels where this machine has not compiled them yet, and say so: it takes a minute, once."""
     from tiercache.kernels.compile import is_cached, prepare
 
@@ -64,8 +64,7 @@ def prepare_kernels(*, shown: bool) -> None:
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        if shown:
-            console.print("compiling the CPU kernels of tiercache for this machine (once) ...")
+        console.print("compiling the CPU kernels of tiercache for this machine (once, a minute) ...")
         prepare(None)
         return
     with console.status("compiling the CPU kernels of tiercache for this machine (once)") as status:

@@ -15,6 +15,7 @@ from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.store.table import group_tables, initializer_code
 from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.training.progress import prepare_kernels
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
@@ -35,6 +36,7 @@ class ResidentCache:
     """
 
     def __init__(self, passes: PassSet, *, seed: int = 0, order_seed: int | None = None) -> None:
+        prepare_kernels()
         share_threads()
         self.pass_set = passes
         self._seed = seed
@@ -99,6 +101,11 @@ class ResidentCache:
             )  # fmt: skip
             try:
                 yield self._visit
+                if self.optimizer.pending:
+                    raise StateError(
+                        f"visit {index} ended between backward and step, and its row gradients would be lost: call "
+                        "step() after its last batch, or discard()"
+                    )
                 self._trained += 1
             finally:
                 view.ended = True

@@ -179,21 +179,26 @@ def _together(pending: list[Pending], dim: int) -> tuple[NDArray[np.int32], Grad
             return one.slots, one_id_gradients(gradient, one.cols)
         return one.slots, bag_gradients(gradient, one.offset, one.scale, one.argmax)
     slots = np.concatenate([p.slots for p in pending])
-    base: dict[int, int] = {}  # lookups of one module share their gradient
+    shared: dict[tuple[int, int], int] = {}  # lookups of one module share their gradient
     flats: list[NDArray[np.float32]] = []
+    bases, size = [], 0
     for p in pending:
-        address = p.gradient.ctypes.data
-        if address not in base:
-            base[address] = sum(f.size for f in flats)
-            flats.append(p.gradient)
+        place = p.gradient.ctypes.data, p.gradient.size
+        if place in shared and not p.argmax.size:  # a maximum marks its places, which another may have marked
+            bases.append(shared[place])
+            continue
+        shared.setdefault(place, size)
+        bases.append(size)
+        flats.append(p.gradient)
+        size += p.gradient.size
     flat = flats[0] if len(flats) == 1 else np.concatenate(flats)
     offsets = np.empty(slots.size, dtype=np.int64)
     scaled, argmaxed = any(p.scale.size for p in pending), any(p.argmax.size for p in pending)
     scales = np.ones(slots.size, dtype=np.float32) if scaled else NONE_F4
     argmax = np.full(flat.size, -1, dtype=np.int32) if argmaxed else NONE_I4
     first = 0
-    for p in pending:
-        start, last = base[p.gradient.ctypes.data], first + p.slots.size
+    for p, start in zip(pending, bases, strict=True):
+        last = first + p.slots.size
         mine = p.offsets()
         offsets[first:last] = np.where(mine >= 0, mine + start, mine - start)  # ~(x + start) == ~x - start
         if p.scale.size:

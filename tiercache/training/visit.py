@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tiercache.errors import StateError
 from tiercache.training.batch import read_batches, sample_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from tiercache.passes.passset import Pass
     from tiercache.tiers.rows import RowView
@@ -26,6 +27,7 @@ class Visit:
         rows: RowView,
         seed: int,
         first_sample: int = 0,
+        order: Mapping[str, object] | None = None,
         before_batch: Callable[[int], None] = lambda _: None,
         note_loss: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -40,6 +42,8 @@ class Visit:
         self.samples_done = first_sample
         """Samples whose batches were yielded, those before the last commit inside this visit included."""
         self.rows = rows
+        self.order = order
+        """Seed and shuffling of the batches yielded so far; None before the first."""
         self._source, self._seed = source, seed
         self._before_batch, self._note_loss = before_batch, note_loss
 
@@ -47,9 +51,17 @@ class Visit:
         """Yield batches of ``size`` samples from where the visit stands; the last one may be short.
 
         Shuffling is seeded by (seed, epoch, pass). After a commit inside the visit the rest follows in the same
-        order, given the same size and shuffling. Raises, with its cause, what went wrong on the reader or the
-        writer thread; RuntimeError where the visit has ended.
+        order, in batches of any size. Raises, with its cause, what went wrong on the reader or the writer thread;
+        RuntimeError where the visit has ended; StateError where a commit inside it stands in another order.
         """
+        mine = {"seed": self._seed, "shuffle": shuffle}
+        if self.samples_done and self.order is not None and self.order != mine:
+            raise StateError(
+                f"visit {self.index} stands after {self.samples_done:,} samples in the order {dict(self.order)}, and "
+                f"batches were asked for in {mine}: some samples would be trained twice and some never, so ask for "
+                "the same order"
+            )
+        self.order = mine
         order = sample_order(
             self.num_samples, seed=self._seed, epoch=self.epoch, pass_index=self.pass_index, shuffle=shuffle
         )
