@@ -5,7 +5,6 @@ Each gets its ids in the form it likes best, ahead of time, and need not put the
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,11 +103,6 @@ class Fbgemm:
         self._ids = [torch.from_numpy(ids.reshape(-1).astype(np.int64)) for ids in ids_BFN]
         self._offsets = torch.arange(shape.num_entries + 1)
         self._grads = [torch.from_numpy(grad) for grad in grads]
-
-    @staticmethod
-    def is_installed() -> bool:
-        """Whether it can be imported."""
-        return importlib.util.find_spec("fbgemm_gpu") is not None
 
     def step(self, number: int) -> None:
         """Forward, backward and update of one batch."""

@@ -21,7 +21,7 @@ from tiercache.store import MemoryEngine
 from tiercache.training.evaluation import RowsNow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -270,9 +270,3 @@ def table(name: str, dim: int, optimizer: Any = None, initializer: Any = None, s
         initializer=initializer or tc.Uniform(low=-0.1, high=0.1),
         seed=seed,
     )
-
-
-def batches_of(passes: tc.PassSet) -> Iterator[int]:
-    """Yield the samples of each pass."""
-    for source in passes.passes:
-        yield source.samples

@@ -155,17 +155,20 @@ def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, d
             assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
 
 
-def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(tmp_path: Path) -> None:
-    """Passes of 32 or 96 samples, unshuffled batches of 16: the batches are the same, and so are the bits."""
-    case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),), shuffle=False)
-    results = []
-    for rows in (32, 96):
-        passes = replace(case, pass_rows=rows).cut(tmp_path / f"passes-{rows}")
-        with tc.Store.open(tmp_path / f"{rows}.tc", tables=case.tables) as store:
-            with tiered(store, passes) as cache:
-                model = train(cache, case)
-            results.append(result_of(store, passes, model))
-    assert_same_bits(*results)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases(), st.lists(st.integers(1, 6), min_size=2, max_size=2, unique=True))
+def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(drawn: tuple[Case, Any], cuts: list[int]) -> None:
+    """Tables, optimizers, hotness, accumulation and commits as they come; steps end where passes may."""
+    case = replace(drawn[0], shuffle=False, order_seed=None)
+    with tempfile.TemporaryDirectory() as folder:
+        results, place = [], Path(folder)
+        for steps in cuts:
+            passes = replace(case, pass_rows=case.batch * case.accumulate * steps).cut(place / f"passes-{steps}")
+            with open_store(place / f"{steps}.tc", case, drawn[1]["engine"]) as store:
+                with tiered(store, passes, commit_every=drawn[1]["commit_every"]) as cache:
+                    model = train(cache, case)
+                results.append(result_of(store, passes, model))
+        assert_same_bits(*results)
 
 
 def test_nothing_moves_after_draining(tmp_path: Path) -> None:

@@ -95,23 +95,20 @@ class Transfer:
         self._load()
         self._stage_next()
 
-    def switch(self, state: StateBytes) -> VisitReport:
-        """End the visit on the device and bring in the next one; returns the report of the one that ended."""
-        done, report = self._plan_now(), self._report_now()
-        write = self._dump(done, state)
+    def switch(self, state: StateBytes) -> None:
+        """End the visit on the device and bring in the next one."""
+        write = self._dump(self._plan_now(), state)
         self._load()
         self._writing = self._writer.submit(write)  # only now: the training thread waits for no one's Python
         self._stage_next()
-        return report
 
-    def finish(self, state: StateBytes) -> VisitReport:
+    def finish(self, state: StateBytes) -> None:
         """End the last visit and wait until it is durable."""
         done, report = self._plan_now(), self._report_now()
         self._writing = self._writer.submit(self._dump(done, state))
         with report.waiting("durable"):
             self._await_writer()
         self.stop()
-        return report
 
     def stop(self) -> None:
         """Let both threads come to rest and drop all rows; what is not committed is forgotten."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Batch
 
 MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
+_CHUNK_BYTES = 1 << 20  # rows on their way, with all their fields
+_SCRATCH_BYTES = 40  # for each row that is brought: its key, its place on the device, segment, row and slot
 
 
 class RowsNow:
@@ -66,9 +68,15 @@ class RowsNow:
 
         Keys may be any int64, trained or not, each once.
         """
-        g, table, i = self._place[table_name]
-        group, spec = self._positions.groups[g], self._positions.tables[table]
+        group = self._positions.groups[self._place[table_name][0]]
         out = tuple(np.empty((keys.size, field.width), dtype=np.float32) for field in group.fields)
+        self.fill(table_name, keys, out)
+        return out
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Do what ``fields`` does into the first ``len(out)`` fields, with little memory beside them."""
+        g, table, i = self._place[table_name]
+        spec = self._positions.tables[table]
         missing = np.ones(keys.size, dtype=bool)
         if self._device is not None and self._pass_now is not None:
             places = np.empty(keys.size, dtype=np.int64)
@@ -77,14 +85,14 @@ class RowsNow:
             found = np.nonzero(places >= 0)[0]
             first = int(self._positions.table_starts(self._pass_now, g)[i])
             slots = self._placements[g].slots_K[places[found] + first]
-            for to, have in zip(out, self._device.fields_G[g], strict=True):
-                to[found] = have[slots]
+            for to, have in zip(out, self._device.fields_G[g], strict=False):
+                for part in _chunks(found.size, 4 * have.shape[1]):
+                    to[found[part]] = have[slots[part]]
             missing[found] = False
         self._from_store(table_name, g, keys, out, missing)
         rest = np.nonzero(missing)[0]
         if rest.size:
             self._untrained(table_name, keys, rest, out)
-        return out
 
     def _from_store(
         self,
@@ -101,9 +109,12 @@ class RowsNow:
         by_id = {segment.id: segment for segment in self._store.segments}
         for segment_id in np.unique(segment_ids[segment_ids >= 0]):
             mine = np.nonzero(segment_ids == segment_id)[0]
-            fields = self._store.read_rows(by_id[int(segment_id)], group, rows[mine], cached=self._cached)
-            for to, have in zip(out, fields, strict=True):
-                to[ask[mine]] = have
+            mine = mine[np.argsort(rows[mine])]  # so that a piece is read once
+            for chunk in _chunks(mine.size, self._positions.groups[group].row_bytes):
+                part = mine[chunk]
+                fields = self._store.read_rows(by_id[int(segment_id)], group, rows[part], cached=self._cached)
+                for to, have in zip(out, fields, strict=False):
+                    to[ask[part]] = have
             missing[ask[mine]] = False
 
     def _untrained(
@@ -118,18 +129,19 @@ class RowsNow:
         if self._shares_unknown(name):
             if OOV_KEY not in stand_in:
                 shared = self.fields(name, np.array([OOV_KEY], dtype=np.int64))
-                for to, have in zip(out, shared, strict=True):
+                for to, have in zip(out, shared, strict=False):
                     to[rest] = have
                 return
             stand_in = np.full(rest.size, OOV_KEY, dtype=np.int64)
         table_spec = self._positions.tables[table]
-        vectors = np.empty((rest.size, table_spec.dim), dtype=np.float32)
-        initial_rows(
-            stand_in, table_spec.table_id, table_spec.seed,
-            *initializer_code(table_spec.initializer), vectors,
-        )  # fmt: skip
-        out[0][rest] = vectors
-        for to, field in zip(out[1:], self._positions.groups[g].fields[1:], strict=True):
+        for part in _chunks(rest.size, 4 * table_spec.dim):
+            vectors = np.empty((rest[part].size, table_spec.dim), dtype=np.float32)
+            initial_rows(
+                np.ascontiguousarray(stand_in[part]), table_spec.table_id, table_spec.seed,
+                *initializer_code(table_spec.initializer), vectors,
+            )  # fmt: skip
+            out[0][rest[part]] = vectors
+        for to, field in zip(out[1:], self._positions.groups[g].fields[1:], strict=False):
             to[rest] = field.initial
 
     def _shares_unknown(self, name: str) -> bool:
@@ -144,6 +156,13 @@ class RowsNow:
                 found = found or place[0] >= 0
             self._shared[name] = found
         return self._shared[name]
+
+
+def _chunks(count: int, item_bytes: int) -> Iterator[slice]:
+    """Cut ``count`` items into stretches of at most ``_CHUNK_BYTES``."""
+    step = max(1, _CHUNK_BYTES // max(1, item_bytes))
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))
 
 
 class Evaluation:
@@ -189,7 +208,7 @@ def _cut(
     source: Pass, first: int, positions: Positions, budget: int, features: tuple[Feature, ...]
 ) -> tuple[int, dict[str, NDArray[np.bool_]]]:
     """Return where the slice from ``first`` ends and which local ids of each table it uses."""
-    width = {table.name: 4 * table.dim + 4 for table in positions.tables}
+    width = {table.name: 4 * table.dim + _SCRATCH_BYTES for table in positions.tables}
     used = {table.name: np.zeros(source.rows(table.name), dtype=bool) for table in positions.tables}
     tables = {feature.name: feature.table for feature in features}
     last, step, num_bytes = first, MARK_SAMPLES, 0
@@ -230,7 +249,7 @@ def _bring(
         local = np.nonzero(used[table.name])[0]
         if local.size:
             keys = np.ascontiguousarray(source.keys(table.name)[local])
-            vectors[at : at + local.size] = rows_now.fields(table.name, keys)[0]
+            rows_now.fill(table.name, keys, (vectors[at : at + local.size],))
             slots[starts[i] + local] = np.arange(at, at + local.size, dtype=np.int32)
             at += local.size
     return GroupRows.of(spec, (vectors,), slots, starts)
