@@ -56,6 +56,10 @@ class Positions:
         span = self.span(pass_index, group)
         return span.stop - span.start  # type: ignore[no-any-return]
 
+    def row_bytes(self, pass_index: int) -> int:
+        """Return the bytes of all rows of the pass."""
+        return sum(self.num_rows(pass_index, g) * group.row_bytes for g, group in enumerate(self.groups))
+
     def span(self, pass_index: int, group: int) -> slice:
         """Return the positions of ``group`` in the pass."""
         first = self.first_table(group)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiercache.errors import PassSetError, StateError
+from tiercache.errors import StateError
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
@@ -22,7 +22,7 @@ from tiercache.tiers.transfer import Transfer, segments_by_visit
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.dense_state import DenseState
 from tiercache.training.evaluation import Evaluation, RowsNow
-from tiercache.training.matching import check_features, check_tables
+from tiercache.training.matching import check_features, check_schedule, check_tables
 from tiercache.training.progress import TrainingProgress, prepare_kernels
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.threads import share_threads
@@ -79,7 +79,7 @@ class TierCache:
         self.store, self.pass_set = store, passes
         check_tables(store, passes)
         self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
-        self._check_digest()
+        check_schedule(store, passes, self._schedule)
         self._seed, self._commit_every = seed, commit_every
         self._shown = sys.stderr.isatty() if progress is None else progress
         self._progress: TrainingProgress | None = None
@@ -89,7 +89,7 @@ class TierCache:
             parse_bytes(host_budget),
             evaluation=None if eval_budget is None else parse_bytes(eval_budget),
             largest_row=max(group.row_bytes for group in store.groups),
-            largest_pass=max(self._pass_bytes(p) for p in range(len(passes.passes))),
+            largest_pass=max(self._positions.row_bytes(p) for p in range(len(passes.passes))),
         )
         self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
         self._memory = HostMemory(self._budget.rows, self._budget.region)
@@ -173,11 +173,7 @@ class TierCache:
                 yield visit
                 if self._run is not run:
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
-                if self.optimizer.pending:
-                    raise StateError(
-                        f"visit {index} ended between backward and step, and its row gradients would be lost: call "
-                        "step() after its last batch, or discard()"
-                    )
+                self.optimizer.check_stepped(f"visit {index}")
                 first_sample = 0
                 self._transfer.check()
                 report = self._transfer.report
@@ -322,11 +318,6 @@ class TierCache:
     def _keys_of(self, pass_index: int, table: int) -> NDArray[np.int64]:
         return self.pass_set.passes[pass_index].keys(self._positions.tables[table].name)
 
-    def _pass_bytes(self, pass_index: int) -> int:
-        return sum(
-            self._positions.num_rows(pass_index, g) * group.row_bytes for g, group in enumerate(self._positions.groups)
-        )
-
     def _planner(self, end: int | None = None, *, sizes: dict[int, PassSizes] | None = None) -> Planner:
         visit, sample = self._cursor
         stored = {v: segment.streams for v, segment in segments_by_visit(self.store).items()}
@@ -351,7 +342,7 @@ class TierCache:
         if commit is None:
             self._transfer.publish_first(self._state())
             return
-        self._check_digest()
+        check_schedule(self.store, self.pass_set, self._schedule)
         here = self._transfer.environment
         if commit.environment and commit.environment != here:
             warnings.warn(
@@ -402,12 +393,3 @@ class TierCache:
             self._visit = None
             self.reports[-1].end_training()
         self.optimizer.discard()
-
-    def _check_digest(self) -> None:
-        commit = self.store.commit
-        if commit is not None and commit.schedule_digest and commit.schedule_digest != self._schedule.digest:
-            raise PassSetError(
-                f"the pass set {self.pass_set.path} in this order is not the one that {self.store.path} was trained "
-                f"with up to commit {commit.id} (schedule {self._schedule.digest[:12]}, the commit's is "
-                f"{commit.schedule_digest[:12]}): open the pass set it was trained with, or begin a new store"
-            )

@@ -8,6 +8,7 @@ from tiercache.errors import PassSetError
 
 if TYPE_CHECKING:
     from tiercache.passes.passset import PassSet
+    from tiercache.planning.schedule import Schedule
     from tiercache.store import Store
 
 
@@ -33,3 +34,14 @@ def check_features(trained: PassSet, passes: PassSet) -> None:
                 f"feature {feature.name!r} is trained from {trained.path}, and the pass set {passes.path} {seen}: "
                 "extract it with the features of the schema that was trained"
             )
+
+
+def check_schedule(store: Store, passes: PassSet, schedule: Schedule) -> None:
+    """Raise PassSetError where the store's last commit stands in another schedule."""
+    commit = store.commit
+    if commit is not None and commit.schedule_digest and commit.schedule_digest != schedule.digest:
+        raise PassSetError(
+            f"the pass set {passes.path} in this order is not the one that {store.path} was trained "
+            f"with up to commit {commit.id} (schedule {schedule.digest[:12]}, the commit's is "
+            f"{commit.schedule_digest[:12]}): open the pass set it was trained with, or begin a new store"
+        )

@@ -101,11 +101,7 @@ class ResidentCache:
             )  # fmt: skip
             try:
                 yield self._visit
-                if self.optimizer.pending:
-                    raise StateError(
-                        f"visit {index} ended between backward and step, and its row gradients would be lost: call "
-                        "step() after its last batch, or discard()"
-                    )
+                self.optimizer.check_stepped(f"visit {index}")
                 self._trained += 1
             finally:
                 view.ended = True

@@ -99,6 +99,14 @@ class RowOptimizer:
         """Whether a backward was not stepped yet."""
         return any(self.gradients.pending)
 
+    def check_stepped(self, visit: str) -> None:
+        """Raise StateError where gradients are pending though ``visit`` ends."""
+        if self.pending:
+            raise StateError(
+                f"{visit} ended between backward and step, and its row gradients would be lost: call step() after its "
+                "last batch, or discard()"
+            )
+
     def discard(self) -> None:
         """Drop the pending gradients."""
         self.gradients.clear()
