@@ -76,7 +76,7 @@ QUICK = Size(
     epoch_seconds=5,
     features=2,
 )
-TINY = replace(QUICK, name="tiny", turns=1, epoch_seconds=1)
+TINY = replace(QUICK, name="tiny", samples=5120, turns=1, epoch_seconds=1, features=8)
 
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:
