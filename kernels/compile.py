@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba.core.registry import cpu_target
 
-from tiercache.kernels import bits, gradients, initial, pooling, rows, samples, sorting, switch, update, uses
+from tiercache.kernels import bits, checksum, gradients, initial, pooling, rows, samples, sorting, switch, update, uses
 from tiercache.kernels.jit import KERNELS
 from tiercache.kernels.numbering import KeyNumbers
 
@@ -74,6 +74,11 @@ def _move() -> None:
     rows.pack((_F4,), _I4, _I4, pieces)
 
 
+def _check() -> None:
+    if checksum.has_crc32c():
+        checksum.crc32c([(np.zeros(8, np.uint8), np.array([0, 8]))])
+
+
 def _find_uses() -> None:
     passes = np.zeros(1, np.int64)
     uses.sweep_uses(_I4, _BOUNDS, 1, passes, passes, passes, _I4.copy(), _I4.copy())
@@ -106,6 +111,7 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("read samples", _read_samples),
     ("find uses", _find_uses),
     ("switch passes", _switch),
+    ("checksums", _check),
     ("move rows", _move),
     ("look up", _look_up),
     ("pool", _pool),
@@ -126,7 +132,8 @@ def _on_disk(kernel: Any) -> bool:
 
 def is_cached() -> bool:
     """Tell whether every kernel is compiled or lies compiled on disk: if not, `prepare` takes up to a minute."""
-    return all(kernel.signatures or _on_disk(kernel) for kernel in KERNELS)
+    needed = [kernel for kernel in KERNELS if kernel is not checksum._crc32c or checksum.has_crc32c()]
+    return all(kernel.signatures or _on_disk(kernel) for kernel in needed)
 
 
 def prepare(notify: Callable[[str, int, int], None] | None = None) -> None:

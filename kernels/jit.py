@@ -8,7 +8,8 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numba
 from numba import extending
 from numba.core import config
 
-__all__ = ["KERNELS", "inlined", "intrinsic", "parallel", "serial", "set_threads", "threads", "worker"]
+__all__ = ["KERNELS", "inlined", "intrinsic", "on_all_cores", "parallel", "serial", "set_threads", "threads", "worker"]
 
 # workqueue aborts when two threads run parallel kernels at once; it is only the last resort, where no OpenMP exists.
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
@@ -26,6 +27,8 @@ _njit: Any = numba.njit
 _COMMON = {"nogil": True, "error_model": "numpy"}
 _UNCOUNTED = {**_COMMON, "_nrt": False}
 """Without counting references to arrays: the counts are shared by all threads, and dearer than an inner loop."""
+
+_MOST_CORES = 16
 
 KERNELS: list[Any] = []
 """Every compiled entry point, in the order of definition."""
@@ -92,6 +95,25 @@ def set_threads(num_threads: int) -> None:
     """
     _launch()
     numba.set_num_threads(num_threads)
+
+
+def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[Any, ...]]) -> None:
+    """Make calls of a serial kernel one after another, each on every core of the process, `parts` at most.
+
+    The calls of one kernel with the same arguments share out the work among them. On threads that sleep between calls
+    and end with the last: OpenMP's spin for milliseconds, on cores that reader and writer want.
+    """
+    helpers = min(parts, len(os.sched_getaffinity(0)), _MOST_CORES) - 1
+    if helpers < 1:
+        for arguments in calls:
+            kernel(*arguments)
+        return
+    with ThreadPoolExecutor(helpers, thread_name_prefix="tiercache-switch") as pool:
+        for arguments in calls:
+            running = [pool.submit(kernel, *arguments) for _ in range(helpers)]
+            kernel(*arguments)
+            for future in running:
+                future.result()
 
 
 @functools.cache

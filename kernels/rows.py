@@ -4,11 +4,10 @@ Legend: S slots, R rows, P pieces, W width of a field. A piece is field-major: a
 """
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import NONE_I4, aligned_zeros, expect
-from tiercache.kernels.jit import inlined, parallel, threads, worker
+from tiercache.kernels.jit import inlined, on_all_cores, serial, worker
 from tiercache.kernels.lanes import ask, atomic_next, fence, load, store, stream
 
 __all__ = ["Pieces", "pack", "unpack"]
@@ -121,10 +120,9 @@ def _slot(slots, order, i):  # type: ignore[no-untyped-def]
     return slots[order[i]] if order.size else slots[i]
 
 
-@parallel
-def _move(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter, parts):  # type: ignore[no-untyped-def]
-    for _ in prange(parts):
-        _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter)
+@serial
+def _move(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter):  # type: ignore[no-untyped-def]
+    _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter)
 
 
 def _move_fields(
@@ -147,13 +145,15 @@ def _move_fields(
     if pieces.highest() > known:
         raise ValueError(f"the pieces have rows up to {pieces.highest()}, and there are {known}.")
     table = pieces.table()
-    before, parts = 0, max(1, min(threads(), pieces.num_rows // _TASK))
+    before, calls = 0, []
     for values in fields:
         moved = expect("field", values, np.float32, 2, written=not packing)
         if moved.shape[1]:
             past_caches = moved.shape[1] % 16 == 0 and (packing or _address(moved) % 64 == 0)
-            _move(moved, slots, order, *table, before, _ORIGIN, packing, past_caches, np.zeros(1, np.int64), parts)
+            counter = np.zeros(1, np.int64)
+            calls.append((moved, slots, order, *table, before, _ORIGIN, packing, past_caches, counter))
         before += moved.shape[1]
+    on_all_cores(_move, pieces.num_rows // _TASK, calls)
 
 
 def pack(

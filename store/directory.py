@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = "tiercache store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MARKER = "store.json"
 LOCK = "writer.lock"
 

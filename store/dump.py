@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.blocks import KEYS, ROWS, block_name, checksum, piece_checksums, segment_names
+from tiercache.store.blocks import KEYS, ROWS, block_name, checksum, segment_names
 from tiercache.store.segment import Segment
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.blocks import Checksums
     from tiercache.store.engine import Engine
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
@@ -26,34 +27,39 @@ if TYPE_CHECKING:
 class Dump:
     """The blocks of one segment on their way into an engine, in transactions of at most ``transaction_bytes``.
 
-    With ``stable``, checksums are computed on a thread of their own, while the disk works.
+    With ``stable``, checksums of one transaction are computed on a thread of their own while the next is written.
     """
 
-    def __init__(self, segment: Segment, blocks: Iterable[Block], transaction_bytes: int, *, stable: bool) -> None:
+    def __init__(
+        self, segment: Segment, blocks: Iterable[Block], transaction_bytes: int, checksums: Checksums, *, stable: bool
+    ) -> None:
         self.segment = segment
         self.bytes_left = segment.row_bytes + 8 * segment.rows
-        """What is not durable yet."""
+        """What the engine did not take yet."""
         self.transactions = self.rows = self.row_bytes = 0
         """What the engine took, counted block by block."""
         self._source = iter(blocks)
-        self._limit, self._stable = transaction_bytes, stable
+        self._limit, self._checksums, self._stable = transaction_bytes, checksums, stable
         self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
         self._largest = max((_block_bytes(stream) for stream in segment.streams), default=0)
-        self._seals: list[Future[None]] = []
         self._written = 0
+        self._unsealed: list[tuple[int, int, NDArray[np.uint8]]] = []
 
     def write(self, engine: Engine) -> None:
         """Write all blocks; then the segment's checksums are whole too.
 
         Raises what the engine raises, and ValueError for blocks that are not what the streams say.
         """
+        seals: list[Future[None]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="tiercache-checksums") as sealer:
             while self._missing:
                 self._written = 0
-                engine.write(self._transaction(sealer))
+                engine.write(self._transaction(), stable=self._stable)
                 self.bytes_left -= self._written
                 self.transactions += 1
-            for seal in self._seals:
+                unsealed, self._unsealed = self._unsealed, []
+                seals.append(sealer.submit(self._seal, unsealed))
+            for seal in seals:
                 seal.result()
 
     def names(self) -> set[bytes]:
@@ -64,15 +70,16 @@ class Dump:
             for name in segment_names(self.segment, group, 0, stream.num_blocks)
         }
 
-    def _transaction(self, sealer: ThreadPoolExecutor) -> Iterator[tuple[bytes, NDArray[Any]]]:
+    def _transaction(self) -> Iterator[tuple[bytes, NDArray[Any]]]:
         id_ = self.segment.id
         while self._missing and (not self._written or self._written + self._largest <= self._limit):
             group, block, data, keys = self._next()
             self._check(group, block, data, keys)
-            if self._stable:
-                self._seals.append(sealer.submit(self._seal, group, block, data, keys))
-            else:
-                self._seal(group, block, data, keys)
+            self._unsealed.append((group, block, data))
+            if not self._stable:
+                self._seal(self._unsealed)
+                self._unsealed = []
+            self.segment.key_checksums[group][block] = checksum(keys.view(np.uint8))
             self._written += data.size + 8 * keys.size
             self.rows += keys.size
             self.row_bytes += data.size
@@ -103,12 +110,18 @@ class Dump:
                 f"it has {size // stream.row_bytes:,} rows, each with an int64 key"
             )
 
-    def _seal(self, group: int, block: int, data: NDArray[np.uint8], keys: NDArray[np.int64]) -> None:
-        stream = self.segment.streams[group]
-        low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-        bounds = stream.piece_offset_P[low : high + 1].tolist()
-        self.segment.checksums[group][low:high] = piece_checksums(data, bounds)
-        self.segment.key_checksums[group][block] = checksum(keys.view(np.uint8))
+    def _seal(self, unsealed: list[tuple[int, int, NDArray[np.uint8]]]) -> None:
+        """Compute the checksums of blocks, by one computation."""
+        parts, targets = [], []
+        for group, block, data in unsealed:
+            stream = self.segment.streams[group]
+            low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
+            parts.append((data, stream.piece_offset_P[low : high + 1] - stream.piece_offset_P[low]))
+            targets.append(self.segment.checksums[group][low:high])
+        sums, begin = self._checksums(parts), 0
+        for target in targets:
+            target[:] = sums[begin : begin + target.size]
+            begin += target.size
 
 
 def new_segment(id_: int, visit: int, streams: Sequence[Stream], *, within: bool) -> Segment:

@@ -30,11 +30,11 @@ class Engine(Protocol):
     may come from other threads meanwhile. ``MemoryEngine`` is the executable definition.
     """
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
-        """Make blocks durable in one transaction; returns when they are.
+    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
+        """Keep blocks, all of them or none. They last from the next ``commit`` on: a crash before it loses them.
 
-        Asks for one after another and takes what it needs of each before it asks for the next.
-        Raises StoreFullError.
+        Asks for one after another and takes what it needs of each before it asks for the next, or, of ``stable``
+        blocks, which do not change, before it returns. A block of the same name is replaced. Raises StoreFullError.
         """
 
     def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
@@ -42,6 +42,8 @@ class Engine(Protocol):
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
         """Set records (None removes one) and delete blocks (some may be gone already), all or nothing, durably.
+
+        All blocks written before and not deleted are durable then, too.
 
         Raises StoreFullError.
         """

@@ -1,8 +1,9 @@
-"""Blocks and records in one LMDB environment; the only module that imports lmdb.
+"""Records in an LMDB environment, blocks in a file beside it; the only module that imports lmdb.
 
-What was measured and why it is so stands in docs/design: values are written through LMDB, in bounded transactions,
-and read by ``pread`` at the places that the file's trees name, under a read transaction that keeps them from being
-written over.
+A block is written where the file is free, and synced; then one transaction of LMDB makes its place known together
+with the records that name it, and gives up the places of dead blocks. Such a place is written over only when no
+reader can still know it: when every read transaction is as new as the one that freed it. What was measured stands
+in docs/design.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import struct
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import lmdb
-import numpy as np
 
+from tiercache.store.block_file import PAGE_BYTES, BlockFile, Place
 from tiercache.store.engine import Contents
 from tiercache.store.errors import (
     BlockReadError,
@@ -27,149 +30,173 @@ from tiercache.store.errors import (
     StoreInUseError,
 )
 from tiercache.store.lmdb_file import LmdbFile
-from tiercache.store.lmdb_space import FILLER, Space
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.lmdb_file import Meta, Place
-
-DATA = "data.mdb"
-_BLOCK, _RECORD, _AGE = b"b", b"r", b"a"
+DATA, BLOCKS = "data.mdb", "blocks.bin"
+_BLOCK, _FREED, _RECORD = b"b", b"f", b"r"
+_PLACE = struct.Struct("<QQ")
+_TRANSACTION = struct.Struct(">Q")
+_NO_TRANSACTION = 1 << 64
+_LITTLE = 1 << 20
+"""Bytes that are more than a transaction of records needs."""
 
 
 class LmdbEngine:
-    """An environment in a directory. One in a process for each directory; never used across a fork."""
+    """An environment and a file in a directory. One in a process for each directory; never used across a fork."""
 
-    def __init__(self, path: Path, *, create: bool, readonly: bool = False, map_bytes: int | None = None) -> None:
-        """Open it; ``map_bytes`` bounds the file (None: the size of the file system).
+    def __init__(self, path: Path, *, create: bool, readonly: bool = False, max_bytes: int | None = None) -> None:
+        """Open it; ``max_bytes`` bounds the file of blocks (None: the file system does).
 
-        With ``readonly`` it stays at the commit that is newest now, and keeps its pages from being used again.
+        With ``readonly`` it stays at the commit that is newest now, and keeps its blocks from being written over.
         Raises CorruptStoreError before the first access through the map, and StoreInUseError.
         """
         self.path = path
         self._data = path / DATA
-        self._readonly, self._map_bytes = readonly, map_bytes
+        self._readonly = readonly
         self._state = threading.Condition()
-        self._reading, self._closed = 0, False
+        self._closed = self._unsynced = False
+        self._writes = 0
+        self._reads: list[int] = []
+        """The newest transaction at the begin of each read that goes on."""
+        self._newest = 0
         if create and self._data.exists() and self._data.stat().st_size < 8192:
             self._data.unlink()  # a creation that was killed before LMDB's first write
         if not create:
-            self._check_file()
+            self._check_files()
         self._env = self._open(create)
-        self._space = Space(self._env)
         try:
-            if create and self._env.info()["last_pgno"] < 2:
-                with self._writing():
-                    self._space.begin_file()
-            self._file = LmdbFile(str(self._data))
-            self._first, meta = self._begin_at_meta()
-            # All pages of the trees, and what they point at, lie within the file: from here on, its map is safe.
-            self._file.check_free_pages(meta)
-            self._places: dict[bytes, Place] = {k: p for k, p in self._file.values(meta) if k < FILLER}
             if not readonly:
-                self._first.abort()
+                self._env.sync(True)  # a commit that is seen is durable before what it freed is written over
+            self._first = self._begin_checked()
+            self._newest = self._first.id()
+            self._file = BlockFile(path / BLOCKS, readonly=readonly, max_bytes=max_bytes)
+            # All places by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
+            self._places: dict[bytes, Place] = {}
+            self._fresh: dict[bytes, Place] = {}
+            # Places that dead blocks left, by the transaction that freed them: some reader may still know them.
+            self._freed: dict[int, list[Place]] = {}
+            self._replaced: list[Place] = []
+            self._settled: list[int] = []
+            try:
+                self._read_places()
+                if not readonly:
+                    self._first.abort()
+            except BaseException:
+                self._file.close()
+                raise
         except BaseException:
             self._env.close()
             raise
 
     # -- the seam ----------------------------------------------------------------------------------------
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
-        """Put all blocks in one transaction: LMDB holds a copy of them until it commits."""
-        names: list[bytes] = []
-        sizes: list[int] = []
-        with self._writing() as wrote, self._env.begin(write=True) as txn:
-            for name, data in blocks:
-                names.append(_BLOCK + name)
-                sizes.append(data.nbytes)
-                wrote[0] += data.nbytes
-                txn.put(names[-1], data.data)
-        self._learn(names)
-        self._space.wrote(sizes)
+    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
+        """Write all blocks where the file is free."""
+        written: list[tuple[bytes, Place]] = []
+        with self._writing():
+            self._settle()
+            try:
+                for name, data in blocks:
+                    written.append((name, self._file.put(data, stable=stable)))
+                self._file.flush()
+            except BaseException:
+                self._file.discard(place for _, place in written)
+                raise
+        for name, place in written:
+            if name in self._places:
+                self._replaced.append(self._places[name])
+            self._fresh[name] = self._places[name] = place
 
     def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
         """Read from the file at the block's place."""
-        txn = self._begin()
+        seen = self._begin()
         try:
-            # The snapshot begins before the place is looked up, and a place is dropped before its block is
-            # deleted: a place that is found belongs to the snapshot, whose pages nothing writes over.
-            place = self._places.get(_BLOCK + name)
+            # A read begins before it looks for the place, and a place is dropped before the transaction that frees it:
+            # so nothing is written over a place that is found before the read ends.
+            place = self._places.get(name)
             if place is None:
                 raise BlockReadError("is missing")
             if offset + out.size > place.size:
                 raise BlockReadError(f"ends at byte {place.size:,} of {offset + out.size:,}")
-            if place.fixed:
-                self._pread(place.offset + offset, out)
-            else:
-                value = self._get(txn, _BLOCK + name)
-                out[:] = np.frombuffer(value, np.uint8)[offset : offset + out.size]
+            self._file.read(place.offset + offset, out)
         finally:
-            self._end(txn)
+            self._end(seen)
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
-        """Set records and delete blocks in one transaction."""
-        keys = [_BLOCK + name for name in dead]
-        dropped = {key: self._places.pop(key) for key in keys if key in self._places}
+        """Sync the file; then name new blocks, set records and give up dead blocks in one transaction."""
+        dropped = {name: self._places.pop(name) for name in dead if name in self._places}
+        fresh = {name: place for name, place in self._fresh.items() if name not in dropped}
+        freed = [*self._replaced, *dropped.values()]
+        number, done = _NO_TRANSACTION, False
         try:
-            with self._writing() as wrote:
-                self._env.reader_check()  # readers that died must not keep pages from being used again
+            with self._writing():
+                self._env.reader_check()  # readers that died must not keep places from being used again
+                self._settle()
+                if fresh:
+                    self._sync()
                 with self._env.begin(write=True) as txn:
-                    for key in keys:
-                        txn.delete(key)
+                    number = txn.id()
+                    self._put(txn, fresh, freed, dropped)
                     for name, data in records.items():
                         if data is None:
                             txn.delete(_RECORD + name.encode())
                         else:
-                            wrote[0] += len(data)
                             txn.put(_RECORD + name.encode(), data)
-        except BaseException:
-            self._places.update(dropped)
-            raise
-        self._learn([_RECORD + name.encode() for name, data in records.items() if data is not None])
-        for name, data in records.items():
-            if data is None:
-                self._places.pop(_RECORD + name.encode(), None)
-        with suppress(StoreError), self._writing():  # the commit stands, whatever becomes of this
-            if dropped and not records:
-                self._age()
-            self._space.committed(sum(place.size for place in dropped.values()))
+                done = True
+        finally:
+            # An interrupt may come when the transaction is done, or when nothing of it is.
+            newest = int(self._env.info()["last_txnid"]) if number != _NO_TRANSACTION else 0
+            if newest >= number:
+                with self._state:
+                    self._newest = newest
+                if freed:
+                    self._freed[number] = freed
+                self._fresh, self._replaced, self._settled = {}, [], []
+            elif not done:
+                self._places.update(dropped)
 
     def contents(self) -> Contents:
         """Return all records, and the names and sizes of all blocks."""
-        places = dict(self._places)
-        blocks = {key[1:]: place.size for key, place in places.items() if key[:1] == _BLOCK}
-        txn = self._begin()
+        blocks = {name: place.size for name, place in self._places.items()}
+        seen = self._begin()
         try:
-            names = [key for key in places if key[:1] == _RECORD]
-            records = {name[1:].decode(): self._get(txn, name) for name in names}
+            if not self._readonly:
+                with self._env.begin() as txn:
+                    return Contents({name.decode(): bytes(value) for name, value in _items(txn, _RECORD)}, blocks)
+            with self._state:  # a transaction serves one thread at a time
+                return Contents({name.decode(): bytes(value) for name, value in _items(self._first, _RECORD)}, blocks)
+        except lmdb.Error as error:
+            raise self._translate(error) from error
         finally:
-            self._end(txn)
-        return Contents(records, blocks)
+            self._end(seen)
 
     def close(self) -> None:
-        """Close environment and file, once reads in other threads have ended."""
+        """Close environment and file, once reads and writes in other threads have ended."""
         with self._state:
             if self._closed:
                 return
             self._closed = True
-            self._state.wait_for(lambda: self._reading == 0)
+            self._state.wait_for(lambda: not self._reads and not self._writes)
         if self._readonly:
             self._first.abort()
         self._file.close()
         self._env.close()
 
-    # -- inside ------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------------
 
     def _open(self, create: bool) -> lmdb.Environment:
+        system = os.statvfs(self.path)
         options: dict[str, Any] = {} if not hasattr(lmdb.Environment, "lib_version") else {"lib_version": 0}
         try:
             return lmdb.open(
                 str(self.path),
-                map_size=self._map_size(),
+                map_size=max(system.f_frsize * system.f_blocks, 1 << 30) // PAGE_BYTES * PAGE_BYTES,
                 readonly=self._readonly,
                 create=create,
                 readahead=False,
@@ -183,115 +210,154 @@ class LmdbEngine:
                     "use that one, or close it first",
                     pid=os.getpid(),
                 ) from error
-            raise self._translate(error, 0) from error
+            raise self._translate(error) from error
 
-    def _map_size(self) -> int:
-        if self._map_bytes is not None:
-            return max(self._map_bytes // 4096 * 4096, 1 << 16)
-        system = os.statvfs(self.path)
-        return max(system.f_frsize * system.f_blocks, 1 << 30) // 4096 * 4096
-
-    def _check_file(self) -> None:
-        """Raise CorruptStoreError where there is no root to map: the roots are all that opening touches."""
-        if not self._data.exists():
-            raise CorruptStoreError(f"{self._data} is missing: restore the store from a copy")
+    def _check_files(self) -> None:
+        """Raise CorruptStoreError where there is no root to map (roots are all that opening touches), or no file."""
+        for path in (self._data, self.path / BLOCKS):
+            if not path.exists():
+                raise CorruptStoreError(f"{path} is missing: restore the store from a copy")
         file = LmdbFile(str(self._data))
         try:
             file.metas()
         finally:
             file.close()
 
-    def _begin_at_meta(self) -> tuple[lmdb.Transaction[bytes], Meta]:
-        """Begin a read transaction and find its root in the file, though a writer may go on meanwhile."""
-        for _ in range(1000):
-            txn = self._env.begin()
-            for meta in self._file.metas():
-                if meta.transaction == txn.id():
-                    return txn, meta
-            txn.abort()
+    def _begin_checked(self) -> lmdb.Transaction[bytes]:
+        """Begin a read transaction, and check that all it can touch lies within the file: then its map is safe."""
+        file = LmdbFile(str(self._data))
+        try:
+            for _ in range(1000):  # a writer may go on meanwhile
+                txn = self._env.begin()
+                for meta in file.metas():
+                    if meta.transaction == txn.id():
+                        file.check(meta)
+                        return txn
+                txn.abort()
+        finally:
+            file.close()
         raise CorruptStoreError(f"{self._data} is damaged (its roots disagree): restore the store from a copy")
 
-    def _learn(self, keys: list[bytes]) -> None:
-        """Take the places of new values from the file."""
-        if keys:
-            meta = self._file.metas()[0]
-            for kind in {key[:2] for key in keys}:
-                mine = [key for key in keys if key[:2] == kind]
-                self._places.update(self._file.values(meta, min(mine), max(mine) + b"\0"))
+    def _read_places(self) -> None:
+        """Take up places of blocks and places that were freed, checked against the file and each other."""
+        try:
+            for name, value in _items(self._first, _BLOCK):
+                self._places[name] = Place(*_PLACE.unpack(value))
+            for name, value in _items(self._first, _FREED):
+                self._freed[_TRANSACTION.unpack(name)[0]] = [Place(*pair) for pair in _PLACE.iter_unpack(value)]
+        except struct.error as error:
+            raise CorruptStoreError(f"{self._data} is damaged ({error}): restore the store from a copy") from error
+        # Freed places may lie beyond the end: what is free there leaves the file before the next commit says so.
+        size, end = self._file.size, max((place.offset + place.size for place in self._places.values()), default=0)
+        held = sorted([*self._places.values(), *(place for places in self._freed.values() for place in places)])
+        held = [place for place in held if place.size]
+        if end > size:
+            raise CorruptStoreError(
+                f"{self.path / BLOCKS} ends at byte {size:,} of {end:,} that its records name: "
+                "restore the store from a copy"
+            )
+        if any(a.offset + a.pages > b.offset or b.offset % PAGE_BYTES for a, b in pairwise([Place(0, 0), *held])):
+            raise CorruptStoreError(f"{self._data} names places that overlap: restore the store from a copy")
+        if not self._readonly:
+            self._file.occupy(held)
 
-    def _age(self) -> None:
-        """Let the next transaction use freed pages again, as it must after a full disk: LMDB waits for one between."""
-        with self._env.begin(write=True) as txn:
-            txn.put(_AGE, str(txn.id()).encode())
+    # -- inside ------------------------------------------------------------------------------------------
 
-    def _begin(self) -> lmdb.Transaction[bytes]:
+    def _put(
+        self,
+        txn: lmdb.Transaction[bytes],
+        fresh: Mapping[bytes, Place],
+        freed: list[Place],
+        dropped: Iterable[bytes],
+    ) -> None:
+        for name in dropped:
+            txn.delete(_BLOCK + name)
+        for name, place in fresh.items():
+            txn.put(_BLOCK + name, _PLACE.pack(*place))
+        for number in self._settled:
+            txn.delete(_FREED + _TRANSACTION.pack(number))
+        if freed:
+            txn.put(_FREED + _TRANSACTION.pack(txn.id()), b"".join(_PLACE.pack(*place) for place in freed))
+
+    def _sync(self) -> None:
+        """Make all blocks durable; where that failed once, later success says nothing of what was lost."""
+        if self._unsynced:
+            raise StoreError(f"{self.path / BLOCKS} could not be synced: mend that and open the store again")
+        self._unsynced = True
+        self._file.sync()
+        self._unsynced = False
+
+    def _settle(self) -> None:
+        """Make free what was freed before any read transaction that goes on; the next commit writes that down."""
+        if self._freed:
+            oldest = self._oldest_reader()
+            for number in [number for number in self._freed if number <= oldest]:
+                self._file.give(self._freed.pop(number))
+                self._settled.append(number)
+
+    def _oldest_reader(self) -> int:
+        """Return the transaction that the oldest reader sees, in this process or another; the newest without one."""
+        with self._state:
+            oldest = min([self._newest, *self._reads])
+        for line in self._env.readers().splitlines()[1:]:
+            seen = line.split()[-1]
+            if seen.isdigit():
+                oldest = min(oldest, int(seen))
+        return oldest
+
+    def _begin(self) -> int:
         """Keep the file open, and what is read unchanged, until ``_end``."""
         with self._state:
             if self._closed:
                 raise StoreClosedError(f"the store at {self.path} is closed: open it again")
-            self._reading += 1
-        return self._first if self._readonly else self._env.begin()
+            self._reads.append(self._newest)
+            return self._newest
 
-    def _end(self, txn: lmdb.Transaction[bytes]) -> None:
-        if not self._readonly:
-            txn.abort()
+    def _end(self, seen: int) -> None:
         with self._state:
-            self._reading -= 1
+            self._reads.remove(seen)
             if self._closed:
                 self._state.notify_all()
 
-    def _get(self, txn: lmdb.Transaction[bytes], key: bytes) -> bytes:
-        """Return a copy of a small value."""
-        with self._state:  # a transaction serves one thread at a time
-            value = txn.get(key)
-        if value is None:
-            raise BlockReadError("is missing")
-        return value
-
-    def _pread(self, offset: int, out: NDArray[np.uint8]) -> None:
-        done = os.preadv(self._file.handle, [out.data], offset)
-        while done < out.size:
-            count = os.preadv(self._file.handle, [out[done:].data], offset + done)
-            if count == 0:
-                raise BlockReadError(f"is cut short, as {DATA} ends at byte {self._file.size:,}")
-            done += count
-
     @contextmanager
-    def _writing(self) -> Iterator[list[int]]:
-        """Turn LMDB's errors into the store's; the list counts the bytes that the transaction was to write."""
+    def _writing(self) -> Iterator[None]:
+        """Keep the file open until this ends, and turn errors of LMDB into the store's."""
         if self._readonly:
             raise ValueError(f"the store at {self.path} is open for reading: open it with mode='a' to write")
-        if self._closed:
-            raise StoreClosedError(f"the store at {self.path} is closed: open it again")
-        wrote = [0]
+        with self._state:
+            if self._closed:
+                raise StoreClosedError(f"the store at {self.path} is closed: open it again")
+            self._writes += 1
         try:
-            yield wrote
+            yield
         except lmdb.Error as error:
-            raise self._translate(error, wrote[0]) from error
+            raise self._translate(error) from error
+        finally:
+            with self._state:
+                self._writes -= 1
+                self._state.notify_all()
 
-    def _translate(self, error: lmdb.Error, needed: int) -> StoreError:
-        if isinstance(error, lmdb.MapFullError):
-            held = self._env.info()["map_size"]
-            return StoreFullError(
-                needed_bytes=needed,
-                limit=f"{self._data} may hold {held:,} and they do not all fit",
-                advice="raise map_bytes" if self._map_bytes else "move the store to a larger file system",
-            )
-        system, code = os.statvfs(self.path), getattr(error, "code", 0)
-        free, most = system.f_frsize * system.f_bavail, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    def _translate(self, error: lmdb.Error) -> StoreError:
+        code = getattr(error, "code", 0)
+        system, most = os.statvfs(self.path), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        free, full = system.f_frsize * system.f_bavail, isinstance(error, lmdb.MapFullError)
         # LMDB calls a write that came to an early end EIO: it does not ask why
-        if code == errno.EFBIG or (code == errno.EIO and 0 <= most < self._data.stat().st_size + needed):
+        short = free < _LITTLE or 0 <= most < self._data.stat().st_size + _LITTLE
+        if full or code in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} or (code == errno.EIO and short):
             return StoreFullError(
-                needed_bytes=needed,
-                limit=f"files of this process may have {most:,} in all",
-                advice="raise ulimit -f",
-            )
-        if code in {errno.ENOSPC, errno.EDQUOT} or (code == errno.EIO and free < needed + (1 << 20)):
-            return StoreFullError(
-                needed_bytes=needed,
-                limit=f"the file system of {self.path} has {free:,} free",
-                advice="free some, or move the store to a larger one",
+                needed_bytes=_LITTLE,
+                limit=f"{self._data} cannot grow and the file system of {self.path} has {free:,} free",
+                advice="free some, raise ulimit -f, or move the store to a larger one",
             )
         if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):
             return CorruptStoreError(f"{self._data} is damaged ({error}): restore the store from a copy")
         return StoreError(f"{self._data} cannot be used ({error}): mend that and open the store again")
+
+
+def _items(txn: lmdb.Transaction[bytes], kind: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield keys after their first byte, which is ``kind``, with their values."""
+    with txn.cursor() as cursor:
+        found = cursor.set_range(kind)
+        while found and cursor.key()[:1] == kind:
+            yield cursor.key()[1:], cursor.value()
+            found = cursor.next()

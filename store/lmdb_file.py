@@ -1,8 +1,7 @@
-"""Where LMDB keeps each value in its file: its trees read by ``pread``, without LMDB and without its map.
+"""Whether LMDB's file is whole: its trees read by ``pread``, without LMDB and without its map.
 
-The binding touches every page of a value to hand it out, and a map of a truncated file ends in SIGBUS. This reads
-only the pages of the trees, and checks before use that what they point at lies within the file. Layout of LMDB 0.9
-(data version 1, 64-bit, little-endian), which its authors keep fixed:
+A map of a truncated file ends in SIGBUS, so what the trees point at is checked to lie within the file before the
+map is touched. Layout of LMDB 0.9 (data version 1, 64-bit, little-endian), which its authors keep fixed:
 
     page    pgno 8 | pad 2 | flags 2 | lower 2 | upper 2 | places of nodes, 2 each ...
     meta    page, then magic 4 | version 4 | address 8 | map size 8 | free tree 48 | main tree 48 | last page 8 | txn 8
@@ -41,13 +40,12 @@ class Meta(NamedTuple):
     transaction: int
 
 
-class Place(NamedTuple):
+class Value(NamedTuple):
     """Where a value stands in the file."""
 
+    key: bytes
     offset: int
     size: int
-    fixed: bool
-    """Whether it stays there as long as it lives; small values stand in pages of the tree, which are rewritten."""
 
 
 class LmdbFile:
@@ -56,8 +54,6 @@ class LmdbFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole, and nothing beside them
 
     def close(self) -> None:
         """Close the file."""
@@ -77,14 +73,15 @@ class LmdbFile:
             raise self._corrupt(f"has {self.size:,} bytes and not its two roots in them")
         return sorted(found, key=lambda meta: meta.transaction, reverse=True)
 
-    def values(self, meta: Meta, low: bytes = b"", high: bytes | None = None) -> Iterator[tuple[bytes, Place]]:
-        """Yield keys in [low, high) with the places of their values, in order. Raises CorruptStoreError."""
-        return self._walk(meta, meta.main_root, low, high, _DEEPEST)
+    def values(self, meta: Meta) -> Iterator[Value]:
+        """Yield the places of all values, in the order of their keys. Raises CorruptStoreError."""
+        return self._walk(meta, meta.main_root, _DEEPEST)
 
-    def check_free_pages(self, meta: Meta) -> None:
-        """Check that the list of free pages lies within the file. Raises CorruptStoreError."""
-        for _ in self._walk(meta, meta.free_root, b"", None, _DEEPEST):
-            pass
+    def check(self, meta: Meta) -> None:
+        """Check that all values, and the list of free pages, lie within the file. Raises CorruptStoreError."""
+        for root in (meta.main_root, meta.free_root):
+            for _ in self._walk(meta, root, _DEEPEST):
+                pass
 
     def _meta(self, offset: int) -> Meta | None:
         data = os.pread(self.handle, _PAGE.size + _META.size + 2 * _TREE.size + 16, offset)
@@ -102,9 +99,7 @@ class LmdbFile:
             return None
         return Meta(page_bytes=free[0], free_root=free[-1], main_root=main[-1], transaction=transaction)
 
-    def _walk(
-        self, meta: Meta, number: int, low: bytes, high: bytes | None, levels: int
-    ) -> Iterator[tuple[bytes, Place]]:
+    def _walk(self, meta: Meta, number: int, levels: int) -> Iterator[Value]:
         if number == _NO_PAGE:
             return
         page = os.pread(self.handle, meta.page_bytes, number * meta.page_bytes)
@@ -113,45 +108,22 @@ class LmdbFile:
         held, _, flags, lower, _ = _PAGE.unpack_from(page)
         if held != number or not _PAGE.size <= lower <= meta.page_bytes or levels == 0:
             raise self._corrupt(f"has something else where page {number} of its tree should be")
-        nodes = struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", page, _PAGE.size)
-        if flags & _BRANCH:
-            yield from self._walk_branch(meta, page, number, nodes, low, high, levels)
-        elif flags & _LEAF:
-            for at in nodes:
-                small, large, node_flags, key_bytes = self._node(page, number, at)
-                key = page[at + _NODE.size : at + _NODE.size + key_bytes]
-                if key < low or (high is not None and key >= high):
-                    continue
-                size, value = small | large << 16, at + _NODE.size + key_bytes
-                offset = number * meta.page_bytes + value
+        for at in struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", page, _PAGE.size):
+            low, high, node_flags, key_bytes = self._node(page, number, at)
+            if flags & _BRANCH:
+                yield from self._walk(meta, low | high << 16 | node_flags << 32, levels - 1)
+            elif flags & _LEAF:
+                key, value = page[at + _NODE.size : at + _NODE.size + key_bytes], at + _NODE.size + key_bytes
+                size, offset = low | high << 16, number * meta.page_bytes + value
                 if node_flags & _LARGE:
                     if value + 8 > meta.page_bytes:
                         raise self._corrupt(f"has a node beyond the end of page {number}")
                     offset = struct.unpack_from("<Q", page, value)[0] * meta.page_bytes + _PAGE.size
                 if offset + size > self.size:
                     raise self._corrupt(f"ends at byte {self.size:,} of {offset + size:,} that its root needs")
-                yield key, Place(offset, size, bool(node_flags & _LARGE))
-        else:
-            raise self._corrupt(f"has something else where page {number} of its tree should be")
-
-    def _walk_branch(
-        self,
-        meta: Meta,
-        page: bytes,
-        number: int,
-        nodes: tuple[int, ...],
-        low: bytes,
-        high: bytes | None,
-        levels: int,
-    ) -> Iterator[tuple[bytes, Place]]:
-        """Go down to the children that may hold keys in [low, high): a child's keys begin at its node's key."""
-        parsed = [self._node(page, number, at) for at in nodes]
-        keys = [page[at + _NODE.size : at + _NODE.size + n[3]] for at, n in zip(nodes, parsed, strict=True)]
-        for i, (small, large, top, _) in enumerate(parsed):
-            below = i + 1 < len(keys) and keys[i + 1] <= low
-            above = i > 0 and high is not None and keys[i] >= high
-            if not below and not above:
-                yield from self._walk(meta, small | large << 16 | top << 32, low, high, levels - 1)
+                yield Value(key, offset, size)
+            else:
+                raise self._corrupt(f"has something else where page {number} of its tree should be")
 
     def _node(self, page: bytes, number: int, at: int) -> tuple[int, int, int, int]:
         if at + _NODE.size > len(page):

@@ -30,7 +30,7 @@ class MemoryEngine:
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
+    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
         """Keep copies of all blocks, or of none."""
         copies = {name: np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8) for name, data in blocks}
         with self._lock:

@@ -33,7 +33,7 @@ class Opened:
             self.lock.release()
 
 
-def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: str, map_bytes: int | None) -> Opened:
+def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: str, max_bytes: int | None) -> Opened:
     """Open or create the store at ``path``. Raises what ``Store.open`` raises."""
     if engine != "lmdb":
         raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb' or an engine's instance")
@@ -49,7 +49,7 @@ def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: s
     opened: LmdbEngine | None = None
     try:
         found = directory.find()  # another process may have made it before the lock was ours
-        opened = LmdbEngine(path, create=not found, readonly=mode == "r", map_bytes=map_bytes)
+        opened = LmdbEngine(path, create=not found, readonly=mode == "r", max_bytes=max_bytes)
         contents = opened.contents()
         if not found and COMMIT in contents.records:
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.blocks import Checksums
     from tiercache.store.commit import Commit
     from tiercache.store.counters import Counters
     from tiercache.store.engine import Engine
@@ -21,13 +22,32 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
 
+class Check(NamedTuple):
+    """Pieces [low, high) of a segment stream as they were read, not checked yet."""
+
+    segment: Segment
+    group: int
+    low: int
+    high: int
+    data: NDArray[np.uint8]
+
+
 class BlockReader:
     """Reads pieces, keys and dense state from an engine; from any thread."""
 
     def __init__(self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters) -> None:
         self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
+        self.checksums: Checksums = piece_checksums
 
-    def pieces(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
+    def pieces(
+        self,
+        segment: Segment,
+        group: int,
+        low: int,
+        high: int,
+        out: NDArray[np.uint8],
+        checks: list[Check] | None = None,
+    ) -> None:
         """Fill ``out`` with pieces [low, high): see ``Store.read``."""
         stream = segment.streams[group]
         if not 0 <= low <= high <= stream.num_pieces:
@@ -40,22 +60,33 @@ class BlockReader:
             raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
         if low == high:
             return
-        bounds = (offset[low : high + 1] - offset[low]).tolist()
-        expected = segment.checksums[group][low:high].tolist()
         first, last = int(stream.piece_block_P[low]), int(stream.piece_block_P[high - 1])
-        ends = [*(stream.block_piece_B[first + 1 : last + 1] - low).tolist(), high - low]
-        start = int(offset[low] - offset[stream.block_piece_B[first]])
-        begin = 0
-        for block, end in enumerate(ends, first):
-            part = out[bounds[begin] : bounds[end]]
-            self._block(block_name(ROWS, segment.id, group, block), start, part, segment, group, block)
-            seen = piece_checksums(part, bounds[begin : end + 1])
-            if seen != expected[begin:end]:
-                i = next(i for i in range(end - begin) if seen[i] != expected[begin + i])
-                words = f"has checksum {seen[i]:08x} in piece {low + begin + i}"
-                raise corrupt_block(self._label, segment, self._groups[group], block, words, expected[begin + i])
+        start, begin = int(offset[low] - offset[stream.block_piece_B[first]]), 0
+        for block in range(first, last + 1):
+            end = min(size, int(offset[stream.block_piece_B[block + 1]] - offset[low]))
+            self._block(block_name(ROWS, segment.id, group, block), start, out[begin:end], segment, group, block)
             begin, start = end, 0
-        self._counters.add(row_bytes_read=size, rows_read=size // stream.row_bytes, reads=len(ends))
+        if checks is None:
+            self.check([Check(segment, group, low, high, out)])
+        else:
+            checks.append(Check(segment, group, low, high, out))
+        self._counters.add(row_bytes_read=size, rows_read=size // stream.row_bytes, reads=last + 1 - first)
+
+    def check(self, checks: Sequence[Check]) -> None:
+        """Check pieces that were read, all by one computation. Raises CorruptBlockError."""
+        parts = []
+        for segment, group, low, high, out in checks:
+            offset = segment.streams[group].piece_offset_P
+            parts.append((out, offset[low : high + 1] - offset[low]))
+        seen, begin = self.checksums(parts), 0
+        for segment, group, low, high, _ in checks:
+            mine, expected = seen[begin : begin + high - low], segment.checksums[group][low:high]
+            if not np.array_equal(mine, expected):
+                i = int(np.argmax(mine != expected))
+                block = int(segment.streams[group].piece_block_P[low + i])
+                words = f"has checksum {mine[i]:08x} in piece {low + i}"
+                raise corrupt_block(self._label, segment, self._groups[group], block, words, int(expected[i]))
+            begin += high - low
 
     def keys(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
         """Return the keys of the rows of one block. Raises CorruptBlockError."""

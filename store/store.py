@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.blocks import Checksums
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
+    from tiercache.store.reading import Check
     from tiercache.store.segment import Segment
     from tiercache.store.stream import Stream
 
@@ -74,13 +76,13 @@ class Store:
         tables: Iterable[Table] | None = None,
         engine: str | Engine = "lmdb",
         mode: str = "a",
-        map_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> Store:
         """Open the store at ``path``; with ``tables`` and mode "a", create it where there is none.
 
         Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
         commit as of now, for as long as it is open. ``engine`` may be an instance: then ``path`` only names the
-        store in messages. ``map_bytes`` bounds the file; None means the size of the file system.
+        store in messages. ``max_bytes`` bounds the file; None means the size of the file system.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
         StoreFullError and CorruptStoreError.
@@ -96,7 +98,7 @@ class Store:
         elif place is None:
             raise ValueError(f"engine {engine!r} needs a path")
         else:
-            opened = open_path(place, wanted, engine, mode, map_bytes)
+            opened = open_path(place, wanted, engine, mode, max_bytes)
         try:
             return cls(opened, place, mode)
         except BaseException:
@@ -122,6 +124,15 @@ class Store:
         return f"<{self.label}: {len(self.tables)} tables, {len(self.segments)} segments, {at}>"
 
     @property
+    def checksums(self) -> Checksums:
+        """What computes the CRC32C of pieces; a training sets what does so beside it without the GIL."""
+        return self._reader.checksums
+
+    @checksums.setter
+    def checksums(self, checksums: Checksums) -> None:
+        self._reader.checksums = checksums
+
+    @property
     def label(self) -> str:
         """The store in the words of a message."""
         return _label(self.path)
@@ -138,13 +149,13 @@ class Store:
         stable: bool = False,
         transaction_bytes: int = TRANSACTION_BYTES,
     ) -> Segment:
-        """Write what ``visit`` dumped and return it once it is durable; no commit names it yet.
+        """Write what ``visit`` dumped and return it; no commit names it yet, and a crash before the next one loses it.
 
         ``streams`` has one layout for each group. ``blocks`` yields (group, block, uint8 rows, int64 keys of the
-        rows) for every block once, in any order; its arrays are copied before the next block is asked for. A
-        transaction holds at most ``transaction_bytes`` in memory, but never less than one block.
+        rows) for every block once, in any order; its arrays are copied before the next block is asked for. The
+        engine is given at most ``transaction_bytes`` at once, but never less than one block.
         ``within``: a commit inside the visit follows, and this is its whole key set. ``stable``: no array changes
-        before append returns, so that checksums may be computed while the disk works.
+        before append returns, so that blocks may be written together, and checksums computed meanwhile.
 
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
@@ -152,7 +163,7 @@ class Store:
         check_streams(streams, self.groups)
         with self._writing:
             segment = new_segment(self._next_id, visit, streams, within=within)
-            dump = Dump(segment, blocks, transaction_bytes, stable=stable)
+            dump = Dump(segment, blocks, transaction_bytes, self.checksums, stable=stable)
             self._next_id += 1
             try:
                 dump.write(self._engine)
@@ -211,6 +222,9 @@ class Store:
                     self.counters.add(transactions=1)
                 self._engine.commit(records, dead)
             except BaseException as error:
+                if self._stands(records[COMMIT]):
+                    self._settle(commit, kept, life)  # interrupted when all was done
+                    raise
                 self._orphans.update(commit.state_blocks())
                 if isinstance(error, StoreFullError):
                     needed = max(error.needed_bytes, len(state))
@@ -253,13 +267,27 @@ class Store:
             raise ValueError(f"{self.label} has no commit yet: publish one first")
         return self._reader.state(self.commit).tobytes()
 
-    def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
+    def read(
+        self,
+        segment: Segment,
+        group: int,
+        low: int,
+        high: int,
+        out: NDArray[np.uint8],
+        *,
+        checks: list[Check] | None = None,
+    ) -> None:
         """Read pieces [low, high) of a segment stream into ``out``, as they stand in the stream, and check each.
 
-        One read of the engine for each block. Raises CorruptBlockError; ValueError for pieces that are not there.
+        One read of the engine for each block. With ``checks``, what is to be checked is put there instead, for
+        ``check``: many at once cost less. Raises CorruptBlockError; ValueError for pieces that are not there.
         """
         self._check_open()
-        self._reader.pieces(segment, group, low, high, out)
+        self._reader.pieces(segment, group, low, high, out, checks)
+
+    def check(self, checks: Sequence[Check]) -> None:
+        """Check what ``read`` left to be checked; nothing of it may be used before. Raises CorruptBlockError."""
+        self._reader.check(checks)
 
     def read_keys(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, checked. Raises CorruptBlockError."""
@@ -281,12 +309,6 @@ class Store:
         count; of several the newest. Sweeps the stored keys of all such ranges: ask for many keys at once.
         """
         return locate(self, {table_name: keys}, after=after)[table_name]
-
-    def locate_tables(
-        self, keys: Mapping[str, NDArray[np.int64]], *, after: int
-    ) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Do what ``locate`` does for the keys of several tables, in one sweep a group."""
-        return locate(self, keys, after=after)
 
     def read_rows(
         self,
@@ -336,6 +358,13 @@ class Store:
         groups = range(len(self.groups))
         self._first_blocks = {s.id: [life.first_block(s, group) for group in groups] for s in kept}
         self.commit, self.segments, self._orphans = commit, kept, set()
+
+    def _stands(self, record: bytes | None) -> bool:
+        """Whether the engine has the record of a commit, although it raised."""
+        try:
+            return self._engine.contents().records.get(COMMIT) == record
+        except StoreError:
+            return False  # what is there cannot be known: opening the store again finds it out
 
     def _check_cursor(self, cursor: Cursor) -> Cursor:
         before = None if self.commit is None else self.commit.cursor

@@ -65,6 +65,8 @@ class Stream:
     """Rows of every block but the last."""
     range_first_row_R: Int64s = field(init=False, repr=False, compare=False)
     """(R + 1,): the first row of each range, and the number of rows."""
+    range_piece_R: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """(R + 1,): the first piece of each range, and the number of pieces."""
     piece_first_row_P: Int64s = field(init=False, repr=False, compare=False)
     """(P + 1,): the first row of each piece, and the number of rows."""
     piece_rows_P: Int64s = field(init=False, repr=False, compare=False)
@@ -98,9 +100,7 @@ class Stream:
 
     def pieces_of(self, range_index: int) -> tuple[int, int]:
         """Return (low, high): the pieces of a range are low, low + 1, ... high - 1."""
-        rows = self.range_first_row_R[range_index : range_index + 2]
-        low, high = np.searchsorted(self.piece_first_row_P, rows)
-        return int(low), int(high)
+        return self.range_piece_R[range_index], self.range_piece_R[range_index + 1]
 
     def to_record(self) -> dict[str, Any]:
         """Return the stream as plain JSON values."""
@@ -167,6 +167,7 @@ def _lay_out(rows_R: list[int], piece_rows: int, block_rows: int, row_bytes: int
         "num_blocks": num_blocks,
         "block_rows": block_rows,
         "range_first_row_R": range_first_row_R,
+        "range_piece_R": tuple(np.searchsorted(piece_first_row_P, range_first_row_R).tolist()),
         "piece_first_row_P": piece_first_row_P,
         "piece_rows_P": np.diff(piece_first_row_P),
         "piece_offset_P": piece_first_row_P * row_bytes,

@@ -50,13 +50,13 @@ class FailingEngine:
         with self._lock:
             self.calls, self.fail_at = 0, calls
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
+    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
         """Take the blocks and, where it is time, fail as a disk does: at the end."""
         if self._due("write"):
             for _ in blocks:
                 pass
             raise self.error()
-        self.engine.write(blocks)
+        self.engine.write(blocks, stable=stable)
 
     def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
         """Read, or fail."""
@@ -100,10 +100,10 @@ class SlowEngine:
         self.engine = engine
         self.read_seconds, self.write_seconds, self.commit_seconds = read_seconds, write_seconds, commit_seconds
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]]) -> None:
+    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
         """Wait, then write."""
         time.sleep(self.write_seconds)
-        self.engine.write(blocks)
+        self.engine.write(blocks, stable=stable)
 
     def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
         """Wait, then read."""

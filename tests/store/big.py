@@ -1,14 +1,16 @@
-"""Rows of 2 KiB in blocks that LMDB keeps apart from its trees: dumps, loads, and where their bytes are."""
+"""Rows of 2 KiB in blocks of many pages: dumps, loads, and where their bytes are."""
 
 from __future__ import annotations
 
+import struct
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.store import Adagrad, Cursor, Range, Store, Stream, Table, Zeros, hash_keys
-from tiercache.store.lmdb_file import LmdbFile, Place
+from tiercache.store.block_file import Place
+from tiercache.store.lmdb_file import LmdbFile, Value
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,9 +63,19 @@ def load(store: Store, visit: int) -> dict[int, bytes]:
     return loaded
 
 
-def places(path: Path) -> dict[bytes, Place]:
-    """Return the places of blocks in the file."""
+def values(path: Path) -> list[Value]:
+    """Return the places of records in their file."""
     file = LmdbFile(str(path / "data.mdb"))
-    found = {key[1:]: place for key, place in file.values(file.metas()[0], b"b", b"c")}
+    found = list(file.values(file.metas()[0]))
     file.close()
     return found
+
+
+def places(path: Path) -> dict[bytes, Place]:
+    """Return the places of blocks in their file, by name."""
+    data = (path / "data.mdb").read_bytes()
+    return {
+        value.key[1:]: Place(*struct.unpack_from("<QQ", data, value.offset))
+        for value in values(path)
+        if value.key[:1] == b"b"
+    }

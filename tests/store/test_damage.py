@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.store.big import BIG, dump, load, places, publish
+from tests.store.big import BIG, dump, load, places, publish, values
 from tiercache.store import (
     CorruptBlockError,
     CorruptStoreError,
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 def test_a_map_that_is_full_is_a_sentence_and_the_commit_stands(tmp_path: Path) -> None:
     """With the bytes needed and what to raise; the store goes on after forgetting, and after a reopen."""
-    store = Store.open(tmp_path / "s", tables=[BIG], map_bytes=8 << 20)
+    store = Store.open(tmp_path / "s", tables=[BIG], max_bytes=8 << 20)
     stored = dump(store, 0, {1: 500})
     publish(store, 1, b"state")
     with pytest.raises(
-        StoreFullError, match=r"the dump of visit 1 to the store at .* needs .* raise map_bytes"
+        StoreFullError, match=r"the dump of visit 1 to the store at .* needs .* raise max_bytes"
     ) as full:
         dump(store, 1, {2: 4000})
     assert 4000 * BIG.row_bytes >= full.value.needed_bytes > 1 << 20
@@ -56,7 +56,7 @@ def test_a_file_that_may_not_grow_is_a_sentence_and_the_commit_stands(big: Store
     stored = dump(big, 0, {1: 500})
     publish(big, 1)
     assert big.path is not None
-    size = (big.path / "data.mdb").stat().st_size
+    size = (big.path / "blocks.bin").stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + (1 << 20), hard))
     try:
@@ -82,7 +82,7 @@ def test_a_full_disk_is_a_sentence_and_the_commit_stands(tmp_path: Path) -> None
     if not mounted or mounted.returncode:
         pytest.skip("mounting a small file system takes rights that this test does not have")
     try:
-        with Store.open(place / "s", tables=[BIG], map_bytes=1 << 30) as store:
+        with Store.open(place / "s", tables=[BIG], max_bytes=1 << 30) as store:
             stored = dump(store, 0, {1: 500})
             publish(store, 1, b"state")
             words = r"needs [\d,]+ more bytes but the file system of .* has [\d,]+ free: free some"
@@ -106,7 +106,7 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind:
     big.close()
     assert big.path is not None
     place = next(place for name, place in sorted(places(big.path).items()) if name[:1] == kind)
-    with (big.path / "data.mdb").open("r+b") as file:
+    with (big.path / "blocks.bin").open("r+b") as file:
         file.seek(place.offset + 1234 % place.size)
         byte = file.read(1)[0]
         file.seek(-1, 1)
@@ -131,18 +131,20 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind:
     assert "has checksum" in problems[0]
 
 
+@pytest.mark.parametrize("name", ["data.mdb", "blocks.bin"])
 @pytest.mark.parametrize("share", [0.0, 4096, 5000, 8192, 0.5, 0.9, 1.0])
-def test_a_truncated_file_is_a_sentence_before_anything_is_read(big: Store, share: float) -> None:
+def test_a_truncated_file_is_a_sentence_before_anything_is_read(big: Store, name: str, share: float) -> None:
     """At any length: an error in words when it is opened, by any mode and by verify; never a signal."""
     for visit in range(3):
         dump(big, visit, {visit + 3: 300})
         publish(big, visit + 1, bytes(10_000))
     big.close()
     assert big.path is not None
-    end = max(place.offset + place.size for place in places(big.path).values())
-    os.truncate(big.path / "data.mdb", int((end - 1) * share) if share <= 1 else int(share))
+    held = places(big.path).values() if name == "blocks.bin" else values(big.path)
+    end = max(place.offset + place.size for place in held)
+    os.truncate(big.path / name, int((end - 1) * share) if share <= 1 else int(share))
     for mode in ("a", "r"):
-        with pytest.raises(CorruptStoreError, match=r"data.mdb .*: restore the store from a copy"):
+        with pytest.raises(CorruptStoreError, match=rf"{name} .*: restore the store from a copy"):
             Store.open(big.path, mode=mode)
     problems = verify(big.path)["problems"]
     assert len(problems) == 1
@@ -156,12 +158,12 @@ def test_a_file_truncated_while_open_is_refused_on_load(big: Store) -> None:
     assert big.path is not None
     segment = big.segments[0]
     stream = segment.streams[0]
-    size = (big.path / "data.mdb").stat().st_size
+    size = (big.path / "blocks.bin").stat().st_size
     place = places(big.path)[max(name for name in places(big.path) if name[:1] == b"r")]
-    os.truncate(big.path / "data.mdb", place.offset + 100)
-    with pytest.raises(CorruptBlockError, match=r"is cut short, as data.mdb ends at byte"):
+    os.truncate(big.path / "blocks.bin", place.offset + 100)
+    with pytest.raises(CorruptBlockError, match=r"is cut short, as blocks.bin ends at byte"):
         big.read(segment, 0, 0, stream.num_pieces, np.empty(int(stream.piece_offset_P[-1]), np.uint8))
-    os.truncate(big.path / "data.mdb", size)
+    os.truncate(big.path / "blocks.bin", size)
 
 
 def test_verify_names_the_damage_where_no_block_of_keys_is_whole(big: Store) -> None:
@@ -170,7 +172,7 @@ def test_verify_names_the_damage_where_no_block_of_keys_is_whole(big: Store) -> 
     publish(big, 1)
     big.close()
     assert big.path is not None
-    with (big.path / "data.mdb").open("r+b") as file:
+    with (big.path / "blocks.bin").open("r+b") as file:
         for place in [place for name, place in places(big.path).items() if name[:1] == b"k"]:
             file.seek(place.offset)
             file.write(bytes([255]) * place.size)
@@ -184,13 +186,14 @@ def test_random_damage_never_kills_the_process_that_verifies(big: Store) -> None
         publish(big, visit + 1, bytes(3000))
     big.close()
     assert big.path is not None
-    data = big.path / "data.mdb"
-    whole = data.read_bytes()
     generator = np.random.default_rng(0)
-    for _ in range(3):
+    for name in ("data.mdb", "blocks.bin", "data.mdb"):
+        data = big.path / name
+        whole = data.read_bytes()
         damaged = bytearray(whole)
         for _ in range(20):
             place = int(generator.integers(0, len(whole) // 4096)) * 4096 + int(generator.integers(0, 64))
             damaged[place] ^= int(generator.integers(1, 256))
         data.write_bytes(bytes(damaged))
         assert isinstance(verify(big.path)["problems"], list)
+        data.write_bytes(whole)

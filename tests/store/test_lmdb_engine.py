@@ -13,11 +13,13 @@ import lmdb
 import numpy as np
 import pytest
 
-from tests.store.big import dump, load, publish
+from tests.store.big import BIG, dump, load, publish
 from tiercache.store import (
     BlockReadError,
     LmdbEngine,
     Store,
+    StoreClosedError,
+    verify,
 )
 from tiercache.store.lmdb_file import LmdbFile
 
@@ -57,12 +59,10 @@ def test_the_file_tells_where_lmdb_keeps_each_value(tmp_path: Path) -> None:
                 del values[key]
     file = LmdbFile(str(tmp_path / "data.mdb"))
     meta = file.metas()[0]
-    file.check_free_pages(meta)
-    found = {key: os.pread(file.handle, place.size, place.offset) for key, place in file.values(meta)}
+    file.check(meta)
+    found = {value.key: os.pread(file.handle, value.size, value.offset) for value in file.values(meta)}
     assert found == values
     assert list(found) == sorted(values)
-    middle = [key for key in values if b"00300" <= key < b"00900"]
-    assert [key for key, _ in file.values(meta, b"00300", b"00900")] == sorted(middle)
     file.close()
 
 
@@ -122,8 +122,12 @@ def test_a_reader_beside_the_writer_sees_whole_blocks(big: Store) -> None:
     assert not failures, failures
 
 
-def test_a_reading_store_stays_at_its_commit(big: Store, tmp_path: Path) -> None:
-    """Another process sees the commit that was newest when it opened, whole, however far the writer goes."""
+@pytest.mark.parametrize("reopen", [False, True])
+def test_a_reading_store_stays_at_its_commit(big: Store, tmp_path: Path, *, reopen: bool) -> None:
+    """Another process sees the commit that was newest when it opened, whole, however far the writer goes.
+
+    Another writer, too: what dead blocks left is in the file for the next one to respect.
+    """
     stored = dump(big, 0, {1: 100, 2: 100})
     publish(big, 1, b"one")
     code = (
@@ -145,6 +149,9 @@ def test_a_reading_store_stays_at_its_commit(big: Store, tmp_path: Path) -> None
         for visit in range(1, 12):
             dump(big, visit, {visit + 1: 100, visit + 2: 100})
             publish(big, visit + 1, b"later")
+            if reopen and visit in {2, 5}:
+                big.close()
+                big = Store.open(big.path)
         said, _ = reader.communicate("go\n")
     total = sum(sum(data) for data in stored.values())
     assert said == f"one 0 {total}"
@@ -187,7 +194,94 @@ def test_the_file_stops_growing(big: Store) -> None:
         dump(big, visit, {visit + gap: n for gap, n in rows[visit % passes].items()})
         publish(big, visit + 1, bytes(50_000))
         if (visit + 1) % passes == 0:
-            sizes.append((big.path / "data.mdb").stat().st_size)
+            sizes.append((big.path / "blocks.bin").stat().st_size)
     assert set(sizes[2:]) == {sizes[2]}
     live = sum(big._engine.contents().blocks.values())
-    assert sizes[-1] < 2.5 * live + (4 << 20)
+    largest_dump = max(sum(gaps.values()) for gaps in rows) * (BIG.row_bytes + 8)
+    assert sizes[-1] < 1.15 * live + 2 * largest_dump
+
+
+def test_freed_places_beyond_the_end_of_the_file_are_no_damage(tmp_path: Path) -> None:
+    """What a failed write gives back to the file system may still be noted as freed: the store opens all the same."""
+    engine = LmdbEngine(tmp_path, create=True)
+    engine.write([(b"a", np.ones(5000, np.uint8)), (b"b", np.zeros(900_000, np.uint8))])
+    engine.commit({}, [])
+    engine.commit({}, [b"b"])
+
+    def blocks() -> Iterator[tuple[bytes, Any]]:
+        yield b"c", np.zeros(10_000, np.uint8)
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        engine.write(blocks())
+    assert (tmp_path / "blocks.bin").stat().st_size < 100_000
+    engine.close()
+    for readonly in (True, False, False):
+        engine = LmdbEngine(tmp_path, create=False, readonly=readonly)
+        out = np.empty(5000, np.uint8)
+        engine.read(b"a", 0, out)
+        assert out.all()
+        if not readonly:
+            engine.write([(b"d", np.full(2_000_000, 3, np.uint8))])
+            engine.commit({}, [])
+            assert engine.contents().blocks == {b"a": 5000, b"d": 2_000_000}
+        engine.close()
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
+    big: Store, monkeypatch: pytest.MonkeyPatch, *, done: bool
+) -> None:
+    """Whether it came after the transaction or before: the store stands where its file does, and goes on from there."""
+    stored = [dump(big, 0, {1: 50, 2: 50})]
+    publish(big, 1)
+    stored.append(dump(big, 1, {2: 50, 3: 50}))
+
+    def interrupted(*_arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    raised = []
+
+    class Interrupting(LmdbEngine):
+        """Raises when its transaction is over."""
+
+        def commit(self, records: Any, dead: Any) -> None:
+            super().commit(records, dead)
+            raised.append(1)
+            raise KeyboardInterrupt
+
+    if done:
+        big._engine.__class__ = Interrupting
+    else:
+        monkeypatch.setattr(LmdbEngine, "_put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publish(big, 2)
+    big._engine.__class__ = LmdbEngine
+    monkeypatch.undo()
+    assert bool(raised) == done
+    big.forget()
+    assert big.commit is not None
+    assert big.commit.cursor.visit == (2 if done else 1)
+    assert load(big, 2) == ({0: stored[0][2], 1: stored[1][2]} if done else {0: stored[0][2]})
+    visit = big.commit.cursor.visit
+    dump(big, visit, {visit + 1: 80})
+    publish(big, visit + 1)
+    big.close()
+    assert big.path is not None
+    assert verify(big.path)["problems"] == []
+
+
+def test_errors_of_the_callers_blocks_and_of_a_closed_engine_are_their_own(tmp_path: Path) -> None:
+    """An OSError of the source is not called one of the file, and a closed engine says that it is closed."""
+    engine = LmdbEngine(tmp_path, create=True)
+
+    def blocks() -> Iterator[tuple[bytes, Any]]:
+        yield b"a", np.zeros(10_000, np.uint8)
+        raise OSError("the source broke")
+
+    with pytest.raises(OSError, match="the source broke"):
+        engine.write(blocks())
+    engine.close()
+    for call in (lambda: engine.commit({"r": b"1"}, []), lambda: engine.write([]), engine.contents):
+        with pytest.raises(StoreClosedError, match="is closed: open it again"):
+            call()

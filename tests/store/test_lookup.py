@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import MemoryEngine, Store
+from tiercache.store.lookup import locate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,11 +45,11 @@ def test_every_row_is_found_where_it_was_last_written(seed: int, visits: int, co
 
 
 def test_a_lookup_of_one_table_is_that_of_many(home: Home, tables: list[Table]) -> None:
-    """``locate`` gives what ``locate_tables`` gives, in the order of the keys that were asked for."""
+    """``Store.locate`` gives what one sweep for several tables gives, in the order of the keys that were asked for."""
     store, world = home.open(tables), World(tables)
     world.run(store, 4)
     keys = np.random.default_rng(0).permutation(np.arange(-60, 60))
-    both = store.locate_tables({"user": keys, "word": keys[:7], "day": keys[:0]}, after=3)
+    both = locate(store, {"user": keys, "word": keys[:7], "day": keys[:0]}, after=3)
     for name, wanted in (("user", keys), ("word", keys[:7]), ("day", keys[:0])):
         ids, rows = store.locate(name, wanted, after=3)
         assert np.array_equal(ids, both[name][0])

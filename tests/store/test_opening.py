@@ -80,7 +80,7 @@ def test_a_marker_of_something_else_is_refused(tmp_path: Path, text: str) -> Non
         Store.open(tmp_path, tables=[one()])
 
 
-@pytest.mark.parametrize(("version", "words"), [(2, "use a newer tiercache"), (0, "use the tiercache that wrote it")])
+@pytest.mark.parametrize(("version", "words"), [(3, "use a newer tiercache"), (1, "use the tiercache that wrote it")])
 def test_another_format_version_is_refused(tmp_path: Path, version: int, words: str) -> None:
     """Older or newer, with what to use instead; the store is not touched."""
     Store.open(tmp_path, tables=[one()]).close()
@@ -88,7 +88,7 @@ def test_another_format_version_is_refused(tmp_path: Path, version: int, words: 
     (tmp_path / "store.json").write_text(json.dumps({**marker, "version": version}))
     before = (tmp_path / "data.mdb").read_bytes()
     for mode in ("a", "r"):
-        with pytest.raises(FormatVersionError, match=f"has format version {version} and .* reads version 1: {words}"):
+        with pytest.raises(FormatVersionError, match=f"has format version {version} and .* reads version 2: {words}"):
             Store.open(tmp_path, mode=mode)
     assert (tmp_path / "data.mdb").read_bytes() == before
 
@@ -214,12 +214,13 @@ def test_a_store_with_commits_that_lost_its_marker_is_not_made_again(tmp_path: P
         Store.open(tmp_path, tables=small_tables())
 
 
-def test_a_missing_data_file_is_refused(tmp_path: Path) -> None:
-    """A marker alone is no store."""
+@pytest.mark.parametrize("name", ["data.mdb", "blocks.bin"])
+def test_a_missing_data_file_is_refused(tmp_path: Path, name: str) -> None:
+    """A marker alone is no store, nor are records without blocks."""
     Store.open(tmp_path, tables=[one()]).close()
-    (tmp_path / "data.mdb").unlink()
+    (tmp_path / name).unlink()
     for mode in ("a", "r"):
-        with pytest.raises(CorruptStoreError, match=r"data.mdb is missing"):
+        with pytest.raises(CorruptStoreError, match=f"{name} is missing"):
             Store.open(tmp_path, mode=mode)
 
 

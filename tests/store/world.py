@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store import Cursor, Range, Stream, hash_keys
+from tiercache.store.lookup import locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -144,7 +145,7 @@ class World:
         """Assert that every row that is not of visit ``after`` or older uses is found, with the right bits."""
         for group in store.groups:
             wanted = {table.name: np.arange(-self.universe // 2, self.universe // 2 + 1) for table in group.tables}
-            found = store.locate_tables(wanted, after=after)
+            found = locate(store, wanted, after=after)
             for name, keys in wanted.items():
                 ids, rows = found[name]
                 for key, id_ in zip(keys.tolist(), ids.tolist(), strict=True):

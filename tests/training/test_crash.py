@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.store.big import places
 from tests.training.cases import (
     Case,
     Result,
@@ -30,7 +31,6 @@ from tiercache.store import MemoryEngine
 from tiercache.store.blocks import KEYS, ROWS, block_name
 from tiercache.store.errors import CorruptBlockError, CorruptStoreError, StoreFullError
 from tiercache.store.inspect import verify
-from tiercache.store.lmdb_file import LmdbFile
 from tiercache.store.testing import FailingEngine
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ def resume(path: Path, passes: tc.PassSet) -> Result:
         return result_of(store, passes, model)
 
 
-def test_a_full_map_stops_training_with_its_cause_and_training_goes_on_where_there_is_more(
+def test_a_full_store_stops_training_with_its_cause_and_training_goes_on_where_there_is_more(
     tmp_path: Path, passes: tc.PassSet, expected: Result
 ) -> None:
-    """A store at its map_bytes raises in the loop, commits nothing later, and ends with the same bits with more."""
-    error = fill_the_disk(tmp_path / "model.tc", passes, map_bytes=6_000_000)
+    """A store at its max_bytes raises in the loop, commits nothing later, and ends with the same bits with more."""
+    error = fill_the_disk(tmp_path / "model.tc", passes, max_bytes=6_000_000)
     assert_one_sentence(error)
-    assert "may hold 5,996,544" in str(error)  # whole pages
-    assert "raise map_bytes" in str(error)
+    assert "blocks.bin may hold 6,000,000" in str(error)
+    assert "raise max_bytes" in str(error)
     assert error.needed_bytes > 0
     assert_same_bits(resume(tmp_path / "model.tc", passes), expected)
 
@@ -172,11 +172,9 @@ def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(tmp_pa
 
 
 def flip_a_byte(path: Path, name: bytes) -> int:
-    """Change one bit in the middle of a block of the data file; returns the place in the block."""
-    file = LmdbFile(str(path / "data.mdb"))
-    place = dict(file.values(file.metas()[0]))[b"b" + name]
-    file.close()
-    with (path / "data.mdb").open("r+b") as data:
+    """Change one bit in the middle of a block; returns the place in the block."""
+    place = places(path)[name]
+    with (path / "blocks.bin").open("r+b") as data:
         data.seek(place.offset + place.size // 2)
         byte = data.read(1)[0]
         data.seek(place.offset + place.size // 2)

@@ -152,12 +152,13 @@ def test_evaluation_after_the_last_visit_works_in_a_new_process_too(
 
 
 def written(store: tc.Store) -> tuple[object, ...]:
-    """Return all that says what a store wrote: its counters and its file."""
+    """Return all that says what a store wrote: its counters and its files."""
     assert store.path is not None
     counts = {name: n for name in dir(store.counters) if "writ" in name or name in {"transactions", "commits"}
               if isinstance(n := getattr(store.counters, name), int)}  # fmt: skip
     assert len(counts) > 2
-    return counts, hashlib.sha256((store.path / "data.mdb").read_bytes()).hexdigest(), store.commit
+    files = [hashlib.sha256((store.path / name).read_bytes()).hexdigest() for name in ("data.mdb", "blocks.bin")]
+    return counts, files, store.commit
 
 
 def test_evaluation_writes_nothing_and_leaves_no_gradient(

@@ -1,0 +1,295 @@
+"""Blocks in one file, each from a page on: read and written past the page cache where the system allows it.
+
+On two cores the copies count: through the page cache a gigabyte takes 0.25 to 3.7 seconds of processor to write
+(the kernel's large pages) and 0.35 to read, past it 0.05 and 0.1. The measurements stand in docs/design.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
+from tiercache.store.free_space import FreeSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+PAGE_BYTES = 4096
+"""Blocks begin at multiples of it, as reads and writes past the page cache must."""
+_GATHER_BYTES = 1 << 20
+_DIRECT_BYTES = 256 << 10
+"""Smaller blocks, and those that do not begin at a page of memory, are gathered; smaller ranges are read as usual."""
+_QUEUE_BYTES, _QUEUE_VIEWS = 32 << 20, 512
+"""The most that is written at once: the disk has work for as long as that lasts, and wakes nobody meanwhile."""
+_MOST_GROWTH = 64 << 20
+_ROOM_FOR_RECORDS = 1 << 20
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Place(NamedTuple):
+    """Where a block stands in the file."""
+
+    offset: int
+    size: int
+
+    @property
+    def pages(self) -> int:
+        """Bytes of its pages."""
+        return -(-self.size // PAGE_BYTES) * PAGE_BYTES
+
+
+class BlockFile:
+    """The file and what of it is free. ``put``, ``flush``, ``sync`` and ``space`` are for one thread at a time."""
+
+    def __init__(self, path: Path, *, readonly: bool, max_bytes: int | None) -> None:
+        """Open it, or make it; ``max_bytes`` bounds it (None: the file system does)."""
+        self.path, self._max_bytes = path, max_bytes
+        self.space = FreeSpace()
+        """Nothing is free until the owner says what is."""
+        flags = os.O_CLOEXEC | (os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT)
+        self._handle = os.open(path, flags, 0o644)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole, and nothing beside them
+        self._direct = self._second = self._open_direct(readonly=readonly)
+        self._gathered = memoryview(b"" if readonly else mmap.mmap(-1, _GATHER_BYTES))
+        self._gathered_bytes = 0
+        self._ends = threading.local()
+        # What is to be written next, one after another from a place in the file on.
+        self._queue: list[memoryview] = []
+        self._queue_at = self._queue_bytes = 0
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._handle)
+        if self._second is not None:
+            os.close(self._second)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file now."""
+        return os.fstat(self._handle).st_size
+
+    def occupy(self, places: Iterable[Place]) -> None:
+        """Make all free but ``places``, which lie apart from each other; what is free at the end leaves the file."""
+        self.space = FreeSpace()
+        held = [place for place in places if place.size]
+        ends = [place.offset + place.pages for place in held]
+        self.space.grow(max([Place(0, self.size).pages, *ends]))
+        for place in held:
+            self.space.use(place.offset, place.pages)
+        self.trim()
+
+    def read(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill ``out`` with the bytes from ``offset`` on. Raises BlockReadError.
+
+        A large range goes past the page cache where ``out`` lies in its page as ``offset`` lies in its own.
+        """
+        done = 0
+        if out.size >= _DIRECT_BYTES and (out.ctypes.data - offset) % PAGE_BYTES == 0 and self._direct is not None:
+            done = self._read_direct(self._direct, offset, out)
+        while done < out.size:
+            try:
+                count = os.preadv(self._handle, [out[done:].data], offset + done)
+            except OSError as error:
+                raise BlockReadError(f"cannot be read ({error})") from error
+            if count == 0:
+                raise BlockReadError(f"is cut short, as {self.path.name} ends at byte {self.size:,}")
+            done += count
+
+    def put(self, data: NDArray[Any], *, stable: bool) -> Place:
+        """Write a block where there is room and return its place; it is in the file after ``flush``.
+
+        Takes what it needs of ``data`` before it returns; of ``stable`` data, which does not change, before ``flush``.
+        Raises StoreFullError and StoreError.
+        """
+        place = self._take(data.nbytes)
+        source, direct = data.reshape(-1).view(np.uint8), 0
+        try:
+            if source.size >= _DIRECT_BYTES and source.ctypes.data % PAGE_BYTES == 0:
+                direct = source.size // PAGE_BYTES * PAGE_BYTES
+                self._enqueue(source[:direct].data, place.offset)
+                if not stable:
+                    self.flush()
+            self._gather(source[direct:].data, place.offset + direct)
+        except BaseException:
+            self.give([place])
+            raise
+        return place
+
+    def flush(self) -> None:
+        """Write what is queued."""
+        views, self._queue = self._queue, []
+        offset, left = self._queue_at, self._queue_bytes
+        self._queue_bytes = self._gathered_bytes = 0
+        while left:
+            count = self._write(views, offset)
+            offset, left = offset + count, left - count
+            while count and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+
+    def sync(self) -> None:
+        """Return when all that was put and flushed is durable. Raises StoreError."""
+        try:
+            os.fdatasync(self._handle)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def give(self, places: Iterable[Place]) -> None:
+        """Free places."""
+        for place in places:
+            self.space.give(place.offset, place.pages)
+
+    def discard(self, places: Iterable[Place]) -> None:
+        """Free places that were put in vain, with what is queued; what is free at the end leaves the file."""
+        self._queue, self._queue_bytes, self._gathered_bytes = [], 0, 0
+        self.give(places)
+        self.trim()
+
+    def trim(self) -> None:
+        """Give what is free at the end back to the file system."""
+        self.space.cut_tail()
+        os.ftruncate(self._handle, self.space.end)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _open_direct(self, *, readonly: bool) -> int | None:
+        """Open the file a second time, past the page cache; None where system or file system cannot."""
+        try:
+            return os.open(self.path, os.O_CLOEXEC | os.O_DIRECT | (os.O_RDONLY if readonly else os.O_RDWR))
+        except (OSError, AttributeError):
+            return None
+
+    def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
+        """Read whole pages, those at both ends beside ``out``; returns how many bytes of ``out`` are there."""
+        head = -offset % PAGE_BYTES
+        inner = (out.size - head) // PAGE_BYTES * PAGE_BYTES
+        if not hasattr(self._ends, "view"):
+            self._ends.view = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+        ends: memoryview = self._ends.view
+        views = [ends[:PAGE_BYTES]] if head else []
+        views.append(out[head : head + inner].data)
+        tail = out.size - head - inner
+        if tail:
+            views.append(ends[PAGE_BYTES:])
+        try:
+            count = os.preadv(handle, views, offset + head - (PAGE_BYTES if head else 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise BlockReadError(f"cannot be read ({error})") from error
+            return 0
+        count -= PAGE_BYTES - head if head else 0
+        if head and count > 0:
+            out[:head] = np.frombuffer(ends, np.uint8)[PAGE_BYTES - head : PAGE_BYTES]
+        if tail and count > head + inner:
+            out[head + inner :] = np.frombuffer(ends, np.uint8)[PAGE_BYTES : PAGE_BYTES + tail]
+        return max(0, min(count, out.size))
+
+    def _take(self, num_bytes: int) -> Place:
+        pages = Place(0, num_bytes).pages
+        offset = self.space.take(pages) if pages else 0
+        if offset is None:
+            self._grow(pages)
+            offset = self.space.take(pages)
+            assert offset is not None, "the file grew by too little"
+        return Place(offset, num_bytes)
+
+    def _grow(self, num_bytes: int) -> None:
+        """Add at least so many bytes to the run at the end; more at once where the file is large."""
+        least = num_bytes - self.space.tail_bytes
+        most = None if self._max_bytes is None else self._max_bytes // PAGE_BYTES * PAGE_BYTES - self.space.end
+        if most is not None and most < least:
+            raise StoreFullError(
+                needed_bytes=num_bytes,
+                limit=f"{self.path} may hold {self._max_bytes:,}",
+                advice="raise max_bytes",
+            )
+        ample = max(least, min(self.space.end // 32 // PAGE_BYTES * PAGE_BYTES, _MOST_GROWTH, most or _MOST_GROWTH))
+        for growth in (ample, least):
+            try:
+                self._leave_room(growth)
+                os.posix_fallocate(self._handle, self.space.end, growth)
+            except OSError as error:
+                os.ftruncate(self._handle, self.space.end)
+                if error.errno not in _FULL:
+                    raise self._failed(error) from error
+                if growth == least:
+                    raise self._full(error, num_bytes) from error
+            else:
+                self.space.grow(growth)
+                return
+
+    def _leave_room(self, growth: int) -> None:
+        """Raise OSError where records, which have to be written after the blocks, would find no room."""
+        system = os.statvfs(self.path)
+        if system.f_frsize * system.f_bavail < growth + _ROOM_FOR_RECORDS:
+            raise OSError(errno.ENOSPC, "too little room would be left for records")
+
+    def _failed(self, error: OSError) -> StoreError:
+        return StoreError(f"{self.path} cannot be written ({error}): mend that and open the store again")
+
+    def _full(self, error: OSError, needed: int) -> StoreFullError:
+        if error.errno == errno.EFBIG:
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            return StoreFullError(
+                needed_bytes=needed,
+                limit=f"files of this process may have {most:,} in all",
+                advice="raise ulimit -f",
+            )
+        system = os.statvfs(self.path)
+        return StoreFullError(
+            needed_bytes=needed,
+            limit=f"the file system of {self.path} has {system.f_frsize * system.f_bavail:,} free",
+            advice="free some, or move the store to a larger one",
+        )
+
+    def _gather(self, data: memoryview, offset: int) -> None:
+        """Copy bytes that end a block, zeros up to the end of its page after them, to be written with others."""
+        while len(data):
+            if self._gathered_bytes == _GATHER_BYTES:
+                self.flush()
+            low = self._gathered_bytes
+            count = min(len(data), _GATHER_BYTES - low)
+            high = low + count - count % -PAGE_BYTES
+            self._gathered[low : low + count] = data[:count]
+            self._gathered[low + count : high] = bytes(high - low - count)
+            self._enqueue(self._gathered[low:high], offset)
+            self._gathered_bytes = high
+            data, offset = data[count:], offset + count
+
+    def _enqueue(self, view: memoryview, offset: int) -> None:
+        """Let whole pages be written at a page, together with those before them in the file."""
+        full = self._queue_bytes + len(view) > _QUEUE_BYTES or len(self._queue) == _QUEUE_VIEWS
+        if full or offset != self._queue_at + self._queue_bytes:
+            self.flush()
+        if not self._queue:
+            self._queue_at = offset
+        self._queue.append(view)
+        self._queue_bytes += len(view)
+
+    def _write(self, views: list[memoryview], offset: int) -> int:
+        """Write whole pages at a page; returns how many bytes of them were written."""
+        try:
+            count = os.pwritev(self._handle if self._direct is None else self._direct, views, offset)
+        except OSError as error:
+            if error.errno in _FULL:
+                raise self._full(error, sum(map(len, views))) from error
+            if self._direct is None or error.errno != errno.EINVAL:
+                raise self._failed(error) from error
+            self._direct = None  # the file system took the flag and cannot do it
+            return 0
+        if count < PAGE_BYTES:
+            raise self._failed(OSError(errno.EIO, "it took less than a page"))
+        return count // PAGE_BYTES * PAGE_BYTES
