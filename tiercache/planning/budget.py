@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
+ALIGNED_BYTES = 256 << 10
+"""Reads of at least so many bytes are staged as they lie in their pages of the file, and then need no copy."""
 MAX_PIECE_BYTES = 64 << 10
 MAX_BLOCK_BYTES = 4 << 20
 MAX_TRANSACTION_BYTES = 64 << 20
@@ -19,7 +21,7 @@ class HostBudget:
     evaluation: int
     """Reserved for rows of evaluation passes."""
     transaction: int
-    """What one write transaction of the engine may hold in its heap."""
+    """What the engine is given at once, and what a commit inside a visit packs at a time."""
     piece: int
     """The most bytes of a piece: the unit of checksums and of eviction."""
     block: int

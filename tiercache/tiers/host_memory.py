@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from typing import TYPE_CHECKING
@@ -14,17 +15,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_DONTNEED = 4
+_POPULATE_WRITE = 23
+"""Linux 5.14: all pages at once, for less than half of what they cost one fault after another."""
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # of mmap, madvise holds the GIL while the system works
+_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
 class HostRegion:
     """Anonymous memory of whole pages, parts of which can be given back.
 
     ``data`` is the uint8 array handed out: the first bytes of the map. What was given back reads as zeros.
     """
 
-    __slots__ = ("data", "first_page", "last_page", "map")
+    __slots__ = ("_address", "_bytes", "data", "first_page", "last_page")
 
     def __init__(self, capacity: int) -> None:
-        self.map = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.data: NDArray[np.uint8] = np.frombuffer(self.map, dtype=np.uint8)[:0]
+        memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+        self._address = self._bytes.ctypes.data
+        self.data = self._bytes[:0]
         self.first_page = self.last_page = 0
 
     @property
@@ -35,19 +45,27 @@ class HostRegion:
     def open(self, num_bytes: int) -> None:
         """Hold the pages of the first ``num_bytes`` bytes, and those only."""
         pages = paged(num_bytes) // PAGE_BYTES
-        if self.last_page > pages:
-            self.map.madvise(mmap.MADV_DONTNEED, pages * PAGE_BYTES, (self.last_page - pages) * PAGE_BYTES)
+        first, last = min(self.first_page, pages), min(self.last_page, pages)
+        self._advise(_DONTNEED, pages, self.last_page)
+        self._advise(_POPULATE_WRITE, 0, first)
+        self._advise(_POPULATE_WRITE, last, pages)
         self.first_page, self.last_page = 0, pages
-        self.data = np.frombuffer(self.map, dtype=np.uint8)[:num_bytes]
+        self.data = self._bytes[:num_bytes]
 
     def shrink(self, low: int, high: int) -> None:
         """Give back the pages outside bytes [low, high)."""
         first = min(max(self.first_page, low // PAGE_BYTES), self.last_page)
         last = max(first, min(self.last_page, -(-high // PAGE_BYTES)))
-        for a, b in ((self.first_page, first), (last, self.last_page)):
-            if a < b:
-                self.map.madvise(mmap.MADV_DONTNEED, a * PAGE_BYTES, (b - a) * PAGE_BYTES)
+        self._advise(_DONTNEED, self.first_page, first)
+        self._advise(_DONTNEED, last, self.last_page)
         self.first_page, self.last_page = first, last
+
+    def _advise(self, advice: int, first: int, last: int) -> None:
+        """Have the system give or take back pages, without the GIL; to give them may be refused: that is slower."""
+        if first < last:
+            failed = _madvise(self._address + first * PAGE_BYTES, (last - first) * PAGE_BYTES, advice)
+            if failed and advice == _DONTNEED:
+                raise OSError(ctypes.get_errno(), "pages of host memory cannot be given back")
 
     def holds(self, low: int, high: int) -> bool:
         """Whether none of bytes [low, high) was given back."""
@@ -58,7 +76,7 @@ class HostMemory:
     """Hands out regions of at most ``region_bytes``; the bytes resident never exceed ``budget``. Thread-safe.
 
     Regions that come back are kept with their pages and handed out again: fresh pages cost as much as filling
-    them. Where the budget is short, the kept ones go first.
+    them. Where the budget is short, the pages of kept ones go first.
     """
 
     def __init__(self, budget: int, region_bytes: int) -> None:
@@ -66,22 +84,31 @@ class HostMemory:
         self.resident_bytes = 0
         self.peak_bytes = 0
         self._free: list[HostRegion] = []
+        self._empty: list[HostRegion] = []
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> HostRegion:
         """Return a region of ``num_bytes`` with undefined content."""
         assert num_bytes <= self.region_bytes, f"a region of {num_bytes} bytes is above {self.region_bytes}"
         with self._lock:
-            region = self._free.pop() if self._free else HostRegion(self.region_bytes)
+            region = self._pop()
             self.resident_bytes += paged(num_bytes) - region.resident_bytes
             while self.resident_bytes > self.budget and self._free:
-                self.resident_bytes -= self._free.pop().resident_bytes
+                spare = self._free.pop()
+                self.resident_bytes -= spare.resident_bytes
+                spare.shrink(0, 0)
+                self._empty.append(spare)
             self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
             assert self.resident_bytes <= self.budget, (
                 f"planned host memory exceeded: {self.resident_bytes} of {self.budget} bytes"
             )
             region.open(num_bytes)
         return region
+
+    def _pop(self) -> HostRegion:
+        if self._free:
+            return self._free.pop()
+        return self._empty.pop() if self._empty else HostRegion(self.region_bytes)
 
     def give_back(self, region: HostRegion) -> None:
         """Take a region back; nobody may use its data any more."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.initial import initial_rows
+from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store.table import initializer_code
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
     from tiercache.store import Segment, Store
+    from tiercache.store.reading import Check
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import Placement
     from tiercache.tiers.host_memory import HostMemory, HostRegion
@@ -75,6 +77,7 @@ class Stager:
         self._store, self._memory, self._positions, self._keys_of = store, memory, positions, keys_of
         self._segments = segments
         self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self._checks: list[Check] = []
 
     def stage(self, plan: VisitPlan, placements: list[Placement]) -> Staged:
         """Bring the rows of ``plan`` that neither device nor host holds into staging."""
@@ -90,12 +93,14 @@ class Stager:
 
     def _fill(self, staged: Staged) -> None:
         plan = staged.plan
-        self._room = np.empty(0, dtype=np.uint8)
+        self._room, self._checks = np.empty(0, dtype=np.uint8), []
         first_G = list(plan.kept_G)
         for load in plan.loads:
             first = first_G[load.group]
             first_G[load.group] += load.rows
             self._read(staged, load.visit, load.group, load.store, first + load.rows - load.store_rows)
+        checks, self._checks = self._checks, []
+        self._store.check(checks)
         staged.read_seconds = time.perf_counter() - staged.begun
         for group, rows in enumerate(plan.generated_G):
             if rows:
@@ -119,12 +124,20 @@ class Stager:
         offset = stream.piece_offset_P
         piece = held.first
         while piece < held.last:
-            room = self._take(staged, int(offset[piece + 1] - offset[piece]))
-            last = int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1
-            last = min(last, held.last)
+            end, first_bytes = held.last, int(offset[piece + 1] - offset[piece])
+            if stream.block_bytes >= ALIGNED_BYTES:
+                block = int(stream.piece_block_P[piece])
+                end = min(end, int(stream.block_piece_B[block + 1]))
+            if stream.block_bytes >= ALIGNED_BYTES and offset[end] - offset[piece] >= ALIGNED_BYTES:
+                room = self._take(staged, first_bytes + PAGE_BYTES)
+                inside = int(offset[piece] - offset[stream.block_piece_B[block]])
+                room = room[(inside - room.ctypes.data) % PAGE_BYTES :]
+            else:
+                room = self._take(staged, first_bytes)
+            last = min(end, int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1)
             num_bytes = int(offset[last] - offset[piece])
             data, self._room = room[:num_bytes], room[num_bytes:]
-            self._store.read(segment, group, piece, last, data)
+            self._store.read(segment, group, piece, last, data, checks=self._checks)
             rows = int(stream.piece_first_row_P[piece] - stream.piece_first_row_P[held.first])
             staged.pieces.append(StagedPieces(group, first_row + rows, stream, type(held)(piece, last), data))
             staged.rows_read += num_bytes // stream.row_bytes

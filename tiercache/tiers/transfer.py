@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.kernels.checksum import crc32c, has_crc32c
 from tiercache.planning.host_plan import Held
 from tiercache.store import Cursor
 from tiercache.store.stream import Range
@@ -66,6 +67,8 @@ class Transfer:
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, positions, keys_of)
         self._unpacker = Unpacker(device, self.host, positions)
+        if has_crc32c():
+            store.checksums = crc32c
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=_yield_to_training)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=_yield_to_training)
         self._segments: dict[int, Segment] = {}
