@@ -1,13 +1,15 @@
 """The bare disk: the reads and writes of one epoch replayed with plain pread and pwrite.
 
 One reader and one writer, as in training, each as fast as it can and neither waiting for the other. The bytes and
-ranges of every read, the blocks of every write and the transactions are the plan's. A transaction ends with what
-LMDB ends one with: fdatasync, then one page to a handle that writes through. What the store adds - checksums,
-copies, trees, freeing - is left out.
+ranges of every read and the blocks of every write are the plan's. As the store does, whole pages are read and written
+past the page cache, and blocks beside each other by one request. A commit ends as the store's does: fdatasync of the
+blocks, then a page of records, fdatasync, and one page to a handle that writes through. What the store adds -
+checksums, copies, places - is left out.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 KEY_BYTES = 8
+REQUEST_BYTES = 32 << 20
 
 
 class Span(NamedTuple):
@@ -42,8 +45,8 @@ class Replay:
     """What an epoch does to the disk."""
 
     reads: list[Span]
-    transactions: list[list[Span]]
-    """Written blocks, by transaction."""
+    commits: list[list[Span]]
+    """Written blocks, by commit."""
     file_bytes: int
 
     @property
@@ -54,72 +57,70 @@ class Replay:
     @property
     def bytes_written(self) -> int:
         """Bytes of all blocks: rows, keys and dense state."""
-        return sum(span.size for spans in self.transactions for span in spans)
+        return sum(span.size for spans in self.commits for span in spans)
 
     @classmethod
-    def of(cls, plans: Sequence[VisitPlan], *, num_passes: int, transaction_bytes: int, state_bytes: int) -> Replay:
+    def of(cls, plans: Sequence[VisitPlan], *, num_passes: int, state_bytes: int) -> Replay:
         """Lay the dumps of an epoch out in one file, a slot for each pass; ``plans`` are those of one epoch."""
-        slot = max(_slot_bytes(plan.dumps) for plan in plans) + state_bytes + 2 * PAGE_BYTES
-        reads, transactions = [], []
+        slot = max(_slot_bytes(plan.dumps) for plan in plans) + _paged(state_bytes)
+        reads, commits = [], []
         for plan in plans:
             for load in plan.loads:
                 stream = plans[load.visit % num_passes].dumps[load.group]
-                base = load.visit % num_passes * slot + _group_offset(plans[load.visit % num_passes].dumps, load.group)
-                reads += [
-                    Span(base + offset, size) for offset, size in _reads(stream, load.store.first, load.store.last)
-                ]
+                at = load.visit % num_passes * slot + _slot_bytes(plans[load.visit % num_passes].dumps[: load.group])
+                reads += _reads(stream, at, load.store.first, load.store.last)
             at = plan.visit % num_passes * slot
-            transactions += _dump(plan.dumps, at, transaction_bytes)
-            at += _slot_bytes(plan.dumps)
-            if state_bytes:
-                transactions.append([Span(at, state_bytes)])
-            transactions.append([Span(at + state_bytes, PAGE_BYTES)])  # the manifest
-        return cls(reads, transactions, slot * num_passes)
+            commits.append([*_blocks(plan.dumps, at), Span(at + _slot_bytes(plan.dumps), state_bytes)])
+        return cls(reads, commits, slot * num_passes)
+
+
+def _paged(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _block_rows(stream: Stream) -> list[int]:
+    return [int(n) for n in np.diff(stream.block_first_row_B)]
 
 
 def _slot_bytes(streams: Sequence[Stream]) -> int:
-    return sum(stream.rows * (stream.row_bytes + KEY_BYTES) for stream in streams)
+    return sum(
+        _paged(rows * stream.row_bytes) + _paged(rows * KEY_BYTES) for stream in streams for rows in _block_rows(stream)
+    )
 
 
-def _group_offset(streams: Sequence[Stream], group: int) -> int:
-    return _slot_bytes(streams[:group])
-
-
-def _reads(stream: Stream, low: int, high: int) -> list[Span]:
-    """Cut pieces [low, high) where blocks end."""
+def _reads(stream: Stream, at: int, low: int, high: int) -> list[Span]:
+    """Cut pieces [low, high) where blocks end; the first block stands at ``at``, its keys after it."""
+    begins = np.cumsum([0] + [_paged(n * stream.row_bytes) + _paged(n * KEY_BYTES) for n in _block_rows(stream)])
     spans = []
     while low < high:
-        last = min(high, int(stream.block_piece_B[stream.piece_block_P[low] + 1]))
+        block = int(stream.piece_block_P[low])
+        last = min(high, int(stream.block_piece_B[block + 1]))
         first = int(stream.piece_offset_P[low])
-        spans.append(Span(first, int(stream.piece_offset_P[last]) - first))
+        inside = first - int(stream.piece_offset_P[stream.block_piece_B[block]])
+        spans.append(Span(at + int(begins[block]) + inside, int(stream.piece_offset_P[last]) - first))
         low = last
     return spans
 
 
-def _dump(streams: Sequence[Stream], at: int, limit: int) -> list[list[Span]]:
-    """Cut the blocks of a dump, each followed by its keys, into transactions of at most ``limit`` bytes."""
-    transactions: list[list[Span]] = []
-    held = limit + 1
+def _blocks(streams: Sequence[Stream], at: int) -> list[Span]:
+    """Return the blocks of a dump, each followed by its keys."""
+    spans = []
     for stream in streams:
-        for rows in np.diff(stream.block_first_row_B).tolist():
-            size = rows * (stream.row_bytes + KEY_BYTES)
-            if held + size > limit:
-                transactions.append([])
-                held = 0
-            keys_at = at + rows * stream.row_bytes
-            transactions[-1] += [Span(at, rows * stream.row_bytes), Span(keys_at, rows * KEY_BYTES)]
-            held += size
-            at += size
-    return transactions
+        for rows in _block_rows(stream):
+            for size in (rows * stream.row_bytes, rows * KEY_BYTES):
+                spans.append(Span(at, size))
+                at += _paged(size)
+    return spans
 
 
 class BareDisk:
     """Two files on the store's file system, one to read and one to write."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        self._paths = folder / "raw.read", folder / "raw.write"
-        self._data = np.random.default_rng(1).bytes(8 << 20)
-        for path in self._paths:
+        self._paths = folder / "raw.read", folder / "raw.write", folder / "raw.records"
+        self._data = memoryview(mmap.mmap(-1, 8 << 20))
+        self._data[:] = np.random.default_rng(1).bytes(len(self._data))
+        for path in self._paths[:2]:
             with path.open("wb", buffering=0) as file:
                 for offset in range(0, num_bytes, len(self._data)):
                     file.write(self._data[: min(len(self._data), num_bytes - offset)])
@@ -136,12 +137,12 @@ class BareDisk:
 
     def seconds(self, replay: Replay) -> float:
         """Return how long the epoch takes, the page cache empty at its begin."""
-        for path in self._paths:
+        for path in self._paths[:2]:
             drop_cache(path)
         start = threading.Barrier(3)
         workers = [
             threading.Thread(target=self._read, args=(replay.reads, start)),
-            threading.Thread(target=self._write, args=(replay.transactions, start)),
+            threading.Thread(target=self._write, args=(replay.commits, start)),
         ]
         for worker in workers:
             worker.start()
@@ -152,27 +153,30 @@ class BareDisk:
         return time.perf_counter() - begun
 
     def _read(self, spans: list[Span], start: threading.Barrier) -> None:
-        room = memoryview(bytearray(max((span.size for span in spans), default=1)))
-        handle = os.open(self._paths[0], os.O_RDONLY)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+        room = memoryview(mmap.mmap(-1, max((span.size for span in spans), default=0) + 2 * PAGE_BYTES))
+        handle = os.open(self._paths[0], os.O_RDONLY | os.O_DIRECT)
         start.wait()
         for span in spans:
-            done = 0
-            while done < span.size:
-                done += os.preadv(handle, [room[done : span.size]], span.offset + done)
+            first = span.offset // PAGE_BYTES * PAGE_BYTES
+            done, size = 0, _paged(span.offset + span.size) - first
+            while done < size:
+                done += os.preadv(handle, [room[done:size]], first + done)
         os.close(handle)
 
-    def _write(self, transactions: list[list[Span]], start: threading.Barrier) -> None:
-        data = memoryview(self._data)
-        handle = os.open(self._paths[1], os.O_WRONLY)
-        through = os.open(self._paths[1], os.O_WRONLY | os.O_DSYNC)
+    def _write(self, commits: list[list[Span]], start: threading.Barrier) -> None:
+        blocks = os.open(self._paths[1], os.O_WRONLY | os.O_DIRECT)
+        records = os.open(self._paths[2], os.O_WRONLY | os.O_CREAT)
+        through = os.open(self._paths[2], os.O_WRONLY | os.O_DSYNC)
         start.wait()
-        for spans in transactions:
-            for span in spans:
-                done = 0
-                while done < span.size:
-                    done += os.pwrite(handle, data[: min(span.size - done, len(data))], span.offset + done)
-            os.fdatasync(handle)
-            os.pwrite(through, data[:PAGE_BYTES], 0)
-        os.close(handle)
-        os.close(through)
+        for spans in commits:
+            done, size = 0, sum(_paged(span.size) for span in spans)  # they stand beside each other
+            while done < size:
+                parts = min(size - done, REQUEST_BYTES)
+                views = [self._data[: min(len(self._data), parts - at)] for at in range(0, parts, len(self._data))]
+                done += os.pwritev(blocks, views, spans[0].offset + done)
+            os.fdatasync(blocks)
+            os.pwrite(records, self._data[:PAGE_BYTES], PAGE_BYTES)
+            os.fdatasync(records)
+            os.pwrite(through, self._data[:PAGE_BYTES], 0)
+        for handle in (blocks, records, through):
+            os.close(handle)

@@ -17,7 +17,6 @@ from torch import nn
 import tiercache as tc
 from benchmarks.disk_case import DENSE_RATE, TABLE, Net, Size, dense_part
 from benchmarks.machine import device_bytes_read, drop_cache, middle, process_bytes_read
-from tiercache.planning.budget import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from tiercache.tiers.report import VisitReport
     from tiercache.training.visit import Visit
 
-DATA = "data.mdb"
+DATA = "blocks.bin"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,17 +148,14 @@ def _step_back() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def plans_of(passes: tc.PassSet, size: Size, folder: Path, budgets: Budgets) -> tuple[list[VisitPlan], int]:
-    """Plan all visits that will be measured, and those before; return them and the bytes of a write transaction."""
+def plans_of(passes: tc.PassSet, size: Size, folder: Path, budgets: Budgets) -> list[VisitPlan]:
+    """Plan all visits that will be measured, and those before."""
     path = folder / "plan.tc"
     shutil.rmtree(path, ignore_errors=True)
     with tc.Store.open(path, tables=passes.tables) as store, _cache(store, passes, budgets) as cache:
         plans = cache.plan(visits=size.passes * size.epochs)
-        row_bytes = store.groups[0].row_bytes
     shutil.rmtree(path)
-    largest = max(sum(plan.rows_G) for plan in plans) * row_bytes
-    shares = HostBudget.plan(budgets.host, evaluation=None, largest_row=row_bytes, largest_pass=largest)
-    return plans, shares.transaction
+    return plans
 
 
 def _cache(store: tc.Store, passes: tc.PassSet, budgets: Budgets) -> tc.TierCache:

@@ -79,11 +79,11 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     _say(f"{size.name}{demand.suffix}: data")
     passes = pass_set(folder, size, demand.optimizer)
     budgets, keys = _budgets(passes)
-    plans, transaction = plans_of(passes, size, folder, budgets)
+    plans = plans_of(passes, size, folder, budgets)
     warm = [plan for plan in plans if plan.epoch == 1]
 
     def replay(state_bytes: int) -> Replay:
-        return Replay.of(warm, num_passes=size.passes, transaction_bytes=transaction, state_bytes=state_bytes)
+        return Replay.of(warm, num_passes=size.passes, state_bytes=state_bytes)
 
     with BareDisk(folder, replay(8 << 20).file_bytes) as disk:
         width = 0
@@ -171,7 +171,7 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
         "store_bytes": work.bytes_read + work.bytes_written,
         "store_bytes_read": work.bytes_read,
         "store_bytes_written": work.bytes_written,
-        "store_transactions": len(work.transactions),
+        "store_commits": len(work.commits),
         "bytes_read_per_useful_byte": tiered.bytes_read_by_process / max(1, tiered.bytes_useful),
         "bytes_read_per_useful_byte_device": tiered.bytes_read_by_device / max(1, tiered.bytes_useful),
         "store_file_bytes": tiered.file_bytes,
