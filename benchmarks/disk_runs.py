@@ -199,15 +199,15 @@ class DenseTimer:
         return self._known[width]
 
     def width(self, sample_seconds: float) -> int:
-        """Return the width, a multiple of 16, that takes about ``sample_seconds``; 16 where all take longer."""
-        low, high = 16, 32
+        """Return the width, a multiple of 4, that takes about ``sample_seconds``; 4 where all take longer."""
+        low, high = 4, 32
         while self.seconds(high) < sample_seconds and high < 1 << 14:
             low, high = high, 2 * high
         return next((w for w in _between(low, high) if self.seconds(w) >= sample_seconds), high)
 
 
 def _between(low: int, high: int) -> Iterator[int]:
-    step = max(16, (high - low) // 8)
+    step = max(4, (high - low) // 8)
     yield from range(low, high, step)
 
 
