@@ -39,6 +39,14 @@ class Commit:
     """Plain values that describe where it was made."""
     segment_ids: tuple[int, ...]
     """The segments with live rows."""
+    first_commits: tuple[int, ...]
+    """For each of them the first commit that named it: its rows last changed between the commit before and that one."""
+    next_segment: int
+    """Above the id of every segment that was ever written before: ids are never used twice."""
+    retention: int
+    """How many of the newest commits are kept, this one included."""
+    abandoned: tuple[tuple[int, int], ...]
+    """First and last id of the commits that each rollback gave up, in their order."""
     state_bytes: int
     """Bytes of the dense state."""
     state_chunk_bytes: int
@@ -62,7 +70,10 @@ class Commit:
             "schedule_digest": self.schedule_digest,
             "settings": self.settings,
             "environment": self.environment,
-            "segments": list(self.segment_ids),
+            "segments": [list(pair) for pair in zip(self.segment_ids, self.first_commits, strict=True)],
+            "next_segment": self.next_segment,
+            "retention": self.retention,
+            "abandoned": [list(ids) for ids in self.abandoned],
             "state_bytes": self.state_bytes,
             "state_chunk_bytes": self.state_chunk_bytes,
         }
@@ -86,7 +97,11 @@ class Commit:
                 schedule_digest=str(values["schedule_digest"]),
                 settings=dict(values["settings"]),
                 environment=dict(values["environment"]),
-                segment_ids=tuple(int(i) for i in values["segments"]),
+                segment_ids=tuple(int(id_) for id_, _ in values["segments"]),
+                first_commits=tuple(int(first) for _, first in values["segments"]),
+                next_segment=int(values["next_segment"]),
+                retention=int(values["retention"]),
+                abandoned=tuple((int(first), int(last)) for first, last in values["abandoned"]),
                 state_bytes=state_bytes,
                 state_chunk_bytes=chunk,
                 state_checksums=arrays["state"],

@@ -6,6 +6,8 @@
     ├── FormatVersionError     a store of an older or newer format
     ├── TableMismatchError     a store of other tables
     ├── StoreInUseError        another writer holds it (.pid)
+    ├── CommitMissingError     a commit that is not, or no longer, kept
+    ├── KeyMissingError        keys without a row (.table, .keys)
     ├── StoreFullError         no room for what was to be written (.needed_bytes)
     ├── StoreClosedError       used after close, or across a fork
     └── CorruptStoreError      the file is not what was written
@@ -17,6 +19,12 @@ its last commit when it is opened again.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class StoreError(Exception):
@@ -45,6 +53,18 @@ class StoreInUseError(StoreError):
     def __init__(self, message: str, *, pid: int | None = None) -> None:
         super().__init__(message)
         self.pid = pid
+
+
+class CommitMissingError(StoreError):
+    """The store does not keep the commit that was asked for."""
+
+
+class KeyMissingError(StoreError):
+    """Keys of a table have no row."""
+
+    def __init__(self, message: str, *, table: str, keys: NDArray[np.int64]) -> None:
+        super().__init__(message)
+        self.table, self.keys = table, keys
 
 
 class StoreFullError(StoreError):
@@ -87,9 +107,11 @@ class BlockReadError(CorruptStoreError):
 
 __all__ = [
     "BlockReadError",
+    "CommitMissingError",
     "CorruptBlockError",
     "CorruptStoreError",
     "FormatVersionError",
+    "KeyMissingError",
     "NotAStoreError",
     "StoreClosedError",
     "StoreError",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from tiercache.store.directory import StoreDirectory, WriterLock
 from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError, TableMismatchError
+from tiercache.store.manifest import TABLES
 from tiercache.store.record import decode, encode
-from tiercache.store.recovery import COMMIT, TABLES
+from tiercache.store.recovery import commit_ids
 from tiercache.store.table import Table
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: s
         found = directory.find()  # another process may have made it before the lock was ours
         opened = LmdbEngine(path, create=not found, readonly=mode == "r", max_bytes=max_bytes)
         contents = opened.contents()
-        if not found and COMMIT in contents.records:
+        if not found and commit_ids(contents.records):
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
         known = _tables_of(opened, contents, tables, f"the store at {path}", fresh=not found)
         if not found:

@@ -8,90 +8,102 @@ from typing import TYPE_CHECKING
 from tiercache.store.blocks import KEYS, ROWS, block_name, corrupt_block
 from tiercache.store.commit import Commit
 from tiercache.store.dump import check_streams
-from tiercache.store.errors import CorruptStoreError
-from tiercache.store.life import Life
+from tiercache.store.errors import CommitMissingError, CorruptStoreError
+from tiercache.store.manifest import COMMIT, SEGMENT, TABLES, Manifest
 from tiercache.store.segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tiercache.store.engine import Contents
     from tiercache.store.table import Group
 
-COMMIT = "commit"
-TABLES = "tables"
-
-
-def segment_record(segment_id: int) -> str:
-    """Return the name of a segment's record."""
-    return f"segment/{segment_id}"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """The newest commit, and what is there without being named by it."""
+    """The commits, and what is there without being named by one."""
 
-    commit: Commit | None
-    segments: tuple[Segment, ...]
+    manifest: Manifest
     stale_records: tuple[str, ...]
     orphans: tuple[bytes, ...]
 
 
-def recover(contents: Contents, groups: Sequence[Group], store: str) -> Recovery:
-    """Read the manifest and check that every block it names is there, in its full length.
+def recover(contents: Contents, groups: Sequence[Group], store: str, *, at: int | None = None) -> Recovery:
+    """Read all commits, or only commit ``at``, and check that every block they name is there, in its full length.
 
-    Raises CorruptStoreError and CorruptBlockError, which call the store ``store``.
+    Raises CommitMissingError, CorruptStoreError and CorruptBlockError, which call the store ``store``.
     """
-    commit: Commit | None = None
-    segments: list[Segment] = []
-    named: set[bytes] = set()
-    if COMMIT in contents.records:
-        commit = Commit.from_bytes(contents.records[COMMIT], f"the commit record of {store}")
-        segments = [_read_segment(contents, groups, store, commit, id_) for id_ in commit.segment_ids]
+    ids = commit_ids(contents.records)
+    if at is not None:
+        if at not in ids:
+            raise CommitMissingError(f"{store} has no commit {at}: {kept_commits(ids)}")
+        ids = [at]
+    commits = [_read_commit(contents, store, id_) for id_ in ids]
+    segments: dict[int, Segment] = {}
+    for commit in commits:
+        for id_ in commit.segment_ids:
+            if id_ not in segments:
+                segments[id_] = _read_segment(contents, groups, store, commit, id_)
         for name, size in commit.state_blocks().items():
-            named.add(name)
             if wrong := _wrong(contents, name, size):
                 raise CorruptStoreError(
                     f"the dense state of commit {commit.id} of {store} {wrong}: restore the store from a copy"
                 )
-        try:
-            life = Life.at(commit.cursor, segments)
-        except ValueError as error:
-            raise CorruptStoreError(f"commit {commit.id} of {store} makes no sense ({error}): restore it") from error
-        for segment in segments:
-            for group in groups:
-                _check_blocks(contents, life, segment, group, store, named)
-    records = {TABLES, COMMIT, *(segment_record(segment.id) for segment in segments)}
+    try:
+        manifest = Manifest.of(commits, segments)
+    except ValueError as error:
+        raise CorruptStoreError(f"a commit of {store} makes no sense ({error}): restore it from a copy") from error
+    for segment in manifest.segments.values():
+        for group in groups:
+            _check_blocks(contents, manifest, segment, group, store)
+    named = set(manifest.blocks())
+    records = {TABLES, *(f"{COMMIT}{id_}" for id_ in ids), *(f"{SEGMENT}{id_}" for id_ in manifest.segments)}
     return Recovery(
-        commit=commit,
-        segments=tuple(segments),
+        manifest=manifest,
         stale_records=tuple(name for name in contents.records if name not in records),
         orphans=tuple(name for name in contents.blocks if name not in named),
     )
 
 
+def commit_ids(records: Iterable[str]) -> list[int]:
+    """Return the ids of the commits that ``records`` has, rising."""
+    ids = (name.removeprefix(COMMIT) for name in records if name.startswith(COMMIT))
+    return sorted(int(id_) for id_ in ids if id_.isascii() and id_.isdigit())
+
+
+def kept_commits(ids: Sequence[int]) -> str:
+    """Return which commits there are, in words that end a message."""
+    return f"give one of {', '.join(map(str, ids))}" if ids else "it has none yet"
+
+
+def _read_commit(contents: Contents, store: str, id_: int) -> Commit:
+    name = f"the record of commit {id_} of {store}"
+    commit = Commit.from_bytes(contents.records[f"{COMMIT}{id_}"], name)
+    if commit.id != id_:
+        raise CorruptStoreError(f"{name} is that of commit {commit.id}: restore the store from a copy")
+    return commit
+
+
 def _read_segment(contents: Contents, groups: Sequence[Group], store: str, commit: Commit, id_: int) -> Segment:
     name = f"the record of segment {id_} of {store}"
-    if segment_record(id_) not in contents.records:
+    if f"{SEGMENT}{id_}" not in contents.records:
         raise CorruptStoreError(f"{name} is missing and commit {commit.id} names it: restore the store from a copy")
-    segment = Segment.from_bytes(contents.records[segment_record(id_)], name)
+    segment = Segment.from_bytes(contents.records[f"{SEGMENT}{id_}"], name)
     try:
+        if segment.id != id_:
+            raise ValueError(f"it is that of segment {segment.id}")
         check_streams(segment.streams, groups)
     except ValueError as error:
-        raise CorruptStoreError(f"{name} does not fit the tables ({error}): restore the store from a copy") from error
+        raise CorruptStoreError(f"{name} does not fit the store ({error}): restore the store from a copy") from error
     return segment
 
 
-def _check_blocks(
-    contents: Contents, life: Life, segment: Segment, group: Group, store: str, named: set[bytes]
-) -> None:
+def _check_blocks(contents: Contents, manifest: Manifest, segment: Segment, group: Group, store: str) -> None:
     stream = segment.streams[group.index]
-    for block in range(life.first_block(segment, group.index), stream.num_blocks):
+    for block in range(manifest.first_blocks[segment.id][group.index], stream.num_blocks):
         row_bytes = int(stream.block_bytes_B[block])
         for kind, size in ((ROWS, row_bytes), (KEYS, row_bytes // stream.row_bytes * 8)):
-            name = block_name(kind, segment.id, group.index, block)
-            named.add(name)
-            if wrong := _wrong(contents, name, size):
+            if wrong := _wrong(contents, block_name(kind, segment.id, group.index, block), size):
                 raise corrupt_block(store, segment, group, block, wrong)
 
 

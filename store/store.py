@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from tiercache.store.blocks import segment_names
-from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, Cursor, state_chunks
+from tiercache.store.commit import Cursor
 from tiercache.store.counters import Counters
-from tiercache.store.dump import Dump, check_streams, new_segment
-from tiercache.store.errors import StoreClosedError, StoreError, StoreFullError
+from tiercache.store.errors import StoreClosedError
+from tiercache.store.history import TRANSACTION_BYTES, History
 from tiercache.store.life import Life
 from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, open_instance, open_path
 from tiercache.store.reading import BlockReader
-from tiercache.store.recovery import COMMIT, recover, segment_record
+from tiercache.store.recovery import recover
+from tiercache.store.serving import changes, lookup
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.store.blocks import Checksums
+    from tiercache.store.commit import Commit
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
     from tiercache.store.reading import Check
     from tiercache.store.segment import Segment
     from tiercache.store.stream import Stream
-
-TRANSACTION_BYTES = 64 << 20
 
 
 class Store:
@@ -44,27 +41,20 @@ class Store:
     threads meanwhile. A store belongs to the process that opened it, not to its forks.
     """
 
-    def __init__(self, opened: Opened, path: Path | None, mode: str) -> None:
+    def __init__(self, opened: Opened, path: Path | None, mode: str, at: int | None, retention: int | None) -> None:
         """Only ``Store.open`` calls this."""
         self.path = path
         """Where it is; None for an engine without a place."""
         self.tables = opened.tables
         """In the order of unsigned table ids."""
         self.groups = group_tables(opened.tables)
-        self.commit: Commit | None = None
-        """The newest commit."""
-        self.segments: tuple[Segment, ...] = ()
-        """Those of the commit and those appended since, by id."""
         self.counters = Counters()
         self.mode = mode
         self._opened, self._engine = opened, opened.engine
         self._reader = BlockReader(self._engine, self.groups, self.label, self.counters)
         self._pid = os.getpid()
         self._closed = False
-        self._writing = threading.RLock()
-        self._first_blocks: dict[int, list[int]] = {}
-        self._orphans: set[bytes] = set()
-        self._recover()
+        self._history = self._recover(at, retention or 0)
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -77,18 +67,25 @@ class Store:
         engine: str | Engine = "lmdb",
         mode: str = "a",
         max_bytes: int | None = None,
+        commit: int | None = None,
+        retention: int | None = None,
     ) -> Store:
         """Open the store at ``path``; with ``tables`` and mode "a", create it where there is none.
 
         Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
-        commit as of now, for as long as it is open. ``engine`` may be an instance: then ``path`` only names the
-        store in messages. ``max_bytes`` bounds the file; None means the size of the file system.
+        commit as of now, or ``commit``, for as long as it is open. ``engine`` may be an instance: then ``path`` only
+        names the store in messages. ``max_bytes`` bounds the file; None means the size of the file system. Commits
+        from now on keep the newest ``retention`` commits, themselves included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
-        StoreFullError and CorruptStoreError.
+        StoreFullError, CommitMissingError and CorruptStoreError.
         """
         if mode not in {"a", "r"}:
             raise ValueError(f"mode {mode!r} is unknown: it must be 'a' (read and write) or 'r' (read)")
+        if commit is not None and mode != "r":
+            raise ValueError("an older commit can only be read: open it with mode='r', or roll the store back to it")
+        if retention is not None and retention < 1:
+            raise ValueError(f"retention is {retention}: at least the newest commit must be kept")
         wanted = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
         if wanted is not None:
             group_tables(wanted)
@@ -100,7 +97,7 @@ class Store:
         else:
             opened = open_path(place, wanted, engine, mode, max_bytes)
         try:
-            return cls(opened, place, mode)
+            return cls(opened, place, mode, commit, retention)
         except BaseException:
             opened.close()
             raise
@@ -133,6 +130,21 @@ class Store:
         self._reader.checksums = checksums
 
     @property
+    def commit(self) -> Commit | None:
+        """The newest commit, or the one that the store was opened at."""
+        return self._history.commit
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """All commits that are kept, the oldest first; of a store opened at one, only that."""
+        return self._history.commits
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those of the newest commit and those appended since, by id."""
+        return self._history.segments
+
+    @property
     def label(self) -> str:
         """The store in the words of a message."""
         return _label(self.path)
@@ -160,24 +172,9 @@ class Store:
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
         self._check_writable()
-        check_streams(streams, self.groups)
-        with self._writing:
-            segment = new_segment(self._next_id, visit, streams, within=within)
-            dump = Dump(segment, blocks, transaction_bytes, self.checksums, stable=stable)
-            self._next_id += 1
-            try:
-                dump.write(self._engine)
-            except BaseException as error:
-                self._orphans |= dump.names()
-                if isinstance(error, StoreFullError):
-                    raise error.during(f"the dump of visit {visit} to {self.label}", dump.bytes_left) from error
-                raise
-            finally:
-                self.counters.add(transactions=dump.transactions)
-            self.counters.add(rows_written=dump.rows, row_bytes_written=dump.row_bytes, key_bytes_written=8 * dump.rows)
-            self._first_blocks[segment.id] = [0] * len(streams)
-            self.segments = (*self.segments, segment)
-        return segment
+        return self._history.append(
+            visit, streams, blocks, self.checksums, within=within, stable=stable, transaction_bytes=transaction_bytes
+        )
 
     def publish(
         self,
@@ -197,42 +194,25 @@ class Store:
         Raises StoreFullError, after which the commit before stands, and ValueError.
         """
         self._check_writable()
-        with self._writing:
-            cursor = self._check_cursor(Cursor(*cursor))
-            life = Life.at(cursor, self.segments)
-            kept = tuple(segment for segment in self.segments if life.keeps(segment))
-            chunks, checksums = state_chunks(np.frombuffer(state, dtype=np.uint8))
-            commit = Commit(
-                id=0 if self.commit is None else self.commit.id + 1,
-                cursor=cursor,
-                schedule_digest=schedule_digest,
-                settings=dict(settings),
-                environment=dict(environment),
-                segment_ids=tuple(segment.id for segment in kept),
-                state_bytes=len(state),
-                state_chunk_bytes=STATE_CHUNK_BYTES,
-                state_checksums=checksums,
-            )
-            records, dead = self._changes(commit, kept, life)
-            parts = list(zip(commit.state_blocks(), chunks, strict=True))
-            step = max(1, transaction_bytes // STATE_CHUNK_BYTES)
-            try:
-                for i in range(0, len(parts), step):
-                    self._engine.write(parts[i : i + step])
-                    self.counters.add(transactions=1)
-                self._engine.commit(records, dead)
-            except BaseException as error:
-                if self._stands(records[COMMIT]):
-                    self._settle(commit, kept, life)  # interrupted when all was done
-                    raise
-                self._orphans.update(commit.state_blocks())
-                if isinstance(error, StoreFullError):
-                    needed = max(error.needed_bytes, len(state))
-                    raise error.during(f"commit {commit.id} of {self.label}", needed) from error
-                raise
-            self.counters.add(transactions=1, commits=1, blocks_freed=len(dead), state_bytes_written=len(state))
-            self._settle(commit, kept, life)
-        return commit
+        return self._history.publish(
+            Cursor(*cursor),
+            state=state,
+            schedule_digest=schedule_digest,
+            settings=settings,
+            environment=environment,
+            transaction_bytes=transaction_bytes,
+        )
+
+    def rollback(self, to: int) -> Commit:
+        """Make a commit with the rows, the state and the cursor of commit ``to``, and drop those in between.
+
+        What was appended since the newest commit is dropped, too. One atomic, durable step; training goes on from
+        there. Ids are not used again: the new commit has the next one. Raises CommitMissingError, StoreFullError
+        and CorruptStoreError, after which the store stands where it stood.
+        """
+        self._check_writable()
+        commit = self._history.find(to)
+        return self._history.rollback(commit, self._reader.state(commit))
 
     @property
     def closed(self) -> bool:
@@ -242,21 +222,7 @@ class Store:
     def forget(self) -> None:
         """Drop every segment appended since the newest commit, and free its blocks."""
         self._check_writable()
-        with self._writing:
-            named = set() if self.commit is None else set(self.commit.segment_ids)
-            for segment in self.segments:
-                if segment.id not in named:
-                    del self._first_blocks[segment.id]
-                    for group, stream in enumerate(segment.streams):
-                        self._orphans.update(segment_names(segment, group, 0, stream.num_blocks))
-            self.segments = tuple(segment for segment in self.segments if segment.id in named)
-            if self._orphans:
-                try:
-                    self._engine.commit({}, self._orphans)
-                except StoreError:
-                    return  # nothing names them: the next commit or the next opening deletes them
-                self.counters.add(transactions=1, blocks_freed=len(self._orphans))
-                self._orphans = set()
+        self._history.forget()
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -325,60 +291,43 @@ class Store:
         """
         return read_rows(self, segment, group, rows, cached)
 
+    def lookup(
+        self, table_name: str, keys: NDArray[np.int64], *, missing: str = "error"
+    ) -> dict[str, NDArray[np.float32]]:
+        """Return the rows of any ``keys`` (n,), repeated or not, in any order: field name to (n, width).
+
+        Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
+        its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
+
+        Sweeps the stored keys of the table, 8 bytes a row, then reads whole pieces, neighbours together: ask for
+        many keys at once. Raises ValueError and CorruptBlockError.
+        """
+        self._check_open()
+        return lookup(self, table_name, keys, missing)
+
+    def changes(
+        self, table_name: str, *, since: int
+    ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]:
+        """Yield (keys, fields) of all rows of a table that changed after commit ``since``, which may be gone.
+
+        Each key once, in no order, at most 16 MiB at a time. -1 gives every row. A row counts as changed where it
+        was written again, even to the same bits. Raises CommitMissingError for a commit that never was or that a
+        rollback gave up, CorruptBlockError, and ValueError where rows were appended and not committed.
+        """
+        self._check_open()
+        if self.segments and (self.commit is None or self.segments[-1].id not in self.commit.segment_ids):
+            raise ValueError(f"{self.label} has rows that no commit names: publish or forget them first")
+        return changes(self, table_name, since)
+
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _recover(self) -> None:
-        """Take up the newest commit and, in mode "a", delete what it does not name."""
-        found = recover(self._opened.contents, self.groups, self.label)
-        self._next_id = 1 + max((segment.id for segment in found.segments), default=-1)
-        if found.commit is not None:
-            self._settle(found.commit, found.segments, Life.at(found.commit.cursor, found.segments))
+    def _recover(self, at: int | None, retention: int) -> History:
+        """Take up the commits and, in mode "a", delete what they do not name."""
+        found = recover(self._opened.contents, self.groups, self.label, at=at)
         if self.mode == "a" and (found.stale_records or found.orphans):
             self._engine.commit(dict.fromkeys(found.stale_records), found.orphans)
             self.counters.add(transactions=1, blocks_freed=len(found.orphans))
-
-    def _changes(
-        self, commit: Commit, kept: Sequence[Segment], life: Life
-    ) -> tuple[dict[str, bytes | None], list[bytes]]:
-        """Return the records that ``commit`` sets or removes, and the blocks that it frees."""
-        named = set() if self.commit is None else set(self.commit.segment_ids)
-        records: dict[str, bytes | None] = {COMMIT: commit.to_bytes()}
-        records |= {segment_record(s.id): s.to_bytes() for s in kept if s.id not in named}
-        records |= dict.fromkeys(segment_record(id_) for id_ in named - set(commit.segment_ids))
-        dead = [*(self._orphans - commit.state_blocks().keys())]  # a commit that failed had the same names
-        dead += [] if self.commit is None else [*self.commit.state_blocks()]
-        for segment in self.segments:
-            for group in range(len(self.groups)):
-                first = self._first_blocks[segment.id][group]
-                dead += segment_names(segment, group, first, life.first_block(segment, group))
-        return records, dead
-
-    def _settle(self, commit: Commit, kept: tuple[Segment, ...], life: Life) -> None:
-        """Stand at ``commit``."""
-        groups = range(len(self.groups))
-        self._first_blocks = {s.id: [life.first_block(s, group) for group in groups] for s in kept}
-        self.commit, self.segments, self._orphans = commit, kept, set()
-
-    def _stands(self, record: bytes | None) -> bool:
-        """Whether the engine has the record of a commit, although it raised."""
-        try:
-            return self._engine.contents().records.get(COMMIT) == record
-        except StoreError:
-            return False  # what is there cannot be known: opening the store again finds it out
-
-    def _check_cursor(self, cursor: Cursor) -> Cursor:
-        before = None if self.commit is None else self.commit.cursor
-        if min(cursor) < 0 or (before is not None and cursor < before):
-            raise ValueError(f"{self.label} stands at {before} and cannot go back to {cursor}")
-        newest = -1 if self.commit is None else max(self.commit.segment_ids, default=-1)
-        for segment in self.segments:
-            if segment.visit > cursor.visit - (not segment.within):
-                raise ValueError(f"a commit at {cursor} cannot name a dump of visit {segment.visit}")
-        if cursor.sample and cursor != before and not any(
-            s.within and s.visit == cursor.visit and s.id > newest for s in self.segments
-        ):  # fmt: skip
-            raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")
-        return cursor
+        return History(self._engine, self.groups, self.label, self.counters, found, retention)
 
     def _check_open(self) -> None:
         if self._closed:

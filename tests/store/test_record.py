@@ -106,11 +106,19 @@ def test_a_commit_record_of_other_state_is_refused() -> None:
     """One checksum for each block of the state."""
     commit = Commit(
         id=1, cursor=Cursor(2, 3), schedule_digest="d", settings={}, environment={}, segment_ids=(1,),
+        first_commits=(0,), next_segment=2, retention=1, abandoned=((3, 4),),
         state_bytes=5, state_chunk_bytes=4, state_checksums=np.zeros(2, np.uint32),
     )  # fmt: skip
     again = Commit.from_bytes(commit.to_bytes(), "it")
     assert (again.cursor, again.segment_ids, list(again.state_blocks().values())) == (Cursor(2, 3), (1,), [4, 1])
     values, _ = decode("commit", commit.to_bytes(), "it")
-    for change in ({"state_bytes": 9}, {"state_chunk_bytes": 0}, {"cursor": [1]}, {"settings": 3}):
+    for change in (
+        {"state_bytes": 9},
+        {"state_chunk_bytes": 0},
+        {"segments": [1]},
+        {"abandoned": [[1]]},
+        {"cursor": [1]},
+        {"settings": 3},
+    ):
         with pytest.raises(CorruptStoreError, match=r"^it "):
             Commit.from_bytes(encode("commit", {**values, **change}, {"state": np.zeros(2, np.uint32)}), "it")

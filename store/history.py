@@ -1,0 +1,223 @@
+"""Where a store stands: its commits, what was appended since, and the steps from one commit to the next."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.store.blocks import segment_names
+from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, Cursor, state_chunks
+from tiercache.store.dump import Dump, check_streams, new_segment
+from tiercache.store.errors import CommitMissingError, StoreError, StoreFullError
+from tiercache.store.life import Life
+from tiercache.store.manifest import COMMIT, Manifest
+from tiercache.store.recovery import Recovery, kept_commits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.blocks import Checksums
+    from tiercache.store.counters import Counters
+    from tiercache.store.dump import Block
+    from tiercache.store.engine import Engine
+    from tiercache.store.segment import Segment
+    from tiercache.store.stream import Stream
+    from tiercache.store.table import Group
+
+TRANSACTION_BYTES = 64 << 20
+
+
+class History:
+    """The commits that an engine keeps, and the segments appended since; ``Store`` says what its methods promise."""
+
+    def __init__(
+        self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters, found: Recovery, retention: int
+    ) -> None:
+        """Stand at the newest commit of ``found``; ``retention`` 0 means as many commits as before."""
+        self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
+        self._lock = threading.RLock()
+        self.commit: Commit | None
+        """The newest."""
+        self.segments: tuple[Segment, ...]
+        """Those of the newest commit and those appended since, by id."""
+        self._orphans: set[bytes] = set()
+        self._settle(found.manifest)
+        self._next_id = 0 if self.commit is None else self.commit.next_segment
+        self._retention = retention or (1 if self.commit is None else self.commit.retention)
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """All that are kept, the oldest first."""
+        return self._manifest.commits
+
+    def append(
+        self,
+        visit: int,
+        streams: Sequence[Stream],
+        blocks: Iterable[Block],
+        checksums: Checksums,
+        *,
+        within: bool,
+        stable: bool,
+        transaction_bytes: int,
+    ) -> Segment:
+        """Write a segment that no commit names yet."""
+        check_streams(streams, self._groups)
+        with self._lock:
+            segment = new_segment(self._next_id, visit, streams, within=within)
+            dump = Dump(segment, blocks, transaction_bytes, checksums, stable=stable)
+            self._next_id += 1
+            try:
+                dump.write(self._engine)
+            except BaseException as error:
+                self._orphans |= dump.names()
+                if isinstance(error, StoreFullError):
+                    raise error.during(f"the dump of visit {visit} to {self._label}", dump.bytes_left) from error
+                raise
+            finally:
+                self._counters.add(transactions=dump.transactions)
+            self._counters.add(
+                rows_written=dump.rows, row_bytes_written=dump.row_bytes, key_bytes_written=8 * dump.rows
+            )
+            self.segments = (*self.segments, segment)
+        return segment
+
+    def publish(
+        self,
+        cursor: Cursor,
+        *,
+        state: bytes,
+        schedule_digest: str,
+        settings: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        transaction_bytes: int,
+    ) -> Commit:
+        """Make a commit of the rows live at ``cursor``."""
+        with self._lock:
+            self._check_cursor(cursor)
+            life, before = Life.at(cursor, self.segments), self.commit
+            ids = tuple(segment.id for segment in self.segments if life.keeps(segment))
+            named = {} if before is None else dict(zip(before.segment_ids, before.first_commits, strict=True))
+            id_ = 0 if before is None else before.id + 1
+            chunks, checksums = state_chunks(np.frombuffer(state, dtype=np.uint8))
+            commit = Commit(
+                id=id_,
+                cursor=cursor,
+                schedule_digest=schedule_digest,
+                settings=dict(settings),
+                environment=dict(environment),
+                segment_ids=ids,
+                first_commits=tuple(named.get(segment_id, id_) for segment_id in ids),
+                next_segment=self._next_id,
+                retention=self._retention,
+                abandoned=() if before is None else before.abandoned,
+                state_bytes=len(state),
+                state_chunk_bytes=STATE_CHUNK_BYTES,
+                state_checksums=checksums,
+            )
+            self._advance(self.commits, commit, chunks, transaction_bytes)
+        return commit
+
+    def rollback(self, to: Commit, state: NDArray[np.uint8]) -> Commit:
+        """Make a commit like ``to``, which is kept and has the dense ``state``, and drop those between."""
+        with self._lock:
+            newest = self.commits[-1]
+            self.forget()
+            chunks, checksums = state_chunks(state)
+            commit = replace(
+                to,
+                id=newest.id + 1,
+                next_segment=self._next_id,
+                retention=self._retention,
+                abandoned=(*newest.abandoned, *([(to.id + 1, newest.id)] if to.id < newest.id else [])),
+                state_chunk_bytes=STATE_CHUNK_BYTES,
+                state_checksums=checksums,
+            )
+            self._advance([c for c in self.commits if c.id <= to.id], commit, chunks, TRANSACTION_BYTES)
+        return commit
+
+    def find(self, id_: int) -> Commit:
+        """Return a commit that is kept. Raises CommitMissingError."""
+        for commit in self.commits:
+            if commit.id == id_:
+                return commit
+        raise CommitMissingError(
+            f"{self._label} has no commit {id_}: {kept_commits([commit.id for commit in self.commits])}"
+        )
+
+    def forget(self) -> None:
+        """Drop the segments appended since the newest commit."""
+        with self._lock:
+            named = set() if self.commit is None else set(self.commit.segment_ids)
+            for segment in self.segments:
+                if segment.id not in named:
+                    for group, stream in enumerate(segment.streams):
+                        self._orphans.update(segment_names(segment, group, 0, stream.num_blocks))
+            self.segments = tuple(segment for segment in self.segments if segment.id in named)
+            if self._orphans:
+                try:
+                    self._engine.commit({}, self._orphans)
+                except StoreError:
+                    return  # nothing names them: the next commit or the next opening deletes them
+                self._counters.add(transactions=1, blocks_freed=len(self._orphans))
+                self._orphans = set()
+
+    def _advance(
+        self, before: Sequence[Commit], commit: Commit, state: Sequence[NDArray[np.uint8]], transaction_bytes: int
+    ) -> None:
+        """Write the blocks of a commit's state, then the commit itself, after those ``before`` that are kept."""
+        segments = {**self._manifest.segments, **{segment.id: segment for segment in self.segments}}
+        after = Manifest.of([*before, commit][-self._retention :], segments)
+        records = self._manifest.records_before(after)
+        parts = list(zip(commit.state_blocks(), state, strict=True))
+        # A commit that failed had blocks of the same names.
+        orphans = self._orphans - commit.state_blocks().keys()
+        dead = [*orphans, *self._manifest.dead_before(after, self.segments)]
+        step = max(1, transaction_bytes // STATE_CHUNK_BYTES)
+        try:
+            for i in range(0, len(parts), step):
+                self._engine.write(parts[i : i + step])
+                self._counters.add(transactions=1)
+            self._engine.commit(records, dead)
+        except BaseException as error:
+            if self._stands(commit):
+                self._settle(after)  # interrupted when all was done
+                raise
+            self._orphans.update(commit.state_blocks())
+            if isinstance(error, StoreFullError):
+                needed = max(error.needed_bytes, commit.state_bytes)
+                raise error.during(f"commit {commit.id} of {self._label}", needed) from error
+            raise
+        self._counters.add(transactions=1, commits=1, blocks_freed=len(dead), state_bytes_written=commit.state_bytes)
+        self._settle(after)
+
+    def _settle(self, manifest: Manifest) -> None:
+        """Stand at the newest commit of ``manifest``."""
+        self._manifest, self.commit = manifest, manifest.newest
+        self._orphans = set()
+        self.segments = () if self.commit is None else manifest.named(self.commit)
+
+    def _stands(self, commit: Commit) -> bool:
+        """Whether the engine has the record of a commit, although it raised."""
+        try:
+            return self._engine.contents().records.get(f"{COMMIT}{commit.id}") == commit.to_bytes()
+        except StoreError:
+            return False  # what is there cannot be known: opening the store again finds it out
+
+    def _check_cursor(self, cursor: Cursor) -> None:
+        before = None if self.commit is None else self.commit.cursor
+        if min(cursor) < 0 or (before is not None and cursor < before):
+            raise ValueError(f"{self._label} stands at {before} and cannot go back to {cursor}")
+        newest = -1 if self.commit is None else max(self.commit.segment_ids, default=-1)
+        for segment in self.segments:
+            if segment.visit > cursor.visit - (not segment.within):
+                raise ValueError(f"a commit at {cursor} cannot name a dump of visit {segment.visit}")
+        if cursor.sample and cursor != before and not any(
+            s.within and s.visit == cursor.visit and s.id > newest for s in self.segments
+        ):  # fmt: skip
+            raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")

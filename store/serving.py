@@ -1,0 +1,114 @@
+"""Rows by key, and the rows that changed: what those who use a model ask a store for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.errors import CommitMissingError, KeyMissingError
+from tiercache.store.initial import initial_rows
+from tiercache.store.lookup import locate, read_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+    Fields = dict[str, NDArray[np.float32]]
+
+MISSING = ("error", "initial", "zeros")
+_CHUNK_BYTES = 16 << 20
+
+
+def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str) -> Fields:
+    """Return the fields of the rows of ``keys`` (see ``Store.lookup``)."""
+    if missing not in MISSING:
+        raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
+    group, table = _find(store, table_name)
+    keys = np.asarray(keys)
+    if keys.dtype.kind not in "iu" or keys.ndim != 1:
+        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
+    if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
+    distinct, which = np.unique(keys.astype(np.int64), return_inverse=True)
+    ids, rows = locate(store, {table_name: distinct}, after=-1)[table_name]
+    fields = [np.zeros((distinct.size, field.width), dtype=np.float32) for field in table.fields]
+    absent = np.nonzero(ids < 0)[0]
+    if absent.size and missing == "error":
+        shown = ", ".join(map(str, distinct[absent[:3]].tolist())) + (", ..." if absent.size > 3 else "")
+        raise KeyMissingError(
+            f"{absent.size:,} of {distinct.size:,} keys have no row in table {table_name!r} of {store.label} "
+            f"({shown}): leave them out, or ask for missing='initial' or missing='zeros'",
+            table=table_name,
+            keys=distinct[absent],
+        )
+    if missing == "initial":
+        _put(fields, absent, initial_rows(table, distinct[absent]))
+    segments = {segment.id: segment for segment in store.segments}
+    for id_ in np.unique(ids[ids >= 0]).tolist():
+        mine = np.nonzero(ids == id_)[0]
+        _put(fields, mine, read_rows(store, segments[id_], group.index, rows[mine], None))
+    named = zip(table.fields, fields, strict=True)
+    return {field.name: values[which] for field, values in named}
+
+
+def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
+    """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``)."""
+    group, table = _find(store, table_name)
+    commit = store.commit
+    newest = -1 if commit is None else commit.id
+    if not -1 <= since <= newest:
+        raise CommitMissingError(
+            f"{store.label} stands at commit {newest} and knows no changes since {since}: give -1 to {newest}"
+        )
+    if commit is None:
+        return
+    for first, last in commit.abandoned:
+        if first <= since <= last:
+            raise CommitMissingError(
+                f"commit {since} of {store.label} was given up by a rollback to commit {first - 1}: "
+                f"give {first - 1}, or take all rows with -1"
+            )
+    firsts = dict(zip(commit.segment_ids, commit.first_commits, strict=True))
+    for segment in store.segments:
+        if firsts.get(segment.id, -1) > since:
+            yield from _live_rows(store, segment, group, table)
+
+
+def _find(store: Store, table_name: str) -> tuple[Group, Table]:
+    for group in store.groups:
+        for table in group.tables:
+            if table.name == table_name:
+                return group, table
+    names = ", ".join(repr(table.name) for table in store.tables)
+    raise ValueError(f"{store.label} has no table {table_name!r}: it has {names}")
+
+
+def _put(fields: list[NDArray[np.float32]], places: NDArray[np.int64], rows: tuple[NDArray[np.float32], ...]) -> None:
+    for values, found in zip(fields, rows, strict=True):
+        values[places] = found
+
+
+def _live_rows(
+    store: Store, segment: Segment, group: Group, table: Table
+) -> Iterator[tuple[NDArray[np.int64], Fields]]:
+    """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
+    stream, place = segment.streams[group.index], group.place(table.name)
+    step = max(1, _CHUNK_BYTES // stream.row_bytes)
+    for index in range(store.first_range(segment, group.index), len(stream.ranges)):
+        counts = stream.ranges[index].table_rows
+        low = int(stream.range_first_row_R[index]) + sum(counts[:place])
+        high = low + counts[place]
+        while low < high:
+            block = low // stream.block_rows
+            start, end = stream.block_first_row_B[block : block + 2].tolist()
+            upto = min(high, end, low + step)
+            keys = store.read_keys(segment, group.index, block)[low - start : upto - start]
+            fields = store.read_rows(segment, group.index, np.arange(low, upto))
+            yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
+            low = upto

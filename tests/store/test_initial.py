@@ -1,0 +1,40 @@
+"""Initial rows in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiercache.kernels.initial as kernels
+from tiercache.store import Adam, Constant, Normal, Table, Uniform, Zeros, initializer_code
+from tiercache.store.initial import initial_rows
+
+STARTS = st.one_of(
+    st.just(Zeros()),
+    st.builds(Constant, value=st.floats(-2, 2, width=32)),
+    st.builds(Uniform, low=st.floats(-3, 0, width=32), high=st.floats(0, 3, width=32)),
+    st.builds(Normal, mean=st.floats(-1, 1, width=32), std=st.floats(0, 2, width=32)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    start=STARTS,
+    dim=st.integers(1, 21),
+    seed=st.integers(0, 2**64 - 1),
+    keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9),
+)
+def test_first_rows_have_the_bits_that_training_starts_from(
+    start: Zeros | Constant | Uniform | Normal, dim: int, seed: int, keys: list[int]
+) -> None:
+    """NumPy and the kernels make the same vectors; optimizer state begins at its constant."""
+    table = Table(name="item", dim=dim, optimizer=Adam(learning_rate=0.1), initializer=start, seed=seed)
+    numbers = np.array(keys, np.int64)
+    wanted = np.empty((len(keys), dim), np.float32)
+    kernels.initial_rows(numbers, table.table_id, seed, *initializer_code(start), wanted)
+    vectors, *states = initial_rows(table, numbers)
+    assert np.array_equal(vectors.view(np.uint32), wanted.view(np.uint32))
+    for field, state in zip(table.fields[1:], states, strict=True):
+        assert state.shape == (len(keys), field.width)
+        assert np.all(state == np.float32(field.initial))

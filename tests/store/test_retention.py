@@ -1,0 +1,150 @@
+"""Commits that are kept, opened again, and gone back to."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import small_tables
+from tests.store.world import World
+from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
+from tiercache.store.testing import FailingEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def committed(store: Store, world: World, visits: int, past: dict[int, World]) -> None:
+    """Train visits, each with its commit, and note the world of each."""
+    for _ in range(visits):
+        world.run(store, 1)
+        past[store.commit.id] = copy.deepcopy(world)
+
+
+def check(store: Store, world: World) -> None:
+    """Assert that the store holds the rows of a world between visits, and its state."""
+    world.check(store, after=world.visit - 1)
+    world.check_load(store, world.visit)
+    assert store.state() == f"state at {world.visit}, 0".encode()
+
+
+def test_the_newest_commits_are_kept_and_older_ones_are_freed(tmp_path: Path) -> None:
+    """At retention 3 the store opens at each of the newest three commits, with its rows and state, and no other."""
+    past: dict[int, World] = {}
+    world = World(small_tables(), num_passes=4)
+    with Store.open(tmp_path / "s.tc", tables=world.tables, retention=3) as store:
+        committed(store, world, 7, past)
+        assert [commit.id for commit in store.commits] == [4, 5, 6]
+    for id_ in (4, 5, 6):
+        with Store.open(tmp_path / "s.tc", mode="r", commit=id_) as store:
+            check(store, past[id_])
+            assert store.commits == (store.commit,)
+    with pytest.raises(CommitMissingError, match="has no commit 3: give one of 4, 5, 6"):
+        Store.open(tmp_path / "s.tc", mode="r", commit=3)
+    assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+def test_retention_is_kept_until_another_is_asked_for(tmp_path: Path) -> None:
+    """A store opened without retention keeps as many commits as before; a smaller one frees the rest."""
+    world, past = World(small_tables()), dict[int, World]()
+    with Store.open(tmp_path / "s.tc", tables=world.tables, retention=2) as store:
+        committed(store, world, 3, past)
+    with Store.open(tmp_path / "s.tc") as store:
+        committed(store, world, 2, past)
+        assert [commit.id for commit in store.commits] == [3, 4]
+    with Store.open(tmp_path / "s.tc", retention=1) as store:
+        assert [commit.id for commit in store.commits] == [3, 4]
+        committed(store, world, 1, past)
+        assert [commit.id for commit in store.commits] == [5]
+        blocks = store._engine.contents().blocks
+    memory = MemoryEngine()
+    alone = World(small_tables())
+    with Store.open(None, tables=alone.tables, engine=memory) as other:
+        alone.run(other, 6)
+    assert {name[1:] for name in blocks if name[:1] != b"s"} == {name[1:] for name in memory.blocks if name[:1] != b"s"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 30),
+    visits=st.integers(2, 6),
+    retention=st.integers(1, 4),
+    back=st.integers(0, 3),
+    on=st.integers(1, 6),
+    appended=st.booleans(),
+)
+def test_a_store_goes_on_from_a_commit_it_was_rolled_back_to(
+    seed: int, visits: int, retention: int, back: int, on: int, appended: bool
+) -> None:
+    """After a rollback rows, state and cursor are those of the older commit, and training on ends as if never left."""
+    engine, past = MemoryEngine(), dict[int, World]()
+    world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
+    with Store.open(None, tables=world.tables, engine=engine, retention=retention) as store:
+        committed(store, world, visits, past)
+        if appended:
+            world.train()
+            world.append(store)
+        kept = [commit.id for commit in store.commits]
+        to = max(kept[0], visits - 1 - back)
+        commit = store.rollback(to)
+        assert (commit.id, commit.cursor.visit) == (visits, past[to].visit)
+        world = copy.deepcopy(past[to])
+        check(store, world)
+        assert [c.id for c in store.commits] == [*(id_ for id_ in kept if id_ <= to), visits][-retention:]
+    with Store.open(None, tables=world.tables, engine=engine) as store:
+        check(store, world)
+        world.run(store, on)
+        check(store, world)
+        assert store.commit.id == visits + on
+    assert {name for name in engine.records if name.startswith("segment/")} == {
+        f"segment/{s.id}" for s in store.segments
+    } | {f"segment/{id_}" for commit in store.commits for id_ in commit.segment_ids}
+
+
+def test_a_rollback_on_a_full_disk_leaves_the_store_where_it_was() -> None:
+    """The state is written before the commit; where that fails nothing has changed."""
+    world, past, engine = (
+        World(small_tables()),
+        dict[int, World](),
+        FailingEngine(MemoryEngine(), verbs=("write", "commit")),
+    )
+    with Store.open(None, tables=world.tables, engine=engine, retention=3) as store:
+        committed(store, world, 3, past)
+        for call in (1, 2):
+            engine.fail_in(call)
+            with pytest.raises(StoreFullError, match=r"commit 3 of the store in memory needs"):
+                store.rollback(1)
+            engine.fail_in(None)
+            assert [commit.id for commit in store.commits] == [0, 1, 2]
+            check(store, world)
+        store.rollback(1)
+        check(store, past[1])
+
+
+def test_rolling_back_to_a_commit_that_is_gone_is_refused(tmp_path: Path) -> None:
+    """The sentence names the commits there are; an older commit opens for reading only."""
+    world = World(small_tables())
+    with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
+        with pytest.raises(CommitMissingError, match="has no commit 0: it has none yet"):
+            store.rollback(0)
+        world.run(store, 2)
+        with pytest.raises(CommitMissingError, match="has no commit 0: give one of 1"):
+            store.rollback(0)
+    with pytest.raises(ValueError, match="can only be read"):
+        Store.open(tmp_path / "s.tc", commit=1)
+    with pytest.raises(ValueError, match="retention is 0"):
+        Store.open(tmp_path / "s.tc", retention=0)
+
+
+def test_a_commit_record_under_another_name_is_refused() -> None:
+    """The id in a record is the one in its name."""
+    world, engine = World(small_tables()), MemoryEngine()
+    with Store.open(None, tables=world.tables, engine=engine) as store:
+        world.run(store, 2)
+    engine.records["commit/7"] = engine.records.pop("commit/1")
+    with pytest.raises(CorruptStoreError, match=r"the record of commit 7 .* is that of commit 1"):
+        Store.open(None, tables=world.tables, engine=engine)
