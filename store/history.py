@@ -15,6 +15,7 @@ from tiercache.store.errors import CommitMissingError, StoreError, StoreFullErro
 from tiercache.store.life import Life
 from tiercache.store.manifest import COMMIT, Manifest
 from tiercache.store.recovery import Recovery, kept_commits
+from tiercache.store.segment import BASE_VISIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -139,6 +140,47 @@ class History:
                 state_checksums=checksums,
             )
             self._advance([c for c in self.commits if c.id <= to.id], commit, chunks, TRANSACTION_BYTES)
+        return commit
+
+    def rewrite(
+        self,
+        streams: Sequence[Stream],
+        blocks: Iterable[Block],
+        checksums: Checksums,
+        state: NDArray[np.uint8],
+        schedule_digest: str,
+    ) -> Commit:
+        """Make a commit at the beginning of a schedule, with one segment in place of all, and the dense ``state``."""
+        with self._lock:
+            before = self.commits[-1]
+            chunks, state_checksums = state_chunks(state)
+            try:
+                segment = self.append(
+                    BASE_VISIT,
+                    streams,
+                    blocks,
+                    checksums,
+                    within=False,
+                    stable=False,
+                    transaction_bytes=TRANSACTION_BYTES,
+                )
+                commit = replace(
+                    before,
+                    id=before.id + 1,
+                    cursor=Cursor(0, 0),
+                    schedule_digest=schedule_digest,
+                    segment_ids=(segment.id,) if segment.rows else (),
+                    first_commits=(before.id,) if segment.rows else (),
+                    next_segment=self._next_id,
+                    retention=self._retention,
+                    state_chunk_bytes=STATE_CHUNK_BYTES,
+                    state_checksums=state_checksums,
+                )
+                self._advance(self.commits, commit, chunks, TRANSACTION_BYTES)
+            except BaseException:
+                if self.commits[-1] is before:
+                    self.forget()
+                raise
         return commit
 
     def find(self, id_: int) -> Commit:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+BASE_VISIT = -1
+"""The visit of a segment whose rows no visit dumped: a schedule begins with it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
@@ -21,7 +24,7 @@ class Segment:
     id: int
     """Grows with every segment of a store: of two live rows of one key, that of the larger id is newer."""
     visit: int
-    """The visit that dumped it."""
+    """The visit that dumped it, or ``BASE_VISIT``."""
     within: bool
     """Whether a commit inside the visit wrote it: then it holds the whole key set, with next use ``visit``."""
     streams: tuple[Stream, ...]

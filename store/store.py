@@ -15,6 +15,7 @@ from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, open_instance, open_path
 from tiercache.store.reading import BlockReader
 from tiercache.store.recovery import recover
+from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.serving import changes, lookup
 from tiercache.store.table import Table, group_tables
 
@@ -213,6 +214,43 @@ class Store:
         self._check_writable()
         commit = self._history.find(to)
         return self._history.rollback(commit, self._reader.state(commit))
+
+    def rewrite(
+        self,
+        uses: FirstUses,
+        *,
+        schedule_digest: str,
+        first_rows: Callable[[Table, NDArray[np.int64]], Sequence[NDArray[np.float32]]] | None = None,
+        progress: Callable[[str, int], None] | None = None,
+    ) -> Commit:
+        """Make a commit that begins a schedule: all rows as one segment in the order (first use, table, hash).
+
+        Keys that ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)``
+        makes faster. Rows of other keys stand last, with next use ``NEVER``. Dense state and settings stay. One atomic,
+        durable step; segments of commits that are no longer kept are freed by it. Takes 256 MiB of memory and a
+        slice of ``uses``; beside the new segment, temporary files of the same size in the store's folder.
+        ``progress(what, rows)`` is called with "read" and "write" and rows done since the last call.
+
+        Raises ValueError without a commit and for one inside a visit, StoreFullError and CorruptStoreError, after
+        which the store stands where it stood; what was appended since is dropped.
+        """
+        self._check_writable()
+        if self.commit is None or self.commit.cursor.sample:
+            at = "has no commit" if self.commit is None else f"stands inside visit {self.commit.cursor.visit}"
+            raise ValueError(f"{self.label} {at}: train to the end of a visit before its rows are put in another order")
+        self.forget()
+        state = self._reader.state(self.commit)
+        with Rewrite(self, uses, first_rows, progress or (lambda *_: None)) as rewrite:
+            streams = rewrite.read()
+            return self._history.rewrite(streams, rewrite.blocks(streams), self.checksums, state, schedule_digest)
+
+    def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
+        """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
+
+        For serving and for keeping: a training goes on from it only after it was reorganised. Readers keep their
+        commits meanwhile. Otherwise as ``rewrite``.
+        """
+        return self.rewrite(NoUses(), schedule_digest="", progress=progress)
 
     @property
     def closed(self) -> bool:

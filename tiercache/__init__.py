@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tiercache.training.cache import TierCache as TierCache
     from tiercache.training.embedding import TieredEmbedding as TieredEmbedding
     from tiercache.training.embedding import TieredEmbeddingBag as TieredEmbeddingBag
+    from tiercache.training.reorganise import reorganise as reorganise
     from tiercache.training.resident import ResidentCache as ResidentCache
     from tiercache.training.visit import Visit as Visit
 
@@ -59,6 +60,7 @@ _HOME = {
     "Visit": "training.visit",
     "Zeros": "store.table",
     "extract": "extraction.extract",
+    "reorganise": "training.reorganise",
 }
 
 __all__ = [
@@ -85,6 +87,7 @@ __all__ = [
     "Visit",
     "Zeros",
     "extract",
+    "reorganise",
 ]
 
 

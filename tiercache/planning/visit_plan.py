@@ -12,6 +12,7 @@ from tiercache.kernels.switch import count_gaps
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.planning.host_plan import Held, HostContent
 from tiercache.sizes import format_bytes
+from tiercache.store.segment import BASE_VISIT
 from tiercache.store.stream import Range, Stream
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Load:
     """Rows that come from one earlier segment stream: first those in host memory, the rest from the store."""
 
     visit: int
-    """The visit that dumped the segment."""
+    """The visit that dumped the segment, or ``BASE_VISIT``."""
     group: int
     rows: int
     host: Held
@@ -54,7 +55,7 @@ class VisitPlan:
     kept_G: tuple[int, ...]
     generated_G: tuple[int, ...]
     loads: tuple[Load, ...]
-    """By group, then by gap: the order of ``stable_order_by_gap`` over the previous gaps."""
+    """By group, then by gap, rows of first uses last: the order of ``stable_order_by_gap`` over the previous gaps."""
     dumps: tuple[Stream, ...]
     """One stream for each group: what is packed and written when the visit ends."""
     retained: Mapping[tuple[int, int], Held]
@@ -196,10 +197,14 @@ class Planner:
                 if rows_G[g]:
                     loads.append(self._load(visit, g, visit, rows_G[g]))
                 continue
-            generated_G.append(sum(rows for gap, rows in gaps if gap > visit))
             loads += [
                 self._load(visit - gap, g, visit, rows) for gap, rows in gaps if gap <= visit and (first or gap > 1)
             ]
+            fresh = sum(rows for gap, rows in gaps if gap > visit)
+            if fresh and BASE_VISIT in self._streams:  # the store was put in order with the rows of all first uses
+                loads.append(self._load(BASE_VISIT, g, visit, fresh))
+                fresh = 0
+            generated_G.append(fresh)
         commits = (visit + 1) % self._commit_every == 0 or visit + 1 == self._end
         dumps = self.dump_streams(visit, with_kept=commits)
         retained, cached, capacity = self._advance_host(visit)

@@ -37,11 +37,19 @@ def check_features(trained: PassSet, passes: PassSet) -> None:
 
 
 def check_schedule(store: Store, passes: PassSet, schedule: Schedule) -> None:
-    """Raise PassSetError where the store's last commit stands in another schedule."""
+    """Raise PassSetError where the store's rows do not stand in the order of ``schedule``."""
     commit = store.commit
-    if commit is not None and commit.schedule_digest and commit.schedule_digest != schedule.digest:
+    empty = commit is not None and not commit.segment_ids and not commit.schedule_digest and not any(commit.cursor)
+    if commit is None or empty or commit.schedule_digest == schedule.digest:
+        return
+    if commit.schedule_digest:
         raise PassSetError(
-            f"the pass set {passes.path} in this order is not the one that {store.path} was trained "
+            f"the pass set {passes.path} in this order is not the one that {store.label} was trained "
             f"with up to commit {commit.id} (schedule {schedule.digest[:12]}, the commit's is "
-            f"{commit.schedule_digest[:12]}): open the pass set it was trained with, or begin a new store"
+            f"{commit.schedule_digest[:12]}): open the pass set it was trained with, call "
+            "tiercache.reorganise(store, passes) to go on with this one, or begin a new store"
         )
+    raise PassSetError(
+        f"the rows of {store.label} stand in no order of training at commit {commit.id}, as after an import or a "
+        "compaction: call tiercache.reorganise(store, passes) first"
+    )

@@ -56,6 +56,39 @@ class TrainingProgress:
         self._progress.stop()
 
 
+class RewriteProgress:
+    """A bar over the rows that are read and then written in another order; nothing where ``shown`` is false."""
+
+    def __init__(self, rows: int, *, shown: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f} rows"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not shown,
+            transient=True,
+        )
+        self._tasks = {"read": self._progress.add_task("reading", total=rows)}
+        self._rows = 0
+
+    def __enter__(self) -> RewriteProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, what: str, rows: int) -> None:
+        """Take in rows that were read, or written after all were read."""
+        if what == "read":
+            self._rows += rows
+        elif what not in self._tasks:
+            self._progress.update(self._tasks["read"], total=self._rows)
+            self._tasks[what] = self._progress.add_task("writing", total=self._rows)
+        self._progress.advance(self._tasks[what], rows)
+
+
 def prepare_kernels() -> None:
     """Compile the CPU kernels where this machine has not compiled them yet, and say so: it takes a minute, once."""
     from tiercache.kernels.compile import is_cached, prepare

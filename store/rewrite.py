@@ -1,0 +1,298 @@
+"""All live rows of a store in a new order, as one segment: one streaming read, one sort on disk, one streaming write.
+
+So a store follows a new schedule (its keys by first use, the others never) or serves (all by hash).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tiercache.store.errors import StoreError, StoreFullError
+from tiercache.store.hashing import hash_keys
+from tiercache.store.initial import initial_rows
+from tiercache.store.scan import scan
+from tiercache.store.stream import NEVER, Range, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.dump import Block
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+    Int64s = NDArray[np.int64]
+    Floats = NDArray[np.float32]
+    Progress = Callable[[str, int], None]
+
+MEMORY_BYTES = 256 << 20
+_PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
+
+
+class FirstUses(Protocol):
+    """When the keys of a schedule are used first."""
+
+    def counts(self, table_name: str) -> Mapping[int, int]:
+        """Return how many keys of a table have each first use."""
+
+    def slices(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield keys (n,) in hash order, each once, and their first uses (n,), a bounded number at a time."""
+
+
+class NoUses:
+    """No key is used: all rows in hash order."""
+
+    def counts(self, _table_name: str) -> Mapping[int, int]:
+        """Return none."""
+        return {}
+
+    def slices(self, _table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield none."""
+        return iter(())
+
+
+class Rewrite:
+    """The rows of a store, and those that a schedule starts with, in the order (first use, table, hash).
+
+    Rows lie in temporary files without a name beside the store meanwhile: as many bytes as all rows and keys take.
+    Memory: ``MEMORY_BYTES`` and a slice of ``uses``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        uses: FirstUses,
+        first_rows: Callable[[Table, Int64s], Sequence[Floats]] | None,
+        progress: Progress,
+    ) -> None:
+        self._store, self._uses, self._progress = store, uses, progress
+        self._first_rows = first_rows or initial_rows
+        self._groups = [_Sorted(group, uses, _scratch(store)) for group in store.groups]
+
+    def __enter__(self) -> Rewrite:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._groups:
+            group.close()
+
+    def read(self) -> tuple[Stream, ...]:
+        """Read all rows into their order, make those that are missing, and return the layout of the new segment."""
+        for ordered in self._groups:
+            for place, table in enumerate(ordered.group.tables):
+                for keys, rows, uses in self._merged(table):
+                    ordered.put(place, keys, rows, uses)
+                    self._progress("read", keys.size)
+        return tuple(ordered.stream() for ordered in self._groups)
+
+    def blocks(self, streams: Sequence[Stream]) -> Iterator[Block]:
+        """Yield the blocks of the new segment, all in the same two arrays."""
+        for ordered, stream in zip(self._groups, streams, strict=True):
+            for block in blocks_of(ordered.group, stream, ordered.chunks(stream.block_rows)):
+                self._progress("write", block[3].size)
+                yield block
+
+    def _merged(self, table: Table) -> Iterator[tuple[Int64s, Floats, Int64s]]:
+        """Yield keys, rows and first uses of all rows that are stored or wanted, in hash order."""
+        chunks = scan(self._store, table.name, memory_bytes=MEMORY_BYTES)
+        stored = _Sweep(table, ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks))
+        wanted = _Sweep(table, self._uses.slices(table.name))
+        while True:
+            ends = [int(sweep.hashes[-1]) for sweep in (stored, wanted) if sweep.fill()]
+            if not ends:
+                return
+            hashes, keys, rows = stored.take(min(ends))
+            wanted_hashes, wanted_keys, wanted_uses = wanted.take(min(ends))
+            uses, absent = np.full(keys.size, NEVER, dtype=np.int64), np.ones(wanted_keys.size, dtype=bool)
+            if keys.size and wanted_keys.size:
+                at = np.minimum(np.searchsorted(wanted_hashes, hashes), wanted_hashes.size - 1)
+                hit = wanted_hashes[at] == hashes
+                uses[hit], absent[at[hit]] = wanted_uses[at[hit]], False
+            if np.any(absent):
+                new = np.concatenate(self._first_rows(table, wanted_keys[absent]), axis=1)
+                hashes = np.concatenate([hashes, wanted_hashes[absent]])
+                order = np.argsort(hashes)
+                keys = np.concatenate([keys, wanted_keys[absent]])[order]
+                rows = np.concatenate([rows, new])[order] if rows.size else new[order]
+                uses = np.concatenate([uses, wanted_uses[absent]])[order]
+            if keys.size:
+                yield keys, rows, uses
+
+
+class _Sweep:
+    """Keys in hash order with something for each, of which a part is in memory."""
+
+    def __init__(self, table: Table, parts: Iterable[tuple[Int64s, NDArray[Any]]]) -> None:
+        self._table, self._parts = table, iter(parts)
+        self.hashes: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+        self._keys: Int64s = np.empty(0, dtype=np.int64)
+        self._values: NDArray[Any] = np.empty(0, dtype=np.float32)
+
+    def fill(self) -> bool:
+        """Have the next part where nothing is left of the one before; returns whether there is anything."""
+        while not self.hashes.size:
+            part = next(self._parts, None)
+            if part is None:
+                return False
+            self._keys, self._values = part
+            self.hashes = hash_keys(self._keys, self._table.table_id)
+        return True
+
+    def take(self, bound: int) -> tuple[NDArray[np.uint64], Int64s, NDArray[Any]]:
+        """Return hashes, keys and values up to ``bound``."""
+        at = int(np.searchsorted(self.hashes, np.uint64(bound), side="right"))
+        taken = self.hashes[:at], self._keys[:at], self._values[:at]
+        self.hashes, self._keys, self._values = self.hashes[at:], self._keys[at:], self._values[at:]
+        return taken
+
+
+class _Sorted:
+    """The rows of one group, each written where it belongs in the order (first use, table, arrival)."""
+
+    def __init__(self, group: Group, uses: FirstUses, scratch: Path) -> None:
+        self.group = group
+        counts = [Counter(uses.counts(table.name)) for table in group.tables]
+        self._uses = sorted({use for of_table in counts for use in of_table})
+        self._counts = {(use, i): counts[i][use] for use in self._uses for i in range(len(counts))}
+        self._next, row = {}, 0
+        for place, count in self._counts.items():
+            self._next[place] = row
+            row += count
+        self._wanted = row
+        self._never = [0] * len(counts)
+        self._row_bytes = group.row_bytes
+        self._scratch = scratch
+        self._keys, self._rows = (tempfile.TemporaryFile(dir=scratch) for _ in range(2))  # noqa: SIM115 - see close
+
+    def close(self) -> None:
+        """Give up the files, which have no name."""
+        self._keys.close()
+        self._rows.close()
+
+    def put(self, place: int, keys: Int64s, rows: Floats, uses: Int64s) -> None:
+        """Write rows of one table; its NEVER rows must come after those of the tables before. Raises StoreFullError."""
+        order = np.argsort(uses, kind="stable")
+        ends = np.append(np.nonzero(np.diff(uses[order]))[0] + 1, order.size).tolist()
+        begin = 0
+        for end in ends:
+            mine, use = order[begin:end], int(uses[order[begin]])
+            if use == NEVER:
+                row = self._wanted + sum(self._never)
+                self._never[place] += end - begin
+            else:
+                row = self._next[use, place]
+                self._next[use, place] += end - begin
+            self._write(self._keys.fileno(), keys[mine], 8 * row)
+            self._write(self._rows.fileno(), rows[mine], self._row_bytes * row)
+            begin = end
+
+    def stream(self) -> Stream:
+        """Return the layout of all rows. Raises StoreError where others came than were counted."""
+        row = 0
+        for place, count in self._counts.items():
+            row += count
+            if self._next[place] != row:
+                name = self.group.tables[place[1]].name
+                raise StoreError(
+                    f"visit {place[0]} was said to use {count:,} keys of table {name!r} first, and others came: "
+                    "the key sets changed meanwhile"
+                )
+        tables = range(len(self.group.tables))
+        ranges = [Range(next_use=use, table_rows=tuple(self._counts[use, i] for i in tables)) for use in self._uses]
+        if any(self._never):
+            ranges.append(Range(next_use=NEVER, table_rows=tuple(self._never)))
+        return base_stream(self.group, ranges)
+
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[Int64s, Floats]]:
+        """Yield all rows in order, so many at a time."""
+        total = self._wanted + sum(self._never)
+        for row in range(0, total, chunk_rows):
+            count = min(chunk_rows, total - row)
+            keys = np.empty(count, dtype=np.int64)
+            rows = np.empty((count, self._row_bytes // 4), dtype=np.float32)
+            self._read(self._keys.fileno(), keys, 8 * row)
+            self._read(self._rows.fileno(), rows, self._row_bytes * row)
+            yield keys, rows
+
+    def _write(self, handle: int, data: NDArray[Any], offset: int) -> None:
+        view = np.ascontiguousarray(data).data.cast("B")
+        while len(view):
+            try:
+                count = os.pwrite(handle, view, offset)
+            except OSError as error:
+                if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+                    raise StoreError(f"{self._scratch} cannot be written ({error}): mend that and try again") from error
+                raise StoreFullError(
+                    needed_bytes=len(view),
+                    limit=f"{self._scratch} has no room left ({error.strerror})",
+                    advice="free as many bytes as all rows take twice",
+                    what="a new order of the store's rows",
+                ) from error
+            view, offset = view[count:], offset + count
+
+    def _read(self, handle: int, out: NDArray[Any], offset: int) -> None:
+        view = out.data.cast("B")
+        while len(view):
+            count = os.preadv(handle, [view], offset)
+            if not count:
+                raise StoreError(f"a temporary file in {self._scratch} ends at byte {offset:,}: try again")
+            view, offset = view[count:], offset + count
+
+
+def _scratch(store: Store) -> Path:
+    from pathlib import Path
+
+    return Path(tempfile.gettempdir()) if store.path is None or not store.path.is_dir() else store.path
+
+
+def base_stream(group: Group, ranges: Iterable[Range]) -> Stream:
+    """Return the layout of rows that no visit dumped: pieces of 64 KiB, blocks of 4 MiB."""
+    piece_rows = max(1, _PIECE_BYTES // group.row_bytes)
+    return Stream(
+        row_bytes=group.row_bytes,
+        piece_rows=piece_rows,
+        block_bytes=max(_BLOCK_BYTES, piece_rows * group.row_bytes),
+        ranges=tuple(ranges),
+    )
+
+
+def blocks_of(group: Group, stream: Stream, chunks: Iterable[tuple[Int64s, Floats]]) -> Iterator[Block]:
+    """Yield the blocks of a stream from its rows (n, W), every field of a row side by side, and their keys, in order.
+
+    All blocks stand in the same two arrays.
+    """
+    rows = np.empty((min(stream.block_rows, stream.rows), stream.row_bytes // 4), dtype=np.float32)
+    keys, packed = np.empty(rows.shape[0], dtype=np.int64), np.empty(rows.nbytes, dtype=np.uint8)
+    block = filled = 0
+    for some_keys, some_rows in chunks:
+        taken = 0
+        while taken < some_keys.size:
+            count = min(some_keys.size - taken, keys.size - filled)
+            keys[filled : filled + count] = some_keys[taken : taken + count]
+            rows[filled : filled + count] = some_rows[taken : taken + count]
+            filled, taken = filled + count, taken + count
+            first, last = stream.block_first_row_B[block : block + 2].tolist()
+            if filled == last - first:
+                yield group.index, block, _pack(stream, block, group, rows[:filled], packed), keys[:filled]
+                block, filled = block + 1, 0
+
+
+def _pack(stream: Stream, block: int, group: Group, rows: Floats, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Lay out the rows of a block piece by piece, each field-major."""
+    out, at, row = packed.view(np.float32), 0, 0
+    for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
+        count, column = int(stream.piece_rows_P[piece]), 0
+        for field in group.fields:
+            values = rows[row : row + count, column : column + field.width]
+            out[at : at + values.size].reshape(values.shape)[:] = values
+            at, column = at + values.size, column + field.width
+        row += count
+    return packed[: 4 * at]

@@ -1,0 +1,183 @@
+"""All rows of a store in a new order."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import small_tables
+from tests.store.world import World
+from tiercache.store import NEVER, MemoryEngine, Store, StoreError, StoreFullError, hash_keys, verify
+from tiercache.store.initial import initial_rows
+from tiercache.store.testing import FailingEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+READER = """
+import hashlib, sys
+from tiercache.store import Store
+with Store.open(sys.argv[1], mode="r") as store:
+    for _ in range(2):
+        digest = hashlib.sha256()
+        for table in store.tables:
+            for keys, fields in store.changes(table.name, since=-1):
+                digest.update(keys.tobytes() + b"".join(values.tobytes() for values in fields.values()))
+        print(store.commit.id, digest.hexdigest(), flush=True)
+        sys.stdin.readline()
+"""
+
+
+class Uses:
+    """First uses from a dict of (table, key), a few keys at a time."""
+
+    def __init__(self, store: Store, uses: dict[tuple[str, int], int], slice_keys: int) -> None:
+        self._store, self._uses, self._slice_keys = store, uses, slice_keys
+
+    def counts(self, table_name: str) -> Mapping[int, int]:
+        """Return how many keys have each use."""
+        mine = [use for (name, _), use in self._uses.items() if name == table_name]
+        return {use: mine.count(use) for use in mine}
+
+    def slices(self, table_name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield keys in hash order."""
+        table = next(table for table in self._store.tables if table.name == table_name)
+        keys = np.array([key for name, key in self._uses if name == table_name], np.int64)
+        keys = keys[np.argsort(hash_keys(keys, table.table_id))]
+        for first in range(0, keys.size, self._slice_keys):
+            part = keys[first : first + self._slice_keys]
+            yield part, np.array([self._uses[table_name, key] for key in part.tolist()], np.int64)
+
+
+def rows_of(store: Store) -> dict[tuple[str, int], bytes]:
+    """Return all rows of a store."""
+    found = {}
+    for table in store.tables:
+        for keys, fields in store.changes(table.name, since=-1):
+            for i, key in enumerate(keys.tolist()):
+                assert (table.name, key) not in found
+                found[table.name, key] = b"".join(values[i].tobytes() for values in fields.values())
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 30),
+    visits=st.integers(1, 5),
+    uses=st.dictionaries(st.tuples(st.integers(0, 3), st.integers(-12, 12)), st.integers(0, 4), max_size=40),
+    slice_keys=st.integers(1, 9),
+    retention=st.integers(1, 2),
+)
+def test_every_row_stands_once_in_the_range_of_its_first_use(
+    seed: int, visits: int, uses: dict[tuple[int, int], int], slice_keys: int, retention: int
+) -> None:
+    """Stored rows keep their bits, wanted keys that are not stored get their first row, all others are never used."""
+    world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
+        world.run(store, visits)
+        state = store.state()
+        names = [table.name for table in store.tables]
+        wanted = {(names[t % len(names)], key): use for (t, key), use in uses.items()}
+        expected = dict(world.rows)
+        for name, key in wanted.keys() - world.rows.keys():
+            table = next(table for table in store.tables if table.name == name)
+            first = initial_rows(table, np.array([key]))
+            expected[name, key] = b"".join(values[0].tobytes() for values in first)
+        commit = store.rewrite(Uses(store, wanted, slice_keys), schedule_digest="new")
+        assert (commit.cursor, commit.schedule_digest, store.state()) == ((0, 0), "new", state)
+        assert rows_of(store) == expected
+        (segment,) = store.segments
+        for group in store.groups:
+            stream = segment.streams[group.index]
+            for index, rows in enumerate(stream.ranges):
+                found = World.load_range(world, store, segment, group, rows.next_use)
+                of_group = {table.name for table in group.tables}
+                assert found.keys() == {
+                    key for key in expected if key[0] in of_group and wanted.get(key, NEVER) == rows.next_use
+                }, index
+
+
+def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: Path) -> None:
+    """Verification, which checks hash order and one row a key, finds nothing; a reader keeps its commit meanwhile."""
+    world = World(small_tables(), num_passes=4, keys_per_pass=60)
+    with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
+        world.run(store, 6)
+        reader = [sys.executable, "-c", READER, str(tmp_path / "s.tc")]
+        with subprocess.Popen(reader, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            before = child.stdout.readline()
+            told: dict[str, int] = {}
+            for _ in range(3):  # later commits would take the room of what the reader sees
+                store.compact(progress=lambda what, rows: told.update({what: told.get(what, 0) + rows}))
+            after, _ = child.communicate("go on\n")
+            assert after == before
+        assert told == {"read": 3 * len(world.rows), "write": 3 * len(world.rows)}
+        assert rows_of(store) == world.rows
+        assert [len(stream.ranges) for stream in store.segments[0].streams] == [1] * len(store.groups)
+        assert {rows.next_use for stream in store.segments[0].streams for rows in stream.ranges} == {NEVER}
+    assert verify(tmp_path / "s.tc")["problems"] == []
+    assert not list(tmp_path.glob("s.tc/tmp*"))
+
+
+def test_after_any_failure_the_store_stands_where_it_stood(tmp_path: Path) -> None:
+    """Whichever call of the engine fails: the commit, its rows and nothing else."""
+    world = World(small_tables(), keys_per_pass=30)
+    memory = MemoryEngine()
+    engine = FailingEngine(memory)
+    with Store.open(None, tables=world.tables, engine=engine) as store:
+        world.run(store, 3)
+        commit, blocks, failures = store.commit, set(memory.blocks), 0
+        for call in range(1, 200):
+            engine.fail_in(call)
+            try:
+                store.compact()
+            except StoreError:
+                failures += 1
+                engine.fail_in(None)
+                assert store.commit is commit
+                assert set(memory.blocks) == blocks
+                world.check(store, after=world.visit - 1)
+            else:
+                break
+        engine.fail_in(None)
+        assert failures > 5
+        assert rows_of(store) == world.rows
+
+
+def test_key_sets_that_change_meanwhile_are_found_out() -> None:
+    """Counts and slices that disagree would put rows where others belong."""
+    world = World(small_tables())
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        world.run(store, 2)
+        key = next(iter(world.rows))
+        uses = Uses(store, {key: 1}, 4)
+        lying = copy.copy(uses)
+        lying.counts = lambda name: {1: 2} if name == key[0] else {}  # type: ignore[method-assign]
+        with pytest.raises(StoreError, match=r"visit 1 was said to use 2 keys .* first, and others came"):
+            store.rewrite(lying, schedule_digest="x")
+        world.check(store, after=world.visit - 1)
+        with (
+            pytest.raises(ValueError, match="has no commit"),
+            Store.open(None, tables=world.tables, engine=MemoryEngine()) as empty,
+        ):
+            empty.compact()
+
+
+def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
+    """The file may not grow: the new segment does not fit, and the store is whole."""
+    world = World(small_tables(), keys_per_pass=200, universe=400)
+    with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
+        world.run(store, 1)
+        size = (tmp_path / "s.tc" / "blocks.bin").stat().st_size
+    with Store.open(tmp_path / "s.tc", max_bytes=size) as store:
+        with pytest.raises(StoreFullError, match=r"needs [\d,]+ more bytes but .*blocks.bin may hold"):
+            store.compact()
+        world.check(store, after=world.visit - 1)
+        assert rows_of(store) == world.rows

@@ -1,0 +1,192 @@
+"""Days of data into one store: the store follows each new schedule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tiercache as tc
+from tests.training.cases import (
+    Case,
+    Net,
+    Spec,
+    assert_same_bits,
+    open_store,
+    resident_result,
+    result_of,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.store import MemoryEngine, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def one_case(optimizer: Any = None, **options: Any) -> Case:
+    """Two tables of one group and one of another."""
+    rule = optimizer or tc.Adagrad(learning_rate=0.05)
+    return Case(
+        tables=(table("item", 5, rule), table("user", 5, rule), table("place", 3, rule)),
+        specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
+        shuffle=False,
+        epochs=1,
+        **options,
+    )
+
+
+def cuts_of(case: Case, drift: int) -> list[KeyBatch]:
+    """Return the samples of a case in passes; keys drift, so that each brings new ones and leaves old ones behind."""
+    rng, n, cuts = np.random.default_rng(case.data_seed), case.pass_rows, []
+    for number in range(case.num_samples // n):
+        features = {
+            spec.name: FeatureKeys(rng.integers(0, case.num_keys, n) + drift * number, None, None)
+            for spec in case.specs
+        }
+        label, dense = rng.integers(0, 2, n).astype(np.float32), rng.standard_normal(n).astype(np.float32)[:, None]
+        cuts.append(KeyBatch(label, dense, features))
+    return cuts
+
+
+def day_by_day(
+    case: Case, cuts: list[KeyBatch], days: int, path: Path, store: tc.Store, **options: Any
+) -> Iterator[tuple[int, Net, tc.PassSet]]:
+    """Train one pass set after another into one store, each with a model of its own that the commit restores."""
+    each = len(cuts) // days
+    for day in range(days):
+        passes = write_pass_set(path / f"day{day}", case.schema, cuts[day * each : (day + 1) * each])
+        tc.reorganise(store, passes, order_seed=case.order_seed, progress=False)
+        with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
+            yield day, train(cache, case, seed=1 if day == 0 else 1000 + day), passes
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb"])
+def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, engine: str) -> None:
+    """Rows, optimizer state and dense weights have the bits of one run over all days, with new keys on each day."""
+    case = one_case(tc.Adam(learning_rate=0.01), num_samples=20 * 32, pass_rows=32, num_keys=60)
+    cuts = cuts_of(case, drift=7)
+    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    with open_store(tmp_path / "s.tc", case, engine) as store:
+        for _, model, _ in day_by_day(case, cuts, 10, tmp_path, store):
+            last = model
+        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert store.commit.id == 10 * 2 + 9
+    if engine == "lmdb":
+        assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 99),
+    days=st.integers(2, 4),
+    each=st.integers(1, 4),
+    drift=st.integers(0, 40),
+    commit_every=st.integers(1, 3),
+    small=st.booleans(),
+)
+def test_days_equal_memory_for_any_cut_and_budget(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    days: int,
+    each: int,
+    drift: int,
+    commit_every: int,
+    small: bool,
+) -> None:
+    """Whatever the passes of a day, the keys they share, the commits and the host budget."""
+    path = tmp_path_factory.mktemp("days")
+    case = one_case(num_samples=days * each * 16, pass_rows=16, num_keys=40, data_seed=seed, batch=8)
+    cuts = cuts_of(case, drift)
+    whole = write_pass_set(path / "whole", case.schema, cuts)
+    with open_store(path / "s.tc", case, "memory") as store:
+        options: dict[str, Any] = {"commit_every": commit_every}
+        if small:
+            empty = tc.Store.open(None, tables=case.tables, engine=MemoryEngine())
+            options["host_budget"] = smallest_host_budget(empty, whole, device_budget="64MiB")
+        for _, model, _ in day_by_day(case, cuts, days, path, store, **options):
+            last = model
+        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+
+
+def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganised(tmp_path: Path) -> None:
+    """Two epochs of one day, then the day before again: rows equal a training in memory of that order of batches."""
+    case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=50)
+    cuts = cuts_of(case, drift=9)
+    order = [*cuts[:3], *cuts[:3], *cuts[3:], *cuts[:3]]
+    whole = write_pass_set(tmp_path / "whole", case.schema, order)
+    days = [write_pass_set(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:]))]
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        for passes, epochs in ((days[0], 2), (days[1], 1), (days[0], 1)):
+            tc.reorganise(store, passes, progress=False)
+            with tiered(store, passes) as cache:
+                model = train(cache, case, epochs=epochs)
+        assert_same_bits(resident_result(case, whole), result_of(store, whole, model))
+
+
+def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> None:
+    """So a loop over days that was killed may begin its day again; a store without a commit follows any schedule."""
+    case = one_case(num_samples=4 * 32, pass_rows=32)
+    cuts = cuts_of(case, drift=3)
+    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        assert tc.reorganise(store, one, progress=False) is None
+        with tiered(store, one) as cache:
+            train(cache, case)
+        commit = store.commit
+        assert tc.reorganise(store, one, progress=False) is commit
+        moved = tc.reorganise(store, two, progress=False)
+        assert (moved.id, moved.cursor) == (commit.id + 1, (0, 0))
+        assert tc.reorganise(store, two, progress=False) is moved
+        assert store.state() != b""
+
+
+def test_training_in_another_order_is_refused_until_the_store_was_reorganised(tmp_path: Path) -> None:
+    """The sentence says what to call: for another pass set, another order, and a compacted store."""
+    case = one_case(num_samples=4 * 32, pass_rows=32)
+    cuts = cuts_of(case, drift=3)
+    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        with tiered(store, one) as cache:
+            train(cache, case)
+        for passes, seed in ((two, None), (one, 5)):
+            with pytest.raises(tc.TierCacheError, match=r"tiercache\.reorganise\(store, passes\) to go on"):
+                tiered(store, passes, order_seed=seed)
+        before = result_of(store, one, None)
+        store.compact()
+        with pytest.raises(tc.TierCacheError, match=r"in no order of training .*\.reorganise\(store, passes\) first"):
+            tiered(store, one)
+        assert_same_bits(before, result_of(store, one, None))
+        tc.reorganise(store, one, order_seed=5, progress=False)
+        with tiered(store, one, order_seed=5) as cache:
+            train(cache, case)
+
+
+def test_a_store_inside_a_visit_is_not_reorganised(tmp_path: Path) -> None:
+    """The rest of the visit would never be trained."""
+    case = one_case(num_samples=4 * 32, pass_rows=32)
+    cuts = cuts_of(case, drift=3)
+    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        with tiered(store, one) as cache:
+            torch.manual_seed(1)
+            model = Net(cache, case)
+            cache.track(model=model)
+            for visit in cache.passes(epochs=1):
+                batch = next(iter(visit.batches(8)))
+                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
+                cache.step()
+                cache.commit()
+                break
+        with pytest.raises(ValueError, match="stands inside visit 0: train to the end of a visit"):
+            tc.reorganise(store, two, progress=False)

@@ -1,0 +1,65 @@
+"""A store follows a new schedule: another day of data, another cut into passes, rows from outside."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.kernels.initial import initial_rows
+from tiercache.planning.first_use import FirstUses
+from tiercache.planning.positions import Positions
+from tiercache.planning.schedule import Schedule
+from tiercache.store import initializer_code
+from tiercache.store.scan import live_rows
+from tiercache.tiers.use_files import UseFiles
+from tiercache.training.matching import check_tables
+from tiercache.training.progress import RewriteProgress, prepare_kernels
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import PassSet
+    from tiercache.store import Commit, Store, Table
+
+
+def reorganise(
+    store: Store, passes: PassSet, *, order_seed: int | None = None, progress: bool | None = None
+) -> Commit | None:
+    """Put the rows of ``store`` in the order in which ``passes`` will use them, and return the commit that does so.
+
+    Training then begins at epoch 0 of the new schedule, with rows, dense state and learning rates as they are. Keys
+    that the store does not have get their first row; rows of keys that ``passes`` does not have stay. A store that
+    follows this schedule already is left as it is, so a loop over days may call this before each training, also
+    after a crash. Returns None for a store without a commit, which any schedule may begin.
+
+    One streaming read and write of all rows in about 300 MiB of memory, with temporary files as large as the rows;
+    itself one commit: killed at any moment, the store stands before or after. ``order_seed`` as in ``TierCache``.
+    ``progress``: whether a bar is shown; None: on a terminal.
+
+    Raises PassSetError for passes of other tables, ValueError for a store that stands inside a visit, StoreFullError.
+    """
+    check_tables(store, passes)
+    schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
+    if store.commit is None or store.commit.schedule_digest == schedule.digest:
+        return store.commit
+    positions = Positions.of(passes, store.groups)
+    names = [table.name for table in positions.tables]
+
+    def keys_of(pass_index: int, table: int) -> NDArray[np.int64]:
+        return passes.passes[pass_index].keys(names[table])
+
+    uses = UseFiles(schedule, positions, keys_of, store.path).of(0)
+    first = FirstUses(schedule, positions, keys_of, uses)
+    shown = sys.stderr.isatty() if progress is None else progress
+    prepare_kernels()
+    with RewriteProgress(sum(live_rows(store, name) for name in names), shown=shown) as bar:
+        return store.rewrite(first, schedule_digest=schedule.digest, first_rows=_first_rows, progress=bar.advance)
+
+
+def _first_rows(table: Table, keys: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+    vectors = np.empty((keys.size, table.dim), dtype=np.float32)
+    initial_rows(np.ascontiguousarray(keys), table.table_id, table.seed, *initializer_code(table.initializer), vectors)
+    states = (np.full((keys.size, field.width), field.initial, dtype=np.float32) for field in table.fields[1:])
+    return [vectors, *states]
