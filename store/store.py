@@ -19,6 +19,7 @@ from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, open_instance, open_path
 from tiercache.store.reading import BlockReader
 from tiercache.store.recovery import COMMIT, recover, segment_record
+from tiercache.store.scan import scan
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
@@ -259,6 +260,8 @@ class Store:
                 self._orphans = set()
 
     # -- reading -----------------------------------------------------------------------------------------
+
+    scan = scan
 
     def state(self) -> bytes:
         """Return the dense state of the newest commit. Raises CorruptStoreError; ValueError without a commit."""
