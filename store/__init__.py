@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StoreMissingError,
         TableMismatchError,
     )
+    from tiercache.store.filling import fill
     from tiercache.store.hashing import hash_keys, mix, xxh64
     from tiercache.store.initializer import Constant, Normal, Uniform, Zeros, initializer_code
     from tiercache.store.inspect import info, verify
@@ -54,6 +55,7 @@ _HOME = {
     "StoreInUseError": "errors",
     "StoreMissingError": "errors",
     "TableMismatchError": "errors",
+    "fill": "filling",
     "hash_keys": "hashing",
     "mix": "hashing",
     "xxh64": "hashing",
@@ -118,6 +120,7 @@ __all__ = [
     "TableMismatchError",
     "Uniform",
     "Zeros",
+    "fill",
     "group_tables",
     "hash_keys",
     "info",

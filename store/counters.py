@@ -24,6 +24,9 @@ class Counters:
         self.transactions = 0
         self.commits = 0
         self.blocks_freed = 0
+        self.spill_bytes_written = 0
+        """To temporary files, by scans and fills that exceed their memory."""
+        self.spill_bytes_read = 0
         self._lock = threading.Lock()
 
     @property

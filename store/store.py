@@ -16,6 +16,7 @@ from tiercache.store.opening import Opened, open_instance, open_path
 from tiercache.store.reading import BlockReader
 from tiercache.store.recovery import recover
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
+from tiercache.store.scan import scan
 from tiercache.store.serving import changes, lookup
 from tiercache.store.table import Table, group_tables
 
@@ -263,6 +264,8 @@ class Store:
         self._history.forget()
 
     # -- reading -----------------------------------------------------------------------------------------
+
+    scan = scan
 
     def state(self) -> bytes:
         """Return the dense state of the newest commit. Raises CorruptStoreError; ValueError without a commit."""

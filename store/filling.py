@@ -1,0 +1,218 @@
+"""Filling an empty store with rows from outside."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.commit import Cursor
+from tiercache.store.hashing import hash_keys
+from tiercache.store.spill import Spill
+from tiercache.store.stream import NEVER, Range, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.commit import Commit
+    from tiercache.store.dump import Block
+    from tiercache.store.scan import Chunk
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+FILL_BYTES = 256 << 20
+FILL_VISIT = -1
+"""The visit of a segment whose rows come from outside."""
+_PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
+_PLAIN_KEYS = -(1 << 63) + 2
+"""The least key that is no shared row's."""
+
+
+def fill(
+    store: Store,
+    chunks: Iterable[tuple[str, Chunk]],
+    *,
+    initial_state: bool = False,
+    reserved_keys: Collection[str] = (),
+    memory_bytes: int = FILL_BYTES,
+    progress: Callable[[str, int], None] | None = None,
+) -> Commit:
+    """Make commit 0 of an empty store from rows in any order of keys and tables, and return it.
+
+    ``chunks`` yields (table name, (keys (n,), fields (n, width))); the fields of a row keep their bits, NaN too. The
+    cursor stands before visit 0 and no visit is said to need the rows. Rows are sorted in temporary files beside the
+    store, so beside the caller's chunk about ``memory_bytes`` are taken; each is written three times and read once.
+
+    ``initial_state``: chunks with the vector alone are taken, and the optimizer state starts at its initial value.
+    ``reserved_keys``: names of tables in which INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null
+    row, as in a store that was trained with them; in others these keys are refused.
+    ``progress(stage, rows)`` is called with the rows done since the last call: "sort", then "write".
+
+    Raises ValueError for rows that cannot be taken, a key given twice among them, and for a store that is not empty;
+    StoreFullError. After any error, and after a kill, the store has no commit.
+    """
+    if store.commit is not None:
+        raise ValueError(
+            f"{store.label} has commit {store.commit.id}, and rows from outside cannot be laid over a store yet: "
+            "import into a new store"
+        )
+    if store.segments:
+        raise ValueError(f"{store.label} has rows that no commit names: call forget() first")
+    scratch = _scratch(store)
+    try:
+        with _Filling(store, scratch, memory_bytes, progress or (lambda *_: None)) as filling:
+            for name, chunk in chunks:
+                filling.add(name, chunk, initial_state=initial_state, reserved=name in reserved_keys)
+            filling.write()
+        return store.publish(Cursor(0, 0), state=b"", schedule_digest="", settings={}, environment={})
+    except BaseException:
+        if not store.closed and store.commit is None:
+            store.forget()
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _scratch(store: Store) -> Path:
+    """Make the folder for temporary files; what a killed filling left in it goes."""
+    if store.path is None or not store.path.is_dir():
+        return Path(tempfile.mkdtemp(prefix=".tiercache-fill-"))
+    folder = store.path.with_name(f".{store.path.name}.filling")  # the store's writer alone uses it
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+class _Filling:
+    """Rows of all tables on their way into one segment."""
+
+    def __init__(self, store: Store, scratch: Path, memory_bytes: int, progress: Callable[[str, int], None]) -> None:
+        self._store, self._progress = store, progress
+        self._spills = {table.name: Spill(table, scratch, memory_bytes, store.counters) for table in store.tables}
+        self._tables = {table.name: table for table in store.tables}
+        self._most_held = memory_bytes // 4
+
+    def __enter__(self) -> _Filling:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for spill in self._spills.values():
+            spill.close()
+
+    def add(self, name: str, chunk: Chunk, *, initial_state: bool, reserved: bool) -> None:
+        """Take a chunk of a table, checked."""
+        if name not in self._tables:
+            known = ", ".join(repr(table) for table in self._tables)
+            raise ValueError(f"there are rows of table {name!r}, but {self._store.label} has {known}: leave them out")
+        table, (keys, fields) = self._tables[name], chunk
+        _check(table, keys, fields, initial_state=initial_state, reserved=reserved)
+        rows = np.empty((keys.size, table.row_bytes // 4), dtype=np.float32)
+        column = 0
+        for i, field in enumerate(table.fields):
+            rows[:, column : column + field.width] = fields[i] if i < len(fields) else field.initial
+            column += field.width
+        self._spills[name].add(keys, rows)
+        if sum(spill.held_bytes for spill in self._spills.values()) > self._most_held:
+            max(self._spills.values(), key=lambda spill: spill.held_bytes).flush()
+        self._progress("sort", keys.size)
+
+    def write(self) -> None:
+        """Append all rows as one segment."""
+        counts = {name: spill.rows for name, spill in self._spills.items()}
+        streams = [_stream(group, counts) for group in self._store.groups]
+        blocks = (
+            block
+            for group, stream in zip(self._store.groups, streams, strict=True)
+            for block in self._blocks(group, stream)
+        )
+        self._store.append(FILL_VISIT, streams, blocks)
+
+    def _blocks(self, group: Group, stream: Stream) -> Iterator[Block]:
+        """Yield the blocks of a stream, all in the same two arrays."""
+        rows = np.empty((min(stream.block_rows, stream.rows), stream.row_bytes // 4), dtype=np.float32)
+        keys = np.empty(rows.shape[0], dtype=np.int64)
+        packed = np.empty(rows.nbytes, dtype=np.uint8)
+        block = filled = 0
+        for table in group.tables:
+            for some_keys, some_rows in self._sorted(table, stream.block_rows):
+                taken = 0
+                while taken < some_keys.size:
+                    count = min(some_keys.size - taken, keys.size - filled)
+                    keys[filled : filled + count] = some_keys[taken : taken + count]
+                    rows[filled : filled + count] = some_rows[taken : taken + count]
+                    filled, taken = filled + count, taken + count
+                    first, last = stream.block_first_row_B[block : block + 2].tolist()
+                    if filled == last - first:
+                        self._progress("write", filled)
+                        yield group.index, block, _pack(stream, block, group, rows[:filled], packed), keys[:filled]
+                        block, filled = block + 1, 0
+
+    def _sorted(self, table: Table, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        last: int | None = None
+        for keys, rows in self._spills[table.name].sorted(chunk_rows):
+            hashes = hash_keys(keys, table.table_id)
+            same = hashes[1:] == hashes[:-1]
+            if np.any(same) or int(hashes[0]) == last:
+                key = keys[0] if int(hashes[0]) == last else keys[int(np.argmax(same))]
+                raise ValueError(f"key {key} of table {table.name!r} is given twice: give each key once")
+            last = int(hashes[-1])
+            yield keys, rows
+
+
+def _check(
+    table: Table,
+    keys: NDArray[np.int64],
+    fields: tuple[NDArray[np.float32], ...],
+    *,
+    initial_state: bool,
+    reserved: bool,
+) -> None:
+    """Raise ValueError for a chunk that cannot be rows of ``table``."""
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ValueError(f"keys of table {table.name!r} are {keys.shape} of {keys.dtype}: they must be (n,) of int64")
+    if len(fields) != len(table.fields) and not (len(fields) == 1 and initial_state):
+        names = ", ".join(field.name for field in table.fields)
+        advice = ": or ask for the state's initial value with initial_state" if len(fields) == 1 else ""
+        raise ValueError(f"rows of table {table.name!r} have {len(fields)} fields and not {names}{advice}")
+    for field, values in zip(table.fields, fields, strict=False):
+        if values.dtype != np.float32 or values.shape != (keys.size, field.width):
+            raise ValueError(
+                f"{field.name} of table {table.name!r} is {values.shape} of {values.dtype} for {keys.size:,} keys: "
+                f"it must be ({keys.size}, {field.width}) of float32"
+            )
+    if not reserved and keys.size and int(keys.min()) < _PLAIN_KEYS:
+        shared = "out-of-vocabulary" if int(keys.min()) < _PLAIN_KEYS - 1 else "null"
+        raise ValueError(
+            f"key {keys.min()} of table {table.name!r} is reserved for the {shared} row: keys start at {_PLAIN_KEYS}; "
+            "name the table in reserved_keys if it is that row"
+        )
+
+
+def _stream(group: Group, counts: Mapping[str, int]) -> Stream:
+    rows = tuple(counts[table.name] for table in group.tables)
+    return Stream(
+        row_bytes=group.row_bytes,
+        piece_rows=max(1, _PIECE_BYTES // group.row_bytes),
+        block_bytes=max(_BLOCK_BYTES, group.row_bytes),
+        ranges=(Range(next_use=NEVER, table_rows=rows),) if sum(rows) else (),
+    )
+
+
+def _pack(
+    stream: Stream, block: int, group: Group, rows: NDArray[np.float32], packed: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """Lay out the rows of a block piece by piece, each field-major."""
+    out, at, row = packed.view(np.float32), 0, 0
+    for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
+        count, column = int(stream.piece_rows_P[piece]), 0
+        for field in group.fields:
+            values = rows[row : row + count, column : column + field.width]
+            out[at : at + values.size].reshape(values.shape)[:] = values
+            at, column = at + values.size, column + field.width
+        row += count
+    return packed[: 4 * at]

@@ -1,0 +1,239 @@
+"""Filling an empty store with rows from outside."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tracemalloc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.big import BIG
+from tests.store.conftest import Home, small_tables
+from tests.store.test_scan import scanned
+from tiercache.store import (
+    NEVER,
+    Adagrad,
+    MemoryEngine,
+    Store,
+    StoreFullError,
+    Table,
+    Zeros,
+    fill,
+    info,
+    verify,
+)
+from tiercache.store.testing import FailingEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ONE = Table(name="one", dim=2, optimizer=Adagrad(learning_rate=0.1, initial_accumulator=0.5), initializer=Zeros())
+
+
+def rows_of(table: Table, keys: np.ndarray, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Return rows of any bits, NaN among them."""
+    generator = np.random.default_rng([seed, table.table_id & 0xFFFF])
+    return tuple(
+        generator.integers(0, 1 << 32, (keys.size, f.width), dtype=np.uint32).view(np.float32) for f in table.fields
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 300), min_size=5, max_size=5),
+    chunk=st.integers(1, 120),
+    memory_bytes=st.sampled_from([2_000, 8_000, 1 << 20]),
+    seed=st.integers(0, 99),
+)
+def test_a_filled_store_holds_the_rows_that_were_given(
+    counts: list[int], chunk: int, memory_bytes: int, seed: int
+) -> None:
+    """In any order of keys and tables, chunk by chunk, with any memory: every bit of every row."""
+    tables = small_tables()
+    generator = np.random.default_rng(seed)
+    keys = {t.name: np.unique(generator.integers(-(1 << 62), 1 << 62, n)) for t, n in zip(tables, counts, strict=True)}
+    rows = {t.name: rows_of(t, keys[t.name], seed) for t in tables}
+    parts = []
+    for t in tables:
+        order = generator.permutation(keys[t.name].size)
+        for low in range(0, order.size, chunk):
+            at = order[low : low + chunk]
+            parts.append((t.name, (keys[t.name][at], tuple(f[at] for f in rows[t.name]))))
+    generator.shuffle(parts)  # type: ignore[arg-type]
+    engine = MemoryEngine()
+    with Store.open(None, tables=tables, engine=engine) as store:
+        done = {"sort": 0, "write": 0}
+
+        def count(stage: str, rows: int) -> None:
+            done[stage] += rows
+
+        assert fill(store, parts, memory_bytes=memory_bytes, progress=count).id == 0
+        assert set(done.values()) == {sum(k.size for k in keys.values())}
+    with Store.open(None, engine=engine, mode="r") as store:
+        assert store.commit is not None
+        assert store.commit.cursor == (0, 0)
+        assert {r.next_use for s in store.segments for stream in s.streams for r in stream.ranges} <= {NEVER}
+        for t in tables:
+            expected = {
+                key: b"".join(f[i].tobytes() for f in rows[t.name]) for i, key in enumerate(keys[t.name].tolist())
+            }
+            assert scanned(store, t.name) == expected
+
+
+def test_rows_found_by_key_are_those_that_were_filled(home: Home) -> None:
+    """Lookup needs nothing else than a filled store, and verification finds it whole."""
+    store = home.open([ONE])
+    keys = np.arange(1000, dtype=np.int64)
+    rows = rows_of(ONE, keys)
+    fill(store, [("one", (keys, rows))])
+    ids, at = store.locate("one", keys, after=-1)
+    assert set(ids.tolist()) == {store.segments[0].id}
+    for mine, given_ in zip(store.read_rows(store.segments[0], 0, at), rows, strict=True):
+        assert mine.tobytes() == given_.tobytes()
+    home.close()
+    if home.kind == "lmdb":
+        assert verify(home.path)["problems"] == []
+        assert info(home.path)["rows"] == 1000
+
+
+KEYS = np.arange(3, dtype=np.int64)
+ROWS = rows_of(ONE, KEYS)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "sentence"),
+    [
+        ([("two", (KEYS, ROWS))], "rows of table 'two', but the store .* has 'one'"),
+        (
+            [("one", (KEYS, ROWS)), ("one", (KEYS[2:], (ROWS[0][2:], ROWS[1][2:])))],
+            "key 2 of table 'one' is given twice",
+        ),
+        (
+            [("one", (KEYS + np.int64(-(1 << 63)), ROWS))],
+            "key -9223372036854775808 .* reserved for the out-of-vocabulary row",
+        ),
+        ([("one", (KEYS + np.int64(1 - (1 << 63)), ROWS))], "key -9223372036854775807 .* reserved for the null row"),
+        ([("one", (KEYS, ROWS[:1]))], "have 1 fields and not vector, sum: or ask for the state's initial value"),
+        ([("one", (KEYS, (ROWS[0][:, :1], ROWS[1])))], r"vector of table 'one' is \(3, 1\) .* must be \(3, 2\)"),
+        ([("one", (KEYS, (ROWS[0].astype(np.float64), ROWS[1])))], "of float64"),
+        ([("one", (KEYS.astype(np.int32), ROWS))], "must be .* of int64"),
+    ],
+)
+def test_rows_that_cannot_be_taken_are_refused(home: Home, chunks: Any, sentence: str) -> None:
+    """With a sentence, and the store stays empty and can be filled."""
+    store = home.open([ONE])
+    with pytest.raises(ValueError, match=sentence):
+        fill(store, [*chunks], memory_bytes=1)
+    store = home.open()
+    assert store.commit is None
+    assert store.segments == ()
+    fill(store, [("one", (KEYS, ROWS))])
+    with pytest.raises(ValueError, match="has commit 0, and rows from outside cannot be laid over a store yet"):
+        fill(store, [])
+
+
+def test_state_and_reserved_keys_are_taken_where_they_are_asked_for(home: Home) -> None:
+    """The state starts at the optimizer's initial value; the two reserved keys are rows like others."""
+    store = home.open([ONE])
+    keys = np.array([5, -(1 << 63), -(1 << 63) + 1], dtype=np.int64)
+    fill(store, [("one", (keys, ROWS[:1]))], initial_state=True, reserved_keys={"one"})
+    found = scanned(store, "one")
+    assert found == {
+        key: ROWS[0][i].tobytes() + np.full(2, 0.5, np.float32).tobytes() for i, key in enumerate(keys.tolist())
+    }
+
+
+def test_a_store_with_uncommitted_rows_is_refused(big: Store) -> None:
+    """They would be part of the commit."""
+    from tests.store.big import dump
+
+    dump(big, 0, {1: 10})
+    with pytest.raises(ValueError, match="has rows that no commit names"):
+        fill(big, [])
+
+
+def test_keys_that_share_every_bit_of_their_hash_are_one_key() -> None:
+    """More equal keys than memory holds are found, not sorted for ever."""
+    with Store.open(None, tables=[ONE], engine=MemoryEngine()) as store:
+        keys = np.zeros(100, dtype=np.int64)
+        with pytest.raises(ValueError, match="key 0 of table 'one' is given twice"):
+            fill(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
+    """At any call of the engine."""
+    memory = MemoryEngine()
+    engine = FailingEngine(memory)
+    store = Store.open(None, tables=[BIG], engine=engine)
+    engine.fail_in(call)
+    keys = np.arange(40_000, dtype=np.int64)
+    with pytest.raises(StoreFullError):
+        fill(store, [("big", (keys[i : i + 1000], rows_of(BIG, keys[i : i + 1000]))) for i in range(0, 40_000, 1000)])
+    assert engine.failed == 1
+    assert store.commit is None
+    assert Store.open(None, engine=memory).commit is None
+    assert memory.blocks == {}
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """Several times as many rows as the memory holds; the temporary files go."""
+    memory = 8 << 20
+
+    def chunks() -> Iterator[tuple[str, Any]]:
+        for i in range(24):
+            keys = np.arange(1000 * i, 1000 * (i + 1), dtype=np.int64)
+            yield "big", (keys, rows_of(BIG, keys))
+
+    with Store.open(tmp_path / "s", tables=[BIG]) as store:
+        tracemalloc.start()
+        fill(store, chunks(), memory_bytes=memory)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        chunk = 3 * 1000 * BIG.row_bytes  # given, made one array, and its successor
+        block = 4 * (4 << 20)
+        assert peak < memory + chunk + block
+        assert 24_000 * BIG.row_bytes > 5 * memory
+        assert store.counters.spill_bytes_written == 24_000 * (BIG.row_bytes + 8)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
+
+
+def die_filling(path: Path, at: int) -> None:
+    """Fill a store and die after so many steps."""
+    steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    keys = np.arange(3000, dtype=np.int64)
+    with Store.open(path, tables=[BIG]) as store:
+        fill(
+            store,
+            [("big", (keys[i::3], rows_of(BIG, keys[i::3]))) for i in range(3)],
+            memory_bytes=1 << 20,
+            progress=count,
+        )
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_killed_filling_leaves_an_empty_store(tmp_path: Path, at: int) -> None:
+    """While rows are sorted and while they are written; the next filling tidies up and succeeds."""
+    process = multiprocessing.get_context("forkserver").Process(target=die_filling, args=(tmp_path / "s", at))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert info(tmp_path / "s")["commit"] is None
+    assert len(list(tmp_path.iterdir())) == 2
+    die_filling(tmp_path / "s", -1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
+    assert info(tmp_path / "s")["rows"] == 3000

@@ -1,0 +1,154 @@
+"""Scanning a table: all live rows in hash order, in bounded memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.big import BIG, dump, publish
+from tests.store.conftest import Home, small_tables
+from tests.store.world import World
+from tiercache.store import CorruptStoreError, MemoryEngine, Store, StoreError, hash_keys
+from tiercache.store.scan import live_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.store import Table
+
+
+def scanned(store: Store, name: str, **options: Any) -> dict[int, bytes]:
+    """Scan a table, check the order, and return each row's bytes."""
+    table = next(t for t in store.tables if t.name == name)
+    found: dict[int, bytes] = {}
+    hashes: list[int] = []
+    for keys, fields in store.scan(name, **options):
+        assert keys.dtype == np.int64
+        assert [f.shape for f in fields] == [(keys.size, f.width) for f in table.fields]
+        assert keys.size <= options.get("chunk_rows", keys.size)
+        hashes += hash_keys(keys, table.table_id).tolist()
+        for i, key in enumerate(keys.tolist()):
+            found[key] = b"".join(f[i].tobytes() for f in fields)
+    assert hashes == sorted(hashes)
+    return found
+
+
+def check(store: Store, world: World, **options: Any) -> None:
+    """Assert that scans of all tables give the rows of the dict."""
+    for table in store.tables:
+        expected = {key: row for (name, key), row in world.rows.items() if name == table.name}
+        assert scanned(store, table.name, **options) == expected
+        assert live_rows(store, table.name) == len(expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    passes=st.integers(1, 4),
+    visits=st.integers(1, 6),
+    layout=st.tuples(st.integers(1, 7), st.integers(1, 20)),
+    within=st.booleans(),
+    chunk_rows=st.integers(1, 60),
+    memory_bytes=st.sampled_from([1, 500, 2_000, 6_000, 20_000, 1 << 20]),
+)
+def test_a_scan_gives_every_live_row_once_in_hash_order(
+    seed: int,
+    passes: int,
+    visits: int,
+    layout: tuple[int, int],
+    within: bool,
+    chunk_rows: int,
+    memory_bytes: int,
+) -> None:
+    """At and inside visits, for any layout, chunk and memory, the rows are those of a dict."""
+    tables = small_tables()
+    world = World(tables, seed=seed, num_passes=passes, piece_rows=layout[0], block_rows=layout[1])
+    with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
+        world.run(store, visits)
+        if within:
+            world.train(part=1)
+            world.append(store, within=True)
+            world.publish(store, sample=1)
+        check(store, world, chunk_rows=chunk_rows, memory_bytes=memory_bytes)
+
+
+def test_rows_that_no_commit_names_are_not_scanned(home: Home, tables: list[Table]) -> None:
+    """A scan stands at the newest commit, whatever was dumped since."""
+    world = World(tables)
+    store = home.open(tables)
+    with pytest.raises(ValueError, match="has no commit yet"):
+        store.scan("user")
+    world.run(store, 1)
+    before = dict(world.rows)
+    world.train()
+    world.append(store)
+    world.rows = before
+    check(store, world)
+
+
+def test_a_commit_during_a_scan_is_an_error(home: Home, tables: list[Table]) -> None:
+    """Its blocks may be gone; a reader stays where it is."""
+    world = World(tables)
+    store = home.open(tables)
+    world.run(store, 2)
+    chunks = store.scan("user", chunk_rows=5)
+    next(chunks)
+    world.run(store, 1)
+    with pytest.raises(StoreError, match="made a commit while table 'user' was scanned"):
+        next(chunks)
+    with pytest.raises(KeyError):
+        store.scan("nobody")
+    with pytest.raises(ValueError, match="chunk_rows is 0"):
+        store.scan("user", chunk_rows=0)
+
+
+def test_a_key_with_two_live_rows_is_an_error() -> None:
+    """No checksum sees it, a scan does."""
+
+    class Careless(World):
+        def layout(self, group, *, within):  # type: ignore[no-untyped-def]
+            stream, keys = super().layout(group, within=within)
+            self.rows |= {("day", key): b"\0" * 4 for key in (7, 8)}
+            return stream, [("day", 7) if key[0] == "day" else key for key in keys]
+
+    tables = small_tables()
+    with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
+        Careless(tables).run(store, 1)
+        with pytest.raises(CorruptStoreError, match="'day' of the store in memory has two live rows"):
+            list(store.scan("day"))
+        with pytest.raises(CorruptStoreError, match=r"'day' that are not in hash order|has two live rows"):
+            list(store.scan("day", memory_bytes=1_000))
+
+
+@pytest.mark.parametrize("num_ranges", [1, 8, 300])
+def test_memory_is_bounded_and_pieces_are_read_once(tmp_path: Path, num_ranges: int) -> None:
+    """A store of several times the memory: few ranges are merged, many are sorted in files that go."""
+    memory, rows = 8 << 20, 24_000
+    with Store.open(tmp_path / "s", tables=[BIG]) as store:
+        for visit in range(2):
+            uses = {visit + 10 + i: rows // 2 // num_ranges for i in range(num_ranges)}
+            dump(store, visit, uses)
+        publish(store, 2)
+        stored = live_rows(store, "big") * BIG.row_bytes
+        assert stored > 5 * memory
+        names = {entry.name for entry in tmp_path.iterdir()}
+        tracemalloc.start()
+        before = store.counters.row_bytes_read, store.counters.key_bytes_read
+        count, parts = 0, set()
+        for keys, _ in store.scan("big", memory_bytes=memory, chunk_rows=500):
+            count += keys.size
+            parts |= {entry.name for entry in tmp_path.iterdir()} - names
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count * BIG.row_bytes == stored
+        assert peak < memory
+        assert store.counters.row_bytes_read - before[0] == stored
+        assert store.counters.key_bytes_read - before[1] <= stored // 4 + 8 * count
+        assert bool(parts) == (num_ranges == 300)
+        assert store.counters.spill_bytes_written == (count * (BIG.row_bytes + 8) if parts else 0)
+        assert {entry.name for entry in tmp_path.iterdir()} == names
