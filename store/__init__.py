@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiercache.store.commit import Commit, Cursor
     from tiercache.store.counters import Counters
+    from tiercache.store.difference import Difference, differences
     from tiercache.store.engine import Contents, Engine
     from tiercache.store.errors import (
         BlockReadError,
@@ -40,6 +41,8 @@ _HOME = {
     "Commit": "commit",
     "Cursor": "commit",
     "Counters": "counters",
+    "Difference": "difference",
+    "differences": "difference",
     "Contents": "engine",
     "Engine": "engine",
     "BlockReadError": "errors",
@@ -97,6 +100,7 @@ __all__ = [
     "CorruptStoreError",
     "Counters",
     "Cursor",
+    "Difference",
     "Engine",
     "Field",
     "FormatVersionError",
@@ -120,6 +124,7 @@ __all__ = [
     "TableMismatchError",
     "Uniform",
     "Zeros",
+    "differences",
     "fill",
     "group_tables",
     "hash_keys",

@@ -53,13 +53,15 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
             for group in store.groups
             for table in group.tables
         ]
-        commit = store.commit
+        commit, row_bytes = store.commit, sum(table["rows"] * table["row_bytes"] for table in tables)
+        file_bytes = sum(entry.stat().st_size for entry in Path(path).rglob("*") if entry.is_file())
         return {
             "path": str(path),
             "format_version": FORMAT_VERSION,
-            "file_bytes": sum(entry.stat().st_size for entry in Path(path).iterdir()),
+            "file_bytes": file_bytes,
             "rows": sum(live.values()),
-            "row_bytes": sum(table["rows"] * table["row_bytes"] for table in tables),
+            "row_bytes": row_bytes,
+            "space_amplification": file_bytes / row_bytes if row_bytes else None,
             "live_ranges": sum(segment["live_ranges"] for segment in segments),
             "dead_ranges": sum(segment["dead_ranges"] for segment in segments),
             "commit": None
@@ -73,6 +75,11 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
                 "settings": commit.settings,
                 "environment": commit.environment,
             },
+            "retention": None if commit is None else commit.retention,
+            "commits": [
+                {"id": c.id, "visit": c.cursor.visit, "sample": c.cursor.sample, "segments": len(c.segment_ids)}
+                for c in store.commits
+            ],
             "tables": tables,
             "segments": segments,
         }

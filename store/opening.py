@@ -26,10 +26,13 @@ class Opened:
     contents: Contents
     tables: tuple[Table, ...]
     lock: WriterLock | None
+    shared: bool = False
+    """Whether the engine is another's to close."""
 
     def close(self) -> None:
         """Give both up."""
-        self.engine.close()
+        if not self.shared:
+            self.engine.close()
         if self.lock is not None:
             self.lock.release()
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tiercache.store.errors import StoreError, StoreFullError
-from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.scan import scan
 from tiercache.store.stream import NEVER, Range, Stream
+from tiercache.store.sweep import Sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -103,8 +103,8 @@ class Rewrite:
     def _merged(self, table: Table) -> Iterator[tuple[Int64s, Floats, Int64s]]:
         """Yield keys, rows and first uses of all rows that are stored or wanted, in hash order."""
         chunks = scan(self._store, table.name, memory_bytes=MEMORY_BYTES)
-        stored = _Sweep(table, ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks))
-        wanted = _Sweep(table, self._uses.slices(table.name))
+        stored = Sweep(table, ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks))
+        wanted = Sweep(table, self._uses.slices(table.name))
         while True:
             ends = [int(sweep.hashes[-1]) for sweep in (stored, wanted) if sweep.fill()]
             if not ends:
@@ -125,33 +125,6 @@ class Rewrite:
                 uses = np.concatenate([uses, wanted_uses[absent]])[order]
             if keys.size:
                 yield keys, rows, uses
-
-
-class _Sweep:
-    """Keys in hash order with something for each, of which a part is in memory."""
-
-    def __init__(self, table: Table, parts: Iterable[tuple[Int64s, NDArray[Any]]]) -> None:
-        self._table, self._parts = table, iter(parts)
-        self.hashes: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
-        self._keys: Int64s = np.empty(0, dtype=np.int64)
-        self._values: NDArray[Any] = np.empty(0, dtype=np.float32)
-
-    def fill(self) -> bool:
-        """Have the next part where nothing is left of the one before; returns whether there is anything."""
-        while not self.hashes.size:
-            part = next(self._parts, None)
-            if part is None:
-                return False
-            self._keys, self._values = part
-            self.hashes = hash_keys(self._keys, self._table.table_id)
-        return True
-
-    def take(self, bound: int) -> tuple[NDArray[np.uint64], Int64s, NDArray[Any]]:
-        """Return hashes, keys and values up to ``bound``."""
-        at = int(np.searchsorted(self.hashes, np.uint64(bound), side="right"))
-        taken = self.hashes[:at], self._keys[:at], self._values[:at]
-        self.hashes, self._keys, self._values = self.hashes[at:], self._keys[at:], self._values[at:]
-        return taken
 
 
 class _Sorted:

@@ -62,6 +62,8 @@ def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray
     group, table = _find(store, table_name)
     commit = store.commit
     newest = -1 if commit is None else commit.id
+    if store.segments and (commit is None or store.segments[-1].id not in commit.segment_ids):
+        raise ValueError(f"{store.label} has rows that no commit names: publish or forget them first")
     if not -1 <= since <= newest:
         raise CommitMissingError(
             f"{store.label} stands at commit {newest} and knows no changes since {since}: give -1 to {newest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -103,6 +104,15 @@ class Store:
         except BaseException:
             opened.close()
             raise
+
+    def at(self, commit: int) -> Store:
+        """Return this store as it stood at a ``commit`` that it keeps, for reading, while both are so.
+
+        Raises CommitMissingError.
+        """
+        self._check_open()
+        opened = replace(self._opened, contents=self._engine.contents(), lock=None, shared=True)
+        return Store(opened, self.path, "r", commit, None)
 
     def close(self) -> None:
         """Give up the store; what no commit names is lost. A second time does nothing."""
@@ -356,8 +366,6 @@ class Store:
         rollback gave up, CorruptBlockError, and ValueError where rows were appended and not committed.
         """
         self._check_open()
-        if self.segments and (self.commit is None or self.segments[-1].id not in self.commit.segment_ids):
-            raise ValueError(f"{self.label} has rows that no commit names: publish or forget them first")
         return changes(self, table_name, since)
 
     # -- inside ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def main() -> None:
     """Run the command line of this process."""
     try:
         app()
-    except (TierCacheError, StoreError) as error:
+    except (TierCacheError, StoreError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
     except OSError as error:

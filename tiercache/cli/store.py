@@ -1,14 +1,17 @@
-"""``tiercache store``: what a store holds, and whether it is whole."""
+"""``tiercache store``: what a store holds, whether it is whole, and its commits."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.table import Table
 
 __all__ = ["app"]
@@ -39,7 +42,8 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
         at += f", sample {commit['sample']:,}"
     console.print(
         f"[bold]{path}[/bold]: {at}; {found['rows']:,} live rows, {format_bytes(found['row_bytes'])}; "
-        f"files take {format_bytes(found['file_bytes'])}",
+        f"files take {format_bytes(found['file_bytes'])}"
+        + (f", {found['space_amplification']:.2f} times as much" if found["rows"] else ""),
         highlight=False,
         soft_wrap=True,
     )
@@ -54,6 +58,11 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
             format_bytes(table["rows"] * table["row_bytes"]),
         )
     console.print(tables)
+    if len(found["commits"]) > 1:
+        commits = _table(f"commits (the newest {found['retention']} are kept)", "id", "visit", "sample", "segments")
+        for kept in found["commits"]:
+            commits.add_row(str(kept["id"]), *(f"{kept[name]:,}" for name in ("visit", "sample", "segments")))
+        console.print(commits)
     if found["segments"]:
         console.print(_segments(found["segments"]))
 
@@ -82,6 +91,155 @@ def check(path: _Path, as_json: _Json = False) -> None:
             f"{path} is whole: {report['segments']} segments, {report['pieces']:,} pieces and {report['rows']:,} rows "
             f"({format_bytes(report['bytes'])}) are what was written"
         )
+
+
+@app.command("lookup")
+def show_rows(
+    path: _Path,
+    table: Annotated[str, typer.Argument(help="The name of the table.")],
+    keys: Annotated[list[int] | None, typer.Argument(help="Keys; put -- before them where one is negative.")] = None,
+    keys_file: Annotated[Path | None, typer.Option("--keys", help="A .npy file of keys (int64).")] = None,
+    missing: Annotated[str, typer.Option(help="Rows of keys that are not there: error, initial or zeros.")] = "error",
+    commit: Annotated[int | None, typer.Option(help="The commit to read; the newest where not given.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show the rows of keys: the vector and every optimizer state."""
+    import numpy as np
+
+    from tiercache.store import Store
+
+    wanted = np.array(keys or [], dtype=np.int64)
+    if keys_file is not None:
+        wanted = np.concatenate([wanted, _read_keys(keys_file)])
+    with Store.open(path, mode="r", commit=commit) as store:
+        fields = store.lookup(table, wanted, missing=missing)
+    if as_json:
+        rows = [{name: values[i].tolist() for name, values in fields.items()} for i in range(wanted.size)]
+        typer.echo(json.dumps([{"key": key, **row} for key, row in zip(wanted.tolist(), rows, strict=True)]))
+        return
+    from rich.console import Console
+
+    shown = _table(f"table {table}", "key", *fields)
+    for i, key in enumerate(wanted.tolist()):
+        shown.add_row(str(key), *(_numbers(values[i]) for values in fields.values()))
+    Console().print(shown)
+
+
+@app.command("changes")
+def show_changes(
+    path: _Path,
+    since: Annotated[int, typer.Option(help="A commit; -1 for all rows.")],
+    out: Annotated[Path | None, typer.Option(help="A folder for the keys: TABLE.npy (int64) for each table.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Count the rows that changed after a commit, and write their keys where asked to."""
+    import numpy as np
+
+    from tiercache.passes.durable import publish, sync
+    from tiercache.store import Store
+
+    counts: dict[str, int] = {}
+    with Store.open(path, mode="r") as store:
+        newest = -1 if store.commit is None else store.commit.id
+        for table in store.tables:
+            found = [keys for keys, _ in store.changes(table.name, since=since)]
+            keys = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+            counts[table.name] = int(keys.size)
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                draft = out / f".{table.table_id:016x}.npy"
+                np.save(draft, keys)
+                sync(draft)
+                publish(draft, out / f"{_file_name(table.name)}.npy")
+    if as_json:
+        typer.echo(json.dumps({"since": since, "commit": newest, "rows": counts}))
+        return
+    for name, rows in counts.items():
+        typer.echo(f"{name}: {rows:,} rows changed between commit {since} and commit {newest}")
+
+
+@app.command("diff")
+def compare(
+    path: _Path,
+    other: Annotated[Path | None, typer.Argument(help="Another store; not given: the same one.")] = None,
+    commit: Annotated[int | None, typer.Option("--from", help="A commit of the first store.")] = None,
+    other_commit: Annotated[int | None, typer.Option("--to", help="A commit of the second store.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Compare two stores, or two commits of one, row by row and bit by bit; exit code 1 where they differ."""
+    from contextlib import ExitStack
+    from dataclasses import asdict
+
+    from tiercache.store import Store, differences
+
+    with ExitStack() as stack:
+        first = stack.enter_context(Store.open(path, mode="r"))
+        second = first if other is None else stack.enter_context(Store.open(other, mode="r"))
+        first = first if commit is None else first.at(commit)
+        found = differences(first, second if other_commit is None else second.at(other_commit))
+    same = not any(one.only_first or one.only_second or one.different for one in found)
+    if as_json:
+        typer.echo(json.dumps({"same": same, "tables": [asdict(one) for one in found]}))
+    else:
+        from rich.console import Console
+
+        names = "only first", "only second", "different", "same"
+        shown = _table("differences", "table", *names, "for example keys")
+        for one in found:
+            counts = (one.only_first, one.only_second, one.different, one.same)
+            shown.add_row(one.table, *(f"{count:,}" for count in counts), ", ".join(map(str, one.examples)))
+        Console().print(shown)
+    if not same:
+        raise typer.Exit(1)
+
+
+@app.command("compact")
+def compact(path: _Path, as_json: _Json = False) -> None:
+    """Leave one range for each table, in hash order, for serving; training goes on after a reorganisation."""
+    from tiercache.store import Store
+    from tiercache.store.scan import live_rows
+    from tiercache.training.progress import RewriteProgress
+
+    with Store.open(path) as store:
+        rows = 0 if store.commit is None else sum(live_rows(store, table.name) for table in store.tables)
+        with RewriteProgress(rows, shown=not as_json and sys.stderr.isatty()) as bar:
+            commit = store.compact(progress=bar.advance)
+    done = {"commit": commit.id, "rows": rows}
+    typer.echo(json.dumps(done) if as_json else f"commit {commit.id} has {rows:,} rows in hash order")
+
+
+@app.command("rollback")
+def roll_back(
+    path: _Path, to: Annotated[int, typer.Option(help="A commit that is kept.")], as_json: _Json = False
+) -> None:
+    """Go back to the rows, the dense state and the cursor of an older commit, as a new commit."""
+    from tiercache.store import Store
+
+    with Store.open(path) as store:
+        commit = store.rollback(to)
+    done = {"commit": commit.id, "visit": commit.cursor.visit, "sample": commit.cursor.sample}
+    typer.echo(json.dumps(done) if as_json else f"commit {commit.id} stands where commit {to} stood")
+
+
+def _read_keys(path: Path) -> NDArray[np.int64]:
+    import numpy as np
+
+    keys = np.load(path, mmap_mode="r", allow_pickle=False)
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: it must have (n,) of int64")
+    return np.asarray(keys)
+
+
+def _file_name(table_name: str) -> str:
+    """Return a name that stays within its folder whatever the table's is."""
+    from urllib.parse import quote
+
+    return quote(table_name, safe=" ")
+
+
+def _numbers(values: NDArray[np.float32]) -> str:
+    shown = " ".join(f"{value:.6g}" for value in values[:6].tolist())
+    return f"{shown} ... ({values.size})" if values.size > 6 else shown
 
 
 def _segments(segments: list[dict[str, Any]]) -> Table:

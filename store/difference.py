@@ -1,0 +1,77 @@
+"""What is different between two stores, or two commits of one: a merge of two scans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.scan import scan
+from tiercache.store.sweep import Sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.store import Store
+
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How the rows of one table differ, vectors and optimizer state, bit for bit."""
+
+    table: str
+    only_first: int
+    """Rows whose keys the second does not have."""
+    only_second: int
+    different: int
+    same: int
+    examples: tuple[int, ...]
+    """The first few keys, in hash order, whose rows are not the same."""
+
+
+def differences(first: Store, second: Store) -> list[Difference]:
+    """Compare all rows of two stores of the same tables, table by table, in about 512 MiB of memory.
+
+    Raises ValueError for stores of different tables, or without a commit, and CorruptStoreError.
+    """
+    if first.tables != second.tables:
+        names = sorted({table.name for table in {*first.tables} ^ {*second.tables}})
+        raise ValueError(
+            f"{first.label} and {second.label} have different tables (see {', '.join(names)}): "
+            "compare stores of the same tables"
+        )
+    found = []
+    for table in first.tables:
+        one, other = (Sweep(table, _rows(store, table.name)) for store in (first, second))
+        only_first = only_second = different = same = 0
+        examples: list[int] = []
+        while ends := [int(sweep.hashes[-1]) for sweep in (one, other) if sweep.fill()]:
+            hashes, keys, rows = one.take(min(ends))
+            others, other_keys, other_rows = other.take(min(ends))
+            _, mine, theirs = np.intersect1d(hashes, others, assume_unique=True, return_indices=True)
+            unequal = mine[np.any(rows[mine].view(np.uint32) != other_rows[theirs].view(np.uint32), axis=1)]
+            left, right = np.delete(keys, mine), np.delete(other_keys, theirs)
+            only_first, only_second = only_first + left.size, only_second + right.size
+            different, same = different + unequal.size, same + mine.size - unequal.size
+            examples += np.concatenate([keys[unequal], left, right]).tolist()[: _EXAMPLES - len(examples)]
+        found.append(
+            Difference(
+                table=table.name,
+                only_first=only_first,
+                only_second=only_second,
+                different=different,
+                same=same,
+                examples=tuple(examples),
+            )
+        )
+    return found
+
+
+def _rows(store: Store, table_name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    for keys, fields in scan(store, table_name):
+        yield keys, np.concatenate(fields, axis=1)
