@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiercache.store.commit import Commit, Cursor
     from tiercache.store.counters import Counters
-    from tiercache.store.engine import Contents, Engine
+    from tiercache.store.engine import Contents, Engine, Form
     from tiercache.store.errors import (
         BlockReadError,
         CorruptBlockError,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tiercache.store.store import Store
     from tiercache.store.stream import NEVER, Range, Stream
     from tiercache.store.table import Group, Table, group_tables
+    from tiercache.store.zarr_engine import ZarrEngine
 
 _HOME = {
     "Commit": "commit",
@@ -39,6 +40,7 @@ _HOME = {
     "Counters": "counters",
     "Contents": "engine",
     "Engine": "engine",
+    "Form": "engine",
     "BlockReadError": "errors",
     "CorruptBlockError": "errors",
     "CorruptStoreError": "errors",
@@ -75,6 +77,7 @@ _HOME = {
     "Group": "table",
     "Table": "table",
     "group_tables": "table",
+    "ZarrEngine": "zarr_engine",
 }
 
 __all__ = [
@@ -92,6 +95,7 @@ __all__ = [
     "Cursor",
     "Engine",
     "Field",
+    "Form",
     "FormatVersionError",
     "Group",
     "LmdbEngine",
@@ -111,6 +115,7 @@ __all__ = [
     "Table",
     "TableMismatchError",
     "Uniform",
+    "ZarrEngine",
     "Zeros",
     "group_tables",
     "hash_keys",

@@ -57,7 +57,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {
             "path": str(path),
             "format_version": FORMAT_VERSION,
-            "file_bytes": sum(entry.stat().st_size for entry in Path(path).iterdir()),
+            "file_bytes": sum(entry.stat().st_size for entry in Path(path).rglob("*") if entry.is_file()),
             "rows": sum(live.values()),
             "row_bytes": sum(table["rows"] * table["row_bytes"] for table in tables),
             "live_ranges": sum(segment["live_ranges"] for segment in segments),

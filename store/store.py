@@ -74,15 +74,16 @@ class Store:
         path: str | os.PathLike[str] | None,
         *,
         tables: Iterable[Table] | None = None,
-        engine: str | Engine = "lmdb",
+        engine: str | Engine | None = None,
         mode: str = "a",
         max_bytes: int | None = None,
     ) -> Store:
         """Open the store at ``path``; with ``tables`` and mode "a", create it where there is none.
 
         Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
-        commit as of now, for as long as it is open. ``engine`` may be an instance: then ``path`` only names the
-        store in messages. ``max_bytes`` bounds the file; None means the size of the file system.
+        commit as of now, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the store's own, of a
+        new store "lmdb". It may be an instance: then ``path`` only names the store in messages. ``max_bytes`` bounds
+        the bytes of blocks; None means the size of the file system.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
         StoreFullError and CorruptStoreError.
@@ -93,10 +94,10 @@ class Store:
         if wanted is not None:
             group_tables(wanted)
         place = None if path is None else Path(path)
-        if not isinstance(engine, str):
+        if engine is not None and not isinstance(engine, str):
             opened = open_instance(engine, wanted, mode, _label(place))
         elif place is None:
-            raise ValueError(f"engine {engine!r} needs a path")
+            raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
         else:
             opened = open_path(place, wanted, engine, mode, max_bytes)
         try:
@@ -163,7 +164,7 @@ class Store:
         check_streams(streams, self.groups)
         with self._writing:
             segment = new_segment(self._next_id, visit, streams, within=within)
-            dump = Dump(segment, blocks, transaction_bytes, self.checksums, stable=stable)
+            dump = Dump(segment, self.groups, blocks, transaction_bytes, self.checksums, stable=stable)
             self._next_id += 1
             try:
                 dump.write(self._engine)
@@ -218,7 +219,7 @@ class Store:
             step = max(1, transaction_bytes // STATE_CHUNK_BYTES)
             try:
                 for i in range(0, len(parts), step):
-                    self._engine.write(parts[i : i + step])
+                    self._engine.write((name, chunk, None) for name, chunk in parts[i : i + step])
                     self.counters.add(transactions=1)
                 self._engine.commit(records, dead)
             except BaseException as error:

@@ -10,12 +10,11 @@ from tiercache.store.errors import StoreError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from typing import Any
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import Contents, Engine
+    from tiercache.store.engine import Block, Contents, Engine, Form
 
 
 def disk_full() -> StoreError:
@@ -50,7 +49,7 @@ class FailingEngine:
         with self._lock:
             self.calls, self.fail_at = 0, calls
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
+    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
         """Take the blocks and, where it is time, fail as a disk does: at the end."""
         if self._due("write"):
             for _ in blocks:
@@ -58,11 +57,11 @@ class FailingEngine:
             raise self.error()
         self.engine.write(blocks, stable=stable)
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
+    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
         """Read, or fail."""
         if self._due("read"):
             raise self.error()
-        self.engine.read(name, offset, out)
+        self.engine.read(name, offset, out, form)
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
         """Commit, or fail."""
@@ -100,15 +99,15 @@ class SlowEngine:
         self.engine = engine
         self.read_seconds, self.write_seconds, self.commit_seconds = read_seconds, write_seconds, commit_seconds
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
+    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
         """Wait, then write."""
         time.sleep(self.write_seconds)
         self.engine.write(blocks, stable=stable)
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
+    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
         """Wait, then read."""
         time.sleep(self.read_seconds)
-        self.engine.read(name, offset, out)
+        self.engine.read(name, offset, out, form)
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
         """Wait, then commit."""
