@@ -8,11 +8,7 @@ newest, or that a reader in another process has open; the rest is deleted, at th
 
 from __future__ import annotations
 
-import errno
-import os
-import queue
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,29 +16,25 @@ import google_crc32c
 import numpy as np
 
 from tiercache.store.blocks import KEYS
-from tiercache.store.direct_file import page_buffer, paged
 from tiercache.store.engine import Contents
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreClosedError, StoreError, StoreFullError
-from tiercache.store.reader_mark import ReaderMark, commits_read
+from tiercache.store.reader_mark import ReaderMark
 from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge, split
 from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject
 from tiercache.store.zarr_objects import Objects
+from tiercache.store.zarr_sweep import Sweep, is_chunk
+from tiercache.store.zarr_writer import ROOM_BYTES, ChunkWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from tiercache.store.engine import Block, Form
+    from tiercache.store.stream import Stream
 
 FOLDERS = ("manifests", "segments", "blocks", "records")
 """Manifests first: what they name is there before they are, and is listed after them."""
-_WRITERS, _BUFFERS = 3, 6
-"""Threads that write chunks, and chunks that wait for them in memory."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_ROOM = 1 << 20
-"""Bytes that are more than the records of a commit need."""
 
 
 class ZarrEngine:
@@ -60,68 +52,58 @@ class ZarrEngine:
         self._closed = self._unsynced = False
         self._state = threading.Condition()
         self._reads = self._writes = 0
-        self._mark = ReaderMark(root / "readers") if readonly and root is not None else None
+        readers = None if root is None else root / "readers"
+        self._mark = ReaderMark(readers) if readonly and readers is not None else None
+        self._writer = ChunkWriter(self._objects, self._label)
+        self._sweep = Sweep(self._writer, readers)
         try:
             listed = {key: size for folder in FOLDERS for key, size in self._objects.sizes(folder).items()}
             self._manifest = self._newest(listed, create=create)
             if self._mark is not None:
                 self._mark.set(self._manifest.number)
+            self._next = max([self._manifest.number, *_numbers(listed)]) + 1
+            # All blocks by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
             self._blocks = dict(self._manifest.blocks)
-            """All blocks, those that no commit names yet too."""
             self._fresh: dict[bytes, BlockObjects] = {}
             self._wrong = self._damaged(listed)
-            self._next = max([self._manifest.number, *_numbers(listed)]) + 1
-            self._held: dict[int, Manifest] = {}
-            """Manifests that are not the newest and are still there."""
-            self._garbage: dict[str, int | None] = {}
-            """Objects that the newest manifest does not name, and their bytes."""
-            self._present: dict[str, int | None] = {}
-            """All objects and their bytes."""
             self._dirty: set[str] = set()
             """Objects that are not durable yet."""
             if not readonly:
                 self._take_up(listed)
         except BaseException:
+            self._writer.close()
             if self._mark is not None:
                 self._mark.release()
             raise
-        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="tiercache-chunks")
-        self._buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
-        for _ in range(_BUFFERS):
-            self._buffers.put(np.empty(0, np.uint8))
 
     # -- the seam ----------------------------------------------------------------------------------------
 
     def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
         """Write the chunks of all blocks, several at a time, from copies."""
         written: dict[bytes, BlockObjects] = {}
-        jobs: list[Future[None]] = []
-        sizes: dict[str, int | None] = {}
-        replaced: list[Iterable[tuple[str, int]]] = []
+        made: dict[str, int | None] = {}
+        replaced: dict[str, int | None] = {}
         with self._writing():
-            held = None if self._max_bytes is None else _chunk_bytes(self._present)
+            held = None if self._max_bytes is None else self._sweep.chunk_bytes
             try:
                 for name, data, form in blocks:
-                    flat = data.reshape(-1).view(np.uint8)
-                    block = self._place(name, flat.size, form, sizes)
-                    replaced += [written[name].chunks(name)] if name in written else []
+                    block = self._place(name, data.nbytes, form, made)
+                    replaced.update(written[name].chunks(name) if name in written else ())
                     written[name] = block
-                    self._describe(block, form, sizes)
-                    for place, (key, size) in enumerate(block.chunks(name)):
-                        held = self._check_room(size, held)
-                        sizes[key] = size
-                        buffer = self._fill(name, flat, form, block, place, size)
-                        jobs.append(self._pool.submit(self._put, key, buffer, size))
-                    _raise_first(job for job in jobs if job.done())
-                _raise_first(jobs)
+                    if block.arrays is not None and form is not None:
+                        self._describe(block.arrays, form, made)
+                    held = self._check_room(data.nbytes, held)
+                    self._put(name, data.reshape(-1).view(np.uint8), form, block, made)
+                self._writer.finish()
             except BaseException:
-                wait(jobs)
-                self._drop(sizes)
+                self._writer.abandon()
+                self._take_back(made)
                 raise
-        self._present |= sizes
-        self._dirty |= sizes.keys()
-        for chunks in (*replaced, *(self._fresh[name].chunks(name) for name in written.keys() & self._fresh.keys())):
-            self._garbage |= chunks
+        for name in written.keys() & self._fresh.keys():
+            replaced.update(self._fresh[name].chunks(name))
+        self._sweep.add(made)
+        self._sweep.give(replaced)
+        self._dirty |= made.keys()
         self._fresh |= written
         self._blocks |= written
 
@@ -152,35 +134,38 @@ class ZarrEngine:
                 at += size
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
-        """Write and sync the records' objects, then the manifest; then delete what nobody names."""
+        """Write and sync the records' objects, then the manifest; then delete what nobody needs."""
         gone = {name: self._blocks[name] for name in dead if name in self._blocks}
         with self._writing():
-            number, published = self._next, False
-            self._next += 1
-            named = {name: block for name, block in self._blocks.items() if name not in gone}
-            made: dict[str, int | None] = {}
+            published = False
             kept = {name: record for name, record in self._manifest.records.items() if name not in records}
-            fresh = Manifest(number=number, records=kept, blocks=named)
+            blocks = {name: block for name, block in self._blocks.items() if name not in gone}
+            fresh = Manifest(number=self._next, records=kept, blocks=blocks)
+            self._next += 1
+            made: dict[str, int | None] = {}
             try:
                 for i, (name, data) in enumerate(records.items()):
                     if data is not None:
-                        key = f"records/{number}.{i}"
-                        fresh.records[name] = RecordObject(key, len(data), google_crc32c.value(bytes(data)))
+                        key = f"records/{fresh.number}.{i}"
                         made[key] = len(data)
-                        self._objects.set(key, bytes(data))
-                skip = {key for name, block in gone.items() for key, _ in block.chunks(name)} | self._garbage.keys()
-                self._sync([*(self._dirty - skip), *made])
+                        fresh.records[name] = RecordObject(key, len(data), google_crc32c.value(bytes(data)))
+                        self._writer.put(key, len(data), _copy(np.frombuffer(data, np.uint8)))
+                self._writer.finish()
+                unneeded = {key for name, block in gone.items() for key, _ in block.chunks(name)}
+                self._sync((self._dirty | made.keys()) - unneeded - self._sweep.garbage())
                 made[fresh.key] = None
-                self._objects.set(fresh.key, fresh.to_bytes())
+                with self._writer.translated(ROOM_BYTES):
+                    self._objects.set(fresh.key, fresh.to_bytes())
                 self._sync([fresh.key])
                 published = True
             finally:
                 # An interrupt may come when the manifest is durable, or when nothing of it is.
+                self._writer.abandon()
                 if published:
                     self._publish(fresh, made, gone)
                 else:
                     self._withdraw(fresh.key, made)
-            self._sweep()
+            self._sweep.run()
 
     def contents(self) -> Contents:
         """Return all records, and the names and sizes of all blocks; damaged ones with what is there of them."""
@@ -205,7 +190,7 @@ class ZarrEngine:
                 return
             self._closed = True
             self._state.wait_for(lambda: not self._reads and not self._writes)
-        self._pool.shutdown()
+        self._writer.close()
         if self._mark is not None:
             self._mark.release()
 
@@ -221,7 +206,7 @@ class ZarrEngine:
             problem = problem or CorruptStoreError(
                 f"manifest {number} of {self._label} is not whole and there is no other: restore the store from a copy"
             )
-        if create and not any(key.startswith(("segments/", "blocks/")) and _is_chunk(key) for key in listed):
+        if create and not any(key.startswith(("segments/", "blocks/")) and is_chunk(key) for key in listed):
             return Manifest(number=0)
         raise problem or CorruptStoreError(f"the manifest of {self._label} is missing: restore the store from a copy")
 
@@ -255,21 +240,22 @@ class ZarrEngine:
             self._sync([self._manifest.key])
         else:
             for key in (NODE, f"segments/{NODE}"):
-                self._objects.set(key, group_node())
+                with self._writer.translated(ROOM_BYTES):
+                    self._objects.set(key, group_node())
                 self._dirty.add(key)
         for number in set(_numbers(listed)) - {self._manifest.number}:
             if manifest := self._read_manifest(number):
-                self._held[number] = manifest
+                self._sweep.hold(manifest)
         named = self._manifest.named() | {f"segments/{NODE}": None}
-        self._present = dict(listed)
-        self._garbage = {key: size for key, size in listed.items() if key not in named}
-        self._sweep()
-        for folder in self._objects.empty_folders("segments"):
-            self._objects.delete_folder(folder)
+        self._sweep.add(listed)
+        self._sweep.give({key: size for key, size in listed.items() if key not in named})
+        self._sweep.run()
+        self._sweep.wait()
+        self._objects.tidy("segments")
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _place(self, name: bytes, size: int, form: Form | None, sizes: Mapping[str, Any]) -> BlockObjects:
+    def _place(self, name: bytes, size: int, form: Form | None, made: Mapping[str, Any]) -> BlockObjects:
         """Return objects for a block that are not there yet."""
         version = 0
         while True:
@@ -277,52 +263,36 @@ class ZarrEngine:
             if form is not None:
                 segment, group = (int.from_bytes(name[a:b], "big") for a, b in ((1, 9), (9, 13)))
                 arrays = Arrays.of(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
+                self._sweep.leave(arrays.folder)
             block = BlockObjects(size, version if arrays is None else 0, arrays)
-            if not any(key in self._present or key in sizes for key, _ in block.chunks(name)):
+            if not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
                 return block
             version += 1
 
-    def _describe(self, block: BlockObjects, form: Form | None, sizes: dict[str, int | None]) -> None:
-        """Write what tells readers of Zarr about the arrays of a block, where it is not there yet."""
-        if block.arrays is None or form is None:
+    def _describe(self, arrays: Arrays, form: Form, made: dict[str, int | None]) -> None:
+        """Write what tells readers of Zarr about the arrays, where it is not there yet."""
+        last = f"{arrays.folder}/{NODE}"
+        if last in self._sweep or last in made:
             return
-        last = f"{block.arrays.folder}/{NODE}"
-        if last in self._present or last in sizes:
-            return
-        for key, data in block.arrays.nodes(form).items():
-            if key not in self._present and key not in sizes:
-                with self._translated(len(data)):
-                    sizes[key] = len(data)
-                    self._objects.set(key, data)
+        for key, data in arrays.nodes(form).items():
+            if key not in self._sweep and key not in made:
+                made[key] = len(data)
+                self._writer.put(key, len(data), _copy(np.frombuffer(data, np.uint8)))
 
-    def _fill(
-        self, name: bytes, data: NDArray[np.uint8], form: Form | None, block: BlockObjects, place: int, size: int
-    ) -> NDArray[np.uint8]:
-        """Return a page buffer with the bytes of one chunk of a block, once one is free."""
-        buffer = self._buffers.get()
-        try:
-            if buffer.size < paged(size):
-                buffer = page_buffer(size)
-            used = data.size
-            if form is None or block.arrays is None or name[:1] == KEYS or len(block.arrays.fields) == 1:
-                buffer[:used] = data
+    def _put(
+        self, name: bytes, data: NDArray[np.uint8], form: Form | None, block: BlockObjects, made: dict[str, int | None]
+    ) -> None:
+        """Write the objects of a block: each field of its rows, or all of it."""
+        at = 0
+        fields = [("", 0)] if block.arrays is None or name[:1] == KEYS else block.arrays.fields
+        for (key, size), (_, row_bytes) in zip(block.chunks(name), fields, strict=True):
+            made[key] = size
+            if form is None or len(fields) == 1:
+                self._writer.put(key, size, _copy(data))
             else:
-                fields = [row_bytes for _, row_bytes in block.arrays.fields]
-                used = data.size // sum(fields) * fields[place]
-                index = int.from_bytes(name[-4:], "big")
-                split(form.stream, index, data, sum(fields[:place]), buffer[:used])
-            buffer[used:size] = 0
-        except BaseException:
-            self._buffers.put(buffer)
-            raise
-        return buffer
-
-    def _put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
-        try:
-            with self._translated(size):
-                self._objects.put(key, buffer, size)
-        finally:
-            self._buffers.put(buffer)
+                used = data.size // form.stream.row_bytes * row_bytes
+                self._writer.put(key, size, _gather(form.stream, int.from_bytes(name[-4:], "big"), data, at, used))
+            at += row_bytes
 
     def _check_room(self, size: int, held: int | None) -> int | None:
         """Return the bytes held with ``size`` more, where they are bounded. Raises StoreFullError."""
@@ -332,11 +302,11 @@ class ZarrEngine:
                 limit=f"blocks of {self._label} may take {self._max_bytes:,} and take {held:,}",
                 advice="raise max_bytes",
             )
-        root = self._objects.root
-        if root is not None:
-            system = os.statvfs(root)
-            if system.f_frsize * system.f_bavail < size + _ROOM:
-                raise _full(root, size)
+        try:
+            self._writer.check_room(size)
+        except StoreFullError:
+            self._sweep.wait()  # what is being deleted may make the room
+            self._writer.check_room(size)
         return None if held is None else held + size
 
     def _sync(self, keys: Iterable[str]) -> None:
@@ -344,64 +314,27 @@ class ZarrEngine:
         if self._unsynced:
             raise StoreError(f"{self._label} could not be synced: mend that and open the store again")
         self._unsynced = True
-        with self._translated(_ROOM):
-            self._objects.sync(keys)
+        self._writer.sync(keys)
         self._unsynced = False
 
     def _publish(self, fresh: Manifest, made: dict[str, int | None], gone: Mapping[bytes, BlockObjects]) -> None:
         """Stand at a manifest that is durable."""
         before, self._manifest = self._manifest, fresh
-        self._held[before.number] = before
-        self._present |= made
-        self._dirty = set()
-        self._garbage[before.key] = None
-        replaced = {r.key: r.size for n, r in before.records.items() if fresh.records.get(n) != r}
-        self._garbage |= replaced
-        for name, block in before.blocks.items():
+        self._sweep.add(made)
+        self._sweep.hold(before)
+        self._sweep.give({before.key: None})
+        self._sweep.give({r.key: r.size for name, r in before.records.items() if fresh.records.get(name) != r})
+        for name, block in (*before.blocks.items(), *gone.items()):
             if fresh.blocks.get(name) != block:
-                self._garbage |= block.chunks(name)
-        for name, block in gone.items():
-            self._garbage |= block.chunks(name)
-        self._blocks, self._fresh = dict(fresh.blocks), {}
+                self._sweep.give(block.chunks(name))
+        self._blocks, self._fresh, self._dirty = dict(fresh.blocks), {}, set()
         self._wrong = {
             name: size for name, size in self._wrong.items() if fresh.blocks.get(name) == before.blocks[name]
         }
 
-    def _sweep(self) -> None:
-        """Delete objects that no manifest names that counts; where that fails, the next sweep tries again."""
-        root = self._objects.root
-        read = commits_read(root / "readers") if root is not None else set()
-        if read is None:
-            return
-        self._held = {number: held for number, held in self._held.items() if number in read}
-        held = {key for manifest in self._held.values() for key in manifest.named()}
-        dead = [key for key in self._garbage if key not in held]
-        try:
-            self._objects.delete(dead)
-        except OSError:
-            return
-        for key in dead:
-            del self._garbage[key]
-            self._present.pop(key, None)
-        self._delete_arrays({key.rpartition("/")[0].rpartition("/")[0] for key in dead if key.startswith("segments/")})
-
-    def _delete_arrays(self, folders: set[str]) -> None:
-        """Delete the folders of streams that have no chunk any more, and of segments that have no stream."""
-        folders |= {folder.rpartition("/")[0] for folder in folders}
-        for key in self._present:
-            if _is_chunk(key):
-                stream = key.rpartition("/")[0].rpartition("/")[0]
-                folders -= {stream, stream.rpartition("/")[0]}
-        for folder in folders - {"segments", ""}:
-            self._objects.delete_folder(folder)
-            for key in [key for key in self._present if key.startswith(folder + "/")]:
-                del self._present[key]
-                self._garbage.pop(key, None)
-
     def _withdraw(self, key: str, made: dict[str, int | None]) -> None:
         """Take back a manifest that is not durable; the records that it names go after it."""
-        self._present |= made
-        self._garbage |= made
+        self._sweep.give(made)
         if key in made:
             try:
                 self._objects.delete([key])
@@ -409,24 +342,12 @@ class ZarrEngine:
             except OSError:
                 self._unsynced = True  # it may stand or not: opening the store again finds it out
 
-    def _drop(self, keys: Mapping[str, int | None]) -> None:
-        """Delete objects that were written in vain; what cannot be deleted now is deleted when the store is opened."""
+    def _take_back(self, made: Mapping[str, int | None]) -> None:
+        """Delete objects that were written in vain; what cannot be deleted now is deleted later."""
         try:
-            self._objects.delete(keys)
+            self._objects.delete(made)
         except OSError:
-            self._present |= keys
-            self._garbage |= keys
-
-    @contextmanager
-    def _translated(self, needed: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in _FULL:
-                raise _full(self._objects.root, needed, error) from error
-            raise StoreError(
-                f"{self._label} cannot be written ({error}): mend that and open the store again"
-            ) from error
+            self._sweep.give(made)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -439,8 +360,7 @@ class ZarrEngine:
         finally:
             with self._state:
                 self._reads -= 1
-                if self._closed:
-                    self._state.notify_all()
+                self._state.notify_all()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -463,30 +383,23 @@ def _numbers(listed: Iterable[str]) -> list[int]:
     return [int(key[10:]) for key in listed if key.startswith("manifests/") and key[10:].isdecimal()]
 
 
-def _is_chunk(key: str) -> bool:
-    """Whether an object holds bytes of blocks."""
-    return key.startswith("blocks/") or (key.startswith("segments/") and not key.endswith(NODE))
+def _copy(data: NDArray[np.uint8]) -> Callable[[NDArray[np.uint8]], None]:
+    """Return what fills a buffer with ``data``, zeros after it."""
+
+    def fill(buffer: NDArray[np.uint8]) -> None:
+        buffer[: data.size] = data
+        buffer[data.size :] = 0
+
+    return fill
 
 
-def _chunk_bytes(present: Mapping[str, int | None]) -> int:
-    return sum(size or 0 for key, size in present.items() if _is_chunk(key))
+def _gather(
+    stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, size: int
+) -> Callable[[NDArray[np.uint8]], None]:
+    """Return what fills a buffer with one field of the rows in ``data``, zeros after it."""
 
+    def fill(buffer: NDArray[np.uint8]) -> None:
+        split(stream, block, data, field_at, buffer[:size])
+        buffer[size:] = 0
 
-def _raise_first(jobs: Iterable[Future[None]]) -> None:
-    for job in jobs:
-        job.result()
-
-
-def _full(root: Path | None, needed: int, error: OSError | None = None) -> StoreFullError:
-    if error is not None and error.errno == errno.EFBIG:
-        return StoreFullError(
-            needed_bytes=needed, limit=f"this process may not write so large a file ({error})", advice="raise ulimit -f"
-        )
-    if root is None:
-        return StoreFullError(needed_bytes=needed, limit=f"its place is full ({error})", advice="free some")
-    system = os.statvfs(root)
-    return StoreFullError(
-        needed_bytes=needed,
-        limit=f"the file system of {root} has {system.f_frsize * system.f_bavail:,} free",
-        advice="free some, or move the store to a larger one",
-    )
+    return fill

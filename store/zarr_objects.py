@@ -6,6 +6,7 @@ On a local disk the store is a ``LocalStore`` that also writes and reads past th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -134,42 +135,40 @@ class Objects:
             return _walk(str(self.store.root), folder)
         return dict.fromkeys(sync(_collect(self.store.list_prefix(folder + "/"))))
 
-    def empty_folders(self, folder: str) -> list[str]:
-        """Return folders below ``folder`` without an object in or below them."""
+    def tidy(self, folder: str) -> None:
+        """Delete folders below ``folder`` that hold nothing, and what Zarr had begun to write beside it."""
         if not isinstance(self.store, DiskStore):
-            return []
-        root = str(self.store.root)
-        return [
-            os.path.relpath(here, root)
-            for here, _, _ in os.walk(f"{root}/{folder}")
-            if here != f"{root}/{folder}" and not any(files for _, _, files in os.walk(here))
-        ]
+            return
+        for here, _, _ in os.walk(self.store.root / folder, topdown=False):
+            with contextlib.suppress(OSError):  # most are not empty
+                Path(here).rmdir()
+        for path in self.store.root.glob("*" + LEFTOVER):
+            path.unlink(missing_ok=True)
 
     def sync_folder(self, folder: str) -> None:
         """Return when the names in a folder are durable. Raises OSError."""
         if isinstance(self.store, DiskStore):
             sync_path(self.store.root / folder)
 
-    def sync(self, keys: Iterable[str]) -> None:
-        """Return when objects are durable, with their names and folders. Raises OSError.
+    def durable_paths(self, keys: Iterable[str]) -> tuple[list[Path], list[Path]]:
+        """Return the files, and then the folders, that are to be synced so that objects last.
 
-        Elsewhere than on a local disk they are when they are written.
+        Elsewhere than on a local disk objects last when they are written.
         """
         if not isinstance(self.store, DiskStore):
-            return
-        folders: set[str] = set()
-        for key in keys:
-            sync_path(self.store.root / key)
-            folder = key
-            while "/" in folder:
-                folder = folder.rpartition("/")[0]
-                if folder in folders:
-                    break
+            return [], []
+        files, folders = list(keys), {""}
+        for key in files:
+            folder = key.rpartition("/")[0]
+            while folder not in folders:
                 folders.add(folder)
-            else:
-                folders.add("")
-        for folder in folders:
-            sync_path(self.store.root / folder)
+                folder = folder.rpartition("/")[0]
+        return [self.store.root / key for key in files], [self.store.root / folder for folder in sorted(folders)]
+
+    @staticmethod
+    def sync_path(path: Path) -> None:
+        """Return when a file, or the names in a folder, are durable. Raises OSError."""
+        sync_path(path)
 
 
 def _walk(root: str, folder: str) -> dict[str, int | None]:
