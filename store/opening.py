@@ -34,8 +34,8 @@ class Opened:
             self.lock.release()
 
 
-ENGINES = ("lmdb", "zarr")
-"""The first is that of a new store."""
+ENGINES = {"lmdb": "data.mdb", "zarr": "manifests"}
+"""By name what each keeps its commits in; the first is that of a new store."""
 
 
 def open_path(
@@ -54,7 +54,9 @@ def open_path(
     opened: Engine | None = None
     try:
         found = directory.find()  # another process may have made it before the lock was ours
-        kind = directory.engine(ENGINES, engine) if found else engine or ENGINES[0]
+        kind = directory.engine(tuple(ENGINES), engine) if found else engine or next(iter(ENGINES))
+        if not found:
+            _check_alone(path, kind)
         opened = _engine(kind)(path, create=not found, readonly=mode == "r", max_bytes=max_bytes)
         contents = opened.contents()
         if not found and COMMIT in contents.records:
@@ -69,6 +71,16 @@ def open_path(
             lock.release()
         raise
     return Opened(engine=opened, contents=contents, tables=known, lock=lock)
+
+
+def _check_alone(path: Path, kind: str) -> None:
+    """Raise NotAStoreError where a store of another engine would be hidden by one that is made now."""
+    for other, name in ENGINES.items():
+        if other != kind and (path / name).exists():
+            raise NotAStoreError(
+                f"{path} holds {name} of a store with engine {other!r} that lost its marker or was never finished: "
+                "restore the store from a copy, or give a path that is free"
+            )
 
 
 def _engine(kind: str) -> Callable[..., Engine]:

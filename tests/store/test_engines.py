@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -22,10 +22,12 @@ class TestMemoryEngine(EngineContract):
 
     @classmethod
     def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
         return MemoryEngine(capacity_bytes=max_bytes)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
         return engine
 
 
@@ -34,14 +36,17 @@ class TestLmdbEngine(EngineContract):
 
     @classmethod
     def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
         return LmdbEngine(path, create=True, max_bytes=max_bytes)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
         return LmdbEngine(path, create=False)
 
     @classmethod
     def open_reader(cls, path: Path) -> Engine:
+        """Open for reading."""
         return LmdbEngine(path, create=False, readonly=True)
 
 
@@ -50,24 +55,28 @@ class TestZarrEngine(EngineContract):
 
     @classmethod
     def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
         return ZarrEngine(path, create=True, max_bytes=max_bytes)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
         return ZarrEngine(path, create=False)
 
     @classmethod
     def open_reader(cls, path: Path) -> Engine:
+        """Open for reading."""
         return ZarrEngine(path, create=False, readonly=True)
 
 
 class TestZarrEngineElsewhere(EngineContract):
     """Arrays in a store of Zarr that is no folder: the path that object stores take."""
 
-    stores: dict[Path, object] = {}
+    stores: ClassVar[dict[Path, object]] = {}
 
     @classmethod
     def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
         from zarr.storage import MemoryStore
 
         cls.stores[path] = MemoryStore()
@@ -75,6 +84,7 @@ class TestZarrEngineElsewhere(EngineContract):
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
         return ZarrEngine(cls.stores[path], create=False)
 
     def test_a_reader_in_another_process_stays_at_its_commit(self, engine: Engine, tmp_path: Path) -> None:
