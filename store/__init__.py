@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit, Cursor
     from tiercache.store.counters import Counters
     from tiercache.store.difference import Difference, differences
-    from tiercache.store.engine import Contents, Engine
+    from tiercache.store.engine import Contents, Engine, Form
     from tiercache.store.errors import (
         BlockReadError,
         CommitMissingError,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tiercache.store.store import Store
     from tiercache.store.stream import NEVER, Range, Stream
     from tiercache.store.table import Group, Table, group_tables
+    from tiercache.store.zarr_engine import ZarrEngine
 
 _HOME = {
     "Commit": "commit",
@@ -45,6 +46,7 @@ _HOME = {
     "differences": "difference",
     "Contents": "engine",
     "Engine": "engine",
+    "Form": "engine",
     "BlockReadError": "errors",
     "CommitMissingError": "errors",
     "CorruptBlockError": "errors",
@@ -84,6 +86,7 @@ _HOME = {
     "Group": "table",
     "Table": "table",
     "group_tables": "table",
+    "ZarrEngine": "zarr_engine",
 }
 
 __all__ = [
@@ -103,6 +106,7 @@ __all__ = [
     "Difference",
     "Engine",
     "Field",
+    "Form",
     "FormatVersionError",
     "Group",
     "KeyMissingError",
@@ -123,6 +127,7 @@ __all__ = [
     "Table",
     "TableMismatchError",
     "Uniform",
+    "ZarrEngine",
     "Zeros",
     "differences",
     "fill",

@@ -63,6 +63,24 @@ class StoreDirectory:
         except (FileExistsError, NotADirectoryError) as error:
             raise NotAStoreError(f"{error.filename} is a file: no store can be made below it") from error
 
+    def engine(self, known: tuple[str, ...], wanted: str | None) -> str:
+        """Return the engine that the store here was made with.
+
+        Raises FormatVersionError where it is none of ``known``, and ValueError where another one is ``wanted``.
+        """
+        engine = json.loads((self.path / MARKER).read_bytes()[:65536]).get("engine")
+        if engine not in known:
+            raise FormatVersionError(
+                f"the store at {self.path} was made with engine {engine!r} and this tiercache has "
+                f"{' and '.join(known)}: use a newer tiercache"
+            )
+        if wanted not in {None, engine}:
+            raise ValueError(
+                f"the store at {self.path} was made with engine {engine!r}, not {wanted!r}: leave engine out, "
+                "or give the path of a new store"
+            )
+        return str(engine)
+
     def finish(self, engine: str) -> None:
         """Write the marker, durably: from now on this is a store."""
         text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, "engine": engine}) + "\n"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.store.blocks import KEYS, ROWS, block_name, checksum, segment_names
+from tiercache.store.engine import Form
 from tiercache.store.segment import Segment
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.blocks import Checksums
+    from tiercache.store.engine import Block as NamedBlock
     from tiercache.store.engine import Engine
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
@@ -31,7 +33,14 @@ class Dump:
     """
 
     def __init__(
-        self, segment: Segment, blocks: Iterable[Block], transaction_bytes: int, checksums: Checksums, *, stable: bool
+        self,
+        segment: Segment,
+        groups: Sequence[Group],
+        blocks: Iterable[Block],
+        transaction_bytes: int,
+        checksums: Checksums,
+        *,
+        stable: bool,
     ) -> None:
         self.segment = segment
         self.bytes_left = segment.row_bytes + 8 * segment.rows
@@ -39,6 +48,7 @@ class Dump:
         self.transactions = self.rows = self.row_bytes = 0
         """What the engine took, counted block by block."""
         self._source = iter(blocks)
+        self._forms = [Form(group, stream) for group, stream in zip(groups, segment.streams, strict=True)]
         self._limit, self._checksums, self._stable = transaction_bytes, checksums, stable
         self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
         self._largest = max((_block_bytes(stream) for stream in segment.streams), default=0)
@@ -70,7 +80,7 @@ class Dump:
             for name in segment_names(self.segment, group, 0, stream.num_blocks)
         }
 
-    def _transaction(self) -> Iterator[tuple[bytes, NDArray[Any]]]:
+    def _transaction(self) -> Iterator[NamedBlock]:
         id_ = self.segment.id
         while self._missing and (not self._written or self._written + self._largest <= self._limit):
             group, block, data, keys = self._next()
@@ -83,8 +93,9 @@ class Dump:
             self._written += data.size + 8 * keys.size
             self.rows += keys.size
             self.row_bytes += data.size
-            yield block_name(ROWS, id_, group, block), data
-            yield block_name(KEYS, id_, group, block), keys.view(np.uint8)
+            form = self._forms[group]
+            yield block_name(ROWS, id_, group, block), data, form
+            yield block_name(KEYS, id_, group, block), keys.view(np.uint8), form
 
     def _next(self) -> Block:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -11,6 +11,25 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from tiercache.store.stream import Stream
+    from tiercache.store.table import Group
+
+    Block = tuple[bytes, NDArray[Any], "Form | None"]
+    """Name, contiguous bytes, form."""
+
+
+class Form(NamedTuple):
+    """What the bytes of a block are, for an engine that keeps the fields of rows apart: others ignore it.
+
+    A block with a form has a name of ``block_name`` (rows or keys of a segment) and is the whole block of the stream
+    that its name says. Of rows, whole pieces are read.
+    """
+
+    group: Group
+    """Whose rows: fields and tables."""
+    stream: Stream
+    """Which rows stand in which block and piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +49,19 @@ class Engine(Protocol):
     may come from other threads meanwhile. ``MemoryEngine`` is the executable definition.
     """
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
+    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
         """Keep blocks, all of them or none. They last from the next ``commit`` on: a crash before it loses them.
 
         Asks for one after another and takes what it needs of each before it asks for the next, or, of ``stable``
-        blocks, which do not change, before it returns. A block of the same name is replaced. Raises StoreFullError.
+        blocks, which do not change, before it returns. A block of the same name is replaced, and is
+        there again after a crash. Raises StoreFullError.
         """
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
-        """Fill ``out`` with the bytes of a block from ``offset`` on. Raises BlockReadError."""
+    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
+        """Fill ``out`` with the bytes of a block, which was written with ``form``, from ``offset`` on.
+
+        Raises BlockReadError.
+        """
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
         """Set records (None removes one) and delete blocks (some may be gone already), all or nothing, durably.

@@ -71,7 +71,7 @@ class History:
         check_streams(streams, self._groups)
         with self._lock:
             segment = new_segment(self._next_id, visit, streams, within=within)
-            dump = Dump(segment, blocks, transaction_bytes, checksums, stable=stable)
+            dump = Dump(segment, self._groups, blocks, transaction_bytes, checksums, stable=stable)
             self._next_id += 1
             try:
                 dump.write(self._engine)
@@ -223,7 +223,7 @@ class History:
         step = max(1, transaction_bytes // STATE_CHUNK_BYTES)
         try:
             for i in range(0, len(parts), step):
-                self._engine.write(parts[i : i + step])
+                self._engine.write((name, chunk, None) for name, chunk in parts[i : i + step])
                 self._counters.add(transactions=1)
             self._engine.commit(records, dead)
         except BaseException as error:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.store.engine import Block, Form
+
 DATA, BLOCKS = "data.mdb", "blocks.bin"
 _BLOCK, _FREED, _RECORD = b"b", b"f", b"r"
 _PLACE = struct.Struct("<QQ")
@@ -96,13 +98,13 @@ class LmdbEngine:
 
     # -- the seam ----------------------------------------------------------------------------------------
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
+    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
         """Write all blocks where the file is free."""
         written: list[tuple[bytes, Place]] = []
         with self._writing():
             self._settle()
             try:
-                for name, data in blocks:
+                for name, data, _ in blocks:
                     written.append((name, self._file.put(data, stable=stable)))
                 self._file.flush()
             except BaseException:
@@ -113,7 +115,7 @@ class LmdbEngine:
                 self._replaced.append(self._places[name])
             self._fresh[name] = self._places[name] = place
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
+    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
         """Read from the file at the block's place."""
         seen = self._begin()
         try:

@@ -12,9 +12,10 @@ from tiercache.store.errors import BlockReadError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from typing import Any
 
     from numpy.typing import NDArray
+
+    from tiercache.store.engine import Block, Form
 
 
 class MemoryEngine:
@@ -30,9 +31,9 @@ class MemoryEngine:
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
 
-    def write(self, blocks: Iterable[tuple[bytes, NDArray[Any]]], *, stable: bool = False) -> None:
+    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
         """Keep copies of all blocks, or of none."""
-        copies = {name: np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8) for name, data in blocks}
+        copies = {name: np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8) for name, data, _ in blocks}
         with self._lock:
             held = sum(block.size for block in self.blocks.values())
             added = sum(block.size for block in copies.values())
@@ -44,7 +45,7 @@ class MemoryEngine:
                 )
             self.blocks.update(copies)
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8]) -> None:
+    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
         """Copy bytes of a block."""
         block = self.blocks.get(name)
         if block is None:

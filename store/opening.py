@@ -13,6 +13,7 @@ from tiercache.store.recovery import commit_ids
 from tiercache.store.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tiercache.store.engine import Contents, Engine
@@ -37,12 +38,16 @@ class Opened:
             self.lock.release()
 
 
-def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: str, max_bytes: int | None) -> Opened:
-    """Open or create the store at ``path``. Raises what ``Store.open`` raises."""
-    if engine != "lmdb":
-        raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb' or an engine's instance")
-    from tiercache.store.lmdb_engine import LmdbEngine
+ENGINES = {"lmdb": "data.mdb", "zarr": "manifests"}
+"""By name what each keeps its commits in; the first is that of a new store."""
 
+
+def open_path(
+    path: Path, tables: tuple[Table, ...] | None, engine: str | None, mode: str, max_bytes: int | None
+) -> Opened:
+    """Open or create the store at ``path``. Raises what ``Store.open`` raises."""
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb', 'zarr' or an engine's instance")
     directory = StoreDirectory(path)
     found = directory.find()
     if not found and (mode == "r" or tables is None):
@@ -50,16 +55,19 @@ def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: s
     if not found:
         directory.create()
     lock = WriterLock(path) if mode == "a" else None
-    opened: LmdbEngine | None = None
+    opened: Engine | None = None
     try:
         found = directory.find()  # another process may have made it before the lock was ours
-        opened = LmdbEngine(path, create=not found, readonly=mode == "r", max_bytes=max_bytes)
+        kind = directory.engine(tuple(ENGINES), engine) if found else engine or next(iter(ENGINES))
+        if not found:
+            _check_alone(path, kind)
+        opened = _engine(kind)(path, create=not found, readonly=mode == "r", max_bytes=max_bytes)
         contents = opened.contents()
         if not found and commit_ids(contents.records):
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
         known = _tables_of(opened, contents, tables, f"the store at {path}", fresh=not found)
         if not found:
-            directory.finish(engine)
+            directory.finish(kind)
     except BaseException:
         if opened is not None:
             opened.close()
@@ -67,6 +75,27 @@ def open_path(path: Path, tables: tuple[Table, ...] | None, engine: str, mode: s
             lock.release()
         raise
     return Opened(engine=opened, contents=contents, tables=known, lock=lock)
+
+
+def _check_alone(path: Path, kind: str) -> None:
+    """Raise NotAStoreError where a store of another engine would be hidden by one that is made now."""
+    for other, name in ENGINES.items():
+        if other != kind and (path / name).exists():
+            raise NotAStoreError(
+                f"{path} holds {name} of a store with engine {other!r} that lost its marker or was never finished: "
+                "restore the store from a copy, or give a path that is free"
+            )
+
+
+def _engine(kind: str) -> Callable[..., Engine]:
+    """Return the class of an engine; only now is what it stands on imported."""
+    if kind == "zarr":
+        from tiercache.store.zarr_engine import ZarrEngine
+
+        return ZarrEngine
+    from tiercache.store.lmdb_engine import LmdbEngine
+
+    return LmdbEngine
 
 
 def open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:

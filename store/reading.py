@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.blocks import KEYS, ROWS, block_name, checksum, corrupt_block, piece_checksums
+from tiercache.store.engine import Form
 from tiercache.store.errors import BlockReadError, CorruptStoreError
 
 if TYPE_CHECKING:
@@ -121,6 +122,6 @@ class BlockReader:
 
     def _block(self, name: bytes, start: int, out: NDArray[np.uint8], segment: Segment, group: int, block: int) -> None:
         try:
-            self._engine.read(name, start, out)
+            self._engine.read(name, start, out, Form(self._groups[group], segment.streams[group]))
         except BlockReadError as error:
             raise corrupt_block(self._label, segment, self._groups[group], block, error.seen) from error

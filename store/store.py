@@ -67,7 +67,7 @@ class Store:
         path: str | os.PathLike[str] | None,
         *,
         tables: Iterable[Table] | None = None,
-        engine: str | Engine = "lmdb",
+        engine: str | Engine | None = None,
         mode: str = "a",
         max_bytes: int | None = None,
         commit: int | None = None,
@@ -76,9 +76,10 @@ class Store:
         """Open the store at ``path``; with ``tables`` and mode "a", create it where there is none.
 
         Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
-        commit as of now, or ``commit``, for as long as it is open. ``engine`` may be an instance: then ``path`` only
-        names the store in messages. ``max_bytes`` bounds the file; None means the size of the file system. Commits
-        from now on keep the newest ``retention`` commits, themselves included; None means as many as before, or 1.
+        commit as of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the
+        store's own, of a new store "lmdb". It may be an instance: then ``path`` only names the store in messages.
+        ``max_bytes`` bounds the bytes of blocks; None means the size of the file system. Commits from now on keep the
+        newest ``retention`` commits, themselves included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
         StoreFullError, CommitMissingError and CorruptStoreError.
@@ -93,10 +94,10 @@ class Store:
         if wanted is not None:
             group_tables(wanted)
         place = None if path is None else Path(path)
-        if not isinstance(engine, str):
+        if engine is not None and not isinstance(engine, str):
             opened = open_instance(engine, wanted, mode, _label(place))
         elif place is None:
-            raise ValueError(f"engine {engine!r} needs a path")
+            raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
         else:
             opened = open_path(place, wanted, engine, mode, max_bytes)
         try:

@@ -38,7 +38,7 @@ class Home:
     def open(self, tables: list[Table] | None = None, **options: Any) -> Store:
         """Open the store; the one opened before is closed."""
         self.close()
-        engine: Any = self.engine if self.kind == "memory" else "lmdb"
+        engine: Any = self.engine if self.kind == "memory" else self.kind
         store = Store.open(self.path, tables=tables, engine=engine, **options)
         self.opened.append(store)
         return store
@@ -55,7 +55,7 @@ def tables() -> list[Table]:
     return small_tables()
 
 
-@pytest.fixture(params=["memory", "lmdb"])
+@pytest.fixture(params=["memory", "lmdb", "zarr"])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
     """A place for a store on each engine."""
     place = Home(request.param, tmp_path)

@@ -17,16 +17,17 @@ import pytest
 
 from tests.store.conftest import small_tables
 from tests.store.world import World
-from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, verify
-from tiercache.store.testing import FailingEngine, SlowEngine
+from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, ZarrEngine, verify
+from tiercache.store.testing import FailingEngine, KilledError, SlowEngine
 
 if TYPE_CHECKING:
     from tiercache.store import Table
 
 ROOT = Path(__file__).parents[2]
+ON_DISK: dict[str, Any] = {"lmdb": LmdbEngine, "zarr": ZarrEngine}
 
 
-@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+@pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("lasting", [False, True])
 def test_any_failing_write_or_commit_leaves_the_last_commit(
     kind: str, lasting: bool, tables: list[Table], tmp_path: Path
@@ -35,7 +36,7 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
     opened again it stands where it stood; what is tried again then works.
     """
     memory = MemoryEngine()
-    inner: Any = memory if kind == "memory" else LmdbEngine(tmp_path, create=True)
+    inner: Any = memory if kind == "memory" else ON_DISK[kind](tmp_path, create=True)
     store, world = Store.open(None, tables=tables, engine=inner), World(tables)
     world.run(store, 3)
     call = 0
@@ -44,8 +45,8 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
         before = copy.deepcopy(world)
         engine = FailingEngine(inner, verbs=("write", "commit"), lasting=lasting)
         store.close()
-        if kind == "lmdb":
-            engine.engine = inner = LmdbEngine(tmp_path, create=False)
+        if kind != "memory":
+            engine.engine = inner = ON_DISK[kind](tmp_path, create=False)
         store = Store.open(None, engine=engine)
         world.check(store, after=world.visit - 1)
         assert store.commit is not None
@@ -70,11 +71,11 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
     store.close()
 
 
-@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+@pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], tmp_path: Path) -> None:
     """After it failed while its state was written, or at the very end, with another state."""
-    inner: Any = MemoryEngine() if kind == "memory" else LmdbEngine(tmp_path, create=True)
+    inner: Any = MemoryEngine() if kind == "memory" else ON_DISK[kind](tmp_path, create=True)
     engine = FailingEngine(inner)
     store, world = Store.open(None, tables=tables, engine=engine), World(tables)
     world.run(store, 2)
@@ -124,7 +125,7 @@ from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import Store
 
-store, world = Store.open(sys.argv[1], tables=small_tables()), World(small_tables())
+store, world = Store.open(sys.argv[1], tables=small_tables(), engine=sys.argv[2]), World(small_tables())
 if store.commit is not None:
     world.visit = store.commit.cursor.visit
 for _ in range(1000):
@@ -133,13 +134,14 @@ for _ in range(1000):
 """
 
 
-def test_a_killed_process_leaves_its_last_commit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*ON_DISK])
+def test_a_killed_process_leaves_its_last_commit(kind: str, tmp_path: Path) -> None:
     """At any moment of kill -9, the store opens at a commit no older than what was said to be done, whole and alone."""
     generator = np.random.default_rng(0)
     path, done = tmp_path / "s.tc", 0
     world = World(small_tables())
     for _ in range(4):
-        command = [sys.executable, "-c", TRAIN, str(path)]
+        command = [sys.executable, "-c", TRAIN, str(path), kind]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True) as child:
             assert child.stdout is not None
@@ -163,3 +165,33 @@ def test_a_killed_process_leaves_its_last_commit(tmp_path: Path) -> None:
             world.check(store, after=visit - 1)
             world.check_load(store, visit)
             assert store.state() == f"state at {visit}, 0".encode()
+
+
+def test_a_disk_that_fills_up_says_how_much_it_holds(tables: list[Table]) -> None:
+    """Over all calls, in real bytes, and with nothing kept of the write that did not fit."""
+    engine = FailingEngine(MemoryEngine())
+    store, world = Store.open(None, tables=tables, engine=engine), World(tables)
+    world.run(store, 2)
+    held = sum(engine.contents().blocks.values())
+    engine.capacity_bytes = held + 2000
+    before = copy.deepcopy(world)
+    world.train()
+    with pytest.raises(StoreFullError, match=rf"may hold {held + 2000:,} and holds [0-9,]+: raise capacity_bytes"):
+        world.append(store, transaction_bytes=1000)
+    store.forget()
+    assert sum(engine.contents().blocks.values()) == held
+    before.check(store, after=1)
+    engine.capacity_bytes = None
+    before.run(store, 1)
+
+
+def test_a_torn_write_ends_the_process_as_far_as_its_engine_goes() -> None:
+    """A part of the blocks arrives, and of one of them a part; then nothing is answered any more."""
+    engine = FailingEngine(MemoryEngine())
+    engine.tear(1, 3)
+    with pytest.raises(KilledError):
+        engine.write([(bytes([65 + i]), np.full(5, i, np.uint8), None) for i in range(3)])
+    for call in (lambda: engine.write([]), lambda: engine.commit({}, []), engine.contents):
+        with pytest.raises(KilledError, match="open the engine again"):
+            call()
+    assert engine.engine.contents().blocks == {b"A": 5, b"B": 3}

@@ -14,17 +14,13 @@ import numpy as np
 import pytest
 
 from tests.store.big import BIG, dump, load, publish
-from tiercache.store import (
-    BlockReadError,
-    LmdbEngine,
-    Store,
-    StoreClosedError,
-    verify,
-)
+from tiercache.store import LmdbEngine, Store, verify
 from tiercache.store.lmdb_file import LmdbFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tiercache.store.engine import Block
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,32 +153,6 @@ def test_a_reading_store_stays_at_its_commit(big: Store, tmp_path: Path, *, reop
     assert said == f"one 0 {total}"
 
 
-def test_a_block_that_is_not_there_is_an_error_in_words(tmp_path: Path) -> None:
-    """So are bytes beyond its end."""
-    engine = LmdbEngine(tmp_path, create=True)
-    engine.write([(b"a", np.zeros(10_000, np.uint8)), (b"b", np.zeros(10, np.uint8))])
-    for name, size, words in ((b"c", 1, "is missing"), (b"a", 10_001, "ends at byte 10,000"), (b"b", 11, "ends at")):
-        with pytest.raises(BlockReadError, match=words):
-            engine.read(name, 0, np.empty(size, np.uint8))
-    engine.close()
-
-
-def test_a_write_that_fails_half_way_writes_nothing(tmp_path: Path) -> None:
-    """All blocks of a transaction or none."""
-    engine = LmdbEngine(tmp_path, create=True)
-
-    def blocks() -> Iterator[tuple[bytes, Any]]:
-        yield b"a", np.zeros(10_000, np.uint8)
-        raise RuntimeError("the source broke")
-
-    with pytest.raises(RuntimeError, match="the source broke"):
-        engine.write(blocks())
-    assert engine.contents().blocks == {}
-    engine.write([(b"a", np.ones(10_000, np.uint8))])
-    assert engine.contents().blocks == {b"a": 10_000}
-    engine.close()
-
-
 def test_the_file_stops_growing(big: Store) -> None:
     """A cycle of visits with mixed next uses, 22 epochs of it: from the third on, the file has the same length."""
     generator = np.random.default_rng(0)
@@ -204,12 +174,12 @@ def test_the_file_stops_growing(big: Store) -> None:
 def test_freed_places_beyond_the_end_of_the_file_are_no_damage(tmp_path: Path) -> None:
     """What a failed write gives back to the file system may still be noted as freed: the store opens all the same."""
     engine = LmdbEngine(tmp_path, create=True)
-    engine.write([(b"a", np.ones(5000, np.uint8)), (b"b", np.zeros(900_000, np.uint8))])
+    engine.write([(b"a", np.ones(5000, np.uint8), None), (b"b", np.zeros(900_000, np.uint8), None)])
     engine.commit({}, [])
     engine.commit({}, [b"b"])
 
-    def blocks() -> Iterator[tuple[bytes, Any]]:
-        yield b"c", np.zeros(10_000, np.uint8)
+    def blocks() -> Iterator[Block]:
+        yield b"c", np.zeros(10_000, np.uint8), None
         raise RuntimeError("the source broke")
 
     with pytest.raises(RuntimeError, match="the source broke"):
@@ -222,7 +192,7 @@ def test_freed_places_beyond_the_end_of_the_file_are_no_damage(tmp_path: Path) -
         engine.read(b"a", 0, out)
         assert out.all()
         if not readonly:
-            engine.write([(b"d", np.full(2_000_000, 3, np.uint8))])
+            engine.write([(b"d", np.full(2_000_000, 3, np.uint8), None)])
             engine.commit({}, [])
             assert engine.contents().blocks == {b"a": 5000, b"d": 2_000_000}
         engine.close()
@@ -269,19 +239,3 @@ def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
     big.close()
     assert big.path is not None
     assert verify(big.path)["problems"] == []
-
-
-def test_errors_of_the_callers_blocks_and_of_a_closed_engine_are_their_own(tmp_path: Path) -> None:
-    """An OSError of the source is not called one of the file, and a closed engine says that it is closed."""
-    engine = LmdbEngine(tmp_path, create=True)
-
-    def blocks() -> Iterator[tuple[bytes, Any]]:
-        yield b"a", np.zeros(10_000, np.uint8)
-        raise OSError("the source broke")
-
-    with pytest.raises(OSError, match="the source broke"):
-        engine.write(blocks())
-    engine.close()
-    for call in (lambda: engine.commit({"r": b"1"}, []), lambda: engine.write([]), engine.contents):
-        with pytest.raises(StoreClosedError, match="is closed: open it again"):
-            call()

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 
 from tests.store.conftest import small_tables
 from tests.store.world import World
-from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError
-from tiercache.store.testing import FailingEngine
+from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, ZarrEngine
+from tiercache.store.testing import FailingEngine, KilledError
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -61,6 +61,8 @@ class StoreMachine(RuleBasedStateMachine):
         engine: Any = self.memory
         if self.kind == "lmdb":
             engine = LmdbEngine(Path(self.place.name), create=create)
+        elif self.kind == "zarr":
+            engine = ZarrEngine(Path(self.place.name), create=create)
         self.engine = FailingEngine(engine)
         self.store = Store.open(None, tables=self.world.tables, engine=self.engine)
 
@@ -102,6 +104,14 @@ class StoreMachine(RuleBasedStateMachine):
         """What was dumped since the commit is dropped."""
         self.store.forget()
         self.step_back()
+
+    @rule(blocks=st.integers(0, 4), num_bytes=st.sampled_from([0, 1, 30]))
+    def die_writing(self, blocks: int, num_bytes: int) -> None:
+        """The process dies in the middle of a write, and another opens the store."""
+        self.engine.tear(blocks, num_bytes)
+        with pytest.raises(KilledError):
+            self.dump(1 << 20)
+        self.crash()
 
     @rule()
     def crash(self) -> None:
@@ -151,7 +161,13 @@ class LmdbMachine(StoreMachine):
     kind = "lmdb"
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(StoreMachine, 20), (LmdbMachine, 8)])
+class ZarrMachine(StoreMachine):
+    """The same on Zarr."""
+
+    kind = "zarr"
+
+
+@pytest.mark.parametrize(("machine", "examples"), [(StoreMachine, 20), (LmdbMachine, 8), (ZarrMachine, 5)])
 def test_a_store_is_its_last_commit_and_what_was_appended_since(machine: type[StoreMachine], examples: int) -> None:
     """Through any order of dumps, commits, failures and crashes, rows are what a dict says."""
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=15, deadline=None))

@@ -197,21 +197,29 @@ def test_a_creation_that_was_killed_is_done_again(tmp_path: Path, left: list[str
     assert Store.open(tmp_path).tables == (one(),)
 
 
-def test_a_creation_killed_just_before_its_marker_is_done_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+def test_a_creation_killed_just_before_its_marker_is_done_again(kind: str, tmp_path: Path) -> None:
     """Even with other tables, as nobody has seen the first ones."""
-    Store.open(tmp_path, tables=[one()]).close()
+    Store.open(tmp_path, tables=[one()], engine=kind).close()
     (tmp_path / "store.json").unlink()
-    with Store.open(tmp_path, tables=[one("u")]) as store:
+    with Store.open(tmp_path, tables=[one("u")], engine=kind) as store:
+        assert [table.name for table in store.tables] == ["u"]
+    with Store.open(tmp_path) as store:
         assert [table.name for table in store.tables] == ["u"]
 
 
-def test_a_store_with_commits_that_lost_its_marker_is_not_made_again(tmp_path: Path) -> None:
-    """Its rows are not written over."""
-    with Store.open(tmp_path, tables=small_tables()) as store:
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+def test_a_store_with_commits_that_lost_its_marker_is_not_made_again(kind: str, tmp_path: Path) -> None:
+    """Its rows are not written over, whichever engine is asked for."""
+    with Store.open(tmp_path, tables=small_tables(), engine=kind) as store:
         World(small_tables()).run(store, 1)
     (tmp_path / "store.json").unlink()
-    with pytest.raises(NotAStoreError, match="lost its marker"):
-        Store.open(tmp_path, tables=small_tables())
+    locks = {"writer.lock", "lock.mdb"}
+    held = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name not in locks}
+    for engine in ("lmdb", "zarr"):
+        with pytest.raises(NotAStoreError, match="lost its marker"):
+            Store.open(tmp_path, tables=small_tables(), engine=engine)
+    assert {path: path.read_bytes() for path in held} == held
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "blocks.bin"])
@@ -222,6 +230,23 @@ def test_a_missing_data_file_is_refused(tmp_path: Path, name: str) -> None:
     for mode in ("a", "r"):
         with pytest.raises(CorruptStoreError, match=f"{name} is missing"):
             Store.open(tmp_path, mode=mode)
+
+
+def test_a_store_opens_with_the_engine_it_was_made_with(tmp_path: Path) -> None:
+    """Nobody has to say which; another one is refused in words, and one that is not known here too."""
+    for kind, other in (("lmdb", "zarr"), ("zarr", "lmdb")):
+        Store.open(tmp_path / kind, tables=[one()], engine=kind).close()
+        for mode in ("a", "r"):
+            Store.open(tmp_path / kind, mode=mode).close()
+            Store.open(tmp_path / kind, mode=mode, engine=kind).close()
+            with pytest.raises(ValueError, match=rf"was made with engine '{kind}', not '{other}': leave engine out"):
+                Store.open(tmp_path / kind, mode=mode, engine=other)
+    Store.open(tmp_path / "s", tables=[one()]).close()
+    marker = json.loads((tmp_path / "s" / "store.json").read_text())
+    assert marker["engine"] == "lmdb"
+    (tmp_path / "s" / "store.json").write_text(json.dumps({**marker, "engine": "tape"}))
+    with pytest.raises(FormatVersionError, match="engine 'tape' and this tiercache has lmdb and zarr: use a newer"):
+        Store.open(tmp_path / "s")
 
 
 def test_unknown_modes_and_engines_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""How the rows of a segment stream stand in Zarr arrays: which chunk holds what, decided without touching any.
+
+A stream has an array for its keys and one for each field of its rows, with a chunk for each block. Shapes: the array of
+a field has (rows, width), that of the keys (rows,); a chunk has the rows of one block, the last one padded with zeros.
+In a chunk the rows of all pieces stand one after another, so that pieces are one run of bytes in each array.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.engine import Form
+    from tiercache.store.stream import Stream
+
+KEY_ARRAY = "keys"
+KEY_BYTES = 8
+NODE = "zarr.json"
+"""The name of an object that describes an array or a group of arrays."""
+_NO_KEY = -(1 << 63)
+
+
+class Span(NamedTuple):
+    """Bytes [start, stop) of a chunk, which has ``size`` bytes in all."""
+
+    key: str
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrays:
+    """The arrays of one segment stream."""
+
+    folder: str
+    """Where they are."""
+    rows: int
+    chunk_rows: int
+    """Rows of a chunk: those of a block, or of the whole stream where that is less."""
+    fields: tuple[tuple[str, int], ...]
+    """Name, and bytes in a row, of each field in the order of a row."""
+
+    @classmethod
+    def of(cls, folder: str, form: Form) -> Arrays:
+        """Return the arrays in ``folder`` for the rows of ``form``."""
+        stream = form.stream
+        fields = tuple((field.name, 4 * field.width) for field in form.group.fields)
+        return cls(folder=folder, rows=stream.rows, chunk_rows=min(stream.rows, stream.block_rows), fields=fields)
+
+    def key(self, array: str, block: int) -> str:
+        """Return the name of the chunk that holds one block of an array."""
+        return f"{self.folder}/{array}/c.{block}" + ("" if array == KEY_ARRAY else ".0")
+
+    def chunks(self, block: int, *, keys: bool) -> Iterator[tuple[str, int]]:
+        """Yield name and bytes of every chunk of a block of keys, or of rows."""
+        if keys:
+            yield self.key(KEY_ARRAY, block), KEY_BYTES * self.chunk_rows
+        else:
+            for name, row_bytes in self.fields:
+                yield self.key(name, block), row_bytes * self.chunk_rows
+
+    def spans(self, block: int, first: int, last: int, *, keys: bool) -> list[Span]:
+        """Return where rows [first, last) of a block stand in each of its chunks."""
+        return [
+            Span(key, size // self.chunk_rows * first, size // self.chunk_rows * last, size)
+            for key, size in self.chunks(block, keys=keys)
+        ]
+
+    def nodes(self, form: Form) -> dict[str, bytes]:
+        """Return the objects that describe the arrays and their groups to any reader of Zarr, by name."""
+        segment = self.folder.rpartition("/")[0]
+        names = [table.name for table in form.group.tables]
+        about = {
+            "tables": names,
+            "piece_rows": form.stream.piece_rows,
+            "ranges": [
+                {"next_use": rows.next_use, "rows": dict(zip(names, rows.table_rows, strict=True))}
+                for rows in form.stream.ranges
+            ],
+        }
+        found = {f"{segment}/{NODE}": group_node(), f"{self.folder}/{NODE}": group_node(about)}
+        found[f"{self.folder}/{KEY_ARRAY}/{NODE}"] = _array_node("int64", [self.rows], [self.chunk_rows], _NO_KEY)
+        for name, row_bytes in self.fields:
+            width = row_bytes // 4
+            node = _array_node("float32", [self.rows, width], [self.chunk_rows, width], "NaN")
+            found[f"{self.folder}/{name}/{NODE}"] = node
+        return found
+
+
+def split(stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:
+    """Gather one field of the rows of a block, which stand piece by piece in ``data``, in ``out``.
+
+    ``field_at`` is the byte of a row at which the field begins; ``out`` has the field's bytes of all rows.
+    """
+    first = int(stream.block_first_row_B[block])
+    for here, there in _parts(stream, first, data, field_at, out):
+        there[:] = here
+
+
+def merge(stream: Stream, first: int, data: NDArray[np.uint8], field_at: int, field: NDArray[np.uint8]) -> None:
+    """Put one field of the rows from row ``first`` of a stream on, where a piece begins, where it stands in ``data``.
+
+    The opposite of ``split``: ``data`` has the bytes of whole pieces.
+    """
+    for here, there in _parts(stream, first, data, field_at, field):
+        here[:] = there
+
+
+def _parts(
+    stream: Stream, first: int, data: NDArray[np.uint8], field_at: int, field: NDArray[np.uint8]
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Yield the places of a field in ``data`` and in ``field``, together for all neighbours of equal length."""
+    row_bytes = stream.row_bytes
+    rows = data.size // row_bytes
+    if not rows:
+        return
+    field_bytes = field.size // rows
+    low, high = np.searchsorted(stream.piece_first_row_P, (first, first + rows)).tolist()
+    lengths = stream.piece_rows_P[low:high]
+    cuts = [0, *(np.nonzero(np.diff(lengths))[0] + 1).tolist(), high - low]
+    at = 0
+    for begin, end in pairwise(cuts):
+        count, length = end - begin, int(lengths[begin])
+        pieces = data[at * row_bytes : (at + count * length) * row_bytes].reshape(count, length * row_bytes)
+        mine = field[at * field_bytes : (at + count * length) * field_bytes].reshape(count, length * field_bytes)
+        yield pieces[:, length * field_at : length * (field_at + field_bytes)], mine
+        at += count * length
+
+
+def group_node(attributes: dict[str, Any] | None = None) -> bytes:
+    """Return the object that describes a group of arrays."""
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}).encode()
+
+
+def _array_node(dtype: str, shape: list[int], chunk: list[int], fill: int | str) -> bytes:
+    return json.dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": shape,
+            "data_type": dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": fill,
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "attributes": {},
+            "storage_transformers": [],
+        }
+    ).encode()

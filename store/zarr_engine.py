@@ -1,0 +1,405 @@
+"""Blocks of rows as chunks of Zarr arrays, records as objects beside them, commits by one atomic manifest.
+
+A commit is a manifest, a small object that names all records and blocks; the newest whole one counts. What it names
+was made durable before it was written, and is never written again: a block of the same name gets objects of other
+names. So a commit is there with all it names or not at all. An object stays as long as a manifest names it that is the
+newest, or that a reader in another process has open; the rest is deleted, at the next commit or opening.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import google_crc32c
+import numpy as np
+
+from tiercache.store.blocks import KEYS
+from tiercache.store.engine import Contents
+from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreClosedError, StoreError, StoreFullError
+from tiercache.store.reader_mark import ReaderMark
+from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge, split
+from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject
+from tiercache.store.zarr_objects import Objects
+from tiercache.store.zarr_sweep import Sweep, is_chunk
+from tiercache.store.zarr_writer import ROOM_BYTES, ChunkWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.engine import Block, Form
+    from tiercache.store.stream import Stream
+
+FOLDERS = ("manifests", "segments", "blocks", "records")
+"""Manifests first: what they name is there before they are, and is listed after them."""
+
+
+class ZarrEngine:
+    """A Zarr store, on the local disk or elsewhere. One writer at a time; never used across a fork."""
+
+    def __init__(self, store: Any, *, create: bool, readonly: bool = False, max_bytes: int | None = None) -> None:
+        """Open it at its newest whole manifest; ``store`` is a path or a store object of Zarr.
+
+        With ``readonly`` it stays there: on a local disk a writer keeps what that commit names, elsewhere a block that
+        was deleted meanwhile is an error. ``max_bytes`` bounds the bytes of blocks. Raises CorruptStoreError.
+        """
+        self._objects, self._readonly, self._max_bytes = Objects(store), readonly, max_bytes
+        root = self._objects.root
+        self._label = f"the store at {root}" if root is not None else f"the store in {self._objects.store}"
+        self._closed = self._unsynced = False
+        self._state = threading.Condition()
+        self._reads = self._writes = 0
+        readers = None if root is None else root / "readers"
+        self._mark = ReaderMark(readers) if readonly and readers is not None else None
+        self._writer = ChunkWriter(self._objects, self._label)
+        self._sweep = Sweep(self._writer, readers)
+        try:
+            listed = {key: size for folder in FOLDERS for key, size in self._objects.sizes(folder).items()}
+            self._manifest = self._newest(listed, create=create)
+            if self._mark is not None:
+                self._mark.set(self._manifest.number)
+            self._next = max([self._manifest.number, *_numbers(listed)]) + 1
+            # All blocks by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
+            self._blocks = dict(self._manifest.blocks)
+            self._fresh: dict[bytes, BlockObjects] = {}
+            self._wrong = self._damaged(listed)
+            self._dirty: set[str] = set()
+            """Objects that are not durable yet."""
+            if not readonly:
+                self._take_up(listed)
+        except BaseException:
+            self._writer.close()
+            if self._mark is not None:
+                self._mark.release()
+            raise
+
+    # -- the seam ----------------------------------------------------------------------------------------
+
+    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
+        """Write the chunks of all blocks, several at a time, from copies."""
+        written: dict[bytes, BlockObjects] = {}
+        made: dict[str, int | None] = {}
+        replaced: dict[str, int | None] = {}
+        with self._writing():
+            held = None if self._max_bytes is None else self._sweep.chunk_bytes
+            try:
+                for name, data, form in blocks:
+                    block = self._place(name, data.nbytes, form, made)
+                    replaced.update(written[name].chunks(name) if name in written else ())
+                    written[name] = block
+                    if block.arrays is not None and form is not None:
+                        self._describe(block.arrays, form, made)
+                    held = self._check_room(data.nbytes, held)
+                    self._put(name, data.reshape(-1).view(np.uint8), form, block, made)
+                self._writer.finish()
+            except BaseException:
+                self._writer.abandon()
+                self._take_back(made)
+                raise
+        for name in written.keys() & self._fresh.keys():
+            replaced.update(self._fresh[name].chunks(name))
+        self._sweep.add(made)
+        self._sweep.give(replaced)
+        self._dirty |= made.keys()
+        self._fresh |= written
+        self._blocks |= written
+
+    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
+        """Read the rows' bytes from each chunk of the block."""
+        with self._reading():
+            block = self._blocks.get(name)
+            if block is None:
+                raise BlockReadError("is missing")
+            if offset + out.size > block.size:
+                raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
+            if block.arrays is None:
+                (key, _), *_ = block.chunks(name)
+                out[:] = self._objects.ranges([Span(key, offset, offset + out.size, block.size)])[0]
+                return
+            keys, index = name[:1] == KEYS, int.from_bytes(name[-4:], "big")
+            row_bytes = 8 if keys else sum(size for _, size in block.arrays.fields)
+            first, last = offset // row_bytes, (offset + out.size) // row_bytes
+            found = self._objects.ranges(block.arrays.spans(index, first, last, keys=keys))
+            if len(found) == 1:
+                out[:] = found[0]
+                return
+            assert form is not None, "the block was written with a form"
+            first += int(form.stream.block_first_row_B[index])
+            at = 0
+            for (_, size), field in zip(block.arrays.fields, found, strict=True):
+                merge(form.stream, first, out, at, field)
+                at += size
+
+    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
+        """Write and sync the records' objects, then the manifest; then delete what nobody needs."""
+        gone = {name: self._blocks[name] for name in dead if name in self._blocks}
+        with self._writing():
+            published = False
+            kept = {name: record for name, record in self._manifest.records.items() if name not in records}
+            blocks = {name: block for name, block in self._blocks.items() if name not in gone}
+            fresh = Manifest(number=self._next, records=kept, blocks=blocks)
+            self._next += 1
+            made: dict[str, int | None] = {}
+            try:
+                for i, (name, data) in enumerate(records.items()):
+                    if data is not None:
+                        key = f"records/{fresh.number}.{i}"
+                        made[key] = len(data)
+                        fresh.records[name] = RecordObject(key, len(data), google_crc32c.value(bytes(data)))
+                        self._writer.put(key, len(data), _copy(np.frombuffer(data, np.uint8)))
+                self._writer.finish()
+                unneeded = {key for name, block in gone.items() for key, _ in block.chunks(name)}
+                self._sync((self._dirty | made.keys()) - unneeded - self._sweep.garbage())
+                made[fresh.key] = None
+                with self._writer.translated(ROOM_BYTES):
+                    self._objects.set(fresh.key, fresh.to_bytes())
+                self._sync([fresh.key])
+                published = True
+            finally:
+                # An interrupt may come when the manifest is durable, or when nothing of it is.
+                self._writer.abandon()
+                if published:
+                    self._publish(fresh, made, gone)
+                else:
+                    self._withdraw(fresh.key, made)
+            self._sweep.run()
+
+    def contents(self) -> Contents:
+        """Return all records, and the names and sizes of all blocks; damaged ones with what is there of them."""
+        with self._reading():
+            records = {}
+            for name, record in self._manifest.records.items():
+                data = self._objects.get(record.key)
+                if data is None or len(data) != record.size or google_crc32c.value(data) != record.checksum:
+                    seen = "is missing" if data is None else "is not what was written"
+                    raise CorruptStoreError(
+                        f"object {record.key} of {self._label}, its record {name!r}, {seen}: "
+                        "restore the store from a copy"
+                    )
+                records[name] = data
+            blocks = {name: block.size for name, block in self._blocks.items() if name not in self._wrong}
+            return Contents(records, blocks | {name: size for name, size in self._wrong.items() if size is not None})
+
+    def close(self) -> None:
+        """Let the commit go, once reads and writes in other threads have ended."""
+        with self._state:
+            if self._closed:
+                return
+            self._closed = True
+            self._state.wait_for(lambda: not self._reads and not self._writes)
+        self._writer.close()
+        if self._mark is not None:
+            self._mark.release()
+
+    # -- opening -----------------------------------------------------------------------------------------
+
+    def _newest(self, listed: Mapping[str, int | None], *, create: bool) -> Manifest:
+        """Return the newest whole manifest; that of an empty store where one is made."""
+        numbers = sorted(_numbers(listed), reverse=True)
+        problem: CorruptStoreError | None = None
+        for number in numbers:
+            if manifest := self._read_manifest(number):
+                return manifest
+            problem = problem or CorruptStoreError(
+                f"manifest {number} of {self._label} is not whole and there is no other: restore the store from a copy"
+            )
+        if create and not any(key.startswith(("segments/", "blocks/")) and is_chunk(key) for key in listed):
+            return Manifest(number=0)
+        raise problem or CorruptStoreError(f"the manifest of {self._label} is missing: restore the store from a copy")
+
+    def _read_manifest(self, number: int) -> Manifest | None:
+        data = self._objects.get(Manifest(number=number).key)
+        try:
+            found = None if data is None else Manifest.from_bytes(data, f"manifest {number} of {self._label}")
+        except CorruptStoreError:
+            return None
+        return found if found is not None and found.number == number else None
+
+    def _damaged(self, listed: Mapping[str, int | None]) -> dict[bytes, int | None]:
+        """Return the blocks with objects missing (None) or of another length (bytes that are there)."""
+        wrong: dict[bytes, int | None] = {}
+        for name, block in self._manifest.blocks.items():
+            lacking = 0
+            for key, size in block.chunks(name):
+                if key not in listed:
+                    wrong[name] = None
+                    break
+                seen = listed[key]
+                lacking += 0 if seen is None else size - seen
+            else:
+                if lacking:
+                    wrong[name] = max(0, block.size - lacking)
+        return wrong
+
+    def _take_up(self, listed: dict[str, int | None]) -> None:
+        """Delete what no manifest names that counts, once the newest one is durable."""
+        if self._manifest.key in listed:
+            self._sync([self._manifest.key])
+        else:
+            for key in (NODE, f"segments/{NODE}"):
+                with self._writer.translated(ROOM_BYTES):
+                    self._objects.set(key, group_node())
+                self._dirty.add(key)
+        for number in set(_numbers(listed)) - {self._manifest.number}:
+            if manifest := self._read_manifest(number):
+                self._sweep.hold(manifest)
+        named = self._manifest.named() | {f"segments/{NODE}": None}
+        self._sweep.add(listed)
+        self._sweep.give({key: size for key, size in listed.items() if key not in named})
+        self._sweep.run()
+        self._sweep.wait()
+        self._objects.tidy("segments")
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _place(self, name: bytes, size: int, form: Form | None, made: Mapping[str, Any]) -> BlockObjects:
+        """Return objects for a block that are not there yet."""
+        version = 0
+        while True:
+            arrays = None
+            if form is not None:
+                segment, group = (int.from_bytes(name[a:b], "big") for a, b in ((1, 9), (9, 13)))
+                arrays = Arrays.of(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
+                self._sweep.leave(arrays.folder)
+            block = BlockObjects(size, version if arrays is None else 0, arrays)
+            if not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
+                return block
+            version += 1
+
+    def _describe(self, arrays: Arrays, form: Form, made: dict[str, int | None]) -> None:
+        """Write what tells readers of Zarr about the arrays, where it is not there yet."""
+        last = f"{arrays.folder}/{NODE}"
+        if last in self._sweep or last in made:
+            return
+        for key, data in arrays.nodes(form).items():
+            if key not in self._sweep and key not in made:
+                made[key] = len(data)
+                self._writer.put(key, len(data), _copy(np.frombuffer(data, np.uint8)))
+
+    def _put(
+        self, name: bytes, data: NDArray[np.uint8], form: Form | None, block: BlockObjects, made: dict[str, int | None]
+    ) -> None:
+        """Write the objects of a block: each field of its rows, or all of it."""
+        at = 0
+        fields = [("", 0)] if block.arrays is None or name[:1] == KEYS else block.arrays.fields
+        for (key, size), (_, row_bytes) in zip(block.chunks(name), fields, strict=True):
+            made[key] = size
+            if form is None or len(fields) == 1:
+                self._writer.put(key, size, _copy(data))
+            else:
+                used = data.size // form.stream.row_bytes * row_bytes
+                self._writer.put(key, size, _gather(form.stream, int.from_bytes(name[-4:], "big"), data, at, used))
+            at += row_bytes
+
+    def _check_room(self, size: int, held: int | None) -> int | None:
+        """Return the bytes held with ``size`` more, where they are bounded. Raises StoreFullError."""
+        if held is not None and self._max_bytes is not None and held + size > self._max_bytes:
+            raise StoreFullError(
+                needed_bytes=size,
+                limit=f"blocks of {self._label} may take {self._max_bytes:,} and take {held:,}",
+                advice="raise max_bytes",
+            )
+        try:
+            self._writer.check_room(size)
+        except StoreFullError:
+            self._sweep.wait()  # what is being deleted may make the room
+            self._writer.check_room(size)
+        return None if held is None else held + size
+
+    def _sync(self, keys: Iterable[str]) -> None:
+        """Make objects durable; where that failed once, later success says nothing of what was lost."""
+        if self._unsynced:
+            raise StoreError(f"{self._label} could not be synced: mend that and open the store again")
+        self._unsynced = True
+        self._writer.sync(keys)
+        self._unsynced = False
+
+    def _publish(self, fresh: Manifest, made: dict[str, int | None], gone: Mapping[bytes, BlockObjects]) -> None:
+        """Stand at a manifest that is durable."""
+        before, self._manifest = self._manifest, fresh
+        self._sweep.add(made)
+        self._sweep.hold(before)
+        self._sweep.give({before.key: None})
+        self._sweep.give({r.key: r.size for name, r in before.records.items() if fresh.records.get(name) != r})
+        for name, block in (*before.blocks.items(), *gone.items()):
+            if fresh.blocks.get(name) != block:
+                self._sweep.give(block.chunks(name))
+        self._blocks, self._fresh, self._dirty = dict(fresh.blocks), {}, set()
+        self._wrong = {
+            name: size for name, size in self._wrong.items() if fresh.blocks.get(name) == before.blocks[name]
+        }
+
+    def _withdraw(self, key: str, made: dict[str, int | None]) -> None:
+        """Take back a manifest that is not durable; the records that it names go after it."""
+        self._sweep.give(made)
+        if key in made:
+            try:
+                self._objects.delete([key])
+                self._objects.sync_folder("manifests")
+            except OSError:
+                self._unsynced = True  # it may stand or not: opening the store again finds it out
+
+    def _take_back(self, made: Mapping[str, int | None]) -> None:
+        """Delete objects that were written in vain; what cannot be deleted now is deleted later."""
+        try:
+            self._objects.delete(made)
+        except OSError:
+            self._sweep.give(made)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._state:
+            if self._closed:
+                raise StoreClosedError(f"{self._label} is closed: open it again")
+            self._reads += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._reads -= 1
+                self._state.notify_all()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        if self._readonly:
+            raise ValueError(f"{self._label} is open for reading: open it with mode='a' to write")
+        with self._state:
+            if self._closed:
+                raise StoreClosedError(f"{self._label} is closed: open it again")
+            self._writes += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._writes -= 1
+                self._state.notify_all()
+
+
+def _numbers(listed: Iterable[str]) -> list[int]:
+    """Return the numbers of the manifests among the names of objects."""
+    return [int(key[10:]) for key in listed if key.startswith("manifests/") and key[10:].isdecimal()]
+
+
+def _copy(data: NDArray[np.uint8]) -> Callable[[NDArray[np.uint8]], None]:
+    """Return what fills a buffer with ``data``, zeros after it."""
+
+    def fill(buffer: NDArray[np.uint8]) -> None:
+        buffer[: data.size] = data
+        buffer[data.size :] = 0
+
+    return fill
+
+
+def _gather(
+    stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, size: int
+) -> Callable[[NDArray[np.uint8]], None]:
+    """Return what fills a buffer with one field of the rows in ``data``, zeros after it."""
+
+    def fill(buffer: NDArray[np.uint8]) -> None:
+        split(stream, block, data, field_at, buffer[:size])
+        buffer[size:] = 0
+
+    return fill

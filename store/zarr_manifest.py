@@ -1,0 +1,174 @@
+"""What a commit of ``ZarrEngine`` names: the one object that makes it whole."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tiercache.store.blocks import KEYS, ROWS
+from tiercache.store.errors import CorruptStoreError
+from tiercache.store.record import decode, encode
+from tiercache.store.zarr_arrays import KEY_ARRAY, NODE, Arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+_NAME = struct.Struct(">cqII")
+"""The form of ``block_name``, with owners as the signed integers of a column."""
+_COLUMNS = 7
+_MOST_BLOCKS = 1 << 24
+
+
+class RecordObject(NamedTuple):
+    """Where a record stands, and what its bytes must be."""
+
+    key: str
+    size: int
+    checksum: int
+
+
+class BlockObjects(NamedTuple):
+    """Where a block stands: in chunks of ``arrays``, or in an object of its own."""
+
+    size: int
+    version: int
+    """Counts blocks of one name that were on the disk together: the names of their objects differ by it."""
+    arrays: Arrays | None
+
+    def chunks(self, name: bytes) -> Iterator[tuple[str, int]]:
+        """Yield name and bytes of every object of the block called ``name``."""
+        if self.arrays is None:
+            yield f"blocks/{name.hex()}" + (f"~{self.version}" if self.version else ""), self.size
+        else:
+            _, _, _, index = _NAME.unpack(name)
+            yield from self.arrays.chunks(index, keys=name[:1] == KEYS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """All records and blocks of a commit."""
+
+    number: int
+    """Counts the commits of an engine; the newest whole manifest is the commit."""
+    records: dict[str, RecordObject] = field(default_factory=dict)
+    blocks: dict[bytes, BlockObjects] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The name of its object."""
+        return f"manifests/{self.number}"
+
+    def named(self) -> dict[str, int | None]:
+        """Return name and bytes (None: any) of every object that it names, itself too."""
+        named: dict[str, int | None] = {self.key: None}
+        named |= {record.key: record.size for record in self.records.values()}
+        for name, block in self.blocks.items():
+            named |= dict(block.chunks(name))
+        for arrays in {block.arrays for block in self.blocks.values() if block.arrays is not None}:
+            segment = arrays.folder.rpartition("/")[0]
+            arrays_keys = (f"{arrays.folder}/{array}/{NODE}" for array in (KEY_ARRAY, *dict(arrays.fields)))
+            named |= dict.fromkeys([f"{segment}/{NODE}", f"{arrays.folder}/{NODE}", *arrays_keys])
+        return named
+
+    def to_bytes(self) -> bytes:
+        """Return its object: a record (see docs/format.md)."""
+        arrays = list(dict.fromkeys(block.arrays for block in self.blocks.values() if block.arrays is not None))
+        values = {
+            "number": self.number,
+            "records": {name: list(record) for name, record in self.records.items()},
+            "arrays": [[a.folder, a.rows, a.chunk_rows, [list(f) for f in a.fields]] for a in arrays],
+            "blocks": [[n.hex(), b.size, b.version] for n, b in sorted(self.blocks.items()) if not _regular(n, b)],
+        }
+        runs = list(_runs(self.blocks, {a: i for i, a in enumerate(arrays)}))
+        return encode("manifest", values, {"runs": np.array(runs, np.int64).reshape(-1)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Manifest:
+        """Read what ``to_bytes`` wrote. Raises CorruptStoreError that calls it ``name``."""
+        values, found = decode("manifest", data, name)
+        try:
+            arrays = [
+                Arrays(
+                    folder=_folder(folder),
+                    rows=_whole(rows),
+                    chunk_rows=_whole(chunk_rows),
+                    fields=tuple((_field(name), _whole(size)) for name, size in fields),
+                )
+                for folder, rows, chunk_rows, fields in values["arrays"]
+            ]
+            records = {
+                str(name): RecordObject(_record(key), _whole(size), _whole(checksum))
+                for name, (key, size, checksum) in values["records"].items()
+            }
+            blocks = {
+                bytes.fromhex(name): BlockObjects(_whole(size), _whole(version), None)
+                for name, size, version in values["blocks"]
+            }
+            blocks |= _expand(found["runs"].reshape(-1, _COLUMNS), arrays)
+            return cls(number=_whole(values["number"]), records=records, blocks=blocks)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error, OverflowError) as error:
+            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+
+
+def _regular(name: bytes, block: BlockObjects) -> bool:
+    """Whether the name is one of ``block_name``, so that neighbours are written as runs."""
+    return block.arrays is not None or (len(name) == _NAME.size and name[1] < 128)
+
+
+def _runs(blocks: dict[bytes, BlockObjects], place: dict[Arrays, int]) -> Iterator[tuple[int, ...]]:
+    """Yield (kind, owner, group, first block, blocks, bytes of each, arrays or -1 - version) of neighbours alike."""
+    rows = []
+    for name, block in sorted(blocks.items()):
+        if _regular(name, block):
+            kind, owner, group, index = _NAME.unpack(name)
+            where = -1 - block.version if block.arrays is None else place[block.arrays]
+            rows.append((kind[0], owner, group, index, block.size, where))
+    for _, same in groupby(enumerate(rows), lambda pair: (*pair[1][:3], pair[1][3] - pair[0], *pair[1][4:])):
+        run = [row for _, row in same]
+        kind, owner, group, first, size, where = run[0]
+        yield kind, owner, group, first, len(run), size, where
+
+
+def _expand(runs: NDArray[Any], arrays: list[Arrays]) -> dict[bytes, BlockObjects]:
+    if int(runs[:, 4].clip(0, _MOST_BLOCKS + 1).sum()) > _MOST_BLOCKS:
+        raise ValueError(f"it names more than {_MOST_BLOCKS} blocks")
+    blocks = {}
+    for kind, owner, group, first, count, size, where in runs.tolist():
+        block = BlockObjects(_whole(size), 0, arrays[where]) if where >= 0 else BlockObjects(size, -1 - where, None)
+        if where >= 0 and bytes([kind]) not in {ROWS, KEYS}:
+            raise ValueError(f"blocks of kind {kind} stand in arrays")
+        for index in range(first, first + count):
+            blocks[_NAME.pack(bytes([kind]), owner, group, index)] = block
+    return blocks
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no size or number")
+    return value
+
+
+def _folder(value: Any) -> str:
+    """Return the folder of a stream's arrays, which cannot leave that of the segments."""
+    match str(value).split("/"):
+        case ["segments", segment, group] if segment.replace("~", "", 1).isdecimal() and group.isdecimal():
+            return str(value)
+    raise ValueError(f"{value!r} is no folder of arrays")
+
+
+def _field(value: Any) -> str:
+    if not isinstance(value, str) or not value.isidentifier():
+        raise ValueError(f"{value!r} is no field")
+    return value
+
+
+def _record(value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith("records/") or not value[8:].replace(".", "", 1).isdecimal():
+        raise ValueError(f"{value!r} is no object of a record")
+    return value

@@ -1,0 +1,142 @@
+"""Chunks on their way to their objects: copied, a few at a time, written by threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.direct_file import page_buffer, paged
+from tiercache.store.errors import StoreError, StoreFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.zarr_objects import Objects
+
+ROOM_BYTES = 1 << 20
+"""More than the records of a commit need: blocks leave it free."""
+_THREADS = 4
+_BUFFERS = 6
+"""Chunks that are in memory at once."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class ChunkWriter:
+    """Threads that write, sync and delete objects. ``put`` and ``finish`` are for one thread at a time."""
+
+    def __init__(self, objects: Objects, label: str) -> None:
+        self._objects, self._label = objects, label
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiercache-chunks")
+        self._jobs: list[Future[None]] = []
+        self._buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
+        for _ in range(_BUFFERS):
+            self._buffers.put(np.empty(0, np.uint8))
+
+    def put(self, key: str, size: int, fill: Callable[[NDArray[np.uint8]], None]) -> None:
+        """Write an object of ``size`` bytes, which ``fill`` puts into memory before this returns.
+
+        Raises StoreFullError and StoreError of this object or of one before.
+        """
+        while self._jobs and self._jobs[0].done():
+            self._jobs.pop(0).result()
+        buffer = self._buffers.get()
+        try:
+            if buffer.size < paged(size):
+                buffer = page_buffer(size)
+            fill(buffer[:size])
+            self._jobs.append(self._pool.submit(self._put, key, buffer, size))
+        except BaseException:
+            self._buffers.put(buffer)
+            raise
+
+    def finish(self) -> None:
+        """Return when all that was put is written. Raises StoreFullError and StoreError."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+
+    def abandon(self) -> None:
+        """Return when nothing is being written any more, whatever became of it."""
+        jobs, self._jobs = self._jobs, []
+        wait(jobs)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Return when objects are durable, with their names and folders. Raises StoreFullError and StoreError."""
+        files, folders = self._objects.durable_paths(keys)
+        for paths in (files, folders):
+            parts = [paths[i::_THREADS] for i in range(_THREADS)]
+            jobs = [self._pool.submit(self._sync, part) for part in parts if part]
+            wait(jobs)
+            for job in jobs:
+                job.result()
+
+    def delete(self, keys: list[str], folders: list[str]) -> Future[None]:
+        """Delete objects and folders meanwhile."""
+        return self._pool.submit(self._delete, keys, folders)
+
+    def close(self) -> None:
+        """Finish what goes on."""
+        self._pool.shutdown()
+
+    def check_room(self, size: int) -> None:
+        """Raise StoreFullError where the file system has no room for ``size`` bytes and for records."""
+        root = self._objects.root
+        if root is not None:
+            system = os.statvfs(root)
+            if system.f_frsize * system.f_bavail < size + ROOM_BYTES:
+                raise _full(root, size)
+
+    @contextmanager
+    def translated(self, needed: int) -> Iterator[None]:
+        """Turn errors of the system into the store's: what could not be written has ``needed`` bytes."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                raise _full(self._objects.root, needed, error) from error
+            raise StoreError(
+                f"{self._label} cannot be written ({error}): mend that and open the store again"
+            ) from error
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
+        try:
+            with self.translated(size):
+                self._objects.put(key, buffer, size)
+        finally:
+            self._buffers.put(buffer)
+
+    def _sync(self, paths: list[Path]) -> None:
+        with self.translated(ROOM_BYTES):
+            for path in paths:
+                self._objects.sync_path(path)
+
+    def _delete(self, keys: list[str], folders: list[str]) -> None:
+        self._objects.delete(keys)
+        for folder in folders:
+            self._objects.delete_folder(folder)
+
+
+def _full(root: Path | None, needed: int, error: OSError | None = None) -> StoreFullError:
+    if error is not None and error.errno == errno.EFBIG:
+        return StoreFullError(
+            needed_bytes=needed, limit=f"this process may not write so large a file ({error})", advice="raise ulimit -f"
+        )
+    if root is None:
+        return StoreFullError(needed_bytes=needed, limit=f"its place is full ({error})", advice="free some")
+    system = os.statvfs(root)
+    return StoreFullError(
+        needed_bytes=needed,
+        limit=f"the file system of {root} has {system.f_frsize * system.f_bavail:,} free",
+        advice="free some, or move the store to a larger one",
+    )

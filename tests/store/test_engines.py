@@ -1,0 +1,92 @@
+"""Every engine keeps the contract of ``store/engine.py``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+
+from tiercache.store import LmdbEngine, MemoryEngine, ZarrEngine
+from tiercache.store.testing import EngineContract
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.store import Engine
+
+
+class TestMemoryEngine(EngineContract):
+    """The executable definition."""
+
+    outlives = False
+
+    @classmethod
+    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
+        return MemoryEngine(capacity_bytes=max_bytes)
+
+    @classmethod
+    def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
+        return engine
+
+
+class TestLmdbEngine(EngineContract):
+    """Records in LMDB, blocks beside it."""
+
+    @classmethod
+    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
+        return LmdbEngine(path, create=True, max_bytes=max_bytes)
+
+    @classmethod
+    def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
+        return LmdbEngine(path, create=False)
+
+    @classmethod
+    def open_reader(cls, path: Path) -> Engine:
+        """Open for reading."""
+        return LmdbEngine(path, create=False, readonly=True)
+
+
+class TestZarrEngine(EngineContract):
+    """Arrays on the local disk."""
+
+    @classmethod
+    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
+        return ZarrEngine(path, create=True, max_bytes=max_bytes)
+
+    @classmethod
+    def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
+        return ZarrEngine(path, create=False)
+
+    @classmethod
+    def open_reader(cls, path: Path) -> Engine:
+        """Open for reading."""
+        return ZarrEngine(path, create=False, readonly=True)
+
+
+class TestZarrEngineElsewhere(EngineContract):
+    """Arrays in a store of Zarr that is no folder: the path that object stores take."""
+
+    stores: ClassVar[dict[Path, object]] = {}
+
+    @classmethod
+    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
+        from zarr.storage import MemoryStore
+
+        cls.stores[path] = MemoryStore()
+        return ZarrEngine(cls.stores[path], create=True, max_bytes=max_bytes)
+
+    @classmethod
+    def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
+        return ZarrEngine(cls.stores[path], create=False)
+
+    def test_a_reader_in_another_process_stays_at_its_commit(self, engine: Engine, tmp_path: Path) -> None:
+        """Its processes share no memory."""
+        pytest.skip("memory is not seen by another process")
