@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -57,7 +58,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {
             "path": str(path),
             "format_version": FORMAT_VERSION,
-            "file_bytes": sum(entry.stat().st_size for entry in Path(path).rglob("*") if entry.is_file()),
+            "file_bytes": _file_bytes(path),
             "rows": sum(live.values()),
             "row_bytes": sum(table["rows"] * table["row_bytes"] for table in tables),
             "live_ranges": sum(segment["live_ranges"] for segment in segments),
@@ -76,6 +77,16 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
             "tables": tables,
             "segments": segments,
         }
+
+
+def _file_bytes(path: str | os.PathLike[str]) -> int:
+    """Return the bytes of all files below ``path``, of which a writer may delete some meanwhile."""
+    found = 0
+    for here, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += Path(here, name).stat().st_size
+    return found
 
 
 def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:

@@ -299,7 +299,7 @@ class EngineContract:
         engine.write([(b"a", some_bytes(700_000), None)])
         engine.commit({"r": b"1"}, [])
         before = engine.contents()
-        with pytest.raises(StoreFullError, match="needs [0-9,]+ more bytes but .* may") as full:
+        with pytest.raises(StoreFullError, match=r"needs [0-9,]+ more bytes but .* may") as full:
             engine.write([(bytes([i]), some_bytes(200_000, i), None) for i in range(5)])
         assert full.value.needed_bytes >= 200_000
         assert engine.contents() == before
