@@ -242,8 +242,8 @@ def test_files_go_with_the_rows_and_stay_for_readers(big_zarr: Store) -> None:
     big_zarr.close()
     end = info(big_zarr.path)["file_bytes"]
     assert end < held
-    assert max(sizes[5:]) < 2 * min(sizes[5:])
-    assert end < max(sizes[5:])
+    assert max(sizes[5:]) < 1.01 * min(sizes[5:])
+    assert end < 1.01 * max(sizes[5:])
 
 
 def test_objects_of_one_name_are_never_written_over(tmp_path: Path) -> None:
