@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -54,7 +55,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
             for table in group.tables
         ]
         commit, row_bytes = store.commit, sum(table["rows"] * table["row_bytes"] for table in tables)
-        file_bytes = sum(entry.stat().st_size for entry in Path(path).rglob("*") if entry.is_file())
+        file_bytes = _file_bytes(path)
         return {
             "path": str(path),
             "format_version": FORMAT_VERSION,
@@ -83,6 +84,16 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
             "tables": tables,
             "segments": segments,
         }
+
+
+def _file_bytes(path: str | os.PathLike[str]) -> int:
+    """Return the bytes of all files below ``path``, of which a writer may delete some meanwhile."""
+    found = 0
+    for here, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += Path(here, name).stat().st_size
+    return found
 
 
 def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:

@@ -176,15 +176,14 @@ def _walk(root: str, folder: str) -> dict[str, int | None]:
     waiting = [folder]
     while waiting:
         here = waiting.pop()
-        try:
-            with os.scandir(f"{root}/{here}") as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(f"{here}/{entry.name}")
-                    else:
-                        found[f"{here}/{entry.name}"] = entry.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            continue  # a writer may delete it meanwhile
+        # A writer may delete what no reader needs meanwhile.
+        with contextlib.suppress(FileNotFoundError), os.scandir(f"{root}/{here}") as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(f"{here}/{entry.name}")
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    found[f"{here}/{entry.name}"] = entry.stat(follow_symlinks=False).st_size
     return found
 
 

@@ -1,0 +1,99 @@
+"""Reads stores of both engines from docs/format.md alone: nothing of tiercache, and nothing of Zarr."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import numpy as np
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_record(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return values and arrays of a record; its checksum is left to others."""
+    assert data[:4] == b"TCR1"
+    size = struct.unpack_from("<I", data, 4)[0]
+    header, at, arrays = json.loads(data[8 : 8 + size]), 8 + size, {}
+    for name, dtype, length in header["arrays"]:
+        arrays[name] = np.frombuffer(data, dtype, length, at)
+        at += arrays[name].nbytes
+    assert at + 4 == len(data)
+    return header["values"], arrays
+
+
+class LmdbFiles:
+    """Records and rows of a store in LMDB."""
+
+    def __init__(self, path: Path) -> None:
+        with lmdb.open(str(path), readonly=True, lock=False) as env, env.begin() as txn:
+            items = {bytes(key): bytes(value) for key, value in txn.cursor()}
+        self.records = {key[1:].decode(): value for key, value in items.items() if key[:1] == b"r"}
+        self.places = {key[1:]: struct.unpack("<QQ", value) for key, value in items.items() if key[:1] == b"b"}
+        self.blocks = (path / "blocks.bin").read_bytes()
+
+    def rows(self, segment: int, group: int, stream: dict[str, Any], widths: list[int], block: int) -> list[np.ndarray]:
+        """Return the keys and the fields of the rows of a block."""
+        places = [self.places[struct.pack(">cQII", kind, segment, group, block)] for kind in (b"k", b"r")]
+        keys, data = (self.blocks[offset : offset + size] for offset, size in places)
+        counts = [sum(rows) for _, *rows in stream["ranges"]]
+        block_rows = stream["block_bytes"] // stream["row_bytes"]
+        ends, row, last = np.cumsum(counts), block * block_rows, min((block + 1) * block_rows, sum(counts))
+        fields: list[list[np.ndarray]] = [[] for _ in widths]
+        at = 0
+        while row < last:  # piece after piece, each field after field
+            count = min(row + stream["piece_rows"], ends[np.searchsorted(ends, row, side="right")], last) - row
+            for field, width in zip(fields, widths, strict=True):
+                field.append(np.frombuffer(data, "<f4", count * width, at).reshape(count, width))
+                at += 4 * count * width
+            row += count
+        return [np.frombuffer(keys, "<i8"), *map(np.concatenate, fields)]
+
+
+class ZarrFiles:
+    """Records and rows of a store in Zarr arrays."""
+
+    def __init__(self, path: Path) -> None:
+        newest = max((path / "manifests").iterdir(), key=lambda file: int(file.name))
+        self.path = path
+        self.manifest, arrays = read_record(newest.read_bytes())
+        self.records = {name: (path / key).read_bytes() for name, (key, _, _) in self.manifest["records"].items()}
+        self.runs = arrays["runs"].reshape(-1, 7)
+
+    def rows(self, segment: int, group: int, stream: dict[str, Any], widths: list[int], block: int) -> list[np.ndarray]:
+        """Return the keys and the fields of the rows of a block."""
+        for kind, owner, of, first, count, size, place in self.runs.tolist():
+            if (kind, owner, of) == (ord("k"), segment, group) and first <= block < first + count:
+                folder, _, _, fields = self.manifest["arrays"][place]
+                rows = size // 8
+        keys = np.frombuffer((self.path / folder / f"keys/c.{block}").read_bytes(), "<i8")[:rows]
+        chunks = [np.frombuffer((self.path / folder / f"{name}/c.{block}.0").read_bytes(), "<f4") for name, _ in fields]
+        return [keys, *(chunk.reshape(-1, width)[:rows] for chunk, width in zip(chunks, widths, strict=True))]
+
+
+def read_table(path: Path, groups: list[list[str]], widths: list[int], table: str) -> dict[int, list[bytes]]:
+    """Return the fields of every live row of a table by key, at the newest commit, taken before a visit.
+
+    ``groups`` has the names of the tables of each group, ``widths`` the numbers in each field of the table's rows.
+    """
+    engine = json.loads((path / "store.json").read_text())["engine"]
+    files: Any = {"lmdb": LmdbFiles, "zarr": ZarrFiles}[engine](path)
+    newest = max(int(name[7:]) for name in files.records if name.startswith("commit/"))
+    commit, _ = read_record(files.records[f"commit/{newest}"])
+    group = next(i for i, names in enumerate(groups) if table in names)
+    found: dict[int, list[bytes]] = defaultdict(list)
+    for segment, _ in commit["segments"]:
+        stream = read_record(files.records[f"segment/{segment}"])[0]["streams"][group]
+        row, place = 0, groups[group].index(table)
+        for use, *rows in stream["ranges"]:
+            low, row = row + sum(rows[:place]), row + sum(rows)
+            while use >= commit["cursor"][0] and low < row - sum(rows[place + 1 :]):
+                block, at = divmod(low, stream["block_bytes"] // stream["row_bytes"])
+                keys, *fields = files.rows(segment, group, stream, widths, block)
+                found[int(keys[at])] = [field[at].tobytes() for field in fields]
+                low += 1
+    return dict(found)
