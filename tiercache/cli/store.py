@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tiercache.cli.exchange import export_rows, import_rows
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Look at a parameter store.", no_args_is_help=True)
+app.command("export")(export_rows)
+app.command("import")(import_rows)
 
 _Path = Annotated[Path, typer.Argument(help="The directory of the store.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
