@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import shutil
@@ -17,6 +18,7 @@ import torch
 import tiercache as tc
 from tests.exchange.cases import FORMATS, filled, random_rows, table
 from tiercache.errors import ExchangeError
+from tiercache.exchange.column_file import ColumnFile
 from tiercache.store import Store
 
 if TYPE_CHECKING:
@@ -224,3 +226,25 @@ def test_an_export_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path, m
     ):
         tc.export_store(store, tmp_path / "new", format="numpy")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bytes that it needs."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ColumnFile, "write", full)
+    with filled(None, [ITEM], ROWS) as store, pytest.raises(ExchangeError, match=r"is full, and .* about 1,200 bytes"):
+        tc.export_store(store, tmp_path / "new", format="numpy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_byte_of_a_parquet_file_is_found(tmp_path: Path, exports: Path) -> None:
+    """Its pages have checksums; the other formats have none."""
+    shutil.copytree(exports / "parquet", tmp_path / "out")
+    path = tmp_path / "out" / "item.parquet"
+    data = bytearray(path.read_bytes())
+    data[data.index(next(iter(ROWS["item"].values()))[:4])] ^= 1
+    path.write_bytes(data)
+    refused(tmp_path / "out", tmp_path / "s.tc", "cannot be read after row 0")

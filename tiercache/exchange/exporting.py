@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import warnings
 from pathlib import Path
@@ -65,7 +66,9 @@ def export_store(
         raise ExchangeError(f"{out} exists: give the export a path that is free")
     counts = {table.name: live_rows(store, table.name) for table in wanted}
     out.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(out.parent, sum(counts[table.name] * (table.row_bytes + 8) for table in wanted), chosen)
+    needed = sum(counts[table.name] * (table.row_bytes + 8) for table in wanted)
+    needed *= 2 if chosen.name == "torch" else 1  # its vectors lie there twice for a while
+    _check_room(out.parent, needed)
     draft = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(draft, ignore_errors=True)  # what a killed export left
     draft.mkdir()
@@ -89,6 +92,13 @@ def export_store(
         for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
             sync(folder)
         publish(draft, out)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise ExchangeError(
+            f"the disk of {out.parent} is full, and the export needs about {needed:,} bytes: free some, export fewer "
+            "tables, or export elsewhere"
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return listing
@@ -126,9 +136,9 @@ def _export(
     return Listed(table=table, rows=rows, has_state=has_state and len(table.fields) > 1, reserved_keys=reserved)
 
 
-def _check_room(folder: Path, num_bytes: int, chosen: Format) -> None:
-    """Raise ExchangeError where the files cannot fit; torch's vectors lie there twice for a while."""
-    needed, free = num_bytes * (2 if chosen.name == "torch" else 1), shutil.disk_usage(folder).free
+def _check_room(folder: Path, needed: int) -> None:
+    """Raise ExchangeError where so many bytes cannot fit."""
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise ExchangeError(
             f"the export needs {format_bytes(needed)} ({needed:,} bytes) and {folder} has {format_bytes(free)} free: "

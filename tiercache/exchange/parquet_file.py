@@ -55,7 +55,12 @@ class _ParquetWriter:
             columns.append(pa.field(field.name, pa.list_(item, field.width), nullable=False))
         self._schema = pa.schema(columns)
         self._writer = pq.ParquetWriter(
-            path, self._schema, compression="none", use_dictionary=False, write_statistics=["key"]
+            path,
+            self._schema,
+            compression="none",
+            use_dictionary=False,
+            write_statistics=["key"],
+            write_page_checksum=True,
         )
         self._waiting: list[Chunk] = []
         self._waiting_bytes = 0
@@ -95,7 +100,9 @@ class _ParquetReader:
         import pyarrow.parquet as pq
 
         try:
-            self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES)
+            self._file = pq.ParquetFile(
+                path, pre_buffer=False, buffer_size=_READ_BYTES, page_checksum_verification=True
+            )
         except FileNotFoundError:
             raise ExchangeError(f"there is no {path}: check the path and the format") from None
         except (pa.ArrowException, OSError, ValueError) as error:
