@@ -46,7 +46,8 @@ def fill(
 
     ``chunks`` yields (table name, (keys (n,), fields (n, width))); the fields of a row keep their bits, NaN too. The
     cursor stands before visit 0 and no visit is said to need the rows. Rows are sorted in temporary files beside the
-    store, so beside the caller's chunk about ``memory_bytes`` are taken; each is written three times and read once.
+    store, so beside the caller's chunk about ``memory_bytes`` are taken; each is written there, read, and written to
+    the store. Rows that fit the memory need no files.
 
     ``initial_state``: chunks with the vector alone are taken, and the optimizer state starts at its initial value.
     ``reserved_keys``: names of tables in which INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null

@@ -56,7 +56,8 @@ def scan(
     ``memory_bytes`` are taken, or what four pieces and the keys of a block take. Every live piece is read once and
     its keys about once (at most a quarter of the rows' bytes more). Where a table lies in too many runs to merge
     them in that memory, its rows are written to temporary files in ``scratch`` (beside the store where not said)
-    and read again, once for each factor of 256 by which they exceed it. No commit may be made meanwhile.
+    and read again, once for each factor of 256 by which they exceed it. A piece is read whole: where ranges are
+    shorter than pieces, rows of the group's other tables are read with them. No commit may be made meanwhile.
 
     Raises KeyError, ValueError without a commit, StoreFullError, CorruptStoreError, and StoreError for a commit.
     """

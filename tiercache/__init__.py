@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiercache.errors import TierCacheError as TierCacheError
+    from tiercache.exchange.exporting import export_store as export_store
+    from tiercache.exchange.importing import import_store as import_store
     from tiercache.extraction.extract import extract as extract
     from tiercache.passes.passset import PassSet as PassSet
     from tiercache.schema import Dense as Dense
@@ -59,7 +61,9 @@ _HOME = {
     "Uniform": "store.table",
     "Visit": "training.visit",
     "Zeros": "store.table",
+    "export_store": "exchange.exporting",
     "extract": "extraction.extract",
+    "import_store": "exchange.importing",
     "reorganise": "training.reorganise",
 }
 
@@ -86,7 +90,9 @@ __all__ = [
     "Uniform",
     "Visit",
     "Zeros",
+    "export_store",
     "extract",
+    "import_store",
     "reorganise",
 ]
 

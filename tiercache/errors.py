@@ -6,9 +6,11 @@ TierCacheError
  ├─ ExtractionError  an extraction cannot start or go on: other options, changed inputs, someone else at work
  ├─ PassSetError     a pass set is missing, damaged, or of another schema
  ├─ BudgetError      something does not fit into the memory that it was given
- └─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
+ ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
+ └─ ExchangeError    an export or import cannot be done, or files to import are not what they should be
 
-All but TierCacheError itself are ValueErrors too. StoreError and its tree come from `tiercache.store.errors`.
+All but TierCacheError itself are ValueErrors too. ExchangeWarning tells of files and state that an export or import
+leaves out. StoreError and its tree come from `tiercache.store.errors`.
 """
 
 from tiercache.store.errors import (
@@ -28,6 +30,8 @@ __all__ = [
     "BudgetError",
     "CorruptBlockError",
     "CorruptStoreError",
+    "ExchangeError",
+    "ExchangeWarning",
     "ExtractionError",
     "FormatVersionError",
     "NotAStoreError",
@@ -71,3 +75,11 @@ class BudgetError(TierCacheError, ValueError):
 
 class StateError(TierCacheError, ValueError):
     """State cannot be stored or restored: names the object and its place."""
+
+
+class ExchangeError(TierCacheError, ValueError):
+    """An export or import cannot be done: names the file or table."""
+
+
+class ExchangeWarning(UserWarning):
+    """An export or import leaves something out: names the file or table."""

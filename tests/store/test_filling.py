@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import tracemalloc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,11 +29,11 @@ from tiercache.store import (
     info,
     verify,
 )
+from tiercache.store.spill import Spill
 from tiercache.store.testing import FailingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ONE = Table(name="one", dim=2, optimizer=Adagrad(learning_rate=0.1, initial_accumulator=0.5), initializer=Zeros())
 
@@ -181,6 +182,16 @@ def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
     assert store.commit is None
     assert Store.open(None, engine=memory).commit is None
     assert memory.blocks == {}
+
+
+def test_a_full_disk_while_sorting_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files need room, too."""
+    monkeypatch.setattr(Spill, "_path", lambda *_: Path("/dev/full"))
+    with Store.open(None, tables=[ONE], engine=MemoryEngine()) as store:
+        keys = np.arange(100, dtype=np.int64)
+        with pytest.raises(StoreFullError, match=r"sorting the rows of table 'one' in .* needs .* the disk is full"):
+            fill(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
+        assert store.commit is None
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

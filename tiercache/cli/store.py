@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tiercache.cli.exchange import export_rows, import_rows
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(help="Look at a parameter store.", no_args_is_help=True)
+app.command("export")(export_rows)
+app.command("import")(import_rows)
 
 _Path = Annotated[Path, typer.Argument(help="The directory of the store.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

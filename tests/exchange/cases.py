@@ -1,0 +1,114 @@
+"""Stores to export: tables of every optimizer, rows of any bits, and what they hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store import (
+    SGD,
+    Adagrad,
+    Adam,
+    MemoryEngine,
+    RowWiseAdagrad,
+    Store,
+    Table,
+    Uniform,
+    Zeros,
+    fill,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tiercache.store.optimizer import Optimizer
+
+FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(learning_rate=0.1),
+    "adagrad": Adagrad(learning_rate=0.1, initial_accumulator=0.25),
+    "rowwise": RowWiseAdagrad(learning_rate=0.1),
+    "adam": Adam(),
+}
+
+Rows = dict[str, dict[int, bytes]]
+
+
+def keeps_state(format_: str, table: Table) -> bool:
+    """Say whether a round trip through a format keeps every bit of a row."""
+    if isinstance(table.optimizer, SGD):
+        return True
+    if format_ == "hugectr":
+        return isinstance(table.optimizer, Adagrad | Adam)
+    return format_ != "torch"
+
+
+def table(name: str, dim: int, optimizer: str) -> Table:
+    """Return a table."""
+    initializer = Uniform(low=-0.1, high=0.1) if dim > 2 else Zeros()
+    return Table(name=name, dim=dim, optimizer=OPTIMIZERS[optimizer], initializer=initializer)
+
+
+def all_tables() -> list[Table]:
+    """Return one table for each optimizer, two of them in one group."""
+    return [table(name, dim, name.split("-")[0]) for name, dim in (("adam", 5), ("rowwise", 3), ("sgd", 1))] + [
+        table("adagrad-a", 4, "adagrad"),
+        table("adagrad/b", 4, "adagrad"),
+    ]
+
+
+def random_rows(tables: Sequence[Table], counts: Sequence[int], seed: int = 0) -> Rows:
+    """Return rows of any bits: every NaN, infinity and denormal number may be there."""
+    generator = np.random.default_rng(seed)
+    rows: Rows = {}
+    for one, count in zip(tables, counts, strict=True):
+        keys = np.unique(generator.integers(-(1 << 63) + 2, (1 << 63) - 1, count))
+        bits = generator.integers(0, 256, (keys.size, one.row_bytes), dtype=np.uint8)
+        special = generator.integers(0, 4, (keys.size, one.row_bytes // 4)) == 0
+        bits.view(np.uint32)[special] |= np.uint32(0x7F800000)
+        rows[one.name] = {key: bits[i].tobytes() for i, key in enumerate(keys.tolist())}
+    return rows
+
+
+def filled(path: Path | None, tables: Sequence[Table], rows: Rows) -> Store:
+    """Return an open store with these rows."""
+    store = Store.open(path, tables=tables, engine=MemoryEngine() if path is None else "lmdb")
+    chunks = []
+    for one in tables:
+        if not rows[one.name]:
+            continue
+        numbers = np.frombuffer(b"".join(rows[one.name].values()), np.float32).reshape(len(rows[one.name]), -1)
+        cuts = np.cumsum([f.width for f in one.fields])[:-1]
+        keys = np.array(list(rows[one.name]), dtype=np.int64)
+        chunks.append((one.name, (keys, tuple(np.split(numbers, cuts, axis=1)))))
+    fill(store, chunks, reserved_keys=[one.name for one in tables])
+    return store
+
+
+def rows_of(store: Store) -> Rows:
+    """Return what a store holds."""
+    found: Rows = {}
+    for one in store.tables:
+        found[one.name] = {}
+        for keys, fields in store.scan(one.name):
+            for i, key in enumerate(keys.tolist()):
+                found[one.name][key] = b"".join(values[i].tobytes() for values in fields)
+    return found
+
+
+def expected_after(format_: str, tables: Sequence[Table], rows: Rows) -> Rows:
+    """Return the rows that come back from a format: state without a place in it is at its initial value."""
+    out: Rows = {}
+    for one in tables:
+        state = b"".join(np.full(f.width, f.initial, np.float32).tobytes() for f in one.fields[1:])
+        out[one.name] = {
+            key: row if keeps_state(format_, one) else row[: 4 * one.dim] + state for key, row in rows[one.name].items()
+        }
+    return out
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -1,0 +1,68 @@
+"""HugeCTR's key-set files."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.exchange.cases import files_of, table
+from tiercache.errors import ExchangeError
+from tiercache.exchange.key_set_file import export_key_sets, read_key_set, write_key_set
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import KeyBatch
+from tiercache.schema import Feature, Schema
+
+
+@given(keys=st.lists(st.integers(0, (1 << 32) - 1), max_size=50), dtype=st.sampled_from(["uint32", "int64"]))
+def test_keys_come_back_in_their_order(keys: list[int], dtype: str) -> None:
+    """Packed, little-endian, without a header."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "keys"
+        write_key_set(path, np.array(keys, dtype=np.int64), dtype)
+        size = {"uint32": 4, "int64": 8}[dtype]
+        assert path.read_bytes() == b"".join(key.to_bytes(size, "little") for key in keys)
+        found = read_key_set(path, dtype)
+        assert found.dtype == np.int64
+        assert found.tolist() == keys
+        assert [p.name for p in Path(place).iterdir()] == ["keys"]
+
+
+def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """And nothing is left behind."""
+    for key in (-1, 1 << 32):
+        with pytest.raises(ExchangeError, match="do not all fit uint32"):
+            write_key_set(tmp_path / "keys", np.array([3, key]), "uint32")
+    assert list(tmp_path.iterdir()) == []
+    write_key_set(tmp_path / "keys", np.array([-(1 << 63)]), "int64")
+    assert read_key_set(tmp_path / "keys", "int64").tolist() == [-(1 << 63)]
+    with pytest.raises(ExchangeError, match="dtype 'int32' of a key set is unknown"):
+        read_key_set(tmp_path / "keys", "int32")
+    (tmp_path / "keys").write_bytes(bytes(9))
+    with pytest.raises(ExchangeError, match="has 9 bytes, which are no whole int64 keys"):
+        read_key_set(tmp_path / "keys", "int64")
+
+
+def test_the_key_sets_of_passes_are_exported(tmp_path: Path) -> None:
+    """One file for each table and pass, with the keys in hash order."""
+    schema = Schema(
+        features=(Feature(name="f", table="t"), Feature(name="g", table="u/v")),
+        tables=(table("t", 2, "sgd"), table("u/v", 2, "sgd")),
+    )
+    generator = np.random.default_rng(0)
+    batches = [
+        KeyBatch.of(schema, {"f": generator.integers(0, 9, 20), "g": generator.integers(0, 99, 20)}) for _ in range(3)
+    ]
+    passes = write_pass_set(tmp_path / "passes", schema, batches)
+    export_key_sets(passes, tmp_path / "keys", "uint32")
+    assert files_of(tmp_path / "keys").keys() == {f"{t}/pass-{p:05d}.keys" for t in ("t", "u%2Fv") for p in range(3)}
+    for part in passes:
+        for name, folder in (("t", "t"), ("u/v", "u%2Fv")):
+            found = read_key_set(tmp_path / "keys" / folder / f"pass-{part.index:05d}.keys", "uint32")
+            assert found.tolist() == part.keys(name).tolist()
+    with pytest.raises(ExchangeError, match="exists: give the key sets a path that is free"):
+        export_key_sets(passes, tmp_path / "keys")

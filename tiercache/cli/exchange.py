@@ -1,0 +1,118 @@
+"""``tiercache store export`` and ``import``: rows to and from the formats of others."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tiercache.exchange.listing import Listing
+
+__all__ = ["export_rows", "import_rows"]
+
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
+
+
+def export_rows(
+    path: Annotated[Path, typer.Argument(help="The directory of the store.")],
+    out: Annotated[Path, typer.Argument(help="The folder for the files; it must not exist yet.")],
+    format: Annotated[  # noqa: A002 - what users call it
+        str, typer.Option(help="numpy, parquet, safetensors, hugectr or torch.")
+    ],
+    table: Annotated[list[str] | None, typer.Option(help="A table; may be given several times.")] = None,
+    state: Annotated[bool, typer.Option("--state/--no-state", help="With the optimizer state.")] = True,
+    as_json: _Json = False,
+) -> None:
+    """Write all rows at the newest commit, key by key in hash order."""
+    from tiercache.exchange.exporting import export_store
+
+    began = time.perf_counter()
+    with _shown(as_json=as_json) as tell:
+        listing = export_store(
+            path, out, format=format, tables=table, with_state=state,
+            progress=lambda done, total: tell("export", done, total),
+        )  # fmt: skip
+    _report(listing, f"{out} holds", time.perf_counter() - began, as_json=as_json)
+
+
+def import_rows(
+    source: Annotated[Path, typer.Argument(help="The folder that holds the files of the tables.")],
+    path: Annotated[Path, typer.Argument(help="The directory of the store; it must be new, or without a commit.")],
+    format: Annotated[  # noqa: A002 - what users call it
+        str | None, typer.Option(help="numpy, parquet, safetensors, hugectr or torch; as tables.json says.")
+    ] = None,
+    schema: Annotated[Path | None, typer.Option(help="The tables: a TOML file; as tables.json says.")] = None,
+    initial_state: Annotated[
+        bool, typer.Option("--initial-state", help="Begin with initial optimizer state where the files have none.")
+    ] = False,
+    reserved_keys: Annotated[
+        bool, typer.Option("--reserved-keys", help="INT64_MIN and the key above it are the shared rows of a table.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Make an empty store's first commit of rows from files."""
+    from tiercache.exchange.importing import import_store
+    from tiercache.schema import Schema
+
+    began = time.perf_counter()
+    with _shown(as_json=as_json) as tell:
+        listing = import_store(
+            source, path, format=format, tables=None if schema is None else Schema.load(schema).tables,
+            initial_state=initial_state, reserved_keys=reserved_keys, progress=tell,
+        )  # fmt: skip
+    _report(listing, f"{path} holds", time.perf_counter() - began, as_json=as_json)
+
+
+@contextmanager
+def _shown(*, as_json: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar with rows per second; warnings become one line each on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        console = Console(stderr=True)
+        hidden = as_json or not console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+            tasks: dict[str, Any] = {}
+            begun: dict[str, float] = {}
+
+            def tell(stage: str, done: int, total: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = bar.add_task(stage, total=total, rate="")
+                    begun[stage] = time.perf_counter()
+                seconds = time.perf_counter() - begun[stage]
+                rate = f"{done / seconds:,.0f} rows/s" if seconds > 0.5 else ""
+                bar.update(tasks[stage], completed=done, total=total, rate=rate)
+
+            yield tell
+    for warning in caught:
+        typer.echo(f"warning: {warning.message}", err=True)
+
+
+def _report(listing: Listing, what: str, seconds: float, *, as_json: bool) -> None:
+    tables = [
+        {"name": one.table.name, "rows": one.rows, "dim": one.table.dim, "has_state": one.has_state}
+        for one in listing.tables
+    ]
+    rows = sum(one.rows for one in listing.tables)
+    if as_json:
+        typer.echo(json.dumps({"format": listing.format, "rows": rows, "seconds": seconds, "tables": tables}, indent=2))
+        return
+    names = ", ".join(f"{one.table.name} ({one.rows:,} rows)" for one in listing.tables)
+    typer.echo(f"{what} {names}: {rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s")

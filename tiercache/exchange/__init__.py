@@ -1,0 +1,1 @@
+"""Exchange: rows of a store to and from the formats of others."""

@@ -1,0 +1,156 @@
+"""Exports: the rows of a store to files of another format."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import ExchangeError, ExchangeWarning
+from tiercache.exchange.formats import find_format
+from tiercache.exchange.listing import LISTING, Listed, Listing, file_name
+from tiercache.passes.durable import publish, sync, write_whole
+from tiercache.sizes import format_bytes
+from tiercache.store import Store
+from tiercache.store.scan import SCAN_BYTES, live_rows
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable
+
+    from tiercache.exchange.formats import Format
+    from tiercache.store.table import Table
+
+__all__ = ["export_store"]
+
+_PLAIN_KEYS = -(1 << 63) + 2
+"""The least key that is no shared row's."""
+
+
+def export_store(
+    store: Store | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: str,  # noqa: A002 - what users call it
+    tables: Iterable[str] | None = None,
+    with_state: bool = True,
+    memory_bytes: int = SCAN_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> Listing:
+    """Write all rows at the store's newest commit to a folder ``out``, which must not exist yet, in hash order.
+
+    ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/exchange.md). ``tables``: names, all
+    where not said. ``with_state``: the optimizer state beside the vectors; where the format has no place for it, an
+    ExchangeWarning says so. ``progress(done, total)`` is called with rows. Takes about ``memory_bytes`` and 128 MiB
+    for any number of rows.
+
+    The files get their name in one step, when all are on disk: after an error or a kill nothing is at ``out``. No
+    commit may be made meanwhile on a store that is given open.
+
+    Raises ExchangeError, what ``Store.open`` raises for reading, and what ``Store.scan`` raises.
+    """
+    if not isinstance(store, Store):
+        with Store.open(store, mode="r") as opened:
+            return export_store(
+                opened, out, format=format, tables=tables, with_state=with_state, memory_bytes=memory_bytes,
+                progress=progress,
+            )  # fmt: skip
+    chosen, wanted, out = find_format(format), _tables(store, tables), Path(out)
+    if store.commit is None:
+        raise ExchangeError(f"{store.label} has no commit, so no rows to export: train it or import into it first")
+    if out.exists():
+        raise ExchangeError(f"{out} exists: give the export a path that is free")
+    counts = {table.name: live_rows(store, table.name) for table in wanted}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    needed = sum(counts[table.name] * (table.row_bytes + 8) for table in wanted)
+    needed *= 2 if chosen.name == "torch" else 1  # its vectors lie there twice for a while
+    _check_room(out.parent, needed)
+    draft = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(draft, ignore_errors=True)  # what a killed export left
+    draft.mkdir()
+    try:
+        done, total = 0, sum(counts.values())
+
+        def tell(rows: int) -> None:
+            nonlocal done
+            done += rows
+            if progress is not None:
+                progress(done, total)
+
+        listing = Listing(
+            format=format,
+            tables=tuple(
+                _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell)
+                for table in wanted
+            ),
+        )
+        write_whole(draft / LISTING, listing.to_bytes())
+        for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
+            sync(folder)
+        publish(draft, out)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise ExchangeError(
+            f"the disk of {out.parent} is full, and the export needs about {needed:,} bytes: free some, export fewer "
+            "tables, or export elsewhere"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return listing
+
+
+def _export(
+    store: Store,
+    table: Table,
+    rows: int,
+    draft: Path,
+    chosen: Format,
+    with_state: bool,
+    memory_bytes: int,
+    tell: Callable[[int], None],
+) -> Listed:
+    """Write one table, and say what was written."""
+    has_state = with_state and chosen.keeps_state(table)
+    if with_state and not has_state:
+        names = ", ".join(field.name for field in table.fields[1:])
+        warnings.warn(
+            f"format {chosen.name!r} has no place for the optimizer state ({names}) of table {table.name!r}: "
+            "only its vectors are exported",
+            ExchangeWarning,
+            stacklevel=3,
+        )
+    reserved, written = False, 0
+    writer = chosen.writer(draft, file_name(table), table, rows, with_state=has_state)
+    for keys, fields in store.scan(table.name, memory_bytes=memory_bytes, scratch=draft):
+        writer.write((keys, fields if has_state else fields[:1]))
+        reserved = reserved or bool(np.any(keys < _PLAIN_KEYS))
+        written += keys.size
+        tell(keys.size)
+    assert written == rows
+    writer.close()
+    return Listed(table=table, rows=rows, has_state=has_state and len(table.fields) > 1, reserved_keys=reserved)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Raise ExchangeError where so many bytes cannot fit."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ExchangeError(
+            f"the export needs {format_bytes(needed)} ({needed:,} bytes) and {folder} has {format_bytes(free)} free: "
+            "free some, export fewer tables, or export elsewhere"
+        )
+
+
+def _tables(store: Store, names: Iterable[str] | None) -> tuple[Table, ...]:
+    """Return the tables that are wanted."""
+    known = {table.name: table for table in store.tables}
+    wanted = tuple(known) if names is None else tuple(dict.fromkeys(names))
+    for name in wanted:
+        if name not in known:
+            raise ExchangeError(f"{store.label} has no table {name!r}: it has {', '.join(map(repr, known))}")
+    return tuple(known[name] for name in wanted)

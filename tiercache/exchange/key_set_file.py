@@ -1,0 +1,99 @@
+"""HugeCTR's key-set files: keys packed as uint32 or int64, little-endian, without a header and in any order."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.errors import ExchangeError
+from tiercache.exchange.column_file import ColumnFile
+from tiercache.exchange.listing import file_name
+from tiercache.passes.durable import publish, sync
+
+if TYPE_CHECKING:
+    import os
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import PassSet
+
+__all__ = ["export_key_sets", "read_key_set", "write_key_set"]
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint32": np.dtype("<u4"), "int64": np.dtype("<i8")}
+_CHUNK_KEYS = 1 << 20
+
+
+def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64]:
+    """Return the keys of a file, in its order; of int64 a memory map, read-only. Raises ExchangeError."""
+    path, kind = Path(path), _dtype(dtype)
+    size = path.stat().st_size
+    if size % kind.itemsize:
+        raise ExchangeError(
+            f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
+        )
+    if not size:
+        return np.empty(0, dtype=np.int64)
+    keys: NDArray[Any] = np.memmap(path, dtype=kind, mode="r")
+    return keys if keys.dtype == np.int64 else keys.astype(np.int64)
+
+
+def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: str) -> None:
+    """Write keys (n,) in their order; the file is there whole, on disk, or not at all.
+
+    Raises ExchangeError for keys that uint32 cannot hold.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.unfinished")
+    try:
+        _write(draft, keys, dtype)
+        publish(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def export_key_sets(passes: PassSet, out: str | os.PathLike[str], dtype: str = "int64") -> None:
+    """Write the key sets of all passes to a folder ``out``, which must not exist yet: ``TABLE/pass-00000.keys`` on.
+
+    The folder gets its name when all is on disk. Raises ExchangeError.
+    """
+    out = Path(out)
+    if out.exists():
+        raise ExchangeError(f"{out} exists: give the key sets a path that is free")
+    draft = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        for table in passes.tables:
+            folder = draft / file_name(table)
+            folder.mkdir(parents=True)
+            for part in passes:
+                _write(folder / f"pass-{part.index:05d}.keys", part.keys(table.name), dtype)
+            sync(folder)
+        sync(draft)
+        publish(draft, out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write(path: Path, keys: NDArray[np.int64], dtype: str) -> None:
+    kind = _dtype(dtype)
+    file = ColumnFile(path)
+    try:
+        for low in range(0, keys.size, _CHUNK_KEYS):
+            part = keys[low : low + _CHUNK_KEYS]
+            if kind.itemsize == 4 and (int(part.min()) < 0 or int(part.max()) >= 1 << 32):
+                raise ExchangeError(
+                    f"keys {part.min()} to {part.max()} do not all fit uint32, which holds 0 to {(1 << 32) - 1}: "
+                    "write them as int64"
+                )
+            file.write(part.astype(kind))
+    finally:
+        file.close()
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name not in _DTYPES:
+        raise ExchangeError(f"dtype {name!r} of a key set is unknown: it must be 'uint32' or 'int64'")
+    return _DTYPES[name]

@@ -1,0 +1,97 @@
+"""``tables.json``: what an export holds. It lies beside the files, so that they can be imported without a schema."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from tiercache.errors import ExchangeError
+from tiercache.store.table import Table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["LISTING", "Listed", "Listing", "file_name"]
+
+LISTING = "tables.json"
+_MARK, _VERSION = "tiercache export", 1
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """One table of an export."""
+
+    table: Table
+    rows: int
+    has_state: bool
+    """Whether the optimizer state was exported with the vectors."""
+    reserved_keys: bool
+    """Whether INT64_MIN or INT64_MIN + 1 is among the keys: the out-of-vocabulary row, the null row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """The tables of an export, and its format."""
+
+    format: str
+    tables: tuple[Listed, ...]
+
+    def to_bytes(self) -> bytes:
+        """Return the content of ``tables.json``."""
+        tables = [
+            {
+                "table": listed.table.to_record(),
+                "rows": listed.rows,
+                "has_state": listed.has_state,
+                "reserved_keys": listed.reserved_keys,
+            }
+            for listed in self.tables
+        ]
+        record = {"format": _MARK, "version": _VERSION, "files": self.format, "tables": tables}
+        return json.dumps(record, indent=2).encode() + b"\n"
+
+    @classmethod
+    def find(cls, folder: Path) -> Listing | None:
+        """Read the listing in a folder; None where there is none. Raises ExchangeError."""
+        path = folder / LISTING
+        try:
+            record = json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as error:
+            raise ExchangeError(f"{path} is not JSON ({error}): export again, or remove it and give tables") from error
+        if not isinstance(record, dict) or record.get("format") != _MARK or record.get("version") != _VERSION:
+            raise ExchangeError(f"{path} is not of this tiercache's exports: remove it and give tables")
+        try:
+            tables = tuple(_listed(item) for item in record["tables"])
+            return cls(format=str(record["files"]), tables=tables)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ExchangeError(
+                f"{path} cannot be read ({error}): export again, or remove it and give tables"
+            ) from error
+
+
+def _listed(record: Any) -> Listed:
+    rows = record["rows"]
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        raise ValueError(f"rows is {rows!r}")
+    return Listed(
+        table=Table.from_record(record["table"]),
+        rows=rows,
+        has_state=bool(record["has_state"]),
+        reserved_keys=bool(record["reserved_keys"]),
+    )
+
+
+def file_name(table: Table) -> str:
+    """Return what the files of a table are called: its name, percent-encoded where a path could misunderstand it.
+
+    Names that would be too long become the table id in hexadecimal.
+    """
+    name = quote(table.name, safe=" ")
+    if name.startswith(".") or name == LISTING:
+        name = name.replace(".", "%2E")
+    return name if len(name) <= _LONGEST_NAME else f"%{table.table_id:016x}"
