@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import mmap
 import sys
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.life import Life
+from tiercache.store.read_ahead import huge_pages, read_ahead
 from tiercache.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -33,9 +31,6 @@ SLICE_ROWS = 1 << 24
 READERS = 2
 """Threads that read blocks of rows, and as many of keys: the disk has one to read while another is checked."""
 _MOST_PROBLEMS = 100
-
-Item = TypeVar("Item", bound=tuple[Any, ...])
-Result = TypeVar("Result")
 
 
 class Verification:
@@ -85,7 +80,7 @@ class Verification:
     def _check_rows(self) -> None:
         """Read every block, a few ahead of the one that is counted."""
         with ThreadPoolExecutor(READERS) as readers:
-            for (segment, group, block), problems in _ahead(readers, self._read, self._blocks):
+            for (segment, group, block), problems in read_ahead(readers, self._read, self._blocks, most=2 * READERS):
                 self._report(*problems)
                 self._count(segment.streams[group], block)
 
@@ -94,7 +89,7 @@ class Verification:
         stream = segment.streams[group]
         size = int(stream.block_bytes_B[block])
         if getattr(self._room, "size", 0) < size:
-            self._room.size, self._room.data = size, _pages(size)
+            self._room.size, self._room.data = size, huge_pages(size)
         low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
         return _problem(self.store.read, segment, group, low, high, self._room.data[:size])
 
@@ -166,7 +161,7 @@ class KeyCheck:
         bounds = np.append(0, np.cumsum(counts))
         first = int(bounds[self._live[segment.id] * num_tables])
         blocks = [(segment, block) for block in range(first // stream.block_rows, stream.num_blocks)]
-        for (_, block), keys in _ahead(self._readers, self._keys, blocks):
+        for (_, block), keys in read_ahead(self._readers, self._keys, blocks, most=2 * READERS):
             if isinstance(keys, str):
                 self._note(keys)
                 continue
@@ -189,28 +184,6 @@ class KeyCheck:
 
     def _note(self, sentence: str) -> None:
         self._problems[sentence] = None
-
-
-def _ahead(
-    pool: ThreadPoolExecutor, call: Callable[..., Result], items: Iterable[Item]
-) -> Iterator[tuple[Item, Result]]:
-    """Yield each item with ``call(*item)``, in order; the next calls are made meanwhile, by the threads of ``pool``."""
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
-    for item in items:
-        waiting.append((item, pool.submit(call, *item)))
-        if len(waiting) > 2 * READERS:
-            first, result = waiting.popleft()
-            yield first, result.result()
-    for first, result in waiting:
-        yield first, result.result()
-
-
-def _pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Return page-aligned memory, in huge pages where there are any: a disk fills those twice as fast."""
-    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
 
 
 def _twice(parts: list[NDArray[np.uint64]]) -> int:
