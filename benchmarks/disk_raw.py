@@ -62,19 +62,20 @@ class Replay:
     @classmethod
     def of(cls, plans: Sequence[VisitPlan], *, num_passes: int, state_bytes: int) -> Replay:
         """Lay the dumps of an epoch out in one file, a slot for each pass; ``plans`` are those of one epoch."""
-        slot = max(_slot_bytes(plan.dumps) for plan in plans) + _paged(state_bytes)
+        slot = max(slot_bytes(plan.dumps) for plan in plans) + paged(state_bytes)
         reads, commits = [], []
         for plan in plans:
             for load in plan.loads:
                 stream = plans[load.visit % num_passes].dumps[load.group]
-                at = load.visit % num_passes * slot + _slot_bytes(plans[load.visit % num_passes].dumps[: load.group])
-                reads += _reads(stream, at, load.store.first, load.store.last)
+                at = load.visit % num_passes * slot + slot_bytes(plans[load.visit % num_passes].dumps[: load.group])
+                reads += reads_of(stream, at, load.store.first, load.store.last)
             at = plan.visit % num_passes * slot
-            commits.append([*_blocks(plan.dumps, at), Span(at + _slot_bytes(plan.dumps), state_bytes)])
+            commits.append([*blocks_of(plan.dumps, at), Span(at + slot_bytes(plan.dumps), state_bytes)])
         return cls(reads, commits, slot * num_passes)
 
 
-def _paged(num_bytes: int) -> int:
+def paged(num_bytes: int) -> int:
+    """Round up to whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -82,15 +83,16 @@ def _block_rows(stream: Stream) -> list[int]:
     return [int(n) for n in np.diff(stream.block_first_row_B)]
 
 
-def _slot_bytes(streams: Sequence[Stream]) -> int:
+def slot_bytes(streams: Sequence[Stream]) -> int:
+    """Return the bytes of the file that a dump takes."""
     return sum(
-        _paged(rows * stream.row_bytes) + _paged(rows * KEY_BYTES) for stream in streams for rows in _block_rows(stream)
+        paged(rows * stream.row_bytes) + paged(rows * KEY_BYTES) for stream in streams for rows in _block_rows(stream)
     )
 
 
-def _reads(stream: Stream, at: int, low: int, high: int) -> list[Span]:
+def reads_of(stream: Stream, at: int, low: int, high: int) -> list[Span]:
     """Cut pieces [low, high) where blocks end; the first block stands at ``at``, its keys after it."""
-    begins = np.cumsum([0] + [_paged(n * stream.row_bytes) + _paged(n * KEY_BYTES) for n in _block_rows(stream)])
+    begins = np.cumsum([0] + [paged(n * stream.row_bytes) + paged(n * KEY_BYTES) for n in _block_rows(stream)])
     spans = []
     while low < high:
         block = int(stream.piece_block_P[low])
@@ -102,14 +104,14 @@ def _reads(stream: Stream, at: int, low: int, high: int) -> list[Span]:
     return spans
 
 
-def _blocks(streams: Sequence[Stream], at: int) -> list[Span]:
+def blocks_of(streams: Sequence[Stream], at: int) -> list[Span]:
     """Return the blocks of a dump, each followed by its keys."""
     spans = []
     for stream in streams:
         for rows in _block_rows(stream):
             for size in (rows * stream.row_bytes, rows * KEY_BYTES):
                 spans.append(Span(at, size))
-                at += _paged(size)
+                at += paged(size)
     return spans
 
 
@@ -135,14 +137,18 @@ class BareDisk:
         for path in self._paths:
             path.unlink()
 
-    def seconds(self, replay: Replay) -> float:
-        """Return how long the epoch takes, the page cache empty at its begin."""
+    def seconds(self, replay: Replay, *, memory: memoryview | None = None) -> float:
+        """Return how long the epoch takes, the page cache empty at its begin.
+
+        Reads go to one place after another of ``memory`` and begin again where it ends; so do writes, which come from
+        it. Without it, there is room for one read.
+        """
         for path in self._paths[:2]:
             drop_cache(path)
         start = threading.Barrier(3)
         workers = [
-            threading.Thread(target=self._read, args=(replay.reads, start)),
-            threading.Thread(target=self._write, args=(replay.commits, start)),
+            threading.Thread(target=self._read, args=(replay.reads, start, memory)),
+            threading.Thread(target=self._write, args=(replay.commits, start, memory)),
         ]
         for worker in workers:
             worker.start()
@@ -152,27 +158,32 @@ class BareDisk:
             worker.join()
         return time.perf_counter() - begun
 
-    def _read(self, spans: list[Span], start: threading.Barrier) -> None:
-        room = memoryview(mmap.mmap(-1, max((span.size for span in spans), default=0) + 2 * PAGE_BYTES))
+    def _read(self, spans: list[Span], start: threading.Barrier, memory: memoryview | None) -> None:
+        most = max((span.size for span in spans), default=0) + 2 * PAGE_BYTES
+        room = memoryview(mmap.mmap(-1, most)) if memory is None else memory
         handle = os.open(self._paths[0], os.O_RDONLY | os.O_DIRECT)
         start.wait()
+        at = 0
         for span in spans:
             first = span.offset // PAGE_BYTES * PAGE_BYTES
-            done, size = 0, _paged(span.offset + span.size) - first
+            done, size = 0, paged(span.offset + span.size) - first
+            at = at if at + size <= len(room) else 0
             while done < size:
-                done += os.preadv(handle, [room[done:size]], first + done)
+                done += os.preadv(handle, [room[at + done : at + size]], first + done)
+            at += size
         os.close(handle)
 
-    def _write(self, commits: list[list[Span]], start: threading.Barrier) -> None:
+    def _write(self, commits: list[list[Span]], start: threading.Barrier, memory: memoryview | None) -> None:
+        data = self._data if memory is None else memory
         blocks = os.open(self._paths[1], os.O_WRONLY | os.O_DIRECT)
         records = os.open(self._paths[2], os.O_WRONLY | os.O_CREAT)
         through = os.open(self._paths[2], os.O_WRONLY | os.O_DSYNC)
         start.wait()
         for spans in commits:
-            done, size = 0, sum(_paged(span.size) for span in spans)  # they stand beside each other
+            done, size = 0, sum(paged(span.size) for span in spans)  # they stand beside each other
             while done < size:
                 parts = min(size - done, REQUEST_BYTES)
-                views = [self._data[: min(len(self._data), parts - at)] for at in range(0, parts, len(self._data))]
+                views = _around(data, done, parts)
                 done += os.pwritev(blocks, views, spans[0].offset + done)
             os.fdatasync(blocks)
             os.pwrite(records, self._data[:PAGE_BYTES], PAGE_BYTES)
@@ -180,3 +191,12 @@ class BareDisk:
             os.pwrite(through, self._data[:PAGE_BYTES], 0)
         for handle in (blocks, records, through):
             os.close(handle)
+
+
+def _around(memory: memoryview, at: int, size: int) -> list[memoryview]:
+    """Return ``size`` bytes from byte ``at`` on, going on at the beginning where the memory ends."""
+    views: list[memoryview] = []
+    while size:
+        views.append(memory[at % len(memory) :][:size])
+        at, size = at + len(views[-1]), size - len(views[-1])
+    return views

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime as dt
+import gc
 import importlib.metadata
 import json
 import os
@@ -13,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 from rich.console import Console
@@ -21,8 +23,18 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from types import TracebackType
 
-__all__ = ["Goal", "console", "device_bytes_read", "drop_cache", "environment", "process_bytes_read", "report"]
+__all__ = [
+    "Goal",
+    "PeakMemory",
+    "console",
+    "device_bytes_read",
+    "drop_cache",
+    "environment",
+    "process_bytes_read",
+    "report",
+]
 
 console = Console(highlight=False)
 SECTOR_BYTES = 512
@@ -116,6 +128,25 @@ def process_bytes_read() -> int:
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 
+class PeakMemory:
+    """Between enter and exit, how far the resident memory of this process rises at most; mapped files count."""
+
+    def __init__(self) -> None:
+        self.growth_bytes = 0
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed must not hide what this takes
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = _status_bytes("VmRSS")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.growth_bytes = max(0, _status_bytes("VmHWM") - self._before)
+
+
 def device_bytes_read(path: Path) -> int:
     """Return the bytes that the block device under ``path`` has read for anyone so far; 0 where nothing counts."""
     number = path.stat().st_dev
@@ -134,6 +165,11 @@ def file_system(path: Path) -> str:
         key=lambda p: len(p.mountpoint),
     )
     return f"{best.fstype} on {best.device}"
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
 def _cpu_name() -> str:

@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.store.hashing import hash_keys
+from tiercache.store.read_ahead import huge_pages, read_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from tiercache.store.reading import Check
     from tiercache.store.segment import Segment
     from tiercache.store.store import Store
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
+    Fields = tuple[NDArray[np.float32], ...]
     Cached = Callable[[int, int, int], NDArray[np.uint8] | None]
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 4 << 20
+"""Of pieces that are read at once; as many again are read meanwhile."""
+READERS = 2
+"""Threads that read blocks of keys: the disk has one to read while another is waited for."""
+_PAGE_BYTES = 4096
+_NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
 def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -> dict[str, Found]:
     """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table."""
     groups = {table.name: group for group in store.groups for table in group.tables}
     wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
-    for group in store.groups:
-        tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
-        if tables:
-            for segment in store.segments:  # by id, so that the newest of several rows is seen last
-                _sweep(store, segment, group, tables, after)
+    with ThreadPoolExecutor(READERS) as readers:
+        for group in store.groups:
+            tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
+            # Segments by id, so that the newest of several rows is seen last.
+            sweep = (
+                block for segment in store.segments for block in _live_blocks(store, segment, group, tables, after)
+            )
+            for (segment, _, block, runs), stored in read_ahead(
+                readers, partial(_read_keys, store), sweep, most=2 * READERS
+            ):
+                low = int(segment.streams[group.index].block_first_row_B[block])
+                for place, rows in runs.items():
+                    tables[place].match(segment.id, stored[rows - low], rows)
     return {name: (w.segment_ids, w.rows) for name, w in wanted.items()}
 
 
@@ -59,29 +78,31 @@ class _Wanted:
         self.rows[places] = first_rows[hit]
 
 
-def _sweep(store: Store, segment: Segment, group: Group, tables: Mapping[int, _Wanted], after: int) -> None:
-    """Compare the keys of all ranges of a segment stream with next use after ``after``, block by block."""
+def _live_blocks(
+    store: Store, segment: Segment, group: Group, tables: Iterable[int], after: int
+) -> Iterator[tuple[Segment, int, int, dict[int, NDArray[np.int64]]]]:
+    """Yield the blocks of a segment stream that hold rows of ``tables`` with next use after ``after``: which rows."""
     stream = segment.streams[group.index]
     live = store.first_range(segment, group.index)
     runs = {place: _runs(stream, live, place, after) for place in tables}
-    if not any(starts.size for starts, _ in runs.values()):
-        return
     for block in range(stream.num_blocks):
         low, high = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
-        keys: NDArray[np.int64] | None = None
+        found = {}
         for place, (starts, ends) in runs.items():
             first, last = np.searchsorted(ends, low, side="right"), np.searchsorted(starts, high)
-            if first >= last:
-                continue
-            if keys is None:
-                keys = store.read_keys(segment, group.index, block)
-            rows = np.concatenate(
-                [
-                    np.arange(max(a, low), min(b, high))
-                    for a, b in zip(starts[first:last].tolist(), ends[first:last].tolist(), strict=True)
-                ]
-            )
-            tables[place].match(segment.id, keys[rows - low], rows)
+            if first < last:
+                found[place] = np.concatenate(
+                    [
+                        np.arange(max(a, low), min(b, high))
+                        for a, b in zip(starts[first:last].tolist(), ends[first:last].tolist(), strict=True)
+                    ]
+                )
+        if found:
+            yield segment, group.index, block, found
+
+
+def _read_keys(store: Store, segment: Segment, group: int, block: int, _rows: object) -> NDArray[np.int64]:
+    return store.read_keys(segment, group, block)
 
 
 def _runs(stream: Stream, live: int, place: int, after: int) -> Found:
@@ -94,58 +115,117 @@ def _runs(stream: Stream, live: int, place: int, after: int) -> Found:
     return np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
 
 
-def read_rows(
-    store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None
-) -> tuple[NDArray[np.float32], ...]:
+def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> Fields:
     """Return rows of a segment stream by index, field by field (see ``Store.read_rows``)."""
-    stream, fields = segment.streams[group], store.groups[group].fields
+    stream = segment.streams[group]
     rows = np.asarray(rows, dtype=np.int64)
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < stream.rows:
         raise ValueError(f"rows {rows.min()} to {rows.max()} are not all in segment {segment.id} of {stream.rows} rows")
-    out = tuple(np.empty((rows.size, field.width), dtype=np.float32) for field in fields)
-    order = np.argsort(rows, kind="stable")
-    ordered = rows[order]
-    pieces = np.searchsorted(stream.piece_first_row_P, ordered, side="right") - 1
-    for first, last in _batches(stream, pieces):
-        wanted, which = np.unique(pieces[first:last], return_inverse=True)
-        data, base = _read_pieces(store, segment, group, wanted, cached)
-        local = ordered[first:last] - stream.piece_first_row_P[wanted[which]]
-        start, piece_rows = base[which], stream.piece_rows_P[wanted[which]]
-        for field, values in zip(fields, out, strict=True):
-            at = (start + local * field.width)[:, None] + np.arange(field.width)
-            values[order[first:last]] = data[at]
-            start = start + piece_rows * field.width
+    return _read(store, group, [(segment, np.arange(rows.size))], rows, cached)
+
+
+def read_found(store: Store, group: int, segment_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> Fields:
+    """Return the rows that ``locate`` found, field by field: zeros where it found none.
+
+    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken.
+    """
+    parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in store.segments]
+    return _read(store, group, parts, rows, None)
+
+
+def _read(
+    store: Store,
+    group: int,
+    parts: Sequence[tuple[Segment, NDArray[np.int64]]],
+    rows: NDArray[np.int64],
+    cached: Cached | None,
+) -> Fields:
+    """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
+    fields = store.groups[group].fields
+    out = tuple(np.zeros((rows.size, field.width), dtype=np.float32) for field in fields)
+    rooms: deque[NDArray[np.uint8]] = deque()
+    batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, rooms))
+    with ThreadPoolExecutor(1) as reader:
+        for (batch,), data in read_ahead(reader, partial(_Batch.read, store=store), batches, most=1):
+            start, piece_rows = batch.starts[batch.which] // 4, batch.piece_rows[batch.which]
+            for field, values in zip(fields, out, strict=True):
+                at = (start + batch.local * field.width)[:, None] + np.arange(field.width)
+                values[batch.places] = data[at]
+                start = start + piece_rows * field.width
+            rooms.append(batch.room)
     return out
 
 
-def _batches(stream: Stream, pieces: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Cut places with rising ``pieces`` into runs whose pieces take about ``BATCH_BYTES``; a piece is never cut."""
+def _batches(
+    segment: Segment,
+    group: int,
+    places: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    cached: Cached | None,
+    rooms: deque[NDArray[np.uint8]],
+) -> Iterator[tuple[_Batch]]:
+    """Cut rows in their order into batches whose pieces take about ``BATCH_BYTES``; a piece is never cut."""
+    stream = segment.streams[group]
+    places = places[np.argsort(rows[places], kind="stable")]
+    pieces = np.searchsorted(stream.piece_first_row_P, rows[places], side="right") - 1
     most = max(1, BATCH_BYTES // (stream.piece_rows * stream.row_bytes))
     fresh = np.nonzero(np.diff(pieces, prepend=-1))[0]
-    starts = [*fresh[::most].tolist(), pieces.size]
-    yield from pairwise(starts)
+    for first, last in pairwise([*fresh[::most].tolist(), pieces.size]):
+        yield (_Batch(segment, group, places[first:last], rows, pieces[first:last], cached, rooms),)
 
 
-def _read_pieces(
-    store: Store, segment: Segment, group: int, pieces: NDArray[np.int64], cached: Cached | None
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the numbers of ``pieces``, and where each begins among them."""
-    offset = segment.streams[group].piece_offset_P
-    sizes = offset[pieces + 1] - offset[pieces]
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    data = np.empty(int(ends[-1]), dtype=np.uint8)
-    missing = np.ones(pieces.size, dtype=bool)
-    if cached is not None:
-        for i, piece in enumerate(pieces.tolist()):
-            held = cached(segment.id, group, piece)
-            if held is not None:
-                data[starts[i] : ends[i]] = held.view(np.uint8)
-                missing[i] = False
-    places = np.nonzero(missing)[0]
-    cuts = np.nonzero(np.diff(pieces[places]) > 1)[0] + 1
-    for run in np.split(places, cuts):
-        if run.size:
-            low, high = int(run[0]), int(run[-1])
-            store.read(segment, group, int(pieces[low]), int(pieces[high]) + 1, data[starts[low] : ends[high]])
-    return data.view(np.float32), starts // 4
+class _Batch:
+    """Pieces of a segment stream on their way into memory.
+
+    What is read at once begins in its page of memory as it does in that of the file: so it can pass the page cache.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        group: int,
+        places: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        pieces_of_rows: NDArray[np.int64],
+        cached: Cached | None,
+        rooms: deque[NDArray[np.uint8]],
+    ) -> None:
+        self._segment, self._group, self.places = segment, group, places
+        stream = segment.streams[group]
+        pieces, self.which = np.unique(pieces_of_rows, return_inverse=True)
+        self.local = rows[places] - stream.piece_first_row_P[pieces_of_rows]
+        self.piece_rows = stream.piece_rows_P[pieces]
+        offset, blocks = stream.piece_offset_P, stream.piece_block_P[pieces]
+        held = [None if cached is None else cached(segment.id, group, piece) for piece in pieces.tolist()]
+        fresh = np.array([data is None for data in held], dtype=bool)
+        # A run is read at once: neighbours of one block that no one holds; each held piece is a run of its own.
+        cuts = (np.diff(pieces) > 1) | (np.diff(blocks) > 0) | ~(fresh[1:] & fresh[:-1])
+        first = np.append(0, np.nonzero(cuts)[0] + 1)
+        last = np.append(first[1:], pieces.size)
+        begins, ends = offset[pieces[first]], offset[pieces[last - 1] + 1]
+        inside = (begins - offset[stream.block_piece_B[blocks[first]]]) % _PAGE_BYTES
+        room = -(-(inside + ends - begins) // _PAGE_BYTES) * _PAGE_BYTES
+        at = np.cumsum(room) - room + inside
+        self.starts = np.repeat(at - begins, last - first) + offset[pieces]
+        """(pieces,): the byte of ``room`` at which each piece begins."""
+        self.room = rooms.popleft() if rooms else _NO_ROOM
+        if self.room.size < room.sum():
+            self.room = huge_pages(int(room.sum()))
+        self._runs = [
+            (int(pieces[a]), int(pieces[b - 1]) + 1, self.room[low : low + size])
+            for a, b, low, size in zip(
+                first.tolist(), last.tolist(), at.tolist(), (ends - begins).tolist(), strict=True
+            )
+            if fresh[a]
+        ]
+        for data, low in zip(held, self.starts.tolist(), strict=True):
+            if data is not None:
+                self.room[low : low + data.nbytes] = data.view(np.uint8)
+
+    def read(self, store: Store) -> NDArray[np.float32]:
+        """Read and check what no one holds; returns all of the memory."""
+        checks: list[Check] = []
+        for low, high, out in self._runs:
+            store.read(self._segment, self._group, low, high, out, checks=checks)
+        store.check(checks)
+        return self.room.view(np.float32)

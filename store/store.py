@@ -338,7 +338,7 @@ class Store:
     ) -> tuple[NDArray[np.float32], ...]:
         """Return the rows at ``rows`` (n,) of a segment stream: (n, width) for each field.
 
-        Reads whole pieces, neighbours together, about 16 MiB at a time. ``cached(segment id, group, piece)`` may
+        Reads whole pieces, neighbours together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, piece)`` may
         give the bytes of a piece that is in memory anyway. Raises CorruptBlockError.
         """
         return read_rows(self, segment, group, rows, cached)

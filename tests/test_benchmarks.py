@@ -55,6 +55,25 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
     assert found["store_bytes_read"] == found["rows_read"] * found["row_bytes"]
 
 
+def test_the_store_benchmark_measures_every_engine_and_its_lookups_agree(tmp_path: Path) -> None:
+    """The smallest run of the store's benchmark has all its keys, and the ones that are facts hold."""
+    found = figures("benchmarks.store", tmp_path, "--folder", str(tmp_path / "data"))
+    assert_has(found, [name for name in SAID if name != "version_torch"])
+    engines = [name for name in ("lmdb", "zarr") if found[f"{name}_measured"]]
+    assert "lmdb" in engines
+    for engine in engines:
+        for tail in ("", "_400", "_32", "_400_32"):
+            assert found[f"{engine}_load_ratio{tail}"] > 0
+            assert found[f"{engine}_bytes_read_per_useful_byte{tail}"] >= 1
+        for key in ("dump_ratio", "dump_ratio_32", "verify_ratio", "info_seconds", "heap_bytes", "file_bytes"):
+            assert found[f"{engine}_{key}"] > 0
+        assert found[f"lookup_rows_per_s_{engine}"] > 0
+    assert found["load_bytes"] == (1 << 20) // 260 * 260
+    assert found["lookup_keys"] == found["lookup_rows"] // 20
+    assert found["lookup_rows_equal"] is True
+    assert not list((tmp_path / "data").iterdir())
+
+
 def test_embedding_step_measures_every_contender_and_every_optimizer(tmp_path: Path) -> None:
     """The smallest run of the embedding benchmark has a time for each case and the least of each figure."""
     found = figures("benchmarks.embedding_step", tmp_path)

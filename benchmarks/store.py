@@ -1,0 +1,178 @@
+"""The store against the bare disk and against one key per row: python -m benchmarks.store [--quick] [--json FILE].
+
+Dumps and loads are those of training: rows of 260 bytes (a vector of 64 and the row-wise Adagrad state), pieces and
+blocks as the planner cuts them, checksums by the kernel, one thread. The bare disk moves the same bytes and ranges
+with plain pread and pwrite, one thread, from and to the same memory; its commit is the fdatasync of the blocks and
+the two small writes of LMDB's, also beside Zarr, which needs more of them. Both go past the page cache (O_DIRECT)
+where the engine does, which the bare disk does always; what the page cache holds is dropped before every read by
+posix_fadvise(DONTNEED), and no cache of the machine below it. All is done in turns, in alternating order; ratios are
+medians over turns.
+
+ENGINE_dump_ratio = bare disk's seconds / ours: one visit's dump with its commit, in a store that has its final size
+ENGINE_load_ratio = bare disk's seconds / ours: one visit's ranges from 24 segments, read and checked; _400: from 400
+ENGINE_bytes_read_per_useful_byte = bytes that the process read (/proc/self/io) / bytes of the rows loaded
+ENGINE_heap_bytes = growth of resident memory at most while 2 GB are dumped from one buffer
+ENGINE_verify_ratio = bare disk's seconds to read the same blocks / seconds of verify, in a process of its own
+lookup_rows_per_s: a random 5 % of all keys, cold; over the same by LMDB's getmulti and rocksdict, a key per row
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.machine import Goal, console, environment, file_system, report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.store_case import Size
+
+ENGINES = ("lmdb", "zarr")
+GOALS = (
+    *(
+        Goal(key=f"{engine}_{what}", goal=0.85, least=0.6)
+        for engine in ENGINES
+        for what in ("dump_ratio", "load_ratio", "load_ratio_400")
+    ),
+    Goal(key="better_engine_ratio", goal=0.8),
+    *(
+        Goal(key=f"{engine}_bytes_read_per_useful_byte{suffix}", goal=1.05, below=True)
+        for engine in ENGINES
+        for suffix in ("", "_400")
+    ),
+    Goal(key="lookup_over_getmulti", goal=10),
+    Goal(key="lookup_over_rocksdict", goal=10),
+    Goal(key="lookup_rows_equal", goal=1),
+    *(Goal(key=f"{engine}_verify_ratio", goal=0.5) for engine in ENGINES),
+    *(Goal(key=f"{engine}_info_seconds", goal=1, below=True) for engine in ENGINES),
+)
+
+
+def present(folder: Path) -> list[str]:
+    """Return the engines that a store can be opened with; says which cannot."""
+    from benchmarks.store_case import Case
+    from benchmarks.store_runs import StoreRun
+
+    found = []
+    for engine in ENGINES:
+        try:
+            StoreRun(engine, Case.of(260, 1 << 20), folder / "probe.tc").close()
+            found.append(engine)
+        except ValueError as error:
+            _say(f"{engine} is left out: {error}")
+        shutil.rmtree(folder / "probe.tc", ignore_errors=True)
+    return found
+
+
+def measure(size: Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Run everything and return its figures."""
+    from benchmarks.store_case import Case
+    from benchmarks.store_cases import measure_cycle, measure_heap, measure_wide
+    from benchmarks.store_lookup import measure_lookup
+    from benchmarks.store_runs import warm_checksums
+
+    warm_checksums()
+    figures: dict[str, Any] = {}
+    case = Case.of(260, size.pass_bytes)
+    _say(f"rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
+    figures |= measure_cycle(case, size.turns, engines, folder, verified=True)
+    _say("rows of 260 bytes: 400 segments")
+    small = Case.of(260, min(size.pass_bytes, size.row_size_pass_bytes))
+    figures |= measure_wide(small, size.wide_visits, engines, folder)
+    for row_bytes in size.row_sizes:
+        _say(f"rows of {row_bytes:,} bytes")
+        other = Case.of(row_bytes, size.row_size_pass_bytes)
+        found = measure_cycle(other, size.turns, engines, folder, verified=False)
+        found |= measure_wide(other, size.wide_visits, engines, folder)
+        figures |= {f"{key}_{row_bytes}": value for key, value in found.items()}
+    for engine in engines:
+        _say(f"{engine}: a dump of {size.heap_bytes:,} bytes")
+        figures |= measure_heap(engine, case, size.heap_bytes, folder)
+    _say("lookups")
+    figures |= measure_lookup(Case.of(260, size.lookup_pass_bytes), list(engines), folder)
+    worst = {e: min(figures[f"{e}_dump_ratio"], figures[f"{e}_load_ratio"]) for e in engines}
+    return figures | {"better_engine": max(worst, key=worst.__getitem__), "better_engine_ratio": max(worst.values())}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small passes, rows of 260 bytes only, under 45 seconds")
+    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; what it makes there it removes")
+    options = parser.parse_args(given)
+
+    from benchmarks.store_case import FULL, QUICK, TINY
+
+    size = TINY if options.tiny else QUICK if options.quick else FULL
+    packages = ("numpy", "numba", "lmdb", "zarr", "rocksdict", "google-crc32c", "tiercache")
+    record = environment("benchmarks.store", given, packages)
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="store-", dir=options.folder or Path.cwd()))
+    begun = time.perf_counter()
+    try:
+        record |= {"size": size.name, "file_system": file_system(folder)}
+        engines = present(folder)
+        record |= {f"{engine}_measured": engine in engines for engine in ENGINES}
+        record |= measure(size, engines, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    record["benchmark_seconds"] = time.perf_counter() - begun
+    for table in _tables(record, engines, ("", *(f"_{n}" for n in size.row_sizes))):
+        console.print(table)
+    report(record, [g for g in GOALS if g.key in record or _peer_missing(g)], title="what was promised",
+           path=options.json)  # fmt: skip
+
+
+def _peer_missing(goal: Goal) -> bool:
+    return goal.key == "lookup_over_rocksdict" and importlib.util.find_spec("rocksdict") is None
+
+
+def _tables(record: dict[str, Any], engines: Sequence[str], suffixes: Sequence[str]) -> list[Table]:
+    """Return a table of dumps and loads, and one of lookups."""
+    from benchmarks.store_case import PASSES
+
+    moves = Table(
+        title=f"size {record['size']}, {record['file_system']}, page cache dropped by posix_fadvise(DONTNEED)",
+        title_justify="left",
+    )
+    for name in ("engine", "row bytes", "what", "MB", "bare disk GB/s", "GB/s", "ratio", "least", "most"):
+        moves.add_column(name, justify="left" if name in {"engine", "what"} else "right")
+    for suffix in suffixes:
+        for engine in engines:
+            for what, segments in (("dump", ""), ("load", ""), ("load", "_400")):
+                tail = segments + suffix
+                num_bytes = record[f"{what}_bytes{tail}"]
+                rates = [num_bytes / record[f"{who}_{what}_seconds{tail}"] / 1e9 for who in ("raw", engine)]
+                ratios = [record[f"{engine}_{what}_ratio{part}{tail}"] for part in ("", "_least", "_most")]
+                name = what if what == "dump" else f"load from {segments[1:] or PASSES}"
+                shown = [f"{rate:.2f}" for rate in rates] + [f"{ratio:.3f}" for ratio in ratios]
+                moves.add_row(engine, suffix[1:] or "260", name, f"{num_bytes / 1e6:,.0f}", *shown)
+    lookups = Table(title=f"{record['lookup_keys']:,} of {record['lookup_rows']:,} keys, cold", title_justify="left")
+    for name in ("by", "rows/s", "memory"):
+        lookups.add_column(name, justify="left" if name == "by" else "right")
+    for name in (*engines, "getmulti", "rocksdict"):
+        if f"lookup_rows_per_s_{name}" in record:
+            memory = f"{record[f'lookup_memory_bytes_{name}'] / 1e6:,.0f} MB"
+            lookups.add_row(name, f"{record[f'lookup_rows_per_s_{name}']:,.0f}", memory)
+    return [moves, lookups]
+
+
+def _say(what: str) -> None:
+    console.print(f"[dim]{time.strftime('%H:%M:%S')} {what}[/dim]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What the store's benchmark dumps and loads: sizes, tables, and schedules of made-up visits with real keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.disk_raw import blocks_of, reads_of, slot_bytes
+from tiercache.planning.budget import HostBudget
+from tiercache.store import Range, RowWiseAdagrad, Stream, Table, Zeros, hash_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from benchmarks.disk_raw import Span
+
+PASSES = 24
+SEGMENTS = 400
+RAW_SLOTS = 4
+"""Dumps that the bare disk's file has room for: what stands beside each other in a load stands apart in the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    name: str
+    pass_bytes: int
+    """Rows of one visit."""
+    turns: int
+    """Visits of the cycle that are measured."""
+    wide_visits: int
+    """Visits that are loaded from 400 segments."""
+    heap_bytes: int
+    """Rows of the dump whose memory is measured."""
+    lookup_pass_bytes: int
+    """Rows of one visit in the store that keys are looked up in."""
+    row_sizes: tuple[int, ...] = ()
+    """Rows beside those of 260 bytes, in passes of ``row_size_pass_bytes``."""
+    row_size_pass_bytes: int = 64 << 20
+
+
+FULL = Size(
+    name="full",
+    pass_bytes=400 << 20,
+    turns=7,
+    wide_visits=7,
+    heap_bytes=2 * 10**9,
+    lookup_pass_bytes=64 << 20,
+    row_sizes=(32, 1540),
+)
+QUICK = Size(
+    name="quick",
+    pass_bytes=64 << 20,
+    turns=5,
+    wide_visits=4,
+    heap_bytes=2 * 10**9,
+    lookup_pass_bytes=16 << 20,
+)
+TINY = replace(
+    QUICK,
+    name="tiny",
+    pass_bytes=1 << 20,
+    turns=1,
+    wide_visits=1,
+    heap_bytes=20 * 10**6,
+    lookup_pass_bytes=1 << 20,
+    row_sizes=(32,),
+    row_size_pass_bytes=1 << 20,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Rows of one size in passes of one size, cut as the planner cuts them for a host budget of four passes."""
+
+    table: Table
+    rows: int
+    """Of a pass."""
+    budget: HostBudget
+
+    @classmethod
+    def of(cls, row_bytes: int, pass_bytes: int) -> Case:
+        """Return the case of a vector and the row-wise Adagrad state in ``row_bytes``."""
+        table = Table(
+            name="items",
+            dim=row_bytes // 4 - 1,
+            optimizer=RowWiseAdagrad(learning_rate=0.05),
+            initializer=Zeros(),
+        )
+        assert table.row_bytes == row_bytes, f"rows have {table.row_bytes} bytes"
+        rows = max(SEGMENTS, pass_bytes // row_bytes)
+        budget = HostBudget.plan(
+            4 * rows * row_bytes, evaluation=0, largest_row=row_bytes, largest_pass=rows * row_bytes
+        )
+        return cls(table=table, rows=rows, budget=budget)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.table.row_bytes
+
+    def stream(self, rows_by_use: Sequence[tuple[int, int]]) -> Stream:
+        """Return the layout of a dump: so many rows for each next use."""
+        return Stream(
+            row_bytes=self.row_bytes,
+            piece_rows=max(1, self.budget.piece // self.row_bytes),
+            block_bytes=self.budget.block,
+            ranges=tuple(Range(next_use=use, table_rows=(rows,)) for use, rows in rows_by_use),
+        )
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of the rows of a pass."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dump:
+    """What one visit dumps."""
+
+    visit: int
+    stream: Stream
+    keys: NDArray[np.int64]
+    """(rows,), in the order of the stream."""
+
+    @classmethod
+    def of(cls, case: Case, visit: int, keys_by_use: Sequence[tuple[int, NDArray[np.int64]]]) -> Dump:
+        """Lay rows out by next use, then hash."""
+        ordered = [keys[np.argsort(hash_keys(keys, case.table.table_id))] for _, keys in keys_by_use]
+        stream = case.stream([(use, keys.size) for use, keys in keys_by_use])
+        return cls(visit=visit, stream=stream, keys=np.concatenate(ordered))
+
+    def writes(self) -> list[Span]:
+        """Return its blocks on the bare disk."""
+        return blocks_of([self.stream], self.visit % RAW_SLOTS * slot_bytes([self.stream]))
+
+    def reads(self, next_use: int, at: int | None = None) -> list[Span]:
+        """Return its rows with a next use on the bare disk, where the dump stands at byte ``at`` or in its slot."""
+        begin = self.visit % RAW_SLOTS * slot_bytes([self.stream]) if at is None else at
+        return [
+            span
+            for index, rows in enumerate(self.stream.ranges)
+            if rows.next_use == next_use
+            for span in reads_of(self.stream, begin, *self.stream.pieces_of(index))
+        ]
+
+
+class Cycle:
+    """Visits whose rows are needed again 1 to ``PASSES`` visits later, as many after each number of visits.
+
+    From visit ``PASSES`` on, a visit loads its rows from that many segments and no key is new.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.visit = 0
+        self._waiting: dict[int, list[NDArray[np.int64]]] = {}
+        self._num_keys = 0
+        self._rng = np.random.default_rng(4)
+
+    def next(self) -> Dump:
+        """Return the next visit's dump."""
+        known = self._waiting.pop(self.visit, [])
+        fresh = self.case.rows - sum(keys.size for keys in known)
+        new = np.arange(self._num_keys, self._num_keys + fresh, dtype=np.int64)
+        self._num_keys += fresh
+        parts = np.array_split(self._rng.permutation(np.concatenate([*known, new])), PASSES)
+        by_use = [(self.visit + gap, keys) for gap, keys in enumerate(parts, 1)]
+        for use, keys in by_use:
+            self._waiting.setdefault(use, []).append(keys)
+        dump = Dump.of(self.case, self.visit, by_use)
+        self.visit += 1
+        return dump
+
+    def keys(self) -> NDArray[np.int64]:
+        """Return all keys so far, of which each has one live row."""
+        return np.arange(self._num_keys, dtype=np.int64)
+
+
+def wide(case: Case, visits: int) -> Iterator[Dump]:
+    """Yield ``SEGMENTS`` dumps, each with a part of the rows that each of the ``visits`` after them needs."""
+    part, first = case.rows // SEGMENTS, 0
+    for visit in range(SEGMENTS):
+        by_use = []
+        for use in range(SEGMENTS, SEGMENTS + visits):
+            by_use.append((use, np.arange(first, first + part, dtype=np.int64)))
+            first += part
+        yield Dump.of(case, visit, by_use)

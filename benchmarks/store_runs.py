@@ -1,0 +1,204 @@
+"""One engine's store in the benchmark: dumps and loads as the tiers do them, and the bare disk beside it."""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.disk_raw import Replay, paged
+from benchmarks.machine import drop_cache, middle, process_bytes_read
+from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
+from tiercache.store import Cursor, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from benchmarks.disk_raw import BareDisk, Span
+    from benchmarks.store_case import Case, Dump
+    from tiercache.store import Segment
+    from tiercache.store.reading import Check
+
+    Pieces = list[tuple[Segment, int, int]]
+
+
+def drop_store(path: Path) -> None:
+    """Let go of what the page cache holds of any file of a store."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            drop_cache(file)
+
+
+def warm_checksums() -> None:
+    """Compile the checksum before anything is timed."""
+    if has_crc32c():
+        crc32c([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
+
+
+class HostPages:
+    """Memory that the disk reads into and writes from, the same for the store and the bare disk.
+
+    Its pages are there before anything is timed, and huge: what a disk moves past the page cache depends on how its
+    memory lies, by a factor of two on a virtual machine.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        memory = mmap.mmap(-1, max(PAGE_BYTES, paged(num_bytes)), mmap.MAP_PRIVATE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(memory)
+        self.data = np.frombuffer(memory, np.uint8)
+        self.data[::PAGE_BYTES] = 1
+
+    @classmethod
+    def of_noise(cls, num_bytes: int) -> HostPages:
+        """Return memory of random bytes."""
+        pages, noise = cls(num_bytes), np.random.default_rng(2).integers(0, 256, 8 << 20, dtype=np.uint8)
+        for low in range(0, pages.data.size, noise.size):
+            part = pages.data[low : low + noise.size]
+            part[:] = noise[: part.size]
+        return pages
+
+
+class StoreRun:
+    """A fresh store on one engine."""
+
+    def __init__(self, engine: str, case: Case, path: Path) -> None:
+        self.engine, self.case, self.path = engine, case, path
+        shutil.rmtree(path, ignore_errors=True)
+        self.store = Store.open(path, tables=[case.table], engine=engine)
+        if has_crc32c():
+            self.store.checksums = crc32c
+        self.bytes_read = self.bytes_useful = 0
+
+    def dump(self, dump: Dump, source: HostPages) -> float:
+        """Append and commit the dump of a visit; returns the seconds until it is durable."""
+        begun = time.perf_counter()
+        self.append(dump, source)
+        self.publish(dump.visit + 1)
+        return time.perf_counter() - begun
+
+    def append(self, dump: Dump, source: HostPages) -> None:
+        """Append the dump of a visit, each of its blocks from a page of ``source`` on."""
+        self.store.append(
+            dump.visit,
+            [dump.stream],
+            _blocks(dump, source.data),
+            stable=True,
+            transaction_bytes=self.case.budget.transaction,
+        )
+
+    def publish(self, visit: int) -> None:
+        """Commit before ``visit``."""
+        self.store.publish(Cursor(visit, 0), state=b"", schedule_digest="", settings={}, environment={})
+
+    def load(self, visit: int, room: HostPages) -> float:
+        """Bring the rows with next use ``visit`` into ``room``, cold, and check them; returns the seconds."""
+        pieces = self._pieces(visit)
+        drop_store(self.path)
+        useful, read = self.store.counters.row_bytes_read, process_bytes_read()
+        begun = time.perf_counter()
+        checks: list[Check] = []
+        at = 0
+        for segment, low, high in pieces:
+            at = self._read(segment, low, high, room.data, at, checks)
+        self.store.check(checks)
+        seconds = time.perf_counter() - begun
+        self.bytes_read += process_bytes_read() - read
+        self.bytes_useful += self.store.counters.row_bytes_read - useful
+        return seconds
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def _pieces(self, visit: int) -> Pieces:
+        """Return what a plan knows before a load begins: the pieces with next use ``visit``, by segment."""
+        return [
+            (segment, *stream.pieces_of(index))
+            for segment in self.store.segments
+            for stream in segment.streams
+            for index, rows in enumerate(stream.ranges)
+            if rows.next_use == visit
+        ]
+
+    def _read(
+        self, segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, checks: list[Check]
+    ) -> int:
+        """Read pieces as staging does: large runs begin in their page of memory as they do in that of the file."""
+        stream = segment.streams[0]
+        offset = stream.piece_offset_P
+        while low < high:
+            last = high
+            if stream.block_bytes >= ALIGNED_BYTES:
+                block = int(stream.piece_block_P[low])
+                last = min(high, int(stream.block_piece_B[block + 1]))
+                if offset[last] - offset[low] >= ALIGNED_BYTES:
+                    inside = int(offset[low] - offset[stream.block_piece_B[block]])
+                    at += (inside - at) % PAGE_BYTES
+            size = int(offset[last] - offset[low])
+            self.store.read(segment, 0, low, last, room[at : at + size], checks=checks)
+            at, low = at + size, last
+        return at
+
+
+def room_for(case: Case, ranges: int) -> HostPages:
+    """Return memory for one load: two pages more for each run."""
+    return HostPages(case.pass_bytes + 2 * PAGE_BYTES * (2 * ranges + case.pass_bytes // case.budget.block + 4))
+
+
+def source_for(case: Case) -> HostPages:
+    """Return memory for one dump: each block in pages of its own."""
+    return HostPages.of_noise(paged(case.budget.block) * (case.pass_bytes // case.budget.block + 2))
+
+
+def _blocks(dump: Dump, source: NDArray[np.uint8]) -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
+    stream = dump.stream
+    room = paged(stream.block_bytes)
+    for block in range(stream.num_blocks):
+        low, high = stream.block_first_row_B[block : block + 2].tolist()
+        yield 0, block, source[block * room :][: (high - low) * stream.row_bytes], dump.keys[low:high]
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Of one thing done by turns on the bare disk and by each engine."""
+
+    raw: list[float] = field(default_factory=list)
+    ours: dict[str, list[float]] = field(default_factory=dict)
+
+    def turn(self, raw: Callable[[], float], runs: Sequence[tuple[str, Callable[[], float]]]) -> None:
+        """Let the bare disk and each engine do it once, every second time in the opposite order."""
+        calls = [("", raw), *runs]
+        for name, call in calls if len(self.raw) % 2 == 0 else calls[::-1]:
+            (self.ours.setdefault(name, []) if name else self.raw).append(call())
+
+    def figures(self, what: str, suffix: str = "") -> dict[str, float]:
+        """Return medians, and the bare disk's seconds over each engine's turn by turn: median, least and most."""
+        figures = {f"raw_{what}_seconds{suffix}": middle(self.raw)}
+        for engine, ours in self.ours.items():
+            ratios = [raw / seconds for raw, seconds in zip(self.raw, ours, strict=True)]
+            figures |= {
+                f"{engine}_{what}_seconds{suffix}": middle(ours),
+                f"{engine}_{what}_ratio{suffix}": middle(ratios),
+                f"{engine}_{what}_ratio_least{suffix}": min(ratios),
+                f"{engine}_{what}_ratio_most{suffix}": max(ratios),
+            }
+        return figures
+
+
+def raw_dump(disk: BareDisk, dump: Dump, source: HostPages) -> float:
+    """Return the bare disk's seconds for a dump with its commit."""
+    return disk.seconds(Replay([], [dump.writes()], 0), memory=source.view)
+
+
+def raw_load(disk: BareDisk, spans: list[Span], room: HostPages) -> float:
+    """Return the bare disk's seconds for the reads of a load."""
+    return disk.seconds(Replay(spans, [], 0), memory=room.view)

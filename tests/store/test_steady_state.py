@@ -1,0 +1,53 @@
+"""The size of a store on disk, visit after visit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.store.big import BIG, dump, publish
+from tiercache.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VISITS, PASSES, PASS_ROWS = 50, 6, 1000
+PASS_BYTES = PASS_ROWS * BIG.row_bytes
+RETENTIONS = [("lmdb", 1)]
+"""Engines, and the commits that are kept."""
+
+
+@pytest.mark.parametrize(("engine", "commits"), RETENTIONS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_store_stays_within_its_live_rows_two_passes_and_15_percent(
+    tmp_path: Path, engine: str, commits: int, seed: int
+) -> None:
+    """At each of 50 commits and for any next uses; a further commit that is kept may cost a pass.
+
+    Live rows are the most of an epoch: what was needed at its fullest visit stays in the file for the next epoch.
+    """
+    rng = np.random.default_rng(seed)
+    shapes = [rng.multinomial(PASS_ROWS, rng.dirichlet(np.ones(PASSES))) for _ in range(PASSES)]
+    waiting: dict[int, int] = {}
+    live, sizes = [], []
+    with Store.open(tmp_path / "s", tables=[BIG], engine=engine) as store:
+        for visit in range(VISITS):
+            rows = {visit + gap: int(n) for gap, n in enumerate(shapes[visit % PASSES], 1)}
+            dump(store, visit, rows, block_bytes=PASS_BYTES // 32)
+            publish(store, visit + 1)
+            waiting.pop(visit, None)
+            for use, n in rows.items():
+                waiting[use] = waiting.get(use, 0) + n
+            live.append(sum(waiting.values()) * BIG.row_bytes)
+            sizes.append(file_bytes(tmp_path / "s"))
+    fullest = [max(live[max(0, visit + 1 - PASSES) : visit + 1]) for visit in range(VISITS)]
+    allowed = [1.15 * (num_bytes + (1 + commits) * PASS_BYTES) for num_bytes in fullest]
+    beyond = [(visit, size, most) for visit, (size, most) in enumerate(zip(sizes, allowed, strict=True)) if size > most]
+    assert not beyond
+
+
+def file_bytes(path: Path) -> int:
+    """Return the bytes of all files below ``path`` but the lock's, which are LMDB's table of readers."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb")
