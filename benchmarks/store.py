@@ -132,6 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record["benchmark_seconds"] = time.perf_counter() - begun
     for table in _tables(record, engines, ("", *(f"_{n}" for n in size.row_sizes))):
         console.print(table)
+    for engine in engines:
+        dumped, heap, taken = (record[f"{engine}_heap_{name}bytes"] for name in ("dump_", "", "transaction_"))
+        console.print(
+            f"{engine}: a dump of {dumped / 1e6:,.0f} MB from one buffer took {heap / 1e6:,.1f} MB of memory "
+            f"in transactions of {taken / 1e6:,.0f} MB"
+        )
     report(record, [g for g in GOALS if g.key in record or _peer_missing(g)], title="what was promised",
            path=options.json)  # fmt: skip
 

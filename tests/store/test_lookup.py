@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.store.big import dump, publish
 from tests.store.conftest import small_tables
 from tests.store.world import World
-from tiercache.store import MemoryEngine, Store
-from tiercache.store.lookup import locate
+from tiercache.store import CorruptBlockError, MemoryEngine, Store
+from tiercache.store.block_file import PAGE_BYTES, BlockFile
+from tiercache.store.lookup import locate, read_found
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -127,3 +129,53 @@ def test_rows_are_read_in_batches_of_bounded_memory(
     monkeypatch.setattr("tiercache.store.lookup.BATCH_BYTES", 1)
     for a, b in zip(whole, store.read_rows(segment, 0, rows), strict=True):
         assert np.array_equal(a, b)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 6), st.sampled_from([1, 200, 1 << 22]))
+def test_what_was_found_is_read_as_each_segment_alone_would_be(seed: int, visits: int, batch_bytes: int) -> None:
+    """Rows of all segments at once, in batches of any size, are those of one segment after another; else zeros."""
+    store, _ = trained(seed, visits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiercache.store.lookup.BATCH_BYTES", batch_bytes)
+        for group in store.groups:
+            keys = np.random.default_rng(seed).permutation(np.arange(-70, 70))
+            ids, rows = store.locate(group.tables[0].name, keys, after=visits - 1)
+            together = read_found(store, group.index, ids, rows)
+            assert all(np.all(values[ids < 0] == 0) for values in together)
+            for segment in store.segments:
+                mine = np.nonzero(ids == segment.id)[0]
+                alone = store.read_rows(segment, group.index, rows[mine])
+                for values, expected in zip(together, alone, strict=True):
+                    assert np.array_equal(values[mine], expected)
+
+
+def test_a_damaged_piece_ends_a_lookup_with_its_error() -> None:
+    """Although it is read ahead, on another thread."""
+    store, world = trained(0, 2)
+    segment = store.segments[0]
+    segment.checksums[0][:] ^= 1
+    with pytest.raises(CorruptBlockError, match="restore the store from a copy"):
+        store.read_rows(segment, 0, np.arange(segment.streams[0].rows))
+    assert world.visit == 2
+
+
+def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin in their page of memory as they do in that of the file, also behind a run of another length."""
+    dump(big, 0, {1: 300, 2: 700}, block_bytes=1 << 20)
+    publish(big, 1)
+    segment, asked = big.segments[0], []
+    plain = BlockFile.read
+
+    def read(file: BlockFile, offset: int, out: NDArray[np.uint8]) -> None:
+        asked.append((out.size, (out.ctypes.data - offset) % PAGE_BYTES))
+        plain(file, offset, out)
+
+    monkeypatch.setattr(BlockFile, "read", read)
+    stream = segment.streams[0]
+    wanted = np.concatenate([np.arange(3, 9), np.arange(21, stream.rows - 5)])
+    found = big.read_rows(segment, 0, wanted)
+    assert max(size for size, _ in asked) > 256 << 10
+    assert {shift for _, shift in asked} == {0}
+    alone = big.read_rows(segment, 0, wanted[7:8])
+    assert found[0][7].tobytes() == alone[0][0].tobytes()
