@@ -8,7 +8,7 @@ import numpy as np
 
 from tiercache.store.errors import CommitMissingError, KeyMissingError
 from tiercache.store.initial import initial_rows
-from tiercache.store.lookup import locate, read_rows
+from tiercache.store.lookup import locate, read_found
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,6 @@ def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str)
         raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
     distinct, which = np.unique(keys.astype(np.int64), return_inverse=True)
     ids, rows = locate(store, {table_name: distinct}, after=-1)[table_name]
-    fields = [np.zeros((distinct.size, field.width), dtype=np.float32) for field in table.fields]
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
         shown = ", ".join(map(str, distinct[absent[:3]].tolist())) + (", ..." if absent.size > 3 else "")
@@ -47,12 +46,10 @@ def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str)
             table=table_name,
             keys=distinct[absent],
         )
+    fields = read_found(store, group.index, ids, rows)
     if missing == "initial":
-        _put(fields, absent, initial_rows(table, distinct[absent]))
-    segments = {segment.id: segment for segment in store.segments}
-    for id_ in np.unique(ids[ids >= 0]).tolist():
-        mine = np.nonzero(ids == id_)[0]
-        _put(fields, mine, read_rows(store, segments[id_], group.index, rows[mine], None))
+        for values, first in zip(fields, initial_rows(table, distinct[absent]), strict=True):
+            values[absent] = first
     named = zip(table.fields, fields, strict=True)
     return {field.name: values[which] for field, values in named}
 
@@ -89,11 +86,6 @@ def _find(store: Store, table_name: str) -> tuple[Group, Table]:
                 return group, table
     names = ", ".join(repr(table.name) for table in store.tables)
     raise ValueError(f"{store.label} has no table {table_name!r}: it has {names}")
-
-
-def _put(fields: list[NDArray[np.float32]], places: NDArray[np.int64], rows: tuple[NDArray[np.float32], ...]) -> None:
-    for values, found in zip(fields, rows, strict=True):
-        values[places] = found
 
 
 def _live_rows(
