@@ -36,10 +36,10 @@ def page_buffer(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def write_file(path: Path, buffer: NDArray[np.uint8], size: int) -> None:
-    """Make a file of the first ``size`` bytes of a ``page_buffer``: whole pages past the page cache, the rest through it.
+    """Make a file of the first ``size`` bytes of a ``page_buffer``, its whole pages past the page cache.
 
-    Written in one piece and cut, the file would cost a read: the kernel clears what follows in the last page.
-    It is not synced. Raises OSError, after which a part of the file may be there.
+    The rest goes through it: cutting a file that was written in whole pages costs the kernel a read. It is not synced.
+    Raises OSError, after which a part of the file may be there.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
