@@ -36,24 +36,23 @@ def page_buffer(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def write_file(path: Path, buffer: NDArray[np.uint8], size: int) -> None:
-    """Make a file of the first ``size`` bytes of a ``page_buffer``; what follows in its last page may be written too.
+    """Make a file of the first ``size`` bytes of a ``page_buffer``, its whole pages past the page cache.
 
-    It is not synced. Raises OSError, after which a part of the file may be there.
+    The rest goes through it: cutting a file that was written in whole pages costs the kernel a read. It is not synced.
+    Raises OSError, after which a part of the file may be there.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        done = _write_direct(path, buffer[: paged(size)], size)
-        if done > size:
-            os.ftruncate(handle, size)
+        done = _write_direct(path, buffer[: size // PAGE_BYTES * PAGE_BYTES])
         while done < size:
             done += os.pwrite(handle, buffer[done : min(size, done + _STEP_BYTES)].data, done)
     finally:
         os.close(handle)
 
 
-def _write_direct(path: Path, pages: NDArray[np.uint8], size: int) -> int:
+def _write_direct(path: Path, pages: NDArray[np.uint8]) -> int:
     """Write whole pages; returns how many bytes of them were written, 0 where the file system cannot."""
-    if size < PAGE_BYTES:
+    if not pages.size:
         return 0
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)

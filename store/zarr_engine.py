@@ -20,10 +20,10 @@ from tiercache.store.engine import Contents
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreClosedError, StoreError, StoreFullError
 from tiercache.store.reader_mark import ReaderMark
 from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge, split
-from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject
+from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject, manifest_numbers
 from tiercache.store.zarr_objects import Objects
 from tiercache.store.zarr_sweep import Sweep, is_chunk
-from tiercache.store.zarr_writer import ROOM_BYTES, ChunkWriter
+from tiercache.store.zarr_writer import ROOM_BYTES, ChunkWriter, copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,7 +61,7 @@ class ZarrEngine:
             self._manifest = self._newest(listed, create=create)
             if self._mark is not None:
                 self._mark.set(self._manifest.number)
-            self._next = max([self._manifest.number, *_numbers(listed)]) + 1
+            self._next = max([self._manifest.number, *manifest_numbers(listed)]) + 1
             # All blocks by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
             self._blocks = dict(self._manifest.blocks)
             self._fresh: dict[bytes, BlockObjects] = {}
@@ -149,7 +149,7 @@ class ZarrEngine:
                         key = f"records/{fresh.number}.{i}"
                         made[key] = len(data)
                         fresh.records[name] = RecordObject(key, len(data), google_crc32c.value(bytes(data)))
-                        self._writer.put(key, len(data), _copy(np.frombuffer(data, np.uint8)))
+                        self._writer.put(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
                 self._writer.finish()
                 unneeded = {key for name, block in gone.items() for key, _ in block.chunks(name)}
                 self._sync((self._dirty | made.keys()) - unneeded - self._sweep.garbage())
@@ -198,7 +198,7 @@ class ZarrEngine:
 
     def _newest(self, listed: Mapping[str, int | None], *, create: bool) -> Manifest:
         """Return the newest whole manifest; that of an empty store where one is made."""
-        numbers = sorted(_numbers(listed), reverse=True)
+        numbers = sorted(manifest_numbers(listed), reverse=True)
         problem: CorruptStoreError | None = None
         for number in numbers:
             if manifest := self._read_manifest(number):
@@ -243,7 +243,7 @@ class ZarrEngine:
                 with self._writer.translated(ROOM_BYTES):
                     self._objects.set(key, group_node())
                 self._dirty.add(key)
-        for number in set(_numbers(listed)) - {self._manifest.number}:
+        for number in set(manifest_numbers(listed)) - {self._manifest.number}:
             if manifest := self._read_manifest(number):
                 self._sweep.hold(manifest)
         named = self._manifest.named() | {f"segments/{NODE}": None}
@@ -277,7 +277,7 @@ class ZarrEngine:
         for key, data in arrays.nodes(form).items():
             if key not in self._sweep and key not in made:
                 made[key] = len(data)
-                self._writer.put(key, len(data), _copy(np.frombuffer(data, np.uint8)))
+                self._writer.put(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
 
     def _put(
         self, name: bytes, data: NDArray[np.uint8], form: Form | None, block: BlockObjects, made: dict[str, int | None]
@@ -288,7 +288,7 @@ class ZarrEngine:
         for (key, size), (_, row_bytes) in zip(block.chunks(name), fields, strict=True):
             made[key] = size
             if form is None or len(fields) == 1:
-                self._writer.put(key, size, _copy(data))
+                self._writer.put(key, size, copy_of(data))
             else:
                 used = data.size // form.stream.row_bytes * row_bytes
                 self._writer.put(key, size, _gather(form.stream, int.from_bytes(name[-4:], "big"), data, at, used))
@@ -376,21 +376,6 @@ class ZarrEngine:
             with self._state:
                 self._writes -= 1
                 self._state.notify_all()
-
-
-def _numbers(listed: Iterable[str]) -> list[int]:
-    """Return the numbers of the manifests among the names of objects."""
-    return [int(key[10:]) for key in listed if key.startswith("manifests/") and key[10:].isdecimal()]
-
-
-def _copy(data: NDArray[np.uint8]) -> Callable[[NDArray[np.uint8]], None]:
-    """Return what fills a buffer with ``data``, zeros after it."""
-
-    def fill(buffer: NDArray[np.uint8]) -> None:
-        buffer[: data.size] = data
-        buffer[data.size :] = 0
-
-    return fill
 
 
 def _gather(

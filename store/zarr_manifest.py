@@ -15,7 +15,7 @@ from tiercache.store.record import decode, encode
 from tiercache.store.zarr_arrays import KEY_ARRAY, NODE, Arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -114,6 +114,11 @@ class Manifest:
             return cls(number=_whole(values["number"]), records=records, blocks=blocks)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error, OverflowError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+
+
+def manifest_numbers(keys: Iterable[str]) -> list[int]:
+    """Return the numbers of the manifests among the names of objects."""
+    return [int(key[10:]) for key in keys if key.startswith("manifests/") and key[10:].isdecimal()]
 
 
 def _regular(name: bytes, block: BlockObjects) -> bool:

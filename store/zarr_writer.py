@@ -127,6 +127,16 @@ class ChunkWriter:
             self._objects.delete_folder(folder)
 
 
+def copy_of(data: NDArray[np.uint8]) -> Callable[[NDArray[np.uint8]], None]:
+    """Return what fills a buffer with ``data``, zeros after it."""
+
+    def fill(buffer: NDArray[np.uint8]) -> None:
+        buffer[: data.size] = data
+        buffer[data.size :] = 0
+
+    return fill
+
+
 def _full(root: Path | None, needed: int, error: OSError | None = None) -> StoreFullError:
     if error is not None and error.errno == errno.EFBIG:
         return StoreFullError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -10,8 +13,6 @@ from tiercache.store import LmdbEngine, MemoryEngine, ZarrEngine
 from tiercache.store.testing import EngineContract
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tiercache.store import Engine
 
 
@@ -90,3 +91,22 @@ class TestZarrEngineElsewhere(EngineContract):
     def test_a_reader_in_another_process_stays_at_its_commit(self, engine: Engine, tmp_path: Path) -> None:
         """Its processes share no memory."""
         pytest.skip("memory is not seen by another process")
+
+
+def test_engines_that_misbehave_can_be_had_without_the_tools_of_tests() -> None:
+    """The contract needs pytest and Hypothesis, and they are loaded with it only."""
+    code = (
+        "import sys, tiercache.store.testing as t; t.FailingEngine, t.SlowEngine; "
+        "before = [m for m in ('pytest', 'hypothesis', 'zarr', 'lmdb') if m in sys.modules]; "
+        "print(before, t.EngineContract.__name__)"
+    )
+    root = Path(__file__).parents[2]
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=root,
+        env={"PYTHONPATH": str(root)},
+    )
+    assert said.stdout == "[] EngineContract\n"
