@@ -95,6 +95,7 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda r: r["tables"][0]["table"].update(dim=3), r"is \(50, 2\) of float32: table 'item' with 50 keys needs"),
         (lambda r: r["tables"][0]["table"].update(name="../item"), "there is no .*%2E%2E%2Fitem"),
         (lambda r: r.pop("tables"), "cannot be read"),
+        (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],
 )
 def test_listings_that_make_no_sense_are_refused(

@@ -24,7 +24,10 @@ class ColumnFile:
     def __init__(self, path: Path, *, header: bytes = b"", offset: int | None = None) -> None:
         """``header`` is written before it; ``offset`` instead leaves what is in the file already."""
         self._file = path.open("wb" if offset is None else "r+b")
-        self._file.write(header) if offset is None else self._file.seek(offset)
+        if offset is None:
+            self._file.write(header)
+        else:
+            self._file.seek(offset)
 
     def write(self, values: NDArray[Any]) -> None:
         """Append the bytes of an array, little-endian."""

@@ -42,7 +42,7 @@ class Columns:
     """
 
     def __init__(self, place: object, table: Table, keys: Column, fields: Mapping[str, Column]) -> None:
-        """``fields`` are found by the names of the table's fields; others are an error."""
+        """``fields`` are found by the names of the table's fields; others are left out."""
         self.rows = keys.shape[0] if len(keys.shape) == 1 else -1
         """Rows of every column."""
         if keys.dtype != np.dtype("<i8") or self.rows < 0:

@@ -14,6 +14,7 @@ from tiercache.errors import ExchangeError, ExchangeWarning
 from tiercache.exchange.formats import find_format
 from tiercache.exchange.listing import LISTING, Listed, Listing, file_name
 from tiercache.passes.durable import publish, sync, write_whole
+from tiercache.passes.keybatch import RESERVED
 from tiercache.sizes import format_bytes
 from tiercache.store import Store
 from tiercache.store.scan import SCAN_BYTES, live_rows
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
 
 __all__ = ["export_store"]
-
-_PLAIN_KEYS = -(1 << 63) + 2
-"""The least key that is no shared row's."""
 
 
 def export_store(
@@ -128,7 +126,7 @@ def _export(
     writer = chosen.writer(draft, file_name(table), table, rows, with_state=has_state)
     for keys, fields in store.scan(table.name, memory_bytes=memory_bytes, scratch=draft):
         writer.write((keys, fields if has_state else fields[:1]))
-        reserved = reserved or bool(np.any(keys < _PLAIN_KEYS))
+        reserved = reserved or bool(np.any(keys <= RESERVED[1]))
         written += keys.size
         tell(keys.size)
     assert written == rows

@@ -78,8 +78,9 @@ def import_store(
         if progress is not None:
             progress(stage, done[stage], total)
 
-    opened = store if isinstance(store, Store) else Store.open(store, tables=into)
+    opened: Store | None = None
     try:
+        opened = store if isinstance(store, Store) else Store.open(store, tables=into)
         fill(
             opened,
             _chunks(readers),
@@ -93,7 +94,7 @@ def import_store(
             raise
         raise ExchangeError(str(error)) from error
     finally:
-        if opened is not store:
+        if opened is not None and opened is not store:
             opened.close()
     return imported
 
