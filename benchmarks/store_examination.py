@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from benchmarks.store_child import Teller
 
-LOST, FAILING, SILENT = "lost", "failing", "silent"
+KINDS = LOST, FAILING, SILENT = "lost", "failing", "silent"
 """A commit that was durable is gone, or one that never began is there; the store does not open, or verify, or go on;
 rows have other bits and nothing says so."""
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Mapping
     from pathlib import Path
 
-PAGE_BYTES = 4096
+PAGE_BYTES, SECTOR_BYTES = 4096, 512
 _ZEROS = bytes(PAGE_BYTES)
 ROOT = 0
 """The inode number under which an image knows the folder itself."""
@@ -96,6 +97,46 @@ def put(folder: Path, directories: Mapping[int, Mapping[str, int]], files: Mappi
                 (path / name).write_bytes(files[number])
 
 
+def tear(folder: Path, before: Image, after: Image, generator: random.Random) -> None:
+    """Take back some of what changed in the files of ``folder``, as if the write had ended before it came there.
+
+    Sectors arrive in the order of the file, but the roots of an LMDB file last.
+    """
+    changed: list[tuple[bool, str, int, File]] = []
+    for path, number in _paths(folder, after):
+        new, old = after.files[number], before.files.get(number, File(0, ()))
+        if new is old:
+            continue
+        for index, page in enumerate(new.pages):
+            for at in range(0, PAGE_BYTES, SECTOR_BYTES):
+                if page[at : at + SECTOR_BYTES] != old.page(index)[at : at + SECTOR_BYTES]:
+                    root = path.endswith("data.mdb") and index < 2
+                    changed.append((root, path, index * PAGE_BYTES + at, old))
+    changed.sort(key=lambda change: change[:3])
+    arrived = generator.randrange(len(changed)) if changed else 0
+    ends: dict[str, int] = {}
+    for _, path, at, _ in changed[:arrived]:
+        ends[path] = max(ends.get(path, 0), at + SECTOR_BYTES)
+    for _, path, at, old in changed[arrived:]:
+        handle = os.open(path, os.O_WRONLY)
+        start = at % PAGE_BYTES
+        os.pwrite(handle, old.page(at // PAGE_BYTES)[start : start + SECTOR_BYTES], at)
+        os.ftruncate(handle, min(os.fstat(handle).st_size, max(old.size, ends.get(path, 0))))
+        os.close(handle)
+
+
+def _paths(folder: Path, image: Image) -> list[tuple[str, int]]:
+    found, waiting = [], [(ROOT, os.fspath(folder))]
+    while waiting:
+        directory, path = waiting.pop()
+        for name, number in image.directories[directory].items():
+            if number in image.directories:
+                waiting.append((number, f"{path}/{name}"))
+            else:
+                found.append((f"{path}/{name}", number))
+    return found
+
+
 def _read(path: str, before: File | None) -> File:
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123  many times for each recording
         data = file.readall()
@@ -105,6 +146,10 @@ def _read(path: str, before: File | None) -> File:
         if before is not None and index < len(before.pages) and before.pages[index] == page:
             page = before.pages[index]
         pages.append(page)
-    if before is not None and before.size == len(data) and all(a is b for a, b in zip(pages, before.pages, strict=True)):
+    if (
+        before is not None
+        and before.size == len(data)
+        and all(a is b for a, b in zip(pages, before.pages, strict=True))
+    ):
         return before
     return File(len(data), tuple(pages))

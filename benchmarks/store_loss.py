@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.store_image import PAGE_BYTES, ROOT, put
+from benchmarks.store_image import PAGE_BYTES, ROOT, SECTOR_BYTES, put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,6 @@ KINDS = ("suffix", "torn", "pages", "sectors", "names")
     sectors   the same of sectors of 512 bytes
     names     the same of sectors, and each name of a directory as it was at some moment
 """
-_SECTOR_BYTES = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +71,7 @@ class _Rest:
         return {name: number for name, number in chosen.items() if number is not None}
 
     def _content(self, number: int) -> bytes:
-        versions = {
-            m: self._image(m).files[number] for m in self._moments(number) if number in self._image(m).files
-        }
+        versions = {m: self._image(m).files[number] for m in self._moments(number) if number in self._image(m).files}
         arrived = max((m for m in versions if m <= self._cut), default=min(versions))
         match self._kind:
             case "suffix":
@@ -90,9 +87,7 @@ class _Rest:
         pages = list({id(page): page for page in (file.page(index) for file in choices)}.values())
         if len(pages) == 1 or self._kind == "pages":
             return self._random.choice(pages)
-        return b"".join(
-            self._random.choice(pages)[at : at + _SECTOR_BYTES] for at in range(0, PAGE_BYTES, _SECTOR_BYTES)
-        )
+        return b"".join(self._random.choice(pages)[at : at + SECTOR_BYTES] for at in range(0, PAGE_BYTES, SECTOR_BYTES))
 
     def _moments(self, number: int) -> range:
         return range(self._recording.durable(number, self._moment), self._moment + 1)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _SYSTEM = {
-    "copy_file_range", "fdatasync", "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev",
-    "remove", "rename", "replace", "rmdir", "sendfile", "truncate", "unlink", "write", "writev",
+    "copy_file_range", "fdatasync", "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite",
+    "pwritev", "remove", "rename", "replace", "rmdir", "sendfile", "truncate", "unlink", "write", "writev",
 }  # fmt: skip
 _FILE = {"__exit__", "close", "flush", "truncate", "write", "writelines"}
 _LMDB = {
@@ -76,7 +76,9 @@ def _name(call: Any) -> str:
     """Return what is called where it touches the disk; nothing where it does not."""
     name, owner = call.__name__, getattr(call, "__self__", None)
     if isinstance(owner, ModuleType):
-        if (owner.__name__ in {"posix", "nt"} and name in _SYSTEM) or (owner.__name__ in {"io", "_io"} and name == "open"):
+        if (owner.__name__ in {"posix", "nt"} and name in _SYSTEM) or (
+            owner.__name__ in {"io", "_io"} and name == "open"
+        ):
             return f"{owner.__name__}.{name}"
     elif isinstance(owner, io.IOBase):
         if name in _FILE and not isinstance(owner, io.BytesIO | io.StringIO):

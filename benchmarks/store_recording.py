@@ -64,13 +64,13 @@ def record(folder: Path, engine: str, teller: Teller) -> Recording:
     """
     recorder = _Recorder(folder, teller)
     sync_file, sync_data = os.fsync, os.fdatasync
-    os.fsync, os.fdatasync = recorder.syncing(sync_file), recorder.syncing(sync_data)
+    vars(os).update(fsync=recorder.syncing(sync_file), fdatasync=recorder.syncing(sync_data))
     watch(recorder.reached)
     try:
         go_on(folder / "store.tc", engine, teller.note)
     finally:
         unwatch()
-        os.fsync, os.fdatasync = sync_file, sync_data
+        vars(os).update(fsync=sync_file, fdatasync=sync_data)
     return recorder.recording
 
 

@@ -11,10 +11,23 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tiercache.store import NEVER, Adagrad, Cursor, Range, Store, Stream, Table, Zeros, hash_keys, mix
+from tiercache.store import (
+    NEVER,
+    Adagrad,
+    Cursor,
+    Range,
+    Store,
+    StoreError,
+    StoreFullError,
+    Stream,
+    Table,
+    Zeros,
+    hash_keys,
+    mix,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -93,19 +106,47 @@ STEPS = (
 """Made for coverage: transactions of one block and of all, commits inside a visit, growth, holes, freed places."""
 
 
-def go_on(path: Path, engine: str, note: Note) -> None:
+def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError], bool] | None = None) -> None:
     """Open the store, make it where there is none, and go from the commit where it stands to the last one.
 
     ``note(begun=number)`` is called before each publication, ``note(done=number)`` as soon as it has returned.
+    Where a disk is full, ``relieve`` makes room; the store goes on as it is, or is opened again if that returns True.
     """
-    store = Store.open(path, tables=TABLES, engine=engine)
-    first = stands(store) + 1
-    for number in range(first, len(STEPS)):
-        if STEPS[number].reopen and number > first:
-            store.close()
-            store = Store.open(path, tables=TABLES, engine=engine)
-        take(store, number, note)
-    store.close()
+    store = _open(path, engine, relieve)
+    try:
+        first = stands(store) + 1
+        for number in range(first, len(STEPS)):
+            if STEPS[number].reopen and number > first:
+                store.close()
+                store = _open(path, engine, relieve)
+            try:
+                take(store, number, note)
+            except StoreFullError as error:
+                if relieve is None:
+                    raise
+                if not relieve(error):
+                    store.forget()
+                    try:
+                        take(store, number, note)
+                        continue
+                    except StoreError as later:
+                        if "open the store again" not in str(later):
+                            raise
+                store.close()
+                store = _open(path, engine, relieve)
+                take(store, number, note)
+    finally:
+        store.close()
+
+
+def _open(path: Path, engine: str, relieve: Callable[[StoreFullError], bool] | None) -> Store:
+    try:
+        return Store.open(path, tables=TABLES, engine=engine)
+    except StoreFullError as error:
+        if relieve is None:
+            raise
+        relieve(error)
+        return Store.open(path, tables=TABLES, engine=engine)
 
 
 def stands(store: Store) -> int:
