@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import random
 import resource
@@ -83,6 +85,8 @@ class Killer:
         self, folder: Path, engine: str, *, seed: int = 0, notify: Callable[[Outcome], None] = lambda _: None
     ) -> None:
         """``notify`` is called after each store."""
+        with contextlib.suppress(ModuleNotFoundError):  # an engine that is none is a sentence of every child
+            importlib.import_module(f"tiercache.store.{engine}_engine")  # once, and not in every child
         self.outcome = Outcome()
         self.folder, self._engine, self._notify = folder, engine, notify
         self._random = random.Random(seed)
