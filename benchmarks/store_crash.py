@@ -10,6 +10,7 @@ bits; and the workload must go on to its end, to the bits of a run without a kil
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pickle
 import random
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.machine import console, environment
 from benchmarks.store_child import run_in_child
-from benchmarks.store_killer import Killer, Outcome, spread
+from benchmarks.store_killer import EnoughError, Killer, Outcome, spread
 from benchmarks.store_loss import KINDS, Loss
 from benchmarks.store_recording import Recording, record
 
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         killer = Killer(folder, options.engine, seed=options.seed, notify=notify)
         begun = time.perf_counter()
-        _kill(killer, options, random.Random(options.seed))
+        with contextlib.suppress(EnoughError):
+            _kill(killer, options, random.Random(options.seed))
         killer.outcome.seconds = time.perf_counter() - begun
     outcome = killer.outcome
     figures = {

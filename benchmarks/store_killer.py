@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 _EARLY_POINTS = 60
 """A process that goes on after a kill has opened the store by then."""
+_MOST_PROBLEMS = 5
+"""More say nothing new."""
+
+
+class EnoughError(Exception):
+    """So much is wrong that looking further is idle."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -241,6 +247,8 @@ class Killer:
     def _wrong(self, kind: str, sentence: str) -> None:
         self.outcome.wrong[kind] += 1
         self.outcome.problems.append(sentence)
+        if len(self.outcome.problems) >= _MOST_PROBLEMS:
+            raise EnoughError
 
     def _fresh(self) -> Path:
         folder = self.folder / f"{self._stores}"
