@@ -100,7 +100,7 @@ class StoreDirectory:
         path = self.path / MARKER
         try:
             marker: Any = json.loads(path.read_bytes()[:65536])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
         if not isinstance(marker, dict) or marker.get("format") != FORMAT:
             raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")

@@ -9,7 +9,7 @@ from tiercache.store.directory import StoreDirectory, WriterLock
 from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError, TableMismatchError
 from tiercache.store.record import decode, encode
 from tiercache.store.recovery import COMMIT, TABLES
-from tiercache.store.table import Table
+from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,6 +89,7 @@ def _tables_of(
     values, _ = decode("tables", contents.records[TABLES], name)
     try:
         stored = tuple(Table.from_record(record) for record in values["tables"])
+        group_tables(stored)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
     if wanted is not None:

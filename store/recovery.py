@@ -76,6 +76,8 @@ def _read_segment(contents: Contents, groups: Sequence[Group], store: str, commi
         raise CorruptStoreError(f"{name} is missing and commit {commit.id} names it: restore the store from a copy")
     segment = Segment.from_bytes(contents.records[segment_record(id_)], name)
     try:
+        if segment.id != id_:
+            raise ValueError(f"it is of segment {segment.id}")
         check_streams(segment.streams, groups)
     except ValueError as error:
         raise CorruptStoreError(f"{name} does not fit the tables ({error}): restore the store from a copy") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiercache.store.errors import CorruptStoreError
-from tiercache.store.record import decode, encode
+from tiercache.store.record import decode, encode, whole
 from tiercache.store.stream import Stream
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Segment:
                 for record, pieces in zip(values["streams"], checksums, strict=True)
             )
             segment = cls(
-                id=int(values["id"]), visit=int(values["visit"]), within=bool(values["within"]),
+                id=whole(values["id"], "id"), visit=whole(values["visit"], "visit"), within=bool(values["within"]),
                 streams=streams, checksums=checksums, key_checksums=key_checksums,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
