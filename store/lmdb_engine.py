@@ -90,6 +90,9 @@ class LmdbEngine:
             except BaseException:
                 self._file.close()
                 raise
+        except lmdb.Error as error:
+            self._env.close()
+            raise self._translate(error) from error
         except BaseException:
             self._env.close()
             raise
