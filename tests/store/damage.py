@@ -64,7 +64,7 @@ def lying(record: bytes, generator: Generator) -> bytes:
     """Return a record whose header says something else, with a right checksum; sometimes with other arrays too."""
     header, arrays = opened(record)
     for _ in range(int(generator.integers(1, 3))):
-        _lie(header, generator)
+        lie(header, generator)
     if generator.random() < 0.2:
         arrays = damaged(arrays, generator)
     return sealed(json.dumps(header).encode(), arrays)
@@ -76,7 +76,7 @@ def resealed(record: bytes, generator: Generator) -> bytes:
     return body + struct.pack("<I", google_crc32c.value(body))
 
 
-def _lie(value: Any, generator: Generator) -> None:
+def lie(value: Any, generator: Generator) -> None:
     """Replace, remove or repeat something anywhere in a JSON value."""
     places = list(_places(value, []))
     path = places[int(generator.integers(0, len(places)))]
@@ -103,6 +103,12 @@ def _places(value: Any, path: Sequence[Any]) -> Any:
     for key, part in items:
         yield [*path, key]
         yield from _places(part, [*path, key])
+
+
+def assert_sentence(error: Exception) -> None:
+    """A message is one line that says what to do behind a colon."""
+    assert "\n" not in str(error)
+    assert ": " in str(error)
 
 
 def generator_of(seed: int) -> Generator:

@@ -89,7 +89,7 @@ TOO_EARLY = {
     ("plant", "options", "words"),
     [
         (UNSYNCED, ["--replays", "60"], "Loss"),
-        (IN_TWO_STEPS, ["--points", "60"], "a kill"),
+        (IN_TWO_STEPS, ["--points", "30"], "a kill"),
         (TOO_EARLY, ["--points", "150"], "a kill"),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import small_tables
-from tests.store.damage import DEEP, LIES, damaged, generator_of, lying, resealed, sealed
+from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed, sealed
 from tests.store.world import World
 from tiercache.store import (
     SGD,
@@ -60,12 +60,6 @@ def written() -> tuple[World, MemoryEngine]:
         world.append(store, within=True)
         world.publish(store, sample=2)
     return world, engine
-
-
-def assert_sentence(error: BaseException) -> None:
-    """A message is one line that says what to do behind a colon."""
-    assert "\n" not in str(error)
-    assert ": " in str(error)
 
 
 def read_all(engine: MemoryEngine) -> None:
