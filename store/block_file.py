@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import resource
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
 from tiercache.store.free_space import FreeSpace
+from tiercache.store.full_disk import FULL, full_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +34,6 @@ _QUEUE_BYTES, _QUEUE_VIEWS = 32 << 20, 512
 """The most that is written at once: the disk has work for as long as that lasts, and wakes nobody meanwhile."""
 _MOST_GROWTH = 64 << 20
 _ROOM_FOR_RECORDS = 1 << 20
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Place(NamedTuple):
@@ -223,10 +222,10 @@ class BlockFile:
                 os.posix_fallocate(self._handle, self.space.end, growth)
             except OSError as error:
                 os.ftruncate(self._handle, self.space.end)
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise self._failed(error) from error
                 if growth == least:
-                    raise self._full(error, num_bytes) from error
+                    raise full_disk(self.path, error, num_bytes) from error
             else:
                 self.space.grow(growth)
                 return
@@ -239,21 +238,6 @@ class BlockFile:
 
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(f"{self.path} cannot be written ({error}): mend that and open the store again")
-
-    def _full(self, error: OSError, needed: int) -> StoreFullError:
-        if error.errno == errno.EFBIG:
-            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            return StoreFullError(
-                needed_bytes=needed,
-                limit=f"files of this process may have {most:,} in all",
-                advice="raise ulimit -f",
-            )
-        system = os.statvfs(self.path)
-        return StoreFullError(
-            needed_bytes=needed,
-            limit=f"the file system of {self.path} has {system.f_frsize * system.f_bavail:,} free",
-            advice="free some, or move the store to a larger one",
-        )
 
     def _gather(self, data: memoryview, offset: int) -> None:
         """Copy bytes that end a block, zeros up to the end of its page after them, to be written with others."""
@@ -284,8 +268,8 @@ class BlockFile:
         try:
             count = os.pwritev(self._handle if self._direct is None else self._direct, views, offset)
         except OSError as error:
-            if error.errno in _FULL:
-                raise self._full(error, sum(map(len, views))) from error
+            if error.errno in FULL:
+                raise full_disk(self.path, error, sum(map(len, views))) from error
             if self._direct is None or error.errno != errno.EINVAL:
                 raise self._failed(error) from error
             self._direct = None  # the file system took the flag and cannot do it

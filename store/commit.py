@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tiercache.store.blocks import STATE, block_name, checksum
 from tiercache.store.errors import CorruptStoreError
-from tiercache.store.record import decode, encode
+from tiercache.store.record import decode, encode, whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,20 +89,26 @@ class Commit:
         values, arrays = decode("commit", data, name)
         try:
             visit, sample = values["cursor"]
-            state_bytes, chunk = int(values["state_bytes"]), int(values["state_chunk_bytes"])
-            if state_bytes < 0 or chunk < 1 or -(-state_bytes // chunk) != arrays["state"].size:
+            state_bytes, chunk = (whole(values[name], name) for name in ("state_bytes", "state_chunk_bytes"))
+            segment_ids = tuple(whole(id_, "the id of a segment") for id_, _ in values["segments"])
+            next_segment, retention = (whole(values[name], name) for name in ("next_segment", "retention"))
+            if any(b <= a for a, b in pairwise([*segment_ids, next_segment])):
+                raise ValueError("its segments do not stand in the order of their ids")
+            if retention < 1:
+                raise ValueError("it keeps no commit")
+            if chunk < 1 or -(-state_bytes // chunk) != arrays["state"].size:
                 raise ValueError(f"{arrays['state'].size} checksums for {state_bytes} bytes of state")
             return cls(
-                id=int(values["id"]),
-                cursor=Cursor(int(visit), int(sample)),
+                id=whole(values["id"], "id"),
+                cursor=Cursor(whole(visit, "visit"), whole(sample, "sample")),
                 schedule_digest=str(values["schedule_digest"]),
                 settings=dict(values["settings"]),
                 environment=dict(values["environment"]),
-                segment_ids=tuple(int(id_) for id_, _ in values["segments"]),
-                first_commits=tuple(int(first) for _, first in values["segments"]),
-                next_segment=int(values["next_segment"]),
-                retention=int(values["retention"]),
-                abandoned=tuple((int(first), int(last)) for first, last in values["abandoned"]),
+                segment_ids=segment_ids,
+                first_commits=tuple(whole(first, "a segment's first commit") for _, first in values["segments"]),
+                next_segment=next_segment,
+                retention=retention,
+                abandoned=tuple((whole(a, "abandoned"), whole(b, "abandoned")) for a, b in values["abandoned"]),
                 state_bytes=state_bytes,
                 state_chunk_bytes=chunk,
                 state_checksums=arrays["state"],

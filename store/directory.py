@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from tiercache.store.errors import (
     StoreInUseError,
     StoreMissingError,
 )
+from tiercache.store.full_disk import FULL, room_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +24,8 @@ FORMAT = "tiercache store"
 FORMAT_VERSION = 2
 MARKER = "store.json"
 LOCK = "writer.lock"
+_EMPTY_BYTES = 1 << 20
+"""More than a store without rows takes."""
 
 
 class StoreDirectory:
@@ -57,11 +61,19 @@ class StoreDirectory:
         )
 
     def create(self) -> None:
-        """Make the directory."""
+        """Make the directory, durably, with those above it. Raises NotAStoreError, and StoreFullError."""
+        place = self.path.absolute()
+        made = [path for path in (place, *place.parents) if not path.exists()]
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            with room_for(_EMPTY_BYTES, self._above(), f"the store at {self.path}"):
+                self.path.mkdir(parents=True, exist_ok=True)
+                system = os.statvfs(self.path)
+                if system.f_frsize * system.f_bavail < _EMPTY_BYTES:  # LMDB's map of its readers would be SIGBUS
+                    raise OSError(errno.ENOSPC, "too little room for a store without rows")
         except (FileExistsError, NotADirectoryError) as error:
             raise NotAStoreError(f"{error.filename} is a file: no store can be made below it") from error
+        for path in made or [place]:  # one that a killed process made may not be durable yet
+            _sync(path.parent)
 
     def engine(self, known: tuple[str, ...], wanted: str | None) -> str:
         """Return the engine that the store here was made with.
@@ -82,25 +94,31 @@ class StoreDirectory:
         return str(engine)
 
     def finish(self, engine: str) -> None:
-        """Write the marker, durably: from now on this is a store."""
+        """Write the marker, durably: from now on this is a store, and all files that the engine made are there."""
+        with room_for(_EMPTY_BYTES, self.path, f"the store at {self.path}"):
+            self._finish(engine)
+
+    def _finish(self, engine: str) -> None:
         text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, "engine": engine}) + "\n"
         draft = self.path / (MARKER + ".new")
         with draft.open("w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        _sync(self.path)
         draft.replace(self.path / MARKER)
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(self.path)
+
+    def _above(self) -> Path:
+        """Return the nearest directory that is there: this one, or one above it."""
+        place = self.path.absolute()
+        return next(path for path in (place, *place.parents) if path.exists())
 
     def _check_marker(self) -> None:
         path = self.path / MARKER
         try:
             marker: Any = json.loads(path.read_bytes()[:65536])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
         if not isinstance(marker, dict) or marker.get("format") != FORMAT:
             raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")
@@ -118,7 +136,8 @@ class WriterLock:
 
     def __init__(self, directory: Path) -> None:
         path = directory / LOCK
-        self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with room_for(_EMPTY_BYTES, path, f"the lock of the store at {directory}"):
+            self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -132,8 +151,14 @@ class WriterLock:
                 "or open it here with mode='r'",
                 pid=pid,
             ) from error
+        if not os.fstat(self._handle).st_size:
+            _sync(directory)  # what is without a marker is taken for a store's creation only where this file is
         os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:  # it only serves a message: a store opens where the disk is full, too
+            if error.errno not in FULL:
+                raise
         _held.add(self)
 
     def release(self) -> None:
@@ -141,6 +166,18 @@ class WriterLock:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        return  # one above the store that may be passed and not read
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()

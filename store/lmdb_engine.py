@@ -92,6 +92,9 @@ class LmdbEngine:
             except BaseException:
                 self._file.close()
                 raise
+        except lmdb.Error as error:
+            self._env.close()
+            raise self._translate(error) from error
         except BaseException:
             self._env.close()
             raise
@@ -344,7 +347,8 @@ class LmdbEngine:
         system, most = os.statvfs(self.path), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         free, full = system.f_frsize * system.f_bavail, isinstance(error, lmdb.MapFullError)
         # LMDB calls a write that came to an early end EIO: it does not ask why
-        short = free < _LITTLE or 0 <= most < self._data.stat().st_size + _LITTLE
+        held = self._data.stat().st_size if self._data.exists() else 0
+        short = free < _LITTLE or 0 <= most < held + _LITTLE
         if full or code in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} or (code == errno.EIO and short):
             return StoreFullError(
                 needed_bytes=_LITTLE,

@@ -75,12 +75,12 @@ class LmdbFile:
 
     def values(self, meta: Meta) -> Iterator[Value]:
         """Yield the places of all values, in the order of their keys. Raises CorruptStoreError."""
-        return self._walk(meta, meta.main_root, _DEEPEST)
+        return self._walk(meta, meta.main_root, _DEEPEST, set())
 
     def check(self, meta: Meta) -> None:
         """Check that all values, and the list of free pages, lie within the file. Raises CorruptStoreError."""
         for root in (meta.main_root, meta.free_root):
-            for _ in self._walk(meta, root, _DEEPEST):
+            for _ in self._walk(meta, root, _DEEPEST, set()):
                 pass
 
     def _meta(self, offset: int) -> Meta | None:
@@ -99,10 +99,15 @@ class LmdbFile:
             return None
         return Meta(page_bytes=free[0], free_root=free[-1], main_root=main[-1], transaction=transaction)
 
-    def _walk(self, meta: Meta, number: int, levels: int) -> Iterator[Value]:
+    def _walk(self, meta: Meta, number: int, levels: int, seen: set[int]) -> Iterator[Value]:
+        """Yield what stands below a page; ``seen`` are the pages of the tree so far, as one that loops has no end."""
         if number == _NO_PAGE:
             return
-        page = os.pread(self.handle, meta.page_bytes, number * meta.page_bytes)
+        if number in seen:
+            raise self._corrupt(f"has a tree that comes to page {number} twice")
+        seen.add(number)
+        held_whole = number < self.size // meta.page_bytes
+        page = os.pread(self.handle, meta.page_bytes, number * meta.page_bytes) if held_whole else b""
         if len(page) < meta.page_bytes:
             raise self._corrupt(f"ends at byte {self.size:,}, before page {number} that its root needs")
         held, _, flags, lower, _ = _PAGE.unpack_from(page)
@@ -111,7 +116,7 @@ class LmdbFile:
         for at in struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", page, _PAGE.size):
             low, high, node_flags, key_bytes = self._node(page, number, at)
             if flags & _BRANCH:
-                yield from self._walk(meta, low | high << 16 | node_flags << 32, levels - 1)
+                yield from self._walk(meta, low | high << 16 | node_flags << 32, levels - 1, seen)
             elif flags & _LEAF:
                 key, value = page[at + _NODE.size : at + _NODE.size + key_bytes], at + _NODE.size + key_bytes
                 size, offset = low | high << 16, number * meta.page_bytes + value

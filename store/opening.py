@@ -10,7 +10,7 @@ from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissi
 from tiercache.store.manifest import TABLES
 from tiercache.store.record import decode, encode
 from tiercache.store.recovery import commit_ids
-from tiercache.store.table import Table
+from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,6 +122,7 @@ def _tables_of(
     values, _ = decode("tables", contents.records[TABLES], name)
     try:
         stored = tuple(Table.from_record(record) for record in values["tables"])
+        group_tables(stored)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
     if wanted is not None:

@@ -51,9 +51,9 @@ def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str,
     if header_bytes > len(body) - 8:
         raise _corrupt(name, f"names a header of {header_bytes} bytes and has {len(body) - 8}")
     try:
-        header = json.loads(body[8 : 8 + header_bytes])
+        header = json.loads(body[8 : 8 + header_bytes], parse_constant=_no_number)
         found, values, described = header["kind"], header["values"], header["arrays"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _corrupt(name, f"has a header that cannot be read ({error})") from error
     if found != kind or not isinstance(values, dict) or not isinstance(described, list):
         raise _corrupt(name, f"is a record of {found!r}")
@@ -72,6 +72,17 @@ def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str,
     if at != len(body):
         raise _corrupt(name, f"has {len(body) - at} bytes that nothing describes")
     return values, arrays
+
+
+def whole(value: Any, name: str) -> int:
+    """Return a value of a header that must be a whole number, 0 .. 2**63 - 1. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} of a record is {repr(value)[:60]}")
+    return value
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")
 
 
 def _corrupt(name: str, seen: str) -> CorruptStoreError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ def recover(contents: Contents, groups: Sequence[Group], store: str, *, at: int 
 def commit_ids(records: Iterable[str]) -> list[int]:
     """Return the ids of the commits that ``records`` has, rising."""
     ids = (name.removeprefix(COMMIT) for name in records if name.startswith(COMMIT))
-    return sorted(int(id_) for id_ in ids if id_.isascii() and id_.isdigit())
+    return sorted(int(id_) for id_ in ids if re.fullmatch(r"0|[1-9][0-9]{0,18}", id_))
 
 
 def kept_commits(ids: Sequence[int]) -> str:
@@ -91,7 +92,7 @@ def _read_segment(contents: Contents, groups: Sequence[Group], store: str, commi
     segment = Segment.from_bytes(contents.records[f"{SEGMENT}{id_}"], name)
     try:
         if segment.id != id_:
-            raise ValueError(f"it is that of segment {segment.id}")
+            raise ValueError(f"it is of segment {segment.id}")
         check_streams(segment.streams, groups)
     except ValueError as error:
         raise CorruptStoreError(f"{name} does not fit the store ({error}): restore the store from a copy") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiercache.store.errors import CorruptStoreError
-from tiercache.store.record import decode, encode
+from tiercache.store.record import decode, encode, whole
 from tiercache.store.stream import Stream
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ class Segment:
                 Stream.from_record(record, most_pieces=pieces.size)
                 for record, pieces in zip(values["streams"], checksums, strict=True)
             )
+            visit = values["visit"] if values["visit"] == BASE_VISIT else whole(values["visit"], "visit")
             segment = cls(
-                id=int(values["id"]), visit=int(values["visit"]), within=bool(values["within"]),
+                id=whole(values["id"], "id"), visit=visit, within=bool(values["within"]),
                 streams=streams, checksums=checksums, key_checksums=key_checksums,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.store.record import whole
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -118,14 +120,14 @@ class Stream:
         Raises ValueError for anything else, before an array is made.
         """
         row_bytes, piece_rows, block_bytes = (
-            _whole(record.get(name) if isinstance(record, dict) else None, name)
+            whole(record.get(name) if isinstance(record, dict) else None, name)
             for name in ("row_bytes", "piece_rows", "block_bytes")
         )
         values = record.get("ranges")
         if not isinstance(values, list) or not all(isinstance(v, list) and len(v) >= 1 for v in values):
             raise ValueError("a stream's record has no list of ranges")
         ranges = tuple(
-            Range(next_use=_whole(use, "next use"), table_rows=tuple(_whole(n, "rows") for n in rows))
+            Range(next_use=whole(use, "next use"), table_rows=tuple(whole(n, "rows") for n in rows))
             for use, *rows in values
         )
         most_rows = most_pieces * max(1, min(piece_rows, block_bytes // max(1, row_bytes)))
@@ -134,12 +136,6 @@ class Stream:
                 f"a stream's record names {sum(rows.rows for rows in ranges)} rows in {most_pieces} pieces"
             )
         return cls(row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=ranges)
-
-
-def _whole(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= NEVER:
-        raise ValueError(f"{name} of a stream's record is {value!r}")
-    return value
 
 
 def _lay_out(rows_R: list[int], piece_rows: int, block_rows: int, row_bytes: int) -> dict[str, Any]:

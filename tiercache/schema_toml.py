@@ -29,6 +29,8 @@ def load_schema(path: str | Path) -> Schema:
         raise SchemaError(f"the schema {path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"the schema {path} is not TOML: {error}") from error
+    except RecursionError as error:
+        raise SchemaError(f"the schema {path} nests its values too deep: write them flat") from error
     try:
         return _schema(data)
     except (SchemaError, ValueError) as error:
@@ -75,7 +77,7 @@ def _feature(name: str, entry: Any) -> Feature:
     length: int | None = None
     if isinstance(hotness, int) and not isinstance(hotness, bool):
         hotness, length = "fixed", hotness
-    elif hotness not in {"one", "ragged"}:
+    elif not isinstance(hotness, str) or hotness not in {"one", "ragged"}:
         raise SchemaError(f"{where} has hotness = {hotness!r}: 'one', 'ragged', or the number of keys per sample")
     return Feature(
         name=name,

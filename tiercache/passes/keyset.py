@@ -42,14 +42,23 @@ class KeySet:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             reader = pa.ipc.open_file(pa.py_buffer(self._map))
             names = json.loads((reader.schema.metadata or {}).get(b"tables", b"[]"))
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise PassSetError(f"the key set {path} cannot be read: {error}: extract the pass set again") from error
+        except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
         if names != [table.name for table in tables]:
             raise PassSetError(f"the key set {path} is of other tables: extract the pass set again")
-        self._columns = {
-            name: tuple(np.frombuffer(c.buffers()[1] or b"", np.int64, count=len(c)) for c in batch.columns)
-            for name, batch in zip(names, map(reader.get_batch, range(len(names))), strict=True)
-        }
+        try:
+            if not reader.schema.equals(pa.schema(_FIELDS)):
+                raise ValueError(f"its columns are {', '.join(map(str, reader.schema))}")
+            self._columns = {
+                name: tuple(np.frombuffer(c.buffers()[1] or b"", np.int64, count=len(c)) for c in batch.columns)
+                for name, batch in zip(names, map(reader.get_batch, range(len(names))), strict=True)
+            }
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> PassSetError:
+        seen = str(error).replace("\n", " ")
+        return PassSetError(f"the key set {self.path} cannot be read: {seen}: extract the pass set again")
 
     def rows(self, table: str) -> int:
         """Return the number of unique keys of a table. Raises KeyError for a table that is not in the schema."""

@@ -103,13 +103,36 @@ class Manifest:
                 raise ValueError(f"it has version {record['version']}, this tiercache reads {_VERSION}")
             manifest = cls(
                 schema=Schema.from_record(record["schema"]),
-                passes=tuple(PassRecord(**p) for p in record["passes"]),
-                options=record["options"],
+                passes=tuple(_checked(PassRecord(**p)) for p in record["passes"]),
+                options=dict(record["options"]),
                 inputs=tuple(record["inputs"]),
                 rare_bytes=record["rare_bytes"],
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if manifest.rare_bytes is not None:
+                _check_number(manifest.rare_bytes, "the bytes of rare keys")
+            if manifest.digest != record["digest"]:
+                raise ValueError("it does not match its own digest")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PassSetError(f"{path} cannot be read: {error}: extract the pass set again") from error
-        if manifest.digest != record["digest"]:
-            raise PassSetError(f"{path} does not match its own digest: extract the pass set again")
         return manifest
+
+
+def _checked(record: PassRecord) -> PassRecord:
+    """Return a pass as a file described it. Raises ValueError or TypeError where it is none, or has files elsewhere."""
+    _check_number(record.samples, "the samples of a pass")
+    if not isinstance(record.digest, str):
+        raise TypeError(f"the digest of a pass is {record.digest!r}"[:80])
+    for what, numbers in (("rows", record.rows), ("sizes", record.sizes)):
+        if not isinstance(numbers, dict):
+            raise TypeError(f"the {what} of a pass are {numbers!r}"[:80])
+        for name, number in numbers.items():
+            _check_number(number, f"{name!r} in the {what} of a pass")
+    for name in record.sizes:
+        if "/" in name or "\0" in name or name in {"", ".", ".."}:
+            raise ValueError(f"it names the file {name!r}, which is none of its folder")
+    return record
+
+
+def _check_number(value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{what} is {str(value)[:40]!r}")

@@ -1,0 +1,155 @@
+"""What stands in a folder at a moment: directories, files and their pages, each known by its inode."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping
+    from pathlib import Path
+
+PAGE_BYTES, SECTOR_BYTES = 4096, 512
+_ZEROS = bytes(PAGE_BYTES)
+ROOT = 0
+"""The inode number under which an image knows the folder itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """The content of a file. Pages that did not change are the same objects as in the image before."""
+
+    size: int
+    pages: tuple[bytes, ...]
+    """Of PAGE_BYTES each; the last one is filled up with zeros."""
+
+    def page(self, index: int) -> bytes:
+        """Return a page; zeros beyond the end."""
+        return self.pages[index] if index < len(self.pages) else _ZEROS
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Directories and files by a number that no two of one recording share."""
+
+    directories: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Names, with the numbers of what they name."""
+    files: dict[int, File] = field(default_factory=dict)
+
+
+class Camera:
+    """Takes images of a folder, one after another; numbers of inodes that came and went are not confused."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers: dict[int, int] = {}
+        """By inode."""
+        self._next = ROOT + 1
+        self.image = Image()
+        """The one taken last."""
+
+    def take(self) -> Image:
+        """Return what stands there now."""
+        directories: dict[int, dict[str, int]] = {}
+        files: dict[int, File] = {}
+        numbers: dict[int, int] = {}
+        waiting = [(ROOT, os.fspath(self._folder))]
+        while waiting:
+            directory, path = waiting.pop()
+            names = directories[directory] = {}
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    inode = entry.inode()
+                    if inode not in numbers:
+                        numbers[inode] = self._numbers.get(inode) or self._fresh()
+                    number = names[entry.name] = numbers[inode]
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append((number, entry.path))
+                    elif number not in files:
+                        files[number] = _read(entry.path, self.image.files.get(number))
+        self._numbers, self.image = numbers, Image(directories, files)
+        return self.image
+
+    def number(self, handle: int) -> int | None:
+        """Return the number of an open file or directory in the image taken last; None where it is not there."""
+        status = os.fstat(handle)
+        if status.st_ino == self._folder.stat().st_ino:
+            return ROOT
+        return self._numbers.get(status.st_ino)
+
+    def _fresh(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+
+def put(folder: Path, directories: Mapping[int, Mapping[str, int]], files: Mapping[int, bytes]) -> None:
+    """Make ``folder``, which must not exist, hold the directories and files below number ROOT."""
+    waiting = [(ROOT, folder)]
+    while waiting:
+        directory, path = waiting.pop()
+        path.mkdir()
+        for name, number in directories[directory].items():
+            if number in directories:
+                waiting.append((number, path / name))
+            else:
+                (path / name).write_bytes(files[number])
+
+
+def tear(folder: Path, before: Image, after: Image, generator: random.Random) -> None:
+    """Take back some of what changed in the files of ``folder``, as if the write had ended before it came there.
+
+    Sectors arrive in the order of the file, but the roots of an LMDB file last.
+    """
+    changed: list[tuple[bool, str, int, File]] = []
+    for path, number in _paths(folder, after):
+        new, old = after.files[number], before.files.get(number, File(0, ()))
+        if new is old:
+            continue
+        for index, page in enumerate(new.pages):
+            for at in range(0, PAGE_BYTES, SECTOR_BYTES):
+                if page[at : at + SECTOR_BYTES] != old.page(index)[at : at + SECTOR_BYTES]:
+                    root = path.endswith("data.mdb") and index < 2
+                    changed.append((root, path, index * PAGE_BYTES + at, old))
+    changed.sort(key=lambda change: change[:3])
+    arrived = generator.randrange(len(changed)) if changed else 0
+    ends: dict[str, int] = {}
+    for _, path, at, _ in changed[:arrived]:
+        ends[path] = max(ends.get(path, 0), at + SECTOR_BYTES)
+    for _, path, at, old in changed[arrived:]:
+        handle = os.open(path, os.O_WRONLY)
+        start = at % PAGE_BYTES
+        os.pwrite(handle, old.page(at // PAGE_BYTES)[start : start + SECTOR_BYTES], at)
+        os.ftruncate(handle, min(os.fstat(handle).st_size, max(old.size, ends.get(path, 0))))
+        os.close(handle)
+
+
+def _paths(folder: Path, image: Image) -> list[tuple[str, int]]:
+    found, waiting = [], [(ROOT, os.fspath(folder))]
+    while waiting:
+        directory, path = waiting.pop()
+        for name, number in image.directories[directory].items():
+            if number in image.directories:
+                waiting.append((number, f"{path}/{name}"))
+            else:
+                found.append((f"{path}/{name}", number))
+    return found
+
+
+def _read(path: str, before: File | None) -> File:
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123  many times for each recording
+        data = file.readall()
+    pages = []
+    for index, at in enumerate(range(0, len(data), PAGE_BYTES)):
+        page = data[at : at + PAGE_BYTES].ljust(PAGE_BYTES, b"\0")
+        if before is not None and index < len(before.pages) and before.pages[index] == page:
+            page = before.pages[index]
+        pages.append(page)
+    if (
+        before is not None
+        and before.size == len(data)
+        and all(a is b for a, b in zip(pages, before.pages, strict=True))
+    ):
+        return before
+    return File(len(data), tuple(pages))

@@ -1,0 +1,88 @@
+"""The moments at which a store touches the disk, found while it does: calls of the system, of files and of LMDB."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+import threading
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+_SYSTEM = {
+    "copy_file_range", "fdatasync", "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite",
+    "pwritev", "remove", "rename", "replace", "rmdir", "sendfile", "truncate", "unlink", "write", "writev",
+}  # fmt: skip
+_FILE = {"__exit__", "close", "flush", "truncate", "write", "writelines"}
+_LMDB = {
+    "Environment": {"begin", "close", "reader_check", "sync"},
+    "Transaction": {"__exit__", "abort", "commit", "delete", "drop", "put"},
+}
+_WRITING = {"pwrite", "pwritev", "write", "writev", "flush", "__exit__", "commit", "close"}
+
+
+class Point(NamedTuple):
+    """A moment: just before a call, or just after it."""
+
+    call: str
+    """Such as ``posix.pwritev`` or ``Transaction.__exit__``."""
+    after: bool
+
+    @property
+    def tearable(self) -> bool:
+        """Whether a write has just ended that might have ended half-way."""
+        return self.after and self.call.rpartition(".")[2] in _WRITING
+
+    @property
+    def commits_lmdb(self) -> bool:
+        """Whether a transaction of LMDB may have been committed just now."""
+        return self.after and self.call in {"Transaction.__exit__", "Transaction.commit"}
+
+    @property
+    def syncs_lmdb(self) -> bool:
+        """Whether LMDB has synced its file just now."""
+        return self.after and self.call == "Environment.sync"
+
+
+def watch(reached: Callable[[int, Point], None]) -> None:
+    """From now on call ``reached(number, point)`` at every point, in the thread that is there; numbers count from 0.
+
+    Uses the profiling hook of the interpreter, for this thread and those to come. What the benchmarks themselves
+    call does not count.
+    """
+    count = itertools.count()
+
+    def hook(frame: FrameType, event: str, call: Any) -> None:
+        if event in {"c_call", "c_return", "c_exception"}:
+            name = _name(call)
+            if name and not frame.f_globals.get("__name__", "").startswith("benchmarks."):
+                reached(next(count), Point(name, event != "c_call"))
+
+    threading.setprofile(hook)
+    sys.setprofile(hook)
+
+
+def unwatch() -> None:
+    """Stop watching in this thread and those to come."""
+    threading.setprofile(None)
+    sys.setprofile(None)
+
+
+def _name(call: Any) -> str:
+    """Return what is called where it touches the disk; nothing where it does not."""
+    name, owner = call.__name__, getattr(call, "__self__", None)
+    if isinstance(owner, ModuleType):
+        if (owner.__name__ in {"posix", "nt"} and name in _SYSTEM) or (
+            owner.__name__ in {"io", "_io"} and name == "open"
+        ):
+            return f"{owner.__name__}.{name}"
+    elif isinstance(owner, io.IOBase):
+        if name in _FILE and not isinstance(owner, io.BytesIO | io.StringIO):
+            return f"{type(owner).__name__}.{name}"
+    elif name in _LMDB.get(type(owner).__name__, ()):
+        return f"{type(owner).__name__}.{name}"
+    return ""

@@ -1,0 +1,143 @@
+"""Everything that a run of the workload had on disk, moment after moment, and what of it was synced when."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.store_image import Camera, File, Image
+from benchmarks.store_points import Point, unwatch, watch
+from benchmarks.store_workload import go_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from benchmarks.store_child import Teller
+
+_NO_CHANGE = {"Transaction.put", "Transaction.delete"}
+"""Calls that only change memory."""
+_META_PAGES = 2
+"""The first pages of LMDB's file: its two roots."""
+
+
+class Moment(NamedTuple):
+    """What stood there after a call, whether or not it would have outlived a loss of power."""
+
+    call: str
+    image: Image
+    begun: int
+    """The newest commit that may be found; -1 where none was begun."""
+    done: int
+    """The newest commit that must be found; -1 where none was done."""
+
+
+@dataclass
+class Recording:
+    """The moments of a run, and its syncs."""
+
+    moments: list[Moment] = field(default_factory=list)
+    syncs: dict[int, list[int]] = field(default_factory=dict)
+    """By number of a file or directory: the moments from which on its content, as it was then, was durable."""
+
+    def durable(self, number: int, moment: int) -> int:
+        """Return the moment of the newest sync of a file or directory up to ``moment``; 0 without one."""
+        synced = self.syncs.get(number, [])
+        i = bisect_right(synced, moment)
+        return synced[i - 1] if i else 0
+
+    @cached_property
+    def directories(self) -> frozenset[int]:
+        """The numbers of all directories."""
+        return frozenset(number for moment in self.moments for number in moment.image.directories)
+
+
+def record(folder: Path, engine: str, teller: Teller) -> Recording:
+    """Run the workload in a store in ``folder`` from its beginning to its end, and return what was recorded.
+
+    Nothing but the two calls that sync is wrapped, since only their argument tells what is synced. What LMDB does
+    inside a commit is known from its source (mdb.c, ``mdb_txn_commit`` and ``mdb_env_write_meta``): it writes pages,
+    syncs the file, then writes one root by a handle that syncs. A test compares that with the calls of the system.
+    """
+    recorder = _Recorder(folder, teller)
+    sync_file, sync_data = os.fsync, os.fdatasync
+    vars(os).update(fsync=recorder.syncing(sync_file), fdatasync=recorder.syncing(sync_data))
+    watch(recorder.reached)
+    try:
+        go_on(folder / "store.tc", engine, teller.note)
+    finally:
+        unwatch()
+        vars(os).update(fsync=sync_file, fdatasync=sync_data)
+    return recorder.recording
+
+
+class _Recorder:
+    def __init__(self, folder: Path, teller: Teller) -> None:
+        self._camera, self._teller = Camera(folder), teller
+        self.recording = Recording()
+        self._add("the beginning", self._camera.take())
+        for number in self._camera.image.directories:
+            self._sync(number)
+
+    def reached(self, _: int, point: Point) -> None:
+        """Take an image after a call."""
+        if not point.after or point.call in _NO_CHANGE:
+            return
+        before, after = self._camera.image, self._camera.take()
+        if point.commits_lmdb:
+            self._commit(point.call, before, after)
+        elif point.syncs_lmdb:
+            self._add(point.call, after)
+            for number in _environments(after):
+                self._sync(number)
+        else:
+            self._add(point.call, after)
+
+    def syncing(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a sync that notes of what."""
+
+        def sync(handle: int) -> None:
+            call(handle)
+            self._add(call.__name__, self._camera.take())
+            number = self._camera.number(handle)
+            if number is not None:
+                self._sync(number)
+
+        return sync
+
+    def _commit(self, call: str, before: Image, after: Image) -> None:
+        """Note a commit of LMDB as what it is: pages, a sync, a root, a sync."""
+        for number in _environments(after):
+            old, new = before.files.get(number), after.files[number]
+            if old is None or old is new:
+                continue
+            pages = (*old.pages[:_META_PAGES], *new.pages[_META_PAGES:])
+            self._add(f"{call} (pages)", Image(after.directories, {**after.files, number: File(new.size, pages)}))
+            self._sync(number)
+            self._add(f"{call} (root)", after)
+            self._add(f"{call} (synced)", after)
+            self._sync(number)
+
+    def _add(self, call: str, image: Image) -> None:
+        moments = self.recording.moments
+        if moments and moments[-1].image == image and moments[-1][2:] == (self._teller.begun, self._teller.done):
+            return
+        moments.append(Moment(call, image, self._teller.begun, self._teller.done))
+
+    def _sync(self, number: int) -> None:
+        moments = self.recording.moments
+        moments.append(moments[-1]._replace(call="sync"))
+        self.recording.syncs.setdefault(number, []).append(len(moments) - 1)
+
+
+def _environments(image: Image) -> list[int]:
+    """Return the numbers of LMDB's data files."""
+    return [
+        number
+        for names in image.directories.values()
+        for name, number in names.items()
+        if name == "data.mdb" and number in image.files
+    ]

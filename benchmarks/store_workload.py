@@ -1,0 +1,336 @@
+"""A store's life in a few steps, each a commit, that may be taken up after any of them; and what is stored then.
+
+All rows are functions of table, key and the visit that changed them last. So what the store must hold after a commit
+is known without having run anything: that is the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from tiercache.store import (
+    NEVER,
+    Adagrad,
+    Cursor,
+    Range,
+    Store,
+    StoreError,
+    StoreFullError,
+    Stream,
+    Table,
+    Zeros,
+    hash_keys,
+    mix,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store import Group
+
+TABLES = (
+    Table(name="item", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),  # rows of 2 KiB
+    Table(name="user", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
+    Table(name="word", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
+)
+UNIVERSE = 240
+"""Keys of a table: 0 to UNIVERSE - 1."""
+PASS_KEYS = (150, 40, 90)
+"""Keys of each table in each pass: so many more and fewer that the file grows, shrinks and has holes."""
+BLOCK_BYTES = {2048: 256 << 10, 24: 24 * 16}
+"""By bytes of a row: blocks of items are written and read past the page cache, those of the others are gathered."""
+PIECE_ROWS = 8
+_STEPS_IN_VISIT = 16
+"""More than any step's sample."""
+
+
+class Note(Protocol):
+    """What hears of commits: before a publication, and as soon as it has returned."""
+
+    def __call__(self, *, begun: int | None = None, done: int | None = None) -> None:
+        """Take down the number of a commit."""
+
+
+class BrokenSourceError(Exception):
+    """A dump's blocks ended in an error, as a step wanted it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What happens up to one commit."""
+
+    visits: tuple[int, ...] = ()
+    """Whose rows are dumped."""
+    sample: int = 0
+    """Where the commit stands inside the last visit; 0: after it."""
+    state_bytes: int = 100
+    """Bytes of the dense state."""
+    transaction_bytes: int = 1 << 20
+    """The most that a dump gives to the engine at once."""
+    stable: bool = False
+    """Whether the blocks of a dump may be written together."""
+    reopen: bool = False
+    """Whether the store is closed and opened before."""
+    forget: bool = False
+    """Whether a dump is made and forgotten before."""
+    broken: bool = False
+    """Whether a dump fails half-way before."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the commit stands."""
+        if not self.visits:
+            return Cursor(0)
+        return Cursor(self.visits[-1], self.sample) if self.sample else Cursor(self.visits[-1] + 1)
+
+
+STEPS = (
+    Step(),
+    Step(visits=(0,), stable=True),
+    Step(visits=(1,), sample=3, transaction_bytes=1),
+    Step(visits=(1,), sample=9, state_bytes=9000),
+    Step(visits=(1,), transaction_bytes=500),
+    Step(visits=(2,), forget=True, state_bytes=0),
+    Step(visits=(3, 4), stable=True, transaction_bytes=100_000),
+    Step(visits=(5,), reopen=True, broken=True, state_bytes=(4 << 20) + 5000),
+    Step(visits=(6,), stable=True, transaction_bytes=200_000),
+    Step(visits=(7,), sample=5, reopen=True),
+    Step(visits=(7, 8), forget=True, state_bytes=300_000),
+)
+"""Made for coverage: transactions of one block and of all, commits inside a visit, growth, holes, freed places."""
+
+
+def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError], bool] | None = None) -> None:
+    """Open the store, make it where there is none, and go from the commit where it stands to the last one.
+
+    ``note(begun=number)`` is called before each publication, ``note(done=number)`` as soon as it has returned.
+    Where a disk is full, ``relieve`` makes room; the store goes on as it is, or is opened again if that returns True.
+    """
+    store = _open(path, engine, relieve)
+    try:
+        first = stands(store) + 1
+        for number in range(first, len(STEPS)):
+            if STEPS[number].reopen and number > first:
+                store.close()
+                store = _open(path, engine, relieve)
+            try:
+                take(store, number, note)
+            except StoreFullError as error:
+                if relieve is None:
+                    raise
+                if not relieve(error):
+                    store.forget()
+                    try:
+                        take(store, number, note)
+                        continue
+                    except StoreError as later:
+                        if "open the store again" not in str(later):
+                            raise
+                store.close()
+                store = _open(path, engine, relieve)
+                take(store, number, note)
+    finally:
+        store.close()
+
+
+def _open(path: Path, engine: str, relieve: Callable[[StoreFullError], bool] | None) -> Store:
+    try:
+        return Store.open(path, tables=TABLES, engine=engine)
+    except StoreFullError as error:
+        if relieve is None:
+            raise
+        relieve(error)
+        return Store.open(path, tables=TABLES, engine=engine)
+
+
+def stands(store: Store) -> int:
+    """Return the number of the commit that a store stands at; -1 where it has none."""
+    return -1 if store.commit is None else store.commit.id
+
+
+def take(store: Store, number: int, note: Note) -> None:
+    """Do all of a step but the reopening; the store must stand at the commit before."""
+    step = STEPS[number]
+    if step.broken:
+        try:
+            _dump(store, step, step.visits[0], broken=True)
+        except BrokenSourceError:
+            store.forget()
+    if step.forget:
+        _dump(store, step, step.visits[0])
+        store.forget()
+    for visit in step.visits:
+        _dump(store, step, visit)
+    note(begun=number)
+    store.publish(
+        step.cursor,
+        state=state(number),
+        schedule_digest="cyclic",
+        settings={"step": number},
+        environment={},
+        transaction_bytes=4 << 20,
+    )
+    note(done=number)
+
+
+def state(number: int) -> bytes:
+    """Return the dense state of a commit."""
+    return np.random.default_rng(number).bytes(STEPS[number].state_bytes)
+
+
+def problems(store: Store) -> list[str]:
+    """Compare every row and the dense state with what they are at the store's commit; a sentence for each difference.
+
+    Reads all: raises what the store raises for damage.
+    """
+    number = stands(store)
+    if number < 0:
+        return [] if not store.segments else ["a store without a commit has segments"]
+    found = []
+    commit, step = store.commit, STEPS[number]
+    assert commit is not None
+    if commit.cursor != step.cursor or commit.settings != {"step": number}:
+        found.append(f"commit {number} stands at {commit.cursor} and was made at {step.cursor}")
+    if store.state() != state(number):
+        found.append(f"the dense state of commit {number} has other bits")
+    keys = np.arange(UNIVERSE, dtype=np.int64)
+    for group in store.groups:
+        for table in group.tables:
+            ids, rows = store.locate(table.name, keys, after=step.cursor.visit - 1)
+            versions, uses = _RESULT[table.name]
+            if not np.array_equal(ids >= 0, versions[number] >= 0):
+                found.append(f"commit {number} has other keys of table {table.name!r} than were stored")
+            for segment in store.segments:
+                mine = np.nonzero(ids == segment.id)[0]
+                bits = np.concatenate(store.read_rows(segment, group.index, rows[mine]), axis=1)
+                if bits.tobytes() != row_bits(table, mine, versions[number][mine]).tobytes():
+                    found.append(f"rows of table {table.name!r} at commit {number} have other bits")
+                stream = segment.streams[group.index]
+                ranges = np.searchsorted(stream.range_first_row_R, rows[mine], side="right") - 1
+                if not np.array_equal([stream.ranges[i].next_use for i in ranges], uses[number][mine]):
+                    found.append(f"rows of table {table.name!r} at commit {number} wait for other visits")
+    return found
+
+
+def row_bits(table: Table, keys: NDArray[np.int64], versions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the rows of ``keys`` (n,) as they are after ``versions`` (n,): (n, width)."""
+    seeds = mix(keys.view(np.uint64) ^ mix(versions.view(np.uint64) ^ np.uint64(table.table_id)))
+    words = mix(seeds[:, None] ^ np.arange(table.row_bytes // 4, dtype=np.uint64))
+    return (words >> np.uint64(40)).astype(np.float32)
+
+
+# -- the schedule --------------------------------------------------------------------------------------------
+
+
+def _keys(table: Table, visit: int) -> NDArray[np.int64]:
+    """Return the keys of a table that a visit trains, in hash order."""
+    index = visit % len(PASS_KEYS)
+    generator = np.random.default_rng([index, table.table_id & 0xFFFF])
+    keys = generator.choice(UNIVERSE, PASS_KEYS[index], replace=False).astype(np.int64)
+    ordered: NDArray[np.int64] = keys[np.argsort(hash_keys(keys, table.table_id))]
+    return ordered
+
+
+def _next_uses(table: Table, visit: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first visit after ``visit`` that trains each key; all keys are of ``visit``, so there is one."""
+    uses = np.full(keys.size, NEVER)
+    for later in range(visit + len(PASS_KEYS), visit, -1):
+        uses[np.isin(keys, _keys(table, later))] = later
+    return uses
+
+
+def _version(visit: int, sample: int) -> int:
+    """Return the number of the training that ended with this: larger than 0 and than that of all before."""
+    return visit * _STEPS_IN_VISIT + (sample or _STEPS_IN_VISIT)
+
+
+def _results() -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Return for each table the versions and next uses of all keys, (commits, UNIVERSE): -1 for keys without a row."""
+    results = {}
+    for table in TABLES:
+        versions, uses = (np.full((len(STEPS) + 1, UNIVERSE), -1) for _ in range(2))
+        for number, step in enumerate(STEPS):
+            versions[number], uses[number] = versions[number - 1], uses[number - 1]
+            for visit in step.visits:
+                keys = _keys(table, visit)
+                versions[number, keys] = _version(visit, step.sample)
+                uses[number, keys] = visit if step.sample else _next_uses(table, visit, keys)
+        results[table.name] = versions, uses
+    return results
+
+
+_RESULT = _results()
+
+# -- dumping -------------------------------------------------------------------------------------------------
+
+
+def _dump(store: Store, step: Step, visit: int, *, broken: bool = False) -> None:
+    """Append the rows of a visit. ``broken`` lets the last block end in BrokenSourceError."""
+    laid = [_lay_out(group, visit, step.sample) for group in store.groups]
+
+    def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
+        left = sum(stream.num_blocks for stream, _, _ in laid)
+        for group, (stream, keys, rows) in zip(store.groups, laid, strict=True):
+            for block in range(stream.num_blocks):
+                left -= 1
+                if broken and not left:
+                    raise BrokenSourceError
+                low, high = stream.block_first_row_B[block : block + 2].tolist()
+                yield group.index, block, _pack(stream, group, block, rows), keys[low:high]
+
+    streams = [stream for stream, _, _ in laid]
+    store.append(
+        visit,
+        streams,
+        blocks(),
+        within=step.sample > 0,
+        stable=step.stable,
+        transaction_bytes=step.transaction_bytes,
+    )
+
+
+def _lay_out(group: Group, visit: int, sample: int) -> tuple[Stream, NDArray[np.int64], NDArray[np.float32]]:
+    """Return stream, keys and rows of a group's dump, in the stream's order: next use, table, hash."""
+    keys_T = [_keys(table, visit) for table in group.tables]
+    uses_T = [
+        np.full(keys.size, visit) if sample else _next_uses(table, visit, keys)
+        for table, keys in zip(group.tables, keys_T, strict=True)
+    ]
+    rows_T = [
+        row_bits(table, keys, np.full(keys.size, _version(visit, sample)))
+        for table, keys in zip(group.tables, keys_T, strict=True)
+    ]
+    order = np.argsort(np.concatenate(uses_T), kind="stable")
+    ranges = tuple(
+        Range(next_use=use, table_rows=tuple(int(np.count_nonzero(uses == use)) for uses in uses_T))
+        for use in np.unique(np.concatenate(uses_T)).tolist()
+    )
+    stream = Stream(
+        row_bytes=group.row_bytes, piece_rows=PIECE_ROWS, block_bytes=BLOCK_BYTES[group.row_bytes], ranges=ranges
+    )
+    return stream, np.concatenate(keys_T)[order], np.concatenate(rows_T)[order]
+
+
+def _pack(stream: Stream, group: Group, block: int, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the bytes of a block, from a page of memory on."""
+    size = int(stream.block_bytes_B[block])
+    room = np.empty(size + 4096, dtype=np.uint8)
+    out = room[-room.ctypes.data % 4096 :][:size]
+    cuts, at = np.cumsum([field.width for field in group.fields])[:-1], 0
+    for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
+        low, high = stream.piece_first_row_P[piece : piece + 2].tolist()
+        for part in np.split(rows[low:high], cuts, axis=1):
+            packed = np.frombuffer(part.tobytes(), np.uint8)
+            out[at : at + packed.size] = packed
+            at += packed.size
+    return out
+
+
+def quiet(*, begun: int | None = None, done: int | None = None) -> None:
+    """Take no note of commits."""

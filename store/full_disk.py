@@ -1,0 +1,50 @@
+"""The error of a disk without room, from what the system says of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tiercache.store.errors import StoreFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system calls a disk, a share of it or a file that may not grow."""
+
+
+def full_disk(path: Path, error: OSError, needed_bytes: int) -> StoreFullError:
+    """Return the error of ``path``, which could not take ``needed_bytes`` because of ``error``, one of FULL."""
+    if error.errno == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return StoreFullError(
+            needed_bytes=needed_bytes,
+            limit=f"files of this process may have {most:,} in all",
+            advice="raise ulimit -f",
+        )
+    system = os.statvfs(path)
+    return StoreFullError(
+        needed_bytes=needed_bytes,
+        limit=f"the file system of {path} has {system.f_frsize * system.f_bavail:,} free",
+        advice="free some, or move the store to a larger one",
+    )
+
+
+@contextmanager
+def room_for(needed_bytes: int, path: Path, what: str) -> Iterator[None]:
+    """Raise StoreFullError, which says that ``what`` needed so many bytes, in place of an OSError of a full disk.
+
+    ``path`` must exist, or the folder that it stands in.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        there = path if path.exists() else path.parent
+        raise full_disk(there, error, needed_bytes).during(what, needed_bytes) from error

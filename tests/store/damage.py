@@ -1,0 +1,116 @@
+"""Bytes that no store wrote: real ones that were flipped, cut, lengthened and mixed up, and headers that lie."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Any
+
+import google_crc32c
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.random import Generator
+
+LIES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 7, 255, 1 << 31, 1 << 32, (1 << 53) + 1, (1 << 63) - 1, 1 << 63,
+    (1 << 64) - 1, 1 << 64, 1 << 200, -(1 << 63), 0.5, -0.0, 1e308, float("inf"), float("-inf"), float("nan"), "", "x",
+    "../x", "/x", "a/b", ".", "\0", "\ud800", "ü" * 99, [], [[]], [[[]]], [0], [1 << 70, 2],
+    [["a", "<u4", 1]], {}, {"": {}}, {"kind": "sgd"},
+)  # fmt: skip
+"""What may stand in a header in place of any value."""
+DEEP = b"[" * 100_000
+"""JSON that is deeper than any reader goes."""
+
+
+def damaged(data: bytes, generator: Generator) -> bytes:
+    """Return ``data`` with one to four changes."""
+    out = bytearray(data)
+    for _ in range(int(generator.integers(1, 5))):
+        at = int(generator.integers(0, len(out) + 1))
+        match int(generator.integers(0, 6)):
+            case 0 if out:
+                out[at % len(out)] ^= 1 << int(generator.integers(0, 8))
+            case 1:
+                del out[at:]
+            case 2:
+                out[at:at] = generator.bytes(int(generator.integers(1, 40)))
+            case 3:
+                low = int(generator.integers(0, len(out) + 1))
+                out[at:at] = out[low : low + int(generator.integers(1, 200))]
+            case 4 if len(out) >= 8:
+                word = int(generator.choice([0, 1, 2**31 - 1, 2**32 - 1]))
+                struct.pack_into("<I", out, at % (len(out) - 3), word)
+            case _:
+                out[at : at + 8] = generator.bytes(8)
+    return bytes(out)
+
+
+def sealed(header: bytes, arrays: bytes) -> bytes:
+    """Return a record with the right lengths and the right checksum, whatever is in it."""
+    body = b"TCR1" + struct.pack("<I", len(header)) + header + arrays
+    return body + struct.pack("<I", google_crc32c.value(body))
+
+
+def opened(record: bytes) -> tuple[Any, bytes]:
+    """Return the header and the arrays of a record that a store wrote."""
+    (size,) = struct.unpack("<I", record[4:8])
+    return json.loads(record[8 : 8 + size]), record[8 + size : -4]
+
+
+def lying(record: bytes, generator: Generator) -> bytes:
+    """Return a record whose header says something else, with a right checksum; sometimes with other arrays too."""
+    header, arrays = opened(record)
+    for _ in range(int(generator.integers(1, 3))):
+        lie(header, generator)
+    if generator.random() < 0.2:
+        arrays = damaged(arrays, generator)
+    return sealed(json.dumps(header).encode(), arrays)
+
+
+def resealed(record: bytes, generator: Generator) -> bytes:
+    """Return a damaged record whose last four bytes are the checksum of those before."""
+    body = damaged(record[:-4], generator)
+    return body + struct.pack("<I", google_crc32c.value(body))
+
+
+def lie(value: Any, generator: Generator) -> None:
+    """Replace, remove or repeat something anywhere in a JSON value."""
+    places = list(_places(value, []))
+    path = places[int(generator.integers(0, len(places)))]
+    for key in path[:-1]:
+        value = value[key]
+    key = path[-1]
+    match int(generator.integers(0, 8)):
+        case 0:
+            del value[key]
+        case 1 if isinstance(value, list):
+            value.insert(key, value[key])
+        case 2 if isinstance(value[key], int) and not isinstance(value[key], bool):
+            value[key] += int(generator.choice([-1, 1, 4096, -4096]))
+        case _:
+            value[key] = LIES[int(generator.integers(0, len(LIES)))]
+
+
+def _places(value: Any, path: Sequence[Any]) -> Any:
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, part in items:
+        yield [*path, key]
+        yield from _places(part, [*path, key])
+
+
+def assert_sentence(error: Exception) -> None:
+    """A message is one line that says what to do behind a colon."""
+    assert "\n" not in str(error)
+    assert ": " in str(error)
+
+
+def generator_of(seed: int) -> Generator:
+    """Return the generator of one case."""
+    return np.random.default_rng([seed, 20])

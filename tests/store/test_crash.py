@@ -1,0 +1,230 @@
+"""Whatever ends a writing process: the store opens at a commit, verifies, and goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks.store_workload import STEPS, TABLES, go_on, problems, quiet, stands, take
+from tiercache.store import Store, StoreFullError, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+ENGINES = ("lmdb",)
+NOTHING = ("--points", "0", "--torn", "0", "--instants", "0", "--replays", "0", "--full", "0")
+
+
+def crash(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the benchmark in a process of its own, which forks and so must have no thread."""
+    command = [sys.executable, "-m", "benchmarks.store_crash", "--folder", str(folder), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [["--quick"], pytest.param([], marks=pytest.mark.long)])
+def test_a_store_killed_at_any_point_or_without_power_or_room_stands_at_a_commit(
+    tmp_path: Path, engine: str, options: list[str]
+) -> None:
+    """Kills before and after calls, in the middle of writes and at random instants, losses of power, full disks."""
+    done = crash(tmp_path, "--engine", engine, "--json", str(tmp_path / "figures.json"), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    assert found["lost"] == found["failing"] == found["silent"] == 0
+    assert min(300, found["points"]) <= found["points_tried"] <= found["points"]
+    assert found["kills"] >= found["points_tried"] + found["torn"]
+    assert min(found["torn"], found["instants"], found["second_kills"], found["replays"], found["full_disks"]) >= 10
+    assert found["commits_found"] == len(STEPS), "some commit was never the one that was found"
+
+
+PLANT = """
+import sys
+from tiercache.store.{module} import {owner}
+{body}
+{owner}.{name} = planted
+from benchmarks.store_crash import main
+sys.exit(main(sys.argv[1:]))
+"""
+UNSYNCED = {
+    "module": "block_file",
+    "owner": "BlockFile",
+    "name": "sync",
+    "body": "def planted(self): pass",
+}
+IN_TWO_STEPS = {
+    "module": "lmdb_engine",
+    "owner": "LmdbEngine",
+    "name": "commit",
+    "body": (
+        "whole = LmdbEngine.commit\n"
+        "def planted(self, records, dead):\n"
+        "    whole(self, {}, dead)\n"
+        "    whole(self, records, ())\n"
+    ),
+}
+TOO_EARLY = {
+    "module": "store",
+    "owner": "Store",
+    "name": "_changes",
+    "body": (
+        "whole = Store._changes\n"
+        "def planted(self, commit, kept, life):\n"
+        "    records, dead = whole(self, commit, kept, life)\n"
+        "    places = self._engine._places\n"
+        "    self._engine._file.give([places.pop(name) for name in dead if name in places])\n"
+        "    return records, dead\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("plant", "options", "words"),
+    [
+        (UNSYNCED, ["--replays", "60"], "Loss"),
+        (IN_TWO_STEPS, ["--points", "30"], "a kill"),
+        (TOO_EARLY, ["--points", "150"], "a kill"),
+    ],
+)
+def test_the_harness_finds_an_engine_that_is_not_crash_proof(
+    tmp_path: Path, plant: dict[str, str], options: list[str], words: str
+) -> None:
+    """Blocks that are not synced, a commit in two transactions, places given away before the commit that frees them."""
+    code = PLANT.format(**plant)
+    command = [sys.executable, "-c", code, "--folder", str(tmp_path), *NOTHING, *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert words in done.stdout
+
+
+def test_lmdb_syncs_its_pages_before_its_root_and_its_root_at_once(tmp_path: Path) -> None:
+    """What the replayed losses of power take for granted, seen in the calls of the system; where strace is there."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    code = (
+        "import sys; from pathlib import Path; from benchmarks.store_workload import go_on, quiet; "
+        "go_on(Path(sys.argv[1]), 'lmdb', quiet)"
+    )
+    calls = "trace=openat,open,pwrite64,pwritev,pwritev2,writev,write,fdatasync,fsync,msync,sync_file_range"
+    command = ["strace", "-f", "-y", "-e", calls, "-o", str(tmp_path / "calls"), sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(tmp_path / "store.tc")], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"strace cannot trace here: {done.stderr}")
+    unsynced, roots, opened = False, 0, ""
+    for line in (tmp_path / "calls").read_text().splitlines():
+        if "data.mdb" not in line or " = -1" in line:
+            continue
+        if "open" in line:
+            opened = line if "O_DSYNC" in line else opened
+        elif "sync(" in line:
+            unsynced = False
+        elif ", 120, " in line:  # the 120 bytes of a root
+            assert not unsynced, f"a root was written before pages were synced: {line}"
+            handle = line.partition("(")[2].partition("<")[0]
+            assert opened.rpartition("= ")[2].startswith(f"{handle}<"), f"a root was written without O_DSYNC: {line}"
+            roots += 1
+        else:
+            unsynced = True
+    assert roots >= len(STEPS)
+
+
+# -- full disks ----------------------------------------------------------------------------------------------
+
+
+def take_all(store: Store) -> None:
+    """Go on to the last commit."""
+    for number in range(stands(store) + 1, len(STEPS)):
+        take(store, number, quiet)
+
+
+def finish(path: Path, **options: Any) -> None:
+    """Go on to the last commit, where there is room, and check all."""
+    with Store.open(path, tables=TABLES, **options) as store:
+        assert problems(store) == []
+        take_all(store)
+        assert problems(store) == []
+    assert verify(path)["problems"] == []
+
+
+@pytest.mark.parametrize("most", [4096, 70_000, 400_000, 500_000, 620_000, 800_000, 1_000_000, 1_500_000, 3_000_000])
+def test_a_store_at_its_max_bytes_says_what_it_needs_and_goes_on_with_more(tmp_path: Path, most: int) -> None:
+    """At whatever write the bound is met: the commit before stands, in this process and after a reopen."""
+    path = tmp_path / "store.tc"
+    with Store.open(path, tables=TABLES, max_bytes=most) as store:
+        with pytest.raises(StoreFullError, match=rf"needs [\d,]+ more bytes but .* may hold {most:,}: raise") as full:
+            take_all(store)
+        assert full.value.needed_bytes > 0
+        stood = stands(store)
+        store.forget()
+        assert stands(store) == stood < len(STEPS) - 1
+        assert problems(store) == []
+    assert (path / "blocks.bin").stat().st_size <= most
+    with Store.open(path, max_bytes=most) as store:
+        assert stands(store) == stood
+    finish(path)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system takes rights that this test does not have")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("number", range(8))  # what follows fits into what was freed by then
+def test_a_disk_that_is_really_full_leaves_a_store_that_opens_and_goes_on(disk: Path, number: int) -> None:
+    """Filled to the last byte before a step: a sentence; it reads and opens, and goes on once there is room."""
+    path, ballast = disk / "store.tc", disk / "ballast"
+    with Store.open(path, tables=TABLES) as store:
+        for earlier in range(number):
+            take(store, earlier, quiet)
+        fill(ballast)
+        with pytest.raises(StoreFullError, match=r"needs [\d,]+ more bytes but") as full:
+            take_all(store)
+        assert full.value.needed_bytes > 0
+        stood = stands(store)
+        store.forget()
+        assert problems(store) == []
+    for mode in ("r", "a"):
+        with Store.open(path, mode=mode) as store:
+            assert stands(store) == stood
+            assert problems(store) == []
+    ballast.unlink()
+    finish(path)
+
+
+def test_a_store_cannot_be_made_where_there_is_no_room_for_its_records(disk: Path) -> None:
+    """A sentence in place of a store, and the store once there is room."""
+    fill(disk / "ballast")
+    with pytest.raises(StoreFullError, match=r"the store at .* needs [\d,]+ more bytes but the file system of .* free"):
+        Store.open(disk / "store.tc", tables=TABLES)
+    (disk / "ballast").unlink()
+    go_on(disk / "store.tc", "lmdb", quiet)
+    finish(disk / "store.tc")
+
+
+def fill(path: Path) -> None:
+    """Write a file until the file system takes no byte more."""
+    with path.open("wb", buffering=0) as file:
+        for part in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(part))
+            except OSError:
+                continue
