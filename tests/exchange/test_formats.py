@@ -116,7 +116,10 @@ def test_a_hugectr_folder_is_packed_numbers_without_a_header(tmp_path: Path, sto
 
 
 def test_a_hugectr_folder_from_elsewhere_is_imported(tmp_path: Path) -> None:
-    """In any order of keys; slots and the files of another optimizer are left out, with a warning each."""
+    """In any order of keys; slots and the files of another optimizer are left out, with a warning each.
+
+    The folder of one table may be given itself.
+    """
     folder = tmp_path / "model" / "item"
     folder.mkdir(parents=True)
     keys = np.array([9, -4, 7], dtype="<i8")
@@ -139,6 +142,11 @@ def test_a_hugectr_folder_from_elsewhere_is_imported(tmp_path: Path) -> None:
             for k, v, s in zip(ks.tolist(), vs, ss, strict=True)
         }
     assert found == {k: (vectors[i].tolist(), (vectors[i] + 1).tolist()) for i, k in enumerate(keys.tolist())}
+    for name in ("slot_id", "Adam.m"):
+        (folder / name).unlink()
+    tc.import_store(folder, tmp_path / "alone.tc", format="hugectr", tables=[ADAGRAD])
+    with Store.open(tmp_path / "alone.tc") as store:
+        assert sorted(key for keys, _ in store.scan("item") for key in keys.tolist()) == [-4, 7, 9]
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])

@@ -114,7 +114,8 @@ def _open(
     for table in tables:
         if listing is not None and table.name not in rows:
             continue
-        reader = chosen.reader(source, file_name(table), table)
+        alone = chosen.name == "hugectr" and len(tables) == 1 and (source / "key").is_file()
+        reader = chosen.reader(source, "." if alone else file_name(table), table)
         if reader.rows != rows.get(table.name, reader.rows):
             raise ExchangeError(
                 f"{source / LISTING} counts {rows[table.name]:,} rows of table {table.name!r}, and its files hold "
