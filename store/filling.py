@@ -9,26 +9,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.base_segment import base_stream, blocks_of
 from tiercache.store.commit import Cursor
 from tiercache.store.hashing import hash_keys
+from tiercache.store.segment import BASE_VISIT
 from tiercache.store.spill import Spill
-from tiercache.store.stream import NEVER, Range, Stream
+from tiercache.store.stream import NEVER, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
-    from tiercache.store.dump import Block
     from tiercache.store.scan import Chunk
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
 FILL_BYTES = 256 << 20
-FILL_VISIT = -1
-"""The visit of a segment whose rows come from outside."""
-_PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
 _PLAIN_KEYS = -(1 << 63) + 2
 """The least key that is no shared row's."""
 
@@ -125,33 +123,23 @@ class _Filling:
     def write(self) -> None:
         """Append all rows as one segment."""
         counts = {name: spill.rows for name, spill in self._spills.items()}
-        streams = [_stream(group, counts) for group in self._store.groups]
+        streams = []
+        for group in self._store.groups:
+            rows = tuple(counts[table.name] for table in group.tables)
+            streams.append(base_stream(group, [Range(next_use=NEVER, table_rows=rows)] if sum(rows) else []))
         blocks = (
             block
             for group, stream in zip(self._store.groups, streams, strict=True)
-            for block in self._blocks(group, stream)
+            for block in blocks_of(group, stream, self._rows(group, stream.block_rows))
         )
-        self._store.append(FILL_VISIT, streams, blocks)
+        self._store.append(BASE_VISIT, streams, blocks)
 
-    def _blocks(self, group: Group, stream: Stream) -> Iterator[Block]:
-        """Yield the blocks of a stream, all in the same two arrays."""
-        rows = np.empty((min(stream.block_rows, stream.rows), stream.row_bytes // 4), dtype=np.float32)
-        keys = np.empty(rows.shape[0], dtype=np.int64)
-        packed = np.empty(rows.nbytes, dtype=np.uint8)
-        block = filled = 0
+    def _rows(self, group: Group, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Yield the rows of all tables of a group in their order."""
         for table in group.tables:
-            for some_keys, some_rows in self._sorted(table, stream.block_rows):
-                taken = 0
-                while taken < some_keys.size:
-                    count = min(some_keys.size - taken, keys.size - filled)
-                    keys[filled : filled + count] = some_keys[taken : taken + count]
-                    rows[filled : filled + count] = some_rows[taken : taken + count]
-                    filled, taken = filled + count, taken + count
-                    first, last = stream.block_first_row_B[block : block + 2].tolist()
-                    if filled == last - first:
-                        self._progress("write", filled)
-                        yield group.index, block, _pack(stream, block, group, rows[:filled], packed), keys[:filled]
-                        block, filled = block + 1, 0
+            for keys, rows in self._sorted(table, chunk_rows):
+                self._progress("write", keys.size)
+                yield keys, rows
 
     def _sorted(self, table: Table, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         last: int | None = None
@@ -192,28 +180,3 @@ def _check(
             f"key {keys.min()} of table {table.name!r} is reserved for the {shared} row: keys start at {_PLAIN_KEYS}; "
             "name the table in reserved_keys if it is that row"
         )
-
-
-def _stream(group: Group, counts: Mapping[str, int]) -> Stream:
-    rows = tuple(counts[table.name] for table in group.tables)
-    return Stream(
-        row_bytes=group.row_bytes,
-        piece_rows=max(1, _PIECE_BYTES // group.row_bytes),
-        block_bytes=max(_BLOCK_BYTES, group.row_bytes),
-        ranges=(Range(next_use=NEVER, table_rows=rows),) if sum(rows) else (),
-    )
-
-
-def _pack(
-    stream: Stream, block: int, group: Group, rows: NDArray[np.float32], packed: NDArray[np.uint8]
-) -> NDArray[np.uint8]:
-    """Lay out the rows of a block piece by piece, each field-major."""
-    out, at, row = packed.view(np.float32), 0, 0
-    for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
-        count, column = int(stream.piece_rows_P[piece]), 0
-        for field in group.fields:
-            values = rows[row : row + count, column : column + field.width]
-            out[at : at + values.size].reshape(values.shape)[:] = values
-            at, column = at + values.size, column + field.width
-        row += count
-    return packed[: 4 * at]

@@ -5,28 +5,30 @@ So a store follows a new schedule (its keys by first use, the others never) or s
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tiercache.store.errors import StoreError, StoreFullError
+from tiercache.store.base_segment import base_stream, blocks_of
+from tiercache.store.errors import StoreError
+from tiercache.store.full_disk import room_for
 from tiercache.store.initial import initial_rows
 from tiercache.store.scan import scan
-from tiercache.store.stream import NEVER, Range, Stream
+from tiercache.store.stream import NEVER, Range
 from tiercache.store.sweep import Sweep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.store.dump import Block
     from tiercache.store.store import Store
+    from tiercache.store.stream import Stream
     from tiercache.store.table import Group, Table
 
     Int64s = NDArray[np.int64]
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int], None]
 
 MEMORY_BYTES = 256 << 20
-_PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
 
 
 class FirstUses(Protocol):
@@ -197,19 +198,10 @@ class _Sorted:
 
     def _write(self, handle: int, data: NDArray[Any], offset: int) -> None:
         view = np.ascontiguousarray(data).data.cast("B")
-        while len(view):
-            try:
+        with room_for(len(view), self._scratch, "a new order of the store's rows"):
+            while len(view):
                 count = os.pwrite(handle, view, offset)
-            except OSError as error:
-                if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-                    raise StoreError(f"{self._scratch} cannot be written ({error}): mend that and try again") from error
-                raise StoreFullError(
-                    needed_bytes=len(view),
-                    limit=f"{self._scratch} has no room left ({error.strerror})",
-                    advice="free as many bytes as all rows take twice",
-                    what="a new order of the store's rows",
-                ) from error
-            view, offset = view[count:], offset + count
+                view, offset = view[count:], offset + count
 
     def _read(self, handle: int, out: NDArray[Any], offset: int) -> None:
         view = out.data.cast("B")
@@ -221,51 +213,4 @@ class _Sorted:
 
 
 def _scratch(store: Store) -> Path:
-    from pathlib import Path
-
     return Path(tempfile.gettempdir()) if store.path is None or not store.path.is_dir() else store.path
-
-
-def base_stream(group: Group, ranges: Iterable[Range]) -> Stream:
-    """Return the layout of rows that no visit dumped: pieces of 64 KiB, blocks of 4 MiB."""
-    piece_rows = max(1, _PIECE_BYTES // group.row_bytes)
-    return Stream(
-        row_bytes=group.row_bytes,
-        piece_rows=piece_rows,
-        block_bytes=max(_BLOCK_BYTES, piece_rows * group.row_bytes),
-        ranges=tuple(ranges),
-    )
-
-
-def blocks_of(group: Group, stream: Stream, chunks: Iterable[tuple[Int64s, Floats]]) -> Iterator[Block]:
-    """Yield the blocks of a stream from its rows (n, W), every field of a row side by side, and their keys, in order.
-
-    All blocks stand in the same two arrays.
-    """
-    rows = np.empty((min(stream.block_rows, stream.rows), stream.row_bytes // 4), dtype=np.float32)
-    keys, packed = np.empty(rows.shape[0], dtype=np.int64), np.empty(rows.nbytes, dtype=np.uint8)
-    block = filled = 0
-    for some_keys, some_rows in chunks:
-        taken = 0
-        while taken < some_keys.size:
-            count = min(some_keys.size - taken, keys.size - filled)
-            keys[filled : filled + count] = some_keys[taken : taken + count]
-            rows[filled : filled + count] = some_rows[taken : taken + count]
-            filled, taken = filled + count, taken + count
-            first, last = stream.block_first_row_B[block : block + 2].tolist()
-            if filled == last - first:
-                yield group.index, block, _pack(stream, block, group, rows[:filled], packed), keys[:filled]
-                block, filled = block + 1, 0
-
-
-def _pack(stream: Stream, block: int, group: Group, rows: Floats, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Lay out the rows of a block piece by piece, each field-major."""
-    out, at, row = packed.view(np.float32), 0, 0
-    for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
-        count, column = int(stream.piece_rows_P[piece]), 0
-        for field in group.fields:
-            values = rows[row : row + count, column : column + field.width]
-            out[at : at + values.size].reshape(values.shape)[:] = values
-            at, column = at + values.size, column + field.width
-        row += count
-    return packed[: 4 * at]

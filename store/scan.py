@@ -17,6 +17,7 @@ import numpy as np
 from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.spill import Spill, part_rows
+from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +39,8 @@ _KEY_SHARE = 4
 
 
 def live_rows(store: Store, table_name: str) -> int:
-    """Return how many rows a table has at the newest commit; reads nothing. Raises KeyError for no table."""
-    return sum(run.left for run in _runs(store, *_find(store, table_name)))
+    """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
+    return sum(run.left for run in _runs(store, *find_table(store.groups, table_name, store.label)))
 
 
 def scan(
@@ -59,11 +60,11 @@ def scan(
     and read again, once for each factor of 256 by which they exceed it. A piece is read whole: where ranges are
     shorter than pieces, rows of the group's other tables are read with them. No commit may be made meanwhile.
 
-    Raises KeyError, ValueError without a commit, StoreFullError, CorruptStoreError, and StoreError for a commit.
+    Raises ValueError for no table and without a commit, StoreFullError, CorruptStoreError, and StoreError for a commit.
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
-    group, table = _find(store, table_name)
+    group, table = find_table(store.groups, table_name, store.label)
     if store.commit is None:
         raise ValueError(f"{store.label} has no commit yet: publish one first")
     rows = chunk_rows or chunk_rows_of(table)
@@ -256,14 +257,6 @@ class _LastKeys:
         if self._last is None or self._last[0] != wanted:
             self._last = wanted, self._store.read_keys(segment, group, block)
         return self._last[1]
-
-
-def _find(store: Store, table_name: str) -> tuple[Group, Table]:
-    for group in store.groups:
-        for table in group.tables:
-            if table.name == table_name:
-                return group, table
-    raise KeyError(table_name)
 
 
 def _runs(store: Store, group: Group, table: Table) -> list[_Run]:

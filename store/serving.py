@@ -9,6 +9,7 @@ import numpy as np
 from tiercache.store.errors import CommitMissingError, KeyMissingError
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate, read_found
+from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str)
     """Return the fields of the rows of ``keys`` (see ``Store.lookup``)."""
     if missing not in MISSING:
         raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
-    group, table = _find(store, table_name)
+    group, table = find_table(store.groups, table_name, store.label)
     keys = np.asarray(keys)
     if keys.dtype.kind not in "iu" or keys.ndim != 1:
         raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
@@ -56,7 +57,7 @@ def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str)
 
 def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
     """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``)."""
-    group, table = _find(store, table_name)
+    group, table = find_table(store.groups, table_name, store.label)
     commit = store.commit
     newest = -1 if commit is None else commit.id
     if store.segments and (commit is None or store.segments[-1].id not in commit.segment_ids):
@@ -77,15 +78,6 @@ def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray
     for segment in store.segments:
         if firsts.get(segment.id, -1) > since:
             yield from _live_rows(store, segment, group, table)
-
-
-def _find(store: Store, table_name: str) -> tuple[Group, Table]:
-    for group in store.groups:
-        for table in group.tables:
-            if table.name == table_name:
-                return group, table
-    names = ", ".join(repr(table.name) for table in store.tables)
-    raise ValueError(f"{store.label} has no table {table_name!r}: it has {names}")
 
 
 def _live_rows(

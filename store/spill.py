@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from tiercache.store.errors import StoreFullError
+from tiercache.store.full_disk import room_for
 from tiercache.store.hashing import hash_keys
 
 if TYPE_CHECKING:
@@ -143,18 +142,9 @@ class Spill:
 
     def _append(self, prefix: str, records: NDArray[np.void]) -> None:
         path = self._path(prefix)
-        try:
-            with path.open("ab") as file:
-                file.write(records.view(np.uint8).data)
-        except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-                raise
-            raise StoreFullError(
-                needed_bytes=records.nbytes,
-                limit="the disk is full",
-                advice="free some, or sort elsewhere",
-                what=f"sorting the rows of table {self.table.name!r} in {self._scratch}",
-            ) from error
+        what = f"sorting the rows of table {self.table.name!r} in {self._scratch}"
+        with room_for(records.nbytes, path, what), path.open("ab") as file:
+            file.write(records.view(np.uint8).data)
         self._prefixes.add(prefix)
         self._counters.add(spill_bytes_written=records.nbytes)
 

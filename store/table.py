@@ -187,3 +187,13 @@ def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
     for table in ordered:
         members.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
     return tuple(Group(index=i, tables=tuple(group)) for i, group in enumerate(members.values()))
+
+
+def find_table(groups: Iterable[Group], name: str, store: str) -> tuple[Group, Table]:
+    """Return a table by name, with its group. Raises ValueError, which calls the store ``store``."""
+    known = [(group, table) for group in groups for table in group.tables]
+    for group, table in known:
+        if table.name == name:
+            return group, table
+    names = ", ".join(repr(table.name) for _, table in known)
+    raise ValueError(f"{store} has no table {name!r}: it has {names}")

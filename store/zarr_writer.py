@@ -13,6 +13,7 @@ import numpy as np
 
 from tiercache.store.direct_file import page_buffer, paged
 from tiercache.store.errors import StoreError, StoreFullError
+from tiercache.store.full_disk import FULL, full_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,6 @@ ROOM_BYTES = 1 << 20
 _THREADS = 4
 _BUFFERS = 6
 """Chunks that are in memory at once."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class ChunkWriter:
@@ -93,7 +93,7 @@ class ChunkWriter:
         if root is not None:
             system = os.statvfs(root)
             if system.f_frsize * system.f_bavail < size + ROOM_BYTES:
-                raise _full(root, size)
+                raise full_disk(root, OSError(errno.ENOSPC, "too little room"), size)
 
     @contextmanager
     def translated(self, needed: int) -> Iterator[None]:
@@ -101,7 +101,7 @@ class ChunkWriter:
         try:
             yield
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 raise _full(self._objects.root, needed, error) from error
             raise StoreError(
                 f"{self._label} cannot be written ({error}): mend that and open the store again"
@@ -137,16 +137,7 @@ def copy_of(data: NDArray[np.uint8]) -> Callable[[NDArray[np.uint8]], None]:
     return fill
 
 
-def _full(root: Path | None, needed: int, error: OSError | None = None) -> StoreFullError:
-    if error is not None and error.errno == errno.EFBIG:
-        return StoreFullError(
-            needed_bytes=needed, limit=f"this process may not write so large a file ({error})", advice="raise ulimit -f"
-        )
+def _full(root: Path | None, needed: int, error: OSError) -> StoreFullError:
     if root is None:
         return StoreFullError(needed_bytes=needed, limit=f"its place is full ({error})", advice="free some")
-    system = os.statvfs(root)
-    return StoreFullError(
-        needed_bytes=needed,
-        limit=f"the file system of {root} has {system.f_frsize * system.f_bavail:,} free",
-        advice="free some, or move the store to a larger one",
-    )
+    return full_disk(root, error, needed)

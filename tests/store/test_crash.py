@@ -71,16 +71,19 @@ IN_TWO_STEPS = {
     ),
 }
 TOO_EARLY = {
-    "module": "store",
-    "owner": "Store",
-    "name": "_changes",
+    "module": "history",
+    "owner": "History",
+    "name": "_advance",
     "body": (
-        "whole = Store._changes\n"
-        "def planted(self, commit, kept, life):\n"
-        "    records, dead = whole(self, commit, kept, life)\n"
+        "whole = History._advance\n"
+        "from tiercache.store.manifest import Manifest\n"
+        "def planted(self, before, commit, *rest):\n"
+        "    segments = {**self._manifest.segments, **{segment.id: segment for segment in self.segments}}\n"
+        "    after = Manifest.of([*before, commit][-self._retention :], segments)\n"
         "    places = self._engine._places\n"
+        "    dead = self._manifest.dead_before(after, self.segments)\n"
         "    self._engine._file.give([places.pop(name) for name in dead if name in places])\n"
-        "    return records, dead\n"
+        "    whole(self, before, commit, *rest)\n"
     ),
 }
 

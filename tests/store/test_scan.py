@@ -101,7 +101,7 @@ def test_a_commit_during_a_scan_is_an_error(home: Home, tables: list[Table]) -> 
     world.run(store, 1)
     with pytest.raises(StoreError, match="made a commit while table 'user' was scanned"):
         next(chunks)
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="has no table"):
         store.scan("nobody")
     with pytest.raises(ValueError, match="chunk_rows is 0"):
         store.scan("user", chunk_rows=0)

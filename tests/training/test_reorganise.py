@@ -20,6 +20,7 @@ from tests.training.cases import (
     open_store,
     resident_result,
     result_of,
+    result_of_resident,
     smallest_host_budget,
     table,
     tiered,
@@ -27,7 +28,7 @@ from tests.training.cases import (
 )
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
-from tiercache.store import MemoryEngine, verify
+from tiercache.store import MemoryEngine, fill, verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -190,3 +191,32 @@ def test_a_store_inside_a_visit_is_not_reorganised(tmp_path: Path) -> None:
                 break
         with pytest.raises(ValueError, match="stands inside visit 0: train to the end of a visit"):
             tc.reorganise(store, two, progress=False)
+
+
+@pytest.mark.parametrize("engine", ["memory", "zarr"])
+def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine: str) -> None:
+    """A filled store, put in order for a pass set, trains to the bits of a training in memory with the same rows."""
+    case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40)
+    passes = write_pass_set(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
+    cache = tc.ResidentCache(passes)
+    given: dict[str, dict[int, list[np.ndarray]]] = {}
+    rng = np.random.default_rng(4)
+    chunks = []
+    for one in case.tables:
+        keys = np.arange(-3, 35)  # some that are trained, some that are not
+        fields = tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in one.fields)
+        chunks.append((one.name, (keys, fields)))
+        given[one.name] = {key: [values[i] for values in fields] for i, key in enumerate(keys.tolist())}
+        for i, key in enumerate(cache.keys(one.name).tolist()):
+            for values, row in zip(cache.fields(one.name), given[one.name].get(key, []), strict=False):
+                values[i] = row
+    with open_store(tmp_path / "s.tc", case, engine) as store:
+        fill(store, chunks)
+        with pytest.raises(tc.TierCacheError, match="in no order of training at commit 0, as after an import"):
+            tiered(store, passes)
+        tc.reorganise(store, passes, progress=False)
+        with tiered(store, passes) as tiers:
+            model = train(tiers, case)
+        assert_same_bits(result_of_resident(cache, train(cache, case)), result_of(store, passes, model))
+        untouched = store.lookup("item", np.array([-3]))
+        assert [values[0].tolist() for values in untouched.values()] == [row.tolist() for row in given["item"][-3]]

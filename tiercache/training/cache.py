@@ -350,8 +350,9 @@ class TierCache:
                 "another CPU can change the last bits of dense layers",
                 stacklevel=3,
             )
-        self.dense.restore(self.store.state())
-        self.optimizer.restore(commit.settings)
+        if commit.state_bytes:  # rows from outside come without dense state
+            self.dense.restore(self.store.state())
+            self.optimizer.restore(commit.settings)
 
     def _begin_visit(self, index: int, first_sample: int) -> Visit:
         plan = self._transfer.plan

@@ -1,0 +1,72 @@
+"""Rows that no visit dumped, as the blocks of a segment: from outside, or put in another order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.stream import Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.dump import Block
+    from tiercache.store.stream import Range
+    from tiercache.store.table import Group
+
+    Int64s = NDArray[np.int64]
+    Floats = NDArray[np.float32]
+
+_PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
+
+
+def base_stream(group: Group, ranges: Iterable[Range]) -> Stream:
+    """Return the layout of rows that no visit dumped: pieces of 64 KiB, blocks of 4 MiB."""
+    piece_rows = max(1, _PIECE_BYTES // group.row_bytes)
+    return Stream(
+        row_bytes=group.row_bytes,
+        piece_rows=piece_rows,
+        block_bytes=max(_BLOCK_BYTES, piece_rows * group.row_bytes),
+        ranges=tuple(ranges),
+    )
+
+
+def blocks_of(
+    group: Group, stream: Stream, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
+) -> Iterator[Block]:
+    """Yield the blocks of a stream from its rows (n, W), every field of a row side by side, and their keys, in order.
+
+    All blocks stand in the same two arrays.
+    """
+    rows = np.empty((min(stream.block_rows, stream.rows), stream.row_bytes // 4), dtype=np.float32)
+    keys, packed = np.empty(rows.shape[0], dtype=np.int64), np.empty(rows.nbytes, dtype=np.uint8)
+    block = filled = 0
+    for some_keys, some_rows in chunks:
+        taken = 0
+        while taken < some_keys.size:
+            count = min(some_keys.size - taken, keys.size - filled)
+            keys[filled : filled + count] = some_keys[taken : taken + count]
+            rows[filled : filled + count] = some_rows[taken : taken + count]
+            filled, taken = filled + count, taken + count
+            first, last = stream.block_first_row_B[block : block + 2].tolist()
+            if filled == last - first:
+                yield group.index, block, _pack(stream, block, group, rows[:filled], packed), keys[:filled]
+                block, filled = block + 1, 0
+
+
+def _pack(
+    stream: Stream, block: int, group: Group, rows: NDArray[np.float32], packed: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """Lay out the rows of a block piece by piece, each field-major."""
+    out, at, row = packed.view(np.float32), 0, 0
+    for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
+        count, column = int(stream.piece_rows_P[piece]), 0
+        for field in group.fields:
+            values = rows[row : row + count, column : column + field.width]
+            out[at : at + values.size].reshape(values.shape)[:] = values
+            at, column = at + values.size, column + field.width
+        row += count
+    return packed[: 4 * at]
