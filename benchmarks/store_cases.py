@@ -50,8 +50,8 @@ def measure_cycle(case: Case, turns: int, engines: Sequence[str], folder: Path, 
         figures |= {"dump_bytes": case.pass_bytes + 8 * case.rows, "load_bytes": case.pass_bytes}
         for run in runs:
             figures[f"{run.engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
+            run.close()  # and all that is dead is deleted
             figures[f"{run.engine}_file_bytes"] = sum(f.stat().st_size for f in run.path.rglob("*") if f.is_file())
-            run.close()
         if verified:
             figures |= _verification(disk, runs, dumps)
     for run in runs:
