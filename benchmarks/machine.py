@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "device_bytes_read",
     "drop_cache",
     "environment",
+    "files_below",
     "process_bytes_read",
     "report",
 ]
@@ -111,6 +112,13 @@ def middle(values: Iterable[float]) -> float:
 def faults() -> int:
     """Return the minor page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, while others may be deleting some."""
+    for here, _, names in os.walk(folder):
+        for name in names:
+            yield Path(here, name)
 
 
 def drop_cache(path: Path) -> None:

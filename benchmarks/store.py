@@ -2,7 +2,7 @@
 
 Dumps and loads are those of training: rows of 260 bytes (a vector of 64 and the row-wise Adagrad state), pieces and
 blocks as the planner cuts them, checksums by the kernel, one thread. The bare disk moves the same bytes and ranges
-with plain pread and pwrite, one thread, from and to the same memory; its commit is the fdatasync of the blocks and
+with plain pread and pwrite, one request at a time, from and to the same memory; its commit is an fdatasync and
 the two small writes of LMDB's, also beside Zarr, which needs more of them. Both go past the page cache (O_DIRECT)
 where the engine does, which the bare disk does always; what the page cache holds is dropped before every read by
 posix_fadvise(DONTNEED), and no cache of the machine below it. All is done in turns, in alternating order; ratios are

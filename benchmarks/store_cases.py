@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.disk_raw import BareDisk, slot_bytes
-from benchmarks.machine import PeakMemory
+from benchmarks.machine import PeakMemory, files_below
 from benchmarks.store_case import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
 from benchmarks.store_runs import HostPages, Seconds, StoreRun, drop_store, raw_dump, raw_load, room_for, source_for
 from tiercache.store import info, verify
@@ -51,7 +51,7 @@ def measure_cycle(case: Case, turns: int, engines: Sequence[str], folder: Path, 
         for run in runs:
             figures[f"{run.engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
             run.close()  # and all that is dead is deleted
-            figures[f"{run.engine}_file_bytes"] = sum(f.stat().st_size for f in run.path.rglob("*") if f.is_file())
+            figures[f"{run.engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
         if verified:
             figures |= _verification(disk, runs, dumps)
     for run in runs:

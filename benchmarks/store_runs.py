@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import shutil
 import time
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.disk_raw import Replay, paged
-from benchmarks.machine import drop_cache, middle, process_bytes_read
+from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
 from tiercache.kernels.checksum import crc32c, has_crc32c
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store import Cursor, Store
+from tiercache.store.reading import Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +27,12 @@ if TYPE_CHECKING:
     from benchmarks.disk_raw import BareDisk, Span
     from benchmarks.store_case import Case, Dump
     from tiercache.store import Segment
-    from tiercache.store.reading import Check
-
-    Pieces = list[tuple[Segment, int, int]]
 
 
 def drop_store(path: Path) -> None:
     """Let go of what the page cache holds of any file of a store."""
-    for file in path.rglob("*"):
-        if file.is_file():
+    for file in files_below(path):
+        with contextlib.suppress(FileNotFoundError):
             drop_cache(file)
 
 
@@ -105,11 +104,11 @@ class StoreRun:
         drop_store(self.path)
         useful, read = self.store.counters.row_bytes_read, process_bytes_read()
         begun = time.perf_counter()
-        checks: list[Check] = []
+        wanted: list[Pieces] = []
         at = 0
         for segment, low, high in pieces:
-            at = self._read(segment, low, high, room.data, at, checks)
-        self.store.check(checks)
+            at = _want(segment, low, high, room.data, at, wanted)
+        self.store.load(wanted)
         seconds = time.perf_counter() - begun
         self.bytes_read += process_bytes_read() - read
         self.bytes_useful += self.store.counters.row_bytes_read - useful
@@ -119,7 +118,7 @@ class StoreRun:
         """Close the store."""
         self.store.close()
 
-    def _pieces(self, visit: int) -> Pieces:
+    def _pieces(self, visit: int) -> list[tuple[Segment, int, int]]:
         """Return what a plan knows before a load begins: the pieces with next use ``visit``, by segment."""
         return [
             (segment, *stream.pieces_of(index))
@@ -128,25 +127,6 @@ class StoreRun:
             for index, rows in enumerate(stream.ranges)
             if rows.next_use == visit
         ]
-
-    def _read(
-        self, segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, checks: list[Check]
-    ) -> int:
-        """Read pieces as staging does: large runs begin in their page of memory as they do in that of the file."""
-        stream = segment.streams[0]
-        offset = stream.piece_offset_P
-        while low < high:
-            last = high
-            if stream.block_bytes >= ALIGNED_BYTES:
-                block = int(stream.piece_block_P[low])
-                last = min(high, int(stream.block_piece_B[block + 1]))
-                if offset[last] - offset[low] >= ALIGNED_BYTES:
-                    inside = int(offset[low] - offset[stream.block_piece_B[block]])
-                    at += (inside - at) % PAGE_BYTES
-            size = int(offset[last] - offset[low])
-            self.store.read(segment, 0, low, last, room[at : at + size], checks=checks)
-            at, low = at + size, last
-        return at
 
 
 def room_for(case: Case, ranges: int) -> HostPages:
@@ -202,3 +182,21 @@ def raw_dump(disk: BareDisk, dump: Dump, source: HostPages) -> float:
 def raw_load(disk: BareDisk, spans: list[Span], room: HostPages) -> float:
     """Return the bare disk's seconds for the reads of a load."""
     return disk.seconds(Replay(spans, [], 0), memory=room.view)
+
+
+def _want(segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, wanted: list[Pieces]) -> int:
+    """Lay pieces out as staging does: large runs begin in their page of memory as they do in that of the file."""
+    stream = segment.streams[0]
+    offset = stream.piece_offset_P
+    while low < high:
+        last = high
+        if stream.block_bytes >= ALIGNED_BYTES:
+            block = int(stream.piece_block_P[low])
+            last = min(high, int(stream.block_piece_B[block + 1]))
+            if offset[last] - offset[low] >= ALIGNED_BYTES:
+                inside = int(offset[low] - offset[stream.block_piece_B[block]])
+                at += (inside - at) % PAGE_BYTES
+        size = int(offset[last] - offset[low])
+        wanted.append(Pieces(segment, 0, low, last, room[at : at + size]))
+        at, low = at + size, last
+    return at

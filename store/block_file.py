@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4096
 """Blocks begin at multiples of it, as reads and writes past the page cache must."""
 _GATHER_BYTES = 1 << 20
-_DIRECT_BYTES = 256 << 10
+_DIRECT_BYTES = 64 << 10
 """Smaller blocks, and those that do not begin at a page of memory, are gathered; smaller ranges are read as usual."""
 _QUEUE_BYTES, _QUEUE_VIEWS = 32 << 20, 512
 """The most that is written at once: the disk has work for as long as that lasts, and wakes nobody meanwhile."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PAGE_BYTES = 4096
-_DIRECT_BYTES = 256 << 10
+_DIRECT_BYTES = 64 << 10
 """Shorter ranges are read through the page cache, which may have them already."""
 _STEP_BYTES = 256 << 10
 """A fresh file is written through the page cache in steps: long ones cost the kernel ten times the processor."""
@@ -32,7 +32,10 @@ def paged(num_bytes: int) -> int:
 
 def page_buffer(num_bytes: int) -> NDArray[np.uint8]:
     """Return zeroed whole pages of memory with at least so many bytes."""
-    return np.frombuffer(mmap.mmap(-1, max(PAGE_BYTES, paged(num_bytes))), np.uint8)
+    memory = mmap.mmap(-1, max(PAGE_BYTES, paged(num_bytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def write_file(path: Path, buffer: NDArray[np.uint8], size: int) -> None:

@@ -12,13 +12,13 @@ import numpy as np
 
 from tiercache.store.hashing import hash_keys
 from tiercache.store.read_ahead import huge_pages, read_ahead
+from tiercache.store.reading import Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store.reading import Check
     from tiercache.store.segment import Segment
     from tiercache.store.store import Store
     from tiercache.store.stream import Stream
@@ -224,8 +224,5 @@ class _Batch:
 
     def read(self, store: Store) -> NDArray[np.float32]:
         """Read and check what no one holds; returns all of the memory."""
-        checks: list[Check] = []
-        for low, high, out in self._runs:
-            store.read(self._segment, self._group, low, high, out, checks=checks)
-        store.check(checks)
+        store.load([Pieces(self._segment, self._group, *run) for run in self._runs], at_once=1)
         return self.room.view(np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ from tiercache.store.engine import Form
 from tiercache.store.errors import BlockReadError, CorruptStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -23,14 +25,20 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
 
-class Check(NamedTuple):
-    """Pieces [low, high) of a segment stream as they were read, not checked yet."""
+READS_AT_ONCE = 4
+"""What a disk is asked for at once: more than two cores can make use of gains nothing."""
+_CHECK_BYTES = 4 << 20
+"""Bytes that are checked by one computation, while others are read."""
+
+
+class Pieces(NamedTuple):
+    """Pieces [low, high) of a segment stream, and the bytes that they are to fill."""
 
     segment: Segment
     group: int
     low: int
     high: int
-    data: NDArray[np.uint8]
+    out: NDArray[np.uint8]
 
 
 class BlockReader:
@@ -38,49 +46,84 @@ class BlockReader:
 
     def __init__(self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters) -> None:
         self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
         self.checksums: Checksums = piece_checksums
 
-    def pieces(
-        self,
-        segment: Segment,
-        group: int,
-        low: int,
-        high: int,
-        out: NDArray[np.uint8],
-        checks: list[Check] | None = None,
-    ) -> None:
-        """Fill ``out`` with pieces [low, high): see ``Store.read``."""
+    def close(self) -> None:
+        """End the threads; what they read is read to its end."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
+
+    def load(self, wanted: Sequence[Pieces], at_once: int) -> None:
+        """Read and check all of ``wanted``: see ``Store.load``."""
+        for pieces in wanted:
+            self._expect(pieces)
+        if min(at_once, len(wanted)) < 2:
+            self._work(iter(wanted))
+            return
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="tiercache-reads")
+            left = _Shared(wanted)
+            jobs = [self._threads.submit(self._work, left) for _ in range(min(at_once, len(wanted)))]
+        wait(jobs)  # whoever gave the memory may give it to others when this raises
+        for job in jobs:
+            job.result()
+
+    def _work(self, wanted: Iterator[Pieces]) -> None:
+        """Read what comes next until nothing does, and check it."""
+        read, size = list[Pieces](), 0
+        try:
+            for pieces in wanted:
+                self._read(pieces)
+                read.append(pieces)
+                size += pieces.out.size
+                if size >= _CHECK_BYTES:
+                    self._check(read)
+                    read, size = [], 0
+            self._check(read)
+        except BaseException:
+            for _ in wanted:
+                pass  # the others need not read what is of no use now
+            raise
+
+    def _expect(self, pieces: Pieces) -> None:
+        segment, group, low, high, out = pieces
         stream = segment.streams[group]
         if not 0 <= low <= high <= stream.num_pieces:
             raise ValueError(
                 f"pieces {low} to {high} of segment {segment.id} are not there: it has {stream.num_pieces}"
             )
-        offset = stream.piece_offset_P
-        size = int(offset[high] - offset[low])
+        size = int(stream.piece_offset_P[high] - stream.piece_offset_P[low])
         if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
+
+    def _read(self, pieces: Pieces) -> None:
+        """Fill ``out``, by one read of the engine for each block."""
+        segment, group, low, high, out = pieces
         if low == high:
             return
+        stream = segment.streams[group]
+        offset = stream.piece_offset_P
         first, last = int(stream.piece_block_P[low]), int(stream.piece_block_P[high - 1])
         start, begin = int(offset[low] - offset[stream.block_piece_B[first]]), 0
         for block in range(first, last + 1):
-            end = min(size, int(offset[stream.block_piece_B[block + 1]] - offset[low]))
+            end = min(out.size, int(offset[stream.block_piece_B[block + 1]] - offset[low]))
             self._block(block_name(ROWS, segment.id, group, block), start, out[begin:end], segment, group, block)
             begin, start = end, 0
-        if checks is None:
-            self.check([Check(segment, group, low, high, out)])
-        else:
-            checks.append(Check(segment, group, low, high, out))
-        self._counters.add(row_bytes_read=size, rows_read=size // stream.row_bytes, reads=last + 1 - first)
+        self._counters.add(row_bytes_read=out.size, rows_read=out.size // stream.row_bytes, reads=last + 1 - first)
 
-    def check(self, checks: Sequence[Check]) -> None:
+    def _check(self, read: Sequence[Pieces]) -> None:
         """Check pieces that were read, all by one computation. Raises CorruptBlockError."""
         parts = []
-        for segment, group, low, high, out in checks:
+        for segment, group, low, high, out in read:
             offset = segment.streams[group].piece_offset_P
             parts.append((out, offset[low : high + 1] - offset[low]))
         seen, begin = self.checksums(parts), 0
-        for segment, group, low, high, _ in checks:
+        for segment, group, low, high, _ in read:
             mine, expected = seen[begin : begin + high - low], segment.checksums[group][low:high]
             if not np.array_equal(mine, expected):
                 i = int(np.argmax(mine != expected))
@@ -125,3 +168,18 @@ class BlockReader:
             self._engine.read(name, start, out, Form(self._groups[group], segment.streams[group]))
         except BlockReadError as error:
             raise corrupt_block(self._label, segment, self._groups[group], block, error.seen) from error
+
+
+class _Shared:
+    """What several threads take from, one after another."""
+
+    def __init__(self, wanted: Sequence[Pieces]) -> None:
+        self._left = iter(wanted)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _Shared:
+        return self
+
+    def __next__(self) -> Pieces:
+        with self._lock:
+            return next(self._left)

@@ -14,7 +14,7 @@ from tiercache.store.history import TRANSACTION_BYTES, History
 from tiercache.store.life import Life
 from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, open_instance, open_path
-from tiercache.store.reading import BlockReader
+from tiercache.store.reading import READS_AT_ONCE, BlockReader, Pieces
 from tiercache.store.recovery import recover
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import scan
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
-    from tiercache.store.reading import Check
     from tiercache.store.segment import Segment
     from tiercache.store.stream import Stream
 
@@ -119,6 +118,7 @@ class Store:
         """Give up the store; what no commit names is lost. A second time does nothing."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
+            self._reader.close()
             self._opened.close()
 
     def __enter__(self) -> Self:
@@ -285,27 +285,20 @@ class Store:
             raise ValueError(f"{self.label} has no commit yet: publish one first")
         return self._reader.state(self.commit).tobytes()
 
-    def read(
-        self,
-        segment: Segment,
-        group: int,
-        low: int,
-        high: int,
-        out: NDArray[np.uint8],
-        *,
-        checks: list[Check] | None = None,
-    ) -> None:
+    def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
         """Read pieces [low, high) of a segment stream into ``out``, as they stand in the stream, and check each.
 
-        One read of the engine for each block. With ``checks``, what is to be checked is put there instead, for
-        ``check``: many at once cost less. Raises CorruptBlockError; ValueError for pieces that are not there.
+        One read of the engine for each block. Raises CorruptBlockError; ValueError for pieces that are not there.
+        """
+        self.load([Pieces(segment, group, low, high, out)])
+
+    def load(self, wanted: Sequence[Pieces], *, at_once: int = READS_AT_ONCE) -> None:
+        """``read`` for many: up to ``at_once`` of them are read at a time, on threads as nice as the first caller.
+
+        When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
         """
         self._check_open()
-        self._reader.pieces(segment, group, low, high, out, checks)
-
-    def check(self, checks: Sequence[Check]) -> None:
-        """Check what ``read`` left to be checked; nothing of it may be used before. Raises CorruptBlockError."""
-        self._reader.check(checks)
+        self._reader.load(wanted, at_once)
 
     def read_keys(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, checked. Raises CorruptBlockError."""

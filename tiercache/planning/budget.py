@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
-ALIGNED_BYTES = 256 << 10
+ALIGNED_BYTES = 64 << 10
 """Reads of at least so many bytes are staged as they lie in their pages of the file, and then need no copy."""
 MAX_PIECE_BYTES = 64 << 10
 MAX_BLOCK_BYTES = 4 << 20

@@ -10,6 +10,7 @@ import numpy as np
 
 from tiercache.kernels.initial import initial_rows
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
+from tiercache.store.reading import Pieces
 from tiercache.store.table import initializer_code
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
     from tiercache.store import Segment, Store
-    from tiercache.store.reading import Check
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import Placement
     from tiercache.tiers.host_memory import HostMemory, HostRegion
@@ -77,7 +77,7 @@ class Stager:
         self._store, self._memory, self._positions, self._keys_of = store, memory, positions, keys_of
         self._segments = segments
         self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-        self._checks: list[Check] = []
+        self._wanted: list[Pieces] = []
 
     def stage(self, plan: VisitPlan, placements: list[Placement]) -> Staged:
         """Bring the rows of ``plan`` that neither device nor host holds into staging."""
@@ -93,14 +93,14 @@ class Stager:
 
     def _fill(self, staged: Staged) -> None:
         plan = staged.plan
-        self._room, self._checks = np.empty(0, dtype=np.uint8), []
+        self._room, self._wanted = np.empty(0, dtype=np.uint8), []
         first_G = list(plan.kept_G)
         for load in plan.loads:
             first = first_G[load.group]
             first_G[load.group] += load.rows
-            self._read(staged, load.visit, load.group, load.store, first + load.rows - load.store_rows)
-        checks, self._checks = self._checks, []
-        self._store.check(checks)
+            self._want(staged, load.visit, load.group, load.store, first + load.rows - load.store_rows)
+        wanted, self._wanted = self._wanted, []
+        self._store.load(wanted)
         staged.read_seconds = time.perf_counter() - staged.begun
         for group, rows in enumerate(plan.generated_G):
             if rows:
@@ -116,7 +116,8 @@ class Stager:
             self._room = region.data
         return self._room
 
-    def _read(self, staged: Staged, visit: int, group: int, held: Held, first_row: int) -> None:
+    def _want(self, staged: Staged, visit: int, group: int, held: Held, first_row: int) -> None:
+        """Find room for pieces that are to be read."""
         if held.first >= held.last:
             return
         segment = self._segments[visit]
@@ -137,7 +138,7 @@ class Stager:
             last = min(end, int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1)
             num_bytes = int(offset[last] - offset[piece])
             data, self._room = room[:num_bytes], room[num_bytes:]
-            self._store.read(segment, group, piece, last, data, checks=self._checks)
+            self._wanted.append(Pieces(segment, group, piece, last, data))
             rows = int(stream.piece_first_row_P[piece] - stream.piece_first_row_P[held.first])
             staged.pieces.append(StagedPieces(group, first_row + rows, stream, type(held)(piece, last), data))
             staged.rows_read += num_bytes // stream.row_bytes
