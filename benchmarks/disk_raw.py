@@ -137,18 +137,22 @@ class BareDisk:
         for path in self._paths:
             path.unlink()
 
-    def seconds(self, replay: Replay, *, memory: memoryview | None = None) -> float:
+    def seconds(self, replay: Replay, *, memory: memoryview | None = None, fresh: bool = False) -> float:
         """Return how long the epoch takes, the page cache empty at its begin.
 
         Reads go to one place after another of ``memory`` and begin again where it ends; so do writes, which come from
-        it. Without it, there is room for one read.
+        it. Without it, there is room for one read. Writes are over what the file has; with ``fresh``, into a new file.
         """
+        blocks = self._paths[1]
+        if fresh:
+            blocks = blocks.with_suffix(".fresh")
+            blocks.touch()
         for path in self._paths[:2]:
             drop_cache(path)
         start = threading.Barrier(3)
         workers = [
             threading.Thread(target=self._read, args=(replay.reads, start, memory)),
-            threading.Thread(target=self._write, args=(replay.commits, start, memory)),
+            threading.Thread(target=self._write, args=(replay.commits, start, memory, blocks)),
         ]
         for worker in workers:
             worker.start()
@@ -156,7 +160,10 @@ class BareDisk:
         begun = time.perf_counter()
         for worker in workers:
             worker.join()
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        if fresh:
+            blocks.unlink()
+        return seconds
 
     def _read(self, spans: list[Span], start: threading.Barrier, memory: memoryview | None) -> None:
         most = max((span.size for span in spans), default=0) + 2 * PAGE_BYTES
@@ -173,9 +180,11 @@ class BareDisk:
             at += size
         os.close(handle)
 
-    def _write(self, commits: list[list[Span]], start: threading.Barrier, memory: memoryview | None) -> None:
+    def _write(
+        self, commits: list[list[Span]], start: threading.Barrier, memory: memoryview | None, path: Path
+    ) -> None:
         data = self._data if memory is None else memory
-        blocks = os.open(self._paths[1], os.O_WRONLY | os.O_DIRECT)
+        blocks = os.open(path, os.O_WRONLY | os.O_DIRECT)
         records = os.open(self._paths[2], os.O_WRONLY | os.O_CREAT)
         through = os.open(self._paths[2], os.O_WRONLY | os.O_DSYNC)
         start.wait()

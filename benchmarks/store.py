@@ -9,6 +9,7 @@ posix_fadvise(DONTNEED), and no cache of the machine below it. All is done in tu
 medians over turns.
 
 ENGINE_dump_ratio = bare disk's seconds / ours: one visit's dump with its commit, in a store that has its final size
+ENGINE_dump_ratio_fresh = the same over a bare disk that writes a new file, as Zarr has to
 ENGINE_load_ratio = bare disk's seconds / ours: one visit's ranges from 24 segments, read and checked; _400: from 400
 ENGINE_bytes_read_per_useful_byte = bytes that the process read (/proc/self/io) / bytes of the rows loaded
 ENGINE_heap_bytes = growth of resident memory at most while 2 GB are dumped from one buffer

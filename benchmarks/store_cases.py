@@ -43,12 +43,15 @@ def measure_cycle(case: Case, turns: int, engines: Sequence[str], folder: Path, 
             _loads(disk, runs, cycle.visit, reads, room, loads)
             dump = cycle.next()
             dumps = [*dumps[1:], dump]
-            writes.turn(
-                partial(raw_dump, disk, dump, source), [(run.engine, partial(run.dump, dump, source)) for run in runs]
-            )
+            ours = [(run.engine, partial(run.dump, dump, source)) for run in runs]
+            fresh = partial(raw_dump, disk, dump, source, fresh=True)
+            writes.turn(partial(raw_dump, disk, dump, source), [*ours, ("fresh", fresh)])
         figures = writes.figures("dump") | loads.figures("load")
         figures |= {"dump_bytes": case.pass_bytes + 8 * case.rows, "load_bytes": case.pass_bytes}
         for run in runs:
+            figures[f"{run.engine}_dump_ratio_fresh"] = (
+                figures["fresh_dump_seconds"] / figures[f"{run.engine}_dump_seconds"]
+            )
             figures[f"{run.engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
             run.close()  # and all that is dead is deleted
             figures[f"{run.engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))

@@ -82,7 +82,15 @@ class StoreRun:
         begun = time.perf_counter()
         self.append(dump, source)
         self.publish(dump.visit + 1)
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        self._rest()
+        return seconds
+
+    def _rest(self) -> None:
+        """Return when nothing dead is being deleted any more: that goes on after a commit."""
+        count = -1
+        while self.engine == "zarr" and count != (count := sum(1 for _ in files_below(self.path))):
+            time.sleep(0.02)
 
     def append(self, dump: Dump, source: HostPages) -> None:
         """Append the dump of a visit, each of its blocks from a page of ``source`` on."""
@@ -174,9 +182,9 @@ class Seconds:
         return figures
 
 
-def raw_dump(disk: BareDisk, dump: Dump, source: HostPages) -> float:
-    """Return the bare disk's seconds for a dump with its commit."""
-    return disk.seconds(Replay([], [dump.writes()], 0), memory=source.view)
+def raw_dump(disk: BareDisk, dump: Dump, source: HostPages, *, fresh: bool = False) -> float:
+    """Return the bare disk's seconds for a dump with its commit, over what a file has or into a ``fresh`` one."""
+    return disk.seconds(Replay([], [dump.writes()], 0), memory=source.view, fresh=fresh)
 
 
 def raw_load(disk: BareDisk, spans: list[Span], room: HostPages) -> float:

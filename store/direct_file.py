@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tiercache.store.errors import BlockReadError
+from tiercache.store.huge_pages import huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
 PAGE_BYTES = 4096
@@ -30,16 +29,8 @@ def paged(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def page_buffer(num_bytes: int) -> NDArray[np.uint8]:
-    """Return zeroed whole pages of memory with at least so many bytes."""
-    memory = mmap.mmap(-1, max(PAGE_BYTES, paged(num_bytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
 def write_file(path: Path, buffer: NDArray[np.uint8], size: int) -> None:
-    """Make a file of the first ``size`` bytes of a ``page_buffer``, its whole pages past the page cache.
+    """Make a file of the first ``size`` bytes of ``huge_pages``, its whole pages past the page cache.
 
     The rest goes through it: cutting a file that was written in whole pages costs the kernel a read. It is not synced.
     Raises OSError, after which a part of the file may be there.
@@ -133,7 +124,7 @@ class RangeReader:
     def _buffer(self, place: int, num_bytes: int) -> NDArray[np.uint8]:
         held: dict[int, NDArray[np.uint8]] = self._mine.__dict__.setdefault("held", {})
         if place not in held or held[place].size < num_bytes:
-            held[place] = page_buffer(num_bytes)
+            held[place] = huge_pages(num_bytes)
         return held[place]
 
 

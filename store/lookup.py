@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.hashing import hash_keys
-from tiercache.store.read_ahead import huge_pages, read_ahead
+from tiercache.store.huge_pages import huge_pages
+from tiercache.store.read_ahead import read_ahead
 from tiercache.store.reading import Pieces
 
 if TYPE_CHECKING:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future, ThreadPoolExecutor
 
-    from numpy.typing import NDArray
 
 Item = TypeVar("Item", bound=tuple[Any, ...])
 Result = TypeVar("Result")
@@ -33,11 +29,3 @@ def read_ahead(
             yield first, result.result()
     for first, result in waiting:
         yield first, result.result()
-
-
-def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Return page-aligned memory, in huge pages where there are any: past the page cache those fill twice as fast."""
-    memory = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)

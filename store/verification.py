@@ -13,8 +13,9 @@ import numpy as np
 
 from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.hashing import hash_keys
+from tiercache.store.huge_pages import huge_pages
 from tiercache.store.life import Life
-from tiercache.store.read_ahead import huge_pages, read_ahead
+from tiercache.store.read_ahead import read_ahead
 from tiercache.store.store import Store
 
 if TYPE_CHECKING:

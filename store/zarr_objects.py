@@ -40,7 +40,7 @@ class DiskStore(LocalStore):
         self._reader = RangeReader()
 
     def put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
-        """Write the first bytes of a ``page_buffer`` as an object that nobody knows yet."""
+        """Write the first bytes of ``huge_pages`` as an object that nobody knows yet."""
         path = self.root / key
         try:
             write_file(path, buffer, size)
@@ -69,7 +69,7 @@ class Objects:
         return self.store.root if isinstance(self.store, DiskStore) else None
 
     def put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
-        """Write the first ``size`` bytes of a ``page_buffer`` as an object that nobody knows yet. Raises OSError."""
+        """Write the first ``size`` bytes of ``huge_pages`` as an object that nobody knows yet. Raises OSError."""
         if isinstance(self.store, DiskStore):
             self.store.put(key, buffer, size)
         else:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.direct_file import page_buffer, paged
+from tiercache.store.direct_file import paged
 from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.full_disk import FULL, full_disk
+from tiercache.store.huge_pages import huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +52,7 @@ class ChunkWriter:
         buffer = self._buffers.get()
         try:
             if buffer.size < paged(size):
-                buffer = page_buffer(size)
+                buffer = huge_pages(size)
             fill(buffer[:size])
             self._jobs.append(self._pool.submit(self._put, key, buffer, size))
         except BaseException:
