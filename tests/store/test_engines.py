@@ -70,6 +70,18 @@ class TestZarrEngine(EngineContract):
         return ZarrEngine(path, create=False, readonly=True)
 
 
+class TestZarrEngineWithZstd(TestZarrEngine):
+    """Arrays that are compressed."""
+
+    compression = "zstd"
+
+
+class TestZarrEngineWithBlosc(TestZarrEngine):
+    """Arrays that are compressed."""
+
+    compression = "blosc"
+
+
 class TestZarrEngineElsewhere(EngineContract):
     """Arrays in a store of Zarr that is no folder: the path that object stores take."""
 
