@@ -123,7 +123,8 @@ class ZarrEngine:
             keys, index = name[:1] == KEYS, int.from_bytes(name[-4:], "big")
             row_bytes = 8 if keys else sum(size for _, size in block.arrays.fields)
             first, last = offset // row_bytes, (offset + out.size) // row_bytes
-            found = read_rows(self._objects.ranges, list(block.chunks(name)), block.arrays, first, last, keys=keys)
+            chunks = list(block.chunks(name))
+            found = read_rows(self._objects.ranges, chunks, block.arrays, form, first, last, keys=keys)
             if len(found) == 1:
                 out[:] = found[0]
                 return

@@ -13,7 +13,8 @@ import torch
 import tiercache as tc
 from tests.training.cases import Case, Spec, table, tiered, train
 from tiercache.errors import BudgetError
-from tiercache.store import MemoryEngine, ZarrEngine, fill
+from tiercache.store import MemoryEngine, ZarrEngine, fill, info
+from tiercache.store.inspect import _file_bytes
 from tiercache.training.dense_state import DenseState
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ CASE = Case(
     batch=128,
     epochs=3,
 )
+STATE_BYTES = 32 << 10
+"""More than the dense state of this case."""
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +49,10 @@ def needed(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
 
 
 def held(path: Path, store: tc.Store) -> int:
-    """Return what the disk keeps for a store, but LMDB's table of readers."""
+    """Return what the disk keeps for a store."""
     if isinstance(store._engine, ZarrEngine):
         store._engine._sweep.wait()
-    return sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file() and f.name != "lock.mdb")
+    return _file_bytes(path)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +75,22 @@ def test_a_training_stays_within_the_predicted_bytes(
     order_seed: int | None,
     compression: str | None,
 ) -> None:
-    """With the bytes that the refusal asked for, as budget and as bound of the engine: nothing is refused, ever."""
+    """With the bytes that the plan says, as budget and as bound of the engine: nothing is refused, ever."""
     tables = [dataclasses.replace(t, compression=compression) for t in CASE.tables]
     options: dict[str, Any] = {"commit_every": commit_every, "order_seed": order_seed}
-    with tc.Store.open(tmp_path / "first", tables=tables, engine=engine, retention=retention) as store:
-        budget = needed(store, passes, **options)
+    with (
+        tc.Store.open(tmp_path / "first", tables=tables, engine=engine, retention=retention) as store,
+        tiered(store, passes, **options) as cache,
+    ):
+        budget = cache.store_plan(STATE_BYTES).needed
     sizes: list[int] = []
     path = tmp_path / "s"
-    with tc.Store.open(path, tables=tables, engine=engine, retention=retention, max_bytes=budget + 40_000) as store:
-        with tiered(store, passes, store_budget=budget + 40_000, **options) as cache:
+    with tc.Store.open(path, tables=tables, engine=engine, retention=retention, max_bytes=budget) as store:
+        with tiered(store, passes, store_budget=budget, **options) as cache:
             train(cache, CASE, each_batch=lambda *_: sizes.append(held(path, store)))
-            rows = sum(t["rows"] * t["row_bytes"] for t in tc.store.info(path)["tables"])
         sizes.append(held(path, store))
-    assert max(sizes) <= budget + 40_000
-    assert budget < 8 * rows
+    assert max(sizes) <= budget
+    assert budget < 6 * info(path)["row_bytes"]
 
 
 def test_too_small_a_budget_is_refused_with_the_numbers(passes: tc.PassSet) -> None:
@@ -125,7 +130,8 @@ def test_the_state_of_an_optimizer_is_counted_before_it_is_there() -> None:
         model(torch.ones(1, 100)).sum().backward()
         optimizer.step()
         assert len(state.capture()()) <= most
-        assert state.most_bytes() == len(state.capture()())
+        if optimizer.state:  # plain SGD has none, ever
+            assert state.most_bytes() == len(state.capture()())
 
 
 def test_rows_that_no_pass_uses_are_counted(passes: tc.PassSet) -> None:
