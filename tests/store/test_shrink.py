@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store.big import BIG, dump, load, publish
+from tests.store.big import BIG, dump, load, places, publish
 from tests.store.test_block_file import aligned
 from tiercache.store import Store, StoreFullError, info, verify
 from tiercache.store import block_file as module
@@ -120,6 +120,59 @@ def test_what_a_reader_sees_is_given_back_when_it_is_gone(tmp_path: Path) -> Non
             reader.wait()
             store.compact()
             assert taken(tmp_path / "s" / "blocks.bin") < 1.05 * live
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+DYING = """
+import os, sys
+from tiercache.store import Store, block_file
+
+punch_hole = block_file.punch_hole
+
+def dying(*run):
+    if sys.argv[2] == "after":
+        punch_hole(*run)
+    os._exit(9)
+
+block_file.punch_hole = dying
+with Store.open(sys.argv[1]) as store:
+    store.compact()
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_process_that_dies_at_a_hole_leaves_a_compacted_store(tmp_path: Path, moment: str) -> None:
+    """The commit was durable before the first of them; the next compaction gives back what is left."""
+    live = trained(tmp_path / "s")
+    command = [sys.executable, "-c", DYING, str(tmp_path / "s"), moment]
+    died = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert died.returncode == 9
+    assert verify(tmp_path / "s")["problems"] == []
+    with Store.open(tmp_path / "s") as store:
+        (segment,) = store.segments
+        assert segment.rows == 300 + 500 * 8
+        store.compact()
+        assert taken(tmp_path / "s" / "blocks.bin") < 1.05 * live
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+def test_no_hole_is_where_a_commit_has_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the newest root of LMDB's file, which was synced, nor a block of a commit that is kept."""
+    trained(tmp_path / "s")
+    holes = []
+
+    def watching(handle: int, offset: int, num_bytes: int) -> bool:
+        for place in places(tmp_path / "s").values():
+            assert place.offset + place.size <= offset or offset + num_bytes <= place.offset
+        holes.append(num_bytes)
+        return punch_hole(handle, offset, num_bytes)
+
+    monkeypatch.setattr(module, "punch_hole", watching)
+    for retention in (3, 1):
+        with Store.open(tmp_path / "s", retention=retention) as store:
+            store.compact()
+            assert len(store.commits) == min(retention, 2)
+    assert sum(holes) > 1 << 20
     assert verify(tmp_path / "s")["problems"] == []
 
 
