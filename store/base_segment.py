@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.stream import Stream
+from tiercache.store.stream import Stream, compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ def base_stream(group: Group, ranges: Iterable[Range]) -> Stream:
     piece_rows = max(1, _PIECE_BYTES // group.row_bytes)
     block_bytes = max(_BLOCK_BYTES, piece_rows * group.row_bytes)
     if group.compression is not None:
-        block_bytes -= block_bytes % (piece_rows * group.row_bytes)
+        block_bytes -= block_bytes % (group.row_bytes * compressed_rows(group.row_bytes, piece_rows))
     return Stream(row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
 
 

@@ -41,7 +41,7 @@ def read_rows(
 
 
 def _read_compressed(ranges: Ranges, chunks: Chunks, shards: Sequence[Shards], first: int, last: int) -> list[Bytes]:
-    """Read the index of each chunk, then the inner chunks that have the rows; or all at once where these are half."""
+    """Read the index of each chunk, then the inner chunks that have the rows; or all at once where these are most of it."""
     if first == last:
         return [np.empty(0, np.uint8) for _ in shards]
     for (key, size), one in zip(chunks, shards, strict=True):
@@ -49,7 +49,7 @@ def _read_compressed(ranges: Ranges, chunks: Chunks, shards: Sequence[Shards], f
             raise BlockReadError(f"is not whole, as {key} has {size:,} bytes and an index of {one.index_bytes:,}")
     rows, count = shards[0].inner_rows, shards[0].count
     low, high = first // rows, -(-last // rows)
-    at_once = 2 * (high - low) >= count
+    at_once = 8 * (high - low) >= 7 * count  # a request costs as much as some bytes more
     heads = [
         Span(key, 0 if at_once else size - one.index_bytes, size, size)
         for (key, size), one in zip(chunks, shards, strict=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.errors import BlockReadError
+from tiercache.store.stream import compressed_rows
 from tiercache.store.zarr_codec import CHECKSUM, CRC32C, LITTLE, Codec, checked, sealed
 
 if TYPE_CHECKING:
@@ -106,12 +107,12 @@ class Shards:
 def cut(stream: Stream) -> tuple[int, int]:
     """Return the rows of a chunk and of an inner chunk for the blocks of a stream.
 
-    An inner chunk has the rows of a piece where those of a block are a multiple of them. Else it has a few less, down
-    to a quarter of a piece, or more.
+    An inner chunk has ``compressed_rows`` where those of a block are a multiple of them. Else it has less, down to a
+    quarter, or more.
     """
-    piece = min(stream.piece_rows, stream.block_rows, max(1, stream.rows))
+    wanted = compressed_rows(stream.row_bytes, min(stream.piece_rows, stream.block_rows, max(1, stream.rows)))
     if stream.num_blocks <= 1:  # nothing follows, so the chunk may be larger than the block
-        return -(-max(1, stream.rows) // piece) * piece, piece
+        return -(-max(1, stream.rows) // wanted) * wanted, wanted
     rows = stream.block_rows
-    less = next(n for n in range(piece, 0, -1) if rows % n == 0)
-    return rows, less if 4 * less >= piece else next(n for n in range(piece, rows + 1) if rows % n == 0)
+    less = next(n for n in range(wanted, 0, -1) if rows % n == 0)
+    return rows, less if 4 * less >= wanted else next(n for n in range(wanted, rows + 1) if rows % n == 0)

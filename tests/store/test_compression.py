@@ -142,7 +142,7 @@ def test_plain_zarr_reads_compressed_arrays(tmp_path: Path, tables: list[Table],
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 400), piece_rows=st.integers(1, 30), block_rows=st.integers(1, 90))
 def test_inner_chunks_divide_chunks_and_are_about_pieces(rows: int, piece_rows: int, block_rows: int) -> None:
-    """Chunks hold the rows of blocks, or all rows; a block of whole pieces has inner chunks of one piece."""
+    """Chunks hold the rows of blocks, or all rows; a block of whole pieces that are small has them as inner chunks."""
     ranges = (Range(next_use=1, table_rows=(rows,)),)
     stream = Stream(row_bytes=4, piece_rows=piece_rows, block_bytes=4 * block_rows, ranges=ranges)
     chunk_rows, inner_rows = cut(stream)
@@ -154,18 +154,21 @@ def test_inner_chunks_divide_chunks_and_are_about_pieces(rows: int, piece_rows: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_compressed_rows_are_whole_pieces(kind: str) -> None:
-    """So that what is read of a block is what is compressed together; plain blocks are as they were."""
+def test_blocks_of_compressed_rows_are_cut_evenly(kind: str) -> None:
+    """Into inner chunks of 16 KiB, or of a row that is larger; plain blocks are as they were."""
     for dim in (1, 3, 65, 500, 40_000):
         (group,) = group_tables([plain(dim=dim, compression=kind)])
         stream = base_stream(group, [])
-        assert stream.block_rows % stream.piece_rows == 0
+        rows = Range(next_use=1, table_rows=(3 * stream.block_rows,))
+        chunk_rows, inner_rows = cut(dataclasses.replace(stream, ranges=(rows,)))
+        assert chunk_rows == stream.block_rows
+        assert inner_rows == max(1, (16 << 10) // group.row_bytes)
         (group,) = group_tables([plain(dim=dim)])
         assert base_stream(group, []).block_bytes == max(4 << 20, group.row_bytes)
 
 
 def test_a_range_is_read_and_not_the_block_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 rows of 16,384: the index, and two inner chunks, are what is asked of the disk."""
+    """Two pieces of 64: the index, and eight inner chunks, are what is asked of the disk."""
     table = plain(compression="zstd")
     ranges = (Range(next_use=1, table_rows=(16_384,)),)
     stream = Stream(row_bytes=256, piece_rows=256, block_bytes=4 << 20, ranges=ranges)
@@ -179,7 +182,7 @@ def test_a_range_is_read_and_not_the_block_that_holds_it(tmp_path: Path, monkeyp
         store.read(segment, 0, 30, 32, out)
     assert out.tobytes() == rows[30 * 65_536 : 32 * 65_536].tobytes()
     read = sum(span.stop - span.start for span in asked)
-    assert out.size < read < 1.02 * out.size
+    assert out.size < read < 1.05 * out.size
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -151,7 +151,7 @@ def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: 
     """Block by block, at the fullest commit of an epoch, against what the store names after each visit."""
     live = []
     with tc.Store.open(tmp_path / "s", tables=CASE.tables) as store, tiered(store, passes) as cache:
-        plan = cache.store_plan(0)
+        plan = cache.store_plan()
         for visit in cache.passes(epochs=3):
             for batch in visit.batches(512):
                 del batch

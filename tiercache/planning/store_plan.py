@@ -31,8 +31,8 @@ class StorePlan:
     largest_pass: int
     """Blocks of rows and keys of the largest pass."""
     num_passes: int
-    """How many of these stand beside the live rows: one is written, one was freed and may not be used again yet, and
-    one more for each further commit that is kept; as often as visits pass between commits."""
+    """How many of these stand beside the live rows: the visits from each commit that is kept to the next, and one whose
+    room was freed and may not be used again yet."""
     state: int
     """Dense state of all commits that are kept, and of the next."""
     schedule: int
@@ -71,7 +71,7 @@ class StorePlan:
         return cls(
             live=max(live, default=0) + sum(_never_bytes(groups, segment) for segment in segments),
             largest_pass=largest,
-            num_passes=(1 + commits) * commit_every,
+            num_passes=1 + commits * commit_every,
             state=(1 + commits) * paged(state_bytes),
             schedule=_USE_BYTES * rows * use_files,
         )

@@ -14,7 +14,7 @@ from tiercache.planning.host_plan import Held, HostContent
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
 from tiercache.store.segment import BASE_VISIT
-from tiercache.store.stream import Range, Stream
+from tiercache.store.stream import Range, Stream, compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -194,12 +194,12 @@ class Planner:
 
     @staticmethod
     def layout(group: Group, ranges: Iterable[Range], budget: HostBudget) -> Stream:
-        """Cut ranges into pieces and blocks as the budget says; of compressed rows a block has whole pieces."""
+        """Cut ranges into pieces and blocks as the budget says; blocks have whole parts where these are compressed."""
         row_bytes = group.row_bytes
         piece_rows = max(1, budget.piece // row_bytes)
         block_bytes = max(budget.block, piece_rows * row_bytes)
         if group.compression is not None:
-            block_bytes -= block_bytes % (piece_rows * row_bytes)
+            block_bytes -= block_bytes % (row_bytes * compressed_rows(row_bytes, piece_rows))
         return Stream(row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
 
     def plan_next(self) -> VisitPlan:

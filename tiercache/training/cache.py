@@ -335,7 +335,7 @@ class TierCache:
             sizes=self._sizes if sizes is None else sizes,
         )
 
-    def store_plan(self, state_bytes: int) -> StorePlan:
+    def store_plan(self, state_bytes: int = 0) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
         planner = self._planner(sizes={})
         return planner.store_plan(self.store.segments, commits=self.store.retention, state_bytes=state_bytes)
