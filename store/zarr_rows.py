@@ -41,7 +41,7 @@ def read_rows(
 
 
 def _read_compressed(ranges: Ranges, chunks: Chunks, shards: Sequence[Shards], first: int, last: int) -> list[Bytes]:
-    """Read the index of each chunk, then the inner chunks that have the rows; or all at once where these are most of it."""
+    """Read the index of each chunk, then the inner chunks that have the rows; or all at once where they are most."""
     if first == last:
         return [np.empty(0, np.uint8) for _ in shards]
     for (key, size), one in zip(chunks, shards, strict=True):
