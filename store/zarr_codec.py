@@ -19,8 +19,9 @@ LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}
 CRC32C: dict[str, Any] = {"name": "crc32c"}
 _ZSTD_LEVEL = 1
 _BLOSC_LEVEL, _BLOSC_LIBRARY = 5, "lz4"
-_BLOSC_HEADER = struct.Struct("<4xIII")
-"""Bytes unpacked, of a block, and packed: what Blosc's decoder believes."""
+_BLOSC_HEADER = struct.Struct("<4xI4xI")
+"""Bytes unpacked and packed: what Blosc's decoder believes."""
+_ZSTD_LEAST = 9
 
 
 class Codec(NamedTuple):
@@ -47,9 +48,7 @@ class Codec(NamedTuple):
     def decode(self, data: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
         """Fill ``out`` with what ``encode`` was given. Raises BlockReadError for anything else."""
         packed = checked(data)
-        if self.compression == "blosc" and (
-            len(packed) < 16 or _BLOSC_HEADER.unpack_from(packed)[::2] != (out.size, len(packed))
-        ):
+        if (_unpacked_zstd if self.compression == "zstd" else _unpacked_blosc)(packed) != out.size:
             raise BlockReadError(f"cannot be decompressed (it is not what {out.size:,} bytes were compressed to)")
         try:
             self._library().decode(packed, out)
@@ -60,6 +59,25 @@ class Codec(NamedTuple):
         if self.compression == "zstd":
             return numcodecs.Zstd(level=_ZSTD_LEVEL)
         return numcodecs.Blosc(_BLOSC_LIBRARY, _BLOSC_LEVEL, numcodecs.Blosc.SHUFFLE)
+
+
+def _unpacked_blosc(packed: bytes) -> int:
+    """Return how many bytes a header says it was; -1 where it is none for these bytes."""
+    if len(packed) < _BLOSC_HEADER.size:
+        return -1
+    unpacked, size = _BLOSC_HEADER.unpack_from(packed)
+    return int(unpacked) if size == len(packed) else -1
+
+
+def _unpacked_zstd(packed: bytes) -> int:
+    """Return how many bytes a frame's header says it was (RFC 8878, 3.1.1.1); -1 where it does not say."""
+    if len(packed) < _ZSTD_LEAST:
+        return -1
+    single, flag = packed[4] >> 5 & 1, packed[4] >> 6
+    at, size = 6 - single + (0, 1, 2, 4)[packed[4] & 3], (single, 2, 4, 8)[flag]
+    if not size or at + size > len(packed):
+        return -1
+    return int.from_bytes(packed[at : at + size], "little") + (256 if size == 2 else 0)
 
 
 def sealed(data: bytes) -> bytes:

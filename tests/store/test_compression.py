@@ -262,8 +262,13 @@ def test_what_points_beyond_a_chunk_is_an_error(tmp_path: Path) -> None:
     for kind in KINDS:
         codec = Codec(kind, 4)
         other = np.frombuffer(codec.encode(rows), np.uint8)
-        with pytest.raises(BlockReadError, match="cannot be decompressed"):
-            codec.decode(other, np.empty(32, np.uint8))
+        for size in (0, 32, 128):
+            with pytest.raises(BlockReadError, match="cannot be decompressed"):
+                codec.decode(other, np.empty(size, np.uint8))
+        for size in (4, 64, 252, 256, 260, 65_536, 70_000, 1 << 20):
+            out, data = np.empty(size, np.uint8), np.arange(size, dtype=np.uint8)
+            codec.decode(np.frombuffer(codec.encode(data), np.uint8), out)
+            assert out.tobytes() == data.tobytes()
         noise = np.frombuffer(sealed(bytes(range(40))), np.uint8)
         with pytest.raises(BlockReadError, match="cannot be decompressed"):
             codec.decode(noise, np.empty(64, np.uint8))

@@ -105,6 +105,12 @@ class TestZarrEngineElsewhere(EngineContract):
         pytest.skip("memory is not seen by another process")
 
 
+class TestZarrEngineElsewhereWithZstd(TestZarrEngineElsewhere):
+    """Compressed arrays there."""
+
+    compression = "zstd"
+
+
 def test_engines_that_misbehave_can_be_had_without_the_tools_of_tests() -> None:
     """The contract needs pytest and Hypothesis, and they are loaded with it only."""
     code = (
