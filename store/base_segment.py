@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.stream import Stream
+from tiercache.store.stream import Stream, compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -26,12 +26,10 @@ _PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
 def base_stream(group: Group, ranges: Iterable[Range]) -> Stream:
     """Return the layout of rows that no visit dumped: pieces of 64 KiB, blocks of 4 MiB."""
     piece_rows = max(1, _PIECE_BYTES // group.row_bytes)
-    return Stream(
-        row_bytes=group.row_bytes,
-        piece_rows=piece_rows,
-        block_bytes=max(_BLOCK_BYTES, piece_rows * group.row_bytes),
-        ranges=tuple(ranges),
-    )
+    block_bytes = max(_BLOCK_BYTES, piece_rows * group.row_bytes)
+    if group.compression is not None:
+        block_bytes -= block_bytes % (group.row_bytes * compressed_rows(group.row_bytes, piece_rows))
+    return Stream(row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
 
 
 def blocks_of(

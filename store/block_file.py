@@ -17,6 +17,7 @@ import numpy as np
 from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
 from tiercache.store.free_space import FreeSpace
 from tiercache.store.full_disk import FULL, full_disk
+from tiercache.store.hole import punch_hole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +61,8 @@ class BlockFile:
         self._handle = os.open(path, flags, 0o644)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole, and nothing beside them
+        self._sparse = not readonly and self.taken_bytes < self.size
+        """Whether what is free may have holes, which take room again when they are written."""
         self._direct = self._second = self._open_direct(readonly=readonly)
         self._gathered = memoryview(b"" if readonly else mmap.mmap(-1, _GATHER_BYTES))
         self._gathered_bytes = 0
@@ -78,6 +81,11 @@ class BlockFile:
     def size(self) -> int:
         """Bytes of the file now."""
         return os.fstat(self._handle).st_size
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that the file system keeps for the file."""
+        return os.fstat(self._handle).st_blocks * 512
 
     def occupy(self, places: Iterable[Place]) -> None:
         """Make all free but ``places``, which lie apart from each other; what is free at the end leaves the file."""
@@ -162,6 +170,20 @@ class BlockFile:
         self.space.cut_tail()
         os.ftruncate(self._handle, self.space.end)
 
+    def shrink(self) -> None:
+        """Give all that is free back: the end leaves the file, the rest becomes holes where there can be some.
+
+        Nothing that is free may be needed after a crash. Raises StoreError.
+        """
+        try:
+            self.trim()
+            for low, high in self.space.runs:
+                if not punch_hole(self._handle, low, high - low):
+                    return
+                self._sparse = True
+        except OSError as error:
+            raise self._failed(error) from error
+
     # -- inside ------------------------------------------------------------------------------------------
 
     def _open_direct(self, *, readonly: bool) -> int | None:
@@ -203,7 +225,24 @@ class BlockFile:
             self._grow(pages)
             offset = self.space.take(pages)
             assert offset is not None, "the file grew by too little"
+        elif self._sparse and pages:
+            self._fill_hole(offset, pages)
         return Place(offset, num_bytes)
+
+    def _fill_hole(self, offset: int, num_bytes: int) -> None:
+        """Have room for bytes that may be a hole, or free them again: a full disk must show before records follow."""
+        lacking = self.size - self.taken_bytes
+        if lacking <= 0:
+            self._sparse = False
+            return
+        try:
+            self._leave_room(min(num_bytes, lacking))
+            os.posix_fallocate(self._handle, offset, num_bytes)
+        except OSError as error:
+            self.space.give(offset, num_bytes)
+            if error.errno in FULL:
+                raise full_disk(self.path, error, num_bytes) from error
+            raise self._failed(error) from error
 
     def _grow(self, num_bytes: int) -> None:
         """Add at least so many bytes to the run at the end; more at once where the file is large."""

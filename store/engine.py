@@ -63,10 +63,11 @@ class Engine(Protocol):
         Raises BlockReadError.
         """
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
+    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Set records (None removes one) and delete blocks (some may be gone already), all or nothing, durably.
 
-        All blocks written before and not deleted are durable then, too.
+        All blocks written before and not deleted are durable then, too. The room of deleted blocks is for those to
+        come; with ``shrink`` it goes back to where it came from, as far as nobody sees the blocks any more.
 
         Raises StoreFullError.
         """

@@ -17,7 +17,8 @@ from tiercache.store.spill import Spill
 from tiercache.store.stream import NEVER, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from typing import Any
 
     from numpy.typing import NDArray
 
@@ -37,6 +38,7 @@ def fill(
     *,
     initial_state: bool = False,
     reserved_keys: Collection[str] = (),
+    settings: Mapping[str, Any] | None = None,
     memory_bytes: int = FILL_BYTES,
     progress: Callable[[str, int], None] | None = None,
 ) -> Commit:
@@ -50,6 +52,7 @@ def fill(
     ``initial_state``: chunks with the vector alone are taken, and the optimizer state starts at its initial value.
     ``reserved_keys``: names of tables in which INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null
     row, as in a store that was trained with them; in others these keys are refused.
+    ``settings``: plain values that the commit keeps.
     ``progress(stage, rows)`` is called with the rows done since the last call: "sort", then "write".
 
     Raises ValueError for rows that cannot be taken, a key given twice among them, and for a store that is not empty;
@@ -68,7 +71,7 @@ def fill(
             for name, chunk in chunks:
                 filling.add(name, chunk, initial_state=initial_state, reserved=name in reserved_keys)
             filling.write()
-        return store.publish(Cursor(0, 0), state=b"", schedule_digest="", settings={}, environment={})
+        return store.publish(Cursor(0, 0), state=b"", schedule_digest="", settings=settings or {}, environment={})
     except BaseException:
         if not store.closed and store.commit is None:
             store.forget()

@@ -25,6 +25,11 @@ class FreeSpace:
         return sum(self._high) - sum(self._low)
 
     @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Beginning and end of each run."""
+        return list(zip(self._low, self._high, strict=True))
+
+    @property
     def tail_bytes(self) -> int:
         """Bytes of the run that touches the end."""
         return self._high[-1] - self._low[-1] if self._high and self._high[-1] == self.end else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,8 @@ class History:
         self._orphans: set[bytes] = set()
         self._settle(found.manifest)
         self._next_id = 0 if self.commit is None else self.commit.next_segment
-        self._retention = retention or (1 if self.commit is None else self.commit.retention)
+        self.retention = retention or (1 if self.commit is None else self.commit.retention)
+        """How many of the newest commits are kept."""
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -115,7 +117,7 @@ class History:
                 segment_ids=ids,
                 first_commits=tuple(named.get(segment_id, id_) for segment_id in ids),
                 next_segment=self._next_id,
-                retention=self._retention,
+                retention=self.retention,
                 abandoned=() if before is None else before.abandoned,
                 state_bytes=len(state),
                 state_chunk_bytes=STATE_CHUNK_BYTES,
@@ -134,7 +136,7 @@ class History:
                 to,
                 id=newest.id + 1,
                 next_segment=self._next_id,
-                retention=self._retention,
+                retention=self.retention,
                 abandoned=(*newest.abandoned, *([(to.id + 1, newest.id)] if to.id < newest.id else [])),
                 state_chunk_bytes=STATE_CHUNK_BYTES,
                 state_checksums=checksums,
@@ -172,7 +174,7 @@ class History:
                     segment_ids=(segment.id,) if segment.rows else (),
                     first_commits=(before.id,) if segment.rows else (),
                     next_segment=self._next_id,
-                    retention=self._retention,
+                    retention=self.retention,
                     state_chunk_bytes=STATE_CHUNK_BYTES,
                     state_checksums=state_checksums,
                 )
@@ -181,6 +183,9 @@ class History:
                 if self.commits[-1] is before:
                     self.forget()
                 raise
+            with suppress(StoreError):  # the commit stands; what stayed may go another time
+                self._engine.commit({}, (), shrink=True)
+                self._counters.add(transactions=1)
         return commit
 
     def find(self, id_: int) -> Commit:
@@ -214,7 +219,7 @@ class History:
     ) -> None:
         """Write the blocks of a commit's state, then the commit itself, after those ``before`` that are kept."""
         segments = {**self._manifest.segments, **{segment.id: segment for segment in self.segments}}
-        after = Manifest.of([*before, commit][-self._retention :], segments)
+        after = Manifest.of([*before, commit][-self.retention :], segments)
         records = self._manifest.records_before(after)
         parts = list(zip(commit.state_blocks(), state, strict=True))
         # A commit that failed had blocks of the same names.

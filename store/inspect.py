@@ -87,12 +87,15 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _file_bytes(path: str | os.PathLike[str]) -> int:
-    """Return the bytes of all files below ``path``, of which a writer may delete some meanwhile."""
+    """Return the bytes that the file system keeps for all files below ``path``: those of holes do not count.
+
+    A writer may delete some meanwhile.
+    """
     found = 0
     for here, _, names in os.walk(path):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                found += Path(here, name).stat().st_size
+                found += Path(here, name).stat().st_blocks * 512
     return found
 
 

@@ -133,8 +133,12 @@ class LmdbEngine:
         finally:
             self._end(seen)
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
-        """Sync the file; then name new blocks, set records and give up dead blocks in one transaction."""
+    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
+        """Sync the file; then name new blocks, set records and give up dead blocks in one transaction.
+
+        With ``shrink`` the file becomes shorter and gets holes after it: no transaction that a crash can leave, and no
+        reader, knows blocks there.
+        """
         dropped = {name: self._places.pop(name) for name in dead if name in self._places}
         fresh = {name: place for name, place in self._fresh.items() if name not in dropped}
         freed = [*self._replaced, *dropped.values()]
@@ -165,6 +169,10 @@ class LmdbEngine:
                 self._fresh, self._replaced, self._settled = {}, [], []
             elif not done:
                 self._places.update(dropped)
+        if shrink:
+            with self._writing():
+                self._settle()
+                self._file.shrink()
 
     def contents(self) -> Contents:
         """Return all records, and the names and sizes of all blocks."""

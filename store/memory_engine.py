@@ -54,7 +54,7 @@ class MemoryEngine:
             raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
         out[:] = block[offset : offset + out.size]
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
+    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Set and remove under one lock."""
         with self._lock:
             for name, data in records.items():

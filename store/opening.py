@@ -13,7 +13,7 @@ from tiercache.store.recovery import commit_ids
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from tiercache.store.engine import Contents, Engine
@@ -40,12 +40,43 @@ class Opened:
 
 ENGINES = {"lmdb": "data.mdb", "zarr": "manifests"}
 """By name what each keeps its commits in; the first is that of a new store."""
+COMPRESSING = ("zarr",)
+"""The engines that compress the tables that ask for it."""
 
 
-def open_path(
+def check_options(mode: str, commit: int | None, retention: int | None) -> None:
+    """Raise ValueError for options of ``Store.open`` that make no sense."""
+    if mode not in {"a", "r"}:
+        raise ValueError(f"mode {mode!r} is unknown: it must be 'a' (read and write) or 'r' (read)")
+    if commit is not None and mode != "r":
+        raise ValueError("an older commit can only be read: open it with mode='r', or roll the store back to it")
+    if retention is not None and retention < 1:
+        raise ValueError(f"retention is {retention}: at least the newest commit must be kept")
+
+
+def label_of(path: Path | None) -> str:
+    """Return a store in the words of a message."""
+    return "the store in memory" if path is None else f"the store at {path}"
+
+
+def open_engine(
+    path: Path | None, tables: Iterable[Table] | None, engine: str | Engine | None, mode: str, max_bytes: int | None
+) -> Opened:
+    """Open the store at ``path``, or in an engine at hand. Raises what ``Store.open`` raises."""
+    wanted = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
+    if wanted is not None:
+        group_tables(wanted)
+    if engine is not None and not isinstance(engine, str):
+        return _open_instance(engine, wanted, mode, label_of(path))
+    if path is None:
+        raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
+    return _open_path(path, wanted, engine, mode, max_bytes)
+
+
+def _open_path(
     path: Path, tables: tuple[Table, ...] | None, engine: str | None, mode: str, max_bytes: int | None
 ) -> Opened:
-    """Open or create the store at ``path``. Raises what ``Store.open`` raises."""
+    """Open or create the store at ``path``."""
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb', 'zarr' or an engine's instance")
     directory = StoreDirectory(path)
@@ -53,12 +84,13 @@ def open_path(
     if not found and (mode == "r" or tables is None):
         raise directory.missing()
     if not found:
+        _check_compression(tables, engine or _default(tables))
         directory.create()
     lock = WriterLock(path) if mode == "a" else None
     opened: Engine | None = None
     try:
         found = directory.find()  # another process may have made it before the lock was ours
-        kind = directory.engine(tuple(ENGINES), engine) if found else engine or next(iter(ENGINES))
+        kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)
         if not found:
             _check_alone(path, kind)
         opened = _engine(kind)(path, create=not found, readonly=mode == "r", max_bytes=max_bytes)
@@ -75,6 +107,22 @@ def open_path(
             lock.release()
         raise
     return Opened(engine=opened, contents=contents, tables=known, lock=lock)
+
+
+def _default(tables: tuple[Table, ...] | None) -> str:
+    """Return the engine of a new store: the first, or the first that can compress where a table asks for it."""
+    asked = any(table.compression for table in tables or ())
+    return next(kind for kind in ENGINES if kind in COMPRESSING or not asked)
+
+
+def _check_compression(tables: tuple[Table, ...] | None, kind: str) -> None:
+    """Raise ValueError where a table is to be compressed and the engine of a new store cannot do that."""
+    for table in tables or ():
+        if table.compression and kind not in COMPRESSING:
+            raise ValueError(
+                f"table {table.name!r} asks for compression {table.compression!r}, and engine {kind!r} has none: "
+                f"give engine={COMPRESSING[0]!r}, or leave the compression of the table out"
+            )
 
 
 def _check_alone(path: Path, kind: str) -> None:
@@ -98,8 +146,8 @@ def _engine(kind: str) -> Callable[..., Engine]:
     return LmdbEngine
 
 
-def open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:
-    """Open the store that ``engine`` holds, or make one of it where it is empty. Raises what ``Store.open`` raises."""
+def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:
+    """Open the store that ``engine`` holds, or make one of it where it is empty."""
     contents = engine.contents()
     fresh = not contents.records and not contents.blocks
     if fresh and (tables is None or mode == "r"):
@@ -139,9 +187,10 @@ def _compare(stored: tuple[Table, ...], wanted: tuple[Table, ...], store: str) -
             raise TableMismatchError(f"{store} has a table {name!r} that was not given: {advice}")
         if name not in have:
             raise TableMismatchError(f"{store} has no table {name!r}: {advice}")
-        if have[name] != want[name]:
-            one, other = have[name].to_record(), want[name].to_record()
-            part = next(key for key in one if one[key] != other[key])
+        one, other = have[name].to_record(), want[name].to_record()
+        # compression that was not asked for is no part of the record: the store's own stays
+        part = next((key for key in other if one.get(key) != other[key]), None)
+        if part is not None:
             raise TableMismatchError(
-                f"table {name!r} of {store} has {part} {one[part]!r} and {other[part]!r} was given: {advice}"
+                f"table {name!r} of {store} has {part} {one.get(part)!r} and {other[part]!r} was given: {advice}"
             )

@@ -13,11 +13,11 @@ from tiercache.store.errors import StoreClosedError
 from tiercache.store.history import TRANSACTION_BYTES, History
 from tiercache.store.life import Life
 from tiercache.store.lookup import locate, read_rows
-from tiercache.store.opening import Opened, open_instance, open_path
+from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import READS_AT_ONCE, BlockReader, Pieces
 from tiercache.store.recovery import recover
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
-from tiercache.store.scan import scan
+from tiercache.store.scan import SCAN_BYTES, scan
 from tiercache.store.serving import changes, lookup
 from tiercache.store.table import Table, group_tables
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
+    from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
     from tiercache.store.stream import Stream
 
@@ -54,8 +55,7 @@ class Store:
         self.mode = mode
         self._opened, self._engine = opened, opened.engine
         self._reader = BlockReader(self._engine, self.groups, self.label, self.counters)
-        self._pid = os.getpid()
-        self._closed = False
+        self._pid, self._closed = os.getpid(), False
         self._history = self._recover(at, retention or 0)
 
     # -- opening and closing -----------------------------------------------------------------------------
@@ -76,29 +76,17 @@ class Store:
 
         Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
         commit as of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the
-        store's own, of a new store "lmdb". It may be an instance: then ``path`` only names the store in messages.
-        ``max_bytes`` bounds the bytes of blocks; None means the size of the file system. Commits from now on keep the
-        newest ``retention`` commits, themselves included; None means as many as before, or 1.
+        store's own, of a new store "lmdb", or "zarr" where a table is compressed. It may be an instance, which keeps
+        bytes as it does: then ``path`` only names the store in messages. ``max_bytes`` bounds the bytes of blocks;
+        None means the size of the file system. Commits from now on keep the newest ``retention`` commits, themselves
+        included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
         StoreFullError, CommitMissingError and CorruptStoreError.
         """
-        if mode not in {"a", "r"}:
-            raise ValueError(f"mode {mode!r} is unknown: it must be 'a' (read and write) or 'r' (read)")
-        if commit is not None and mode != "r":
-            raise ValueError("an older commit can only be read: open it with mode='r', or roll the store back to it")
-        if retention is not None and retention < 1:
-            raise ValueError(f"retention is {retention}: at least the newest commit must be kept")
-        wanted = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
-        if wanted is not None:
-            group_tables(wanted)
+        check_options(mode, commit, retention)
         place = None if path is None else Path(path)
-        if engine is not None and not isinstance(engine, str):
-            opened = open_instance(engine, wanted, mode, _label(place))
-        elif place is None:
-            raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
-        else:
-            opened = open_path(place, wanted, engine, mode, max_bytes)
+        opened = open_engine(place, tables, engine, mode, max_bytes)
         try:
             return cls(opened, place, mode, commit, retention)
         except BaseException:
@@ -153,6 +141,11 @@ class Store:
         return self._history.commits
 
     @property
+    def retention(self) -> int:
+        """How many of the newest commits are kept."""
+        return self._history.retention
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """Those of the newest commit and those appended since, by id."""
         return self._history.segments
@@ -160,7 +153,7 @@ class Store:
     @property
     def label(self) -> str:
         """The store in the words of a message."""
-        return _label(self.path)
+        return label_of(self.path)
 
     # -- writing -----------------------------------------------------------------------------------------
 
@@ -239,8 +232,8 @@ class Store:
 
         Keys that ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)``
         makes faster. Rows of other keys stand last, with next use ``NEVER``. Dense state and settings stay. One atomic,
-        durable step; segments of commits that are no longer kept are freed by it. Takes 256 MiB of memory and a
-        slice of ``uses``; beside the new segment, temporary files of the same size in the store's folder.
+        durable step; what it frees goes back to the file system, but for what readers see. Takes 256 MiB of memory and
+        a slice of ``uses``; beside the new segment, temporary files of the same size in the store's folder.
         ``progress(what, rows)`` is called with "read" and "write" and rows done since the last call.
 
         Raises ValueError without a commit and for one inside a visit, StoreFullError and CorruptStoreError, after
@@ -259,8 +252,7 @@ class Store:
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
 
-        For serving and for keeping: a training goes on from it only after it was reorganised. Readers keep their
-        commits meanwhile. Otherwise as ``rewrite``.
+        For serving and for keeping: a training goes on from it only after it was reorganised. Otherwise as ``rewrite``.
         """
         return self.rewrite(NoUses(), schedule_digest="", progress=progress)
 
@@ -276,7 +268,21 @@ class Store:
 
     # -- reading -----------------------------------------------------------------------------------------
 
-    scan = scan
+    def scan(
+        self,
+        table_name: str,
+        *,
+        chunk_rows: int | None = None,
+        memory_bytes: int = SCAN_BYTES,
+        scratch: Path | None = None,
+    ) -> Iterator[Chunk]:
+        """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
+
+        At most ``chunk_rows`` rows at a time, about 4 MiB where not said. Takes about ``memory_bytes``; what exceeds
+        it is sorted in temporary files in ``scratch``, beside the store where not said. No commit may be made
+        meanwhile: scan a store that trains in mode "r". Raises ValueError, StoreFullError and CorruptStoreError.
+        """
+        return scan(self, table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
 
     def state(self) -> bytes:
         """Return the dense state of the newest commit. Raises CorruptStoreError; ValueError without a commit."""
@@ -385,7 +391,3 @@ class Store:
         self._check_open()
         if self.mode != "a":
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
-
-
-def _label(path: Path | None) -> str:
-    return "the store in memory" if path is None else f"the store at {path}"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NEVER = (1 << 63) - 1
 """The next use of rows that no visit will need."""
+COMPRESSED_BYTES = 16 << 10
+"""Of rows that are compressed together: what is read beside a range, at each of its ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +138,11 @@ class Stream:
                 f"a stream's record names {sum(rows.rows for rows in ranges)} rows in {most_pieces} pieces"
             )
         return cls(row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=ranges)
+
+
+def compressed_rows(row_bytes: int, piece_rows: int) -> int:
+    """Return how many rows are compressed together where blocks are a multiple of them: a piece at most."""
+    return max(1, min(piece_rows, COMPRESSED_BYTES // row_bytes))
 
 
 def _lay_out(rows_R: list[int], piece_rows: int, block_rows: int, row_bytes: int) -> dict[str, Any]:

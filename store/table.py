@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 ITEM_BYTES = {"float32": 4}
+COMPRESSIONS = ("zstd", "blosc")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,9 @@ class Table:
     """Decides initial rows, with name and key."""
     dtype: str = "float32"
     """Of vectors and state."""
+    compression: str | None = field(default=None, compare=False)
+    """"zstd" or "blosc": how a store on Zarr arrays keeps the bytes of its rows; None: as they are. The rows are the
+    same, so tables that differ in nothing else are equal."""
     table_id: int = field(init=False, repr=False, compare=False)
     """XXH64 (seed 0) of the name in UTF-8."""
     fields: tuple[Field, ...] = field(init=False, repr=False, compare=False)
@@ -95,6 +99,10 @@ class Table:
             raise ValueError(f"seed of table {self.name!r} is {self.seed!r}: it must be 0 .. 2**64 - 1")
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype of table {self.name!r} is {self.dtype!r}: it must be 'float32'")
+        if self.compression is not None and self.compression not in COMPRESSIONS:
+            raise ValueError(
+                f"compression of table {self.name!r} is {self.compression!r}: it must be 'zstd', 'blosc' or None"
+            )
         vector = Field(name="vector", width=self.dim, initial=0.0)
         fields = (vector, *self.optimizer.state_fields(self.dim))
         object.__setattr__(self, "table_id", xxh64(self.name.encode()))
@@ -102,8 +110,8 @@ class Table:
         object.__setattr__(self, "row_bytes", ITEM_BYTES[self.dtype] * sum(f.width for f in fields))
 
     def to_record(self) -> dict[str, Any]:
-        """Return the table as plain JSON values."""
-        return {
+        """Return the table as plain JSON values; without compression they do not speak of it."""
+        record = {
             "name": self.name,
             "dim": self.dim,
             "optimizer": optimizer_to_record(self.optimizer),
@@ -111,6 +119,7 @@ class Table:
             "seed": self.seed,
             "dtype": self.dtype,
         }
+        return record if self.compression is None else record | {"compression": self.compression}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Table:
@@ -123,6 +132,7 @@ class Table:
                 initializer=initializer_from_record(record["initializer"]),
                 seed=record["seed"],
                 dtype=record["dtype"],
+                compression=record.get("compression"),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"a table's record lacks {error}: it must be what a store wrote") from error
@@ -130,7 +140,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Tables with the same row layout and optimizer; their rows live together."""
+    """Tables with the same row layout, optimizer and compression; their rows live together."""
 
     index: int
     """Its place among the groups of a store."""
@@ -158,6 +168,11 @@ class Group:
         return self.tables[0].dtype
 
     @property
+    def compression(self) -> str | None:
+        """How a store on Zarr arrays keeps the bytes of their rows."""
+        return self.tables[0].compression
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.tables[0].row_bytes
@@ -171,7 +186,7 @@ class Group:
 
 
 def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
-    """Group tables by (dim, dtype, optimizer): groups and the tables within stand in the order of table ids.
+    """Group tables by (dim, dtype, optimizer, compression): groups and tables within stand in the order of table ids.
 
     Raises ValueError for no tables, two of one name, or two names of one table id.
     """
@@ -183,9 +198,9 @@ def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
             raise ValueError(f"two tables are named {one.name!r}: every table needs its own name")
         if one.table_id == other.table_id:
             raise ValueError(f"tables {one.name!r} and {other.name!r} have one table id: rename one of them")
-    members: dict[tuple[int, str, Optimizer], list[Table]] = {}
+    members: dict[tuple[int, str, Optimizer, str | None], list[Table]] = {}
     for table in ordered:
-        members.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
+        members.setdefault((table.dim, table.dtype, table.optimizer, table.compression), []).append(table)
     return tuple(Group(index=i, tables=tuple(group)) for i, group in enumerate(members.values()))
 
 

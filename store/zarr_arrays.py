@@ -2,7 +2,8 @@
 
 A stream has an array for its keys and one for each field of its rows, with a chunk for each block. Shapes: the array of
 a field has (rows, width), that of the keys (rows,); a chunk has the rows of one block, the last one padded with zeros.
-In a chunk the rows of all pieces stand one after another, so that pieces are one run of bytes in each array.
+In a chunk the rows of all pieces stand one after another, so that pieces are one run of bytes in each array, or a few
+inner chunks where the arrays are compressed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from tiercache.store.zarr_codec import LITTLE, Codec
+from tiercache.store.zarr_shards import Shards, cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,32 +53,51 @@ class Arrays:
     """Rows of a chunk: those of a block, or of the whole stream where that is less."""
     fields: tuple[tuple[str, int], ...]
     """Name, and bytes in a row, of each field in the order of a row."""
+    compression: str | None = None
+    """How the chunks are compressed; then one of rows holds inner chunks, and one of keys a single one."""
+    inner_rows: int = 0
+    """Rows of an inner chunk of a field; 0 without compression."""
 
     @classmethod
     def of(cls, folder: str, form: Form) -> Arrays:
         """Return the arrays in ``folder`` for the rows of ``form``."""
         stream = form.stream
         fields = tuple((field.name, 4 * field.width) for field in form.group.fields)
-        return cls(folder=folder, rows=stream.rows, chunk_rows=min(stream.rows, stream.block_rows), fields=fields)
+        compression = form.group.compression
+        if compression is None:
+            return cls(folder=folder, rows=stream.rows, chunk_rows=min(stream.rows, stream.block_rows), fields=fields)
+        chunk_rows, inner_rows = cut(stream)
+        return cls(
+            folder=folder, rows=stream.rows, chunk_rows=chunk_rows, fields=fields,
+            compression=compression, inner_rows=inner_rows,
+        )  # fmt: skip
 
     def key(self, array: str, block: int) -> str:
         """Return the name of the chunk that holds one block of an array."""
         return f"{self.folder}/{array}/c.{block}" + ("" if array == KEY_ARRAY else ".0")
 
     def chunks(self, block: int, *, keys: bool) -> Iterator[tuple[str, int]]:
-        """Yield name and bytes of every chunk of a block of keys, or of rows."""
+        """Yield name and bytes, before compression, of every chunk of a block of keys, or of rows."""
         if keys:
             yield self.key(KEY_ARRAY, block), KEY_BYTES * self.chunk_rows
         else:
             for name, row_bytes in self.fields:
                 yield self.key(name, block), row_bytes * self.chunk_rows
 
-    def spans(self, block: int, first: int, last: int, *, keys: bool) -> list[Span]:
-        """Return where rows [first, last) of a block stand in each of its chunks."""
+    def shards(self, *, keys: bool) -> list[Shards]:
+        """Return how each chunk of a block of keys, or of rows, is compressed; none where they are not."""
+        if self.compression is None:
+            return []
+        arrays = (
+            [(KEY_BYTES, KEY_BYTES, self.chunk_rows)] if keys else [(4, n, self.inner_rows) for _, n in self.fields]
+        )
         return [
-            Span(key, size // self.chunk_rows * first, size // self.chunk_rows * last, size)
-            for key, size in self.chunks(block, keys=keys)
-        ]
+            Shards(
+                codec=Codec(self.compression, item_bytes), row_bytes=row_bytes, chunk_rows=self.chunk_rows,
+                inner_rows=inner_rows,
+            )
+            for item_bytes, row_bytes, inner_rows in arrays
+        ]  # fmt: skip
 
     def nodes(self, form: Form) -> dict[str, bytes]:
         """Return the objects that describe the arrays and their groups to any reader of Zarr, by name."""
@@ -89,10 +112,14 @@ class Arrays:
             ],
         }
         found = {f"{segment}/{NODE}": group_node(), f"{self.folder}/{NODE}": group_node(about)}
-        found[f"{self.folder}/{KEY_ARRAY}/{NODE}"] = _array_node("int64", [self.rows], [self.chunk_rows], _NO_KEY)
-        for name, row_bytes in self.fields:
+        key_shards, shards = self.shards(keys=True), self.shards(keys=False)
+        codecs = key_shards[0].nodes([self.chunk_rows]) if key_shards else [LITTLE]
+        node = _array_node("int64", [self.rows], [self.chunk_rows], _NO_KEY, codecs)
+        found[f"{self.folder}/{KEY_ARRAY}/{NODE}"] = node
+        for i, (name, row_bytes) in enumerate(self.fields):
             width = row_bytes // 4
-            node = _array_node("float32", [self.rows, width], [self.chunk_rows, width], "NaN")
+            codecs = shards[i].nodes([self.inner_rows, width]) if shards else [LITTLE]
+            node = _array_node("float32", [self.rows, width], [self.chunk_rows, width], "NaN", codecs)
             found[f"{self.folder}/{name}/{NODE}"] = node
         return found
 
@@ -142,7 +169,7 @@ def group_node(attributes: dict[str, Any] | None = None) -> bytes:
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}).encode()
 
 
-def _array_node(dtype: str, shape: list[int], chunk: list[int], fill: int | str) -> bytes:
+def _array_node(dtype: str, shape: list[int], chunk: list[int], fill: int | str, codecs: list[dict[str, Any]]) -> bytes:
     return json.dumps(
         {
             "zarr_format": 3,
@@ -152,7 +179,7 @@ def _array_node(dtype: str, shape: list[int], chunk: list[int], fill: int | str)
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "fill_value": fill,
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "codecs": codecs,
             "attributes": {},
             "storage_transformers": [],
         }

@@ -19,19 +19,19 @@ from tiercache.store.blocks import KEYS
 from tiercache.store.engine import Contents
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreClosedError, StoreError, StoreFullError
 from tiercache.store.reader_mark import ReaderMark
-from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge, split
+from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge
 from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject, manifest_numbers
 from tiercache.store.zarr_objects import Objects
+from tiercache.store.zarr_rows import read_rows
 from tiercache.store.zarr_sweep import Sweep, is_chunk
-from tiercache.store.zarr_writer import ROOM_BYTES, ChunkWriter, copy_of
+from tiercache.store.zarr_writer import ROOM_BYTES, ChunkWriter, copy_of, field_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from tiercache.store.engine import Block, Form
-    from tiercache.store.stream import Stream
 
 FOLDERS = ("manifests", "segments", "blocks", "records")
 """Manifests first: what they name is there before they are, and is listed after them."""
@@ -94,7 +94,8 @@ class ZarrEngine:
                         self._describe(block.arrays, form, made)
                     held = self._check_room(data.nbytes, held)
                     self._put(name, data.reshape(-1).view(np.uint8), form, block, made)
-                self._writer.finish()
+                made |= self._writer.finish()
+                written = {name: block.with_lengths(name, made) for name, block in written.items()}
             except BaseException:
                 self._writer.abandon()
                 self._take_back(made)
@@ -122,7 +123,8 @@ class ZarrEngine:
             keys, index = name[:1] == KEYS, int.from_bytes(name[-4:], "big")
             row_bytes = 8 if keys else sum(size for _, size in block.arrays.fields)
             first, last = offset // row_bytes, (offset + out.size) // row_bytes
-            found = self._objects.ranges(block.arrays.spans(index, first, last, keys=keys))
+            chunks = list(block.chunks(name))
+            found = read_rows(self._objects.ranges, chunks, block.arrays, form, first, last, keys=keys)
             if len(found) == 1:
                 out[:] = found[0]
                 return
@@ -133,8 +135,11 @@ class ZarrEngine:
                 merge(form.stream, first, out, at, field)
                 at += size
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
-        """Write and sync the records' objects, then the manifest; then delete what nobody needs."""
+    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
+        """Write and sync the records' objects, then the manifest; then delete what nobody needs, beside what follows.
+
+        With ``shrink`` it is deleted when this returns.
+        """
         gone = {name: self._blocks[name] for name in dead if name in self._blocks}
         with self._writing():
             published = False
@@ -166,6 +171,8 @@ class ZarrEngine:
                 else:
                     self._withdraw(fresh.key, made)
             self._sweep.run()
+            if shrink:
+                self._sweep.wait()
 
     def contents(self) -> Contents:
         """Return all records, and the names and sizes of all blocks; damaged ones with what is there of them."""
@@ -285,13 +292,16 @@ class ZarrEngine:
         """Write the objects of a block: each field of its rows, or all of it."""
         at = 0
         fields = [("", 0)] if block.arrays is None or name[:1] == KEYS else block.arrays.fields
-        for (key, size), (_, row_bytes) in zip(block.chunks(name), fields, strict=True):
+        shards = [] if block.arrays is None else block.arrays.shards(keys=name[:1] == KEYS)
+        for i, ((key, size), (_, row_bytes)) in enumerate(zip(block.chunks(name), fields, strict=True)):
             made[key] = size
+            encode = shards[i].encode if shards else None
             if form is None or len(fields) == 1:
-                self._writer.put(key, size, copy_of(data))
+                self._writer.put(key, data.size if encode else size, copy_of(data), encode)
             else:
                 used = data.size // form.stream.row_bytes * row_bytes
-                self._writer.put(key, size, _gather(form.stream, int.from_bytes(name[-4:], "big"), data, at, used))
+                fill = field_of(form.stream, int.from_bytes(name[-4:], "big"), data, at, used)
+                self._writer.put(key, used if encode else size, fill, encode)
             at += row_bytes
 
     def _check_room(self, size: int, held: int | None) -> int | None:
@@ -376,15 +386,3 @@ class ZarrEngine:
             with self._state:
                 self._writes -= 1
                 self._state.notify_all()
-
-
-def _gather(
-    stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, size: int
-) -> Callable[[NDArray[np.uint8]], None]:
-    """Return what fills a buffer with one field of the rows in ``data``, zeros after it."""
-
-    def fill(buffer: NDArray[np.uint8]) -> None:
-        split(stream, block, data, field_at, buffer[:size])
-        buffer[size:] = 0
-
-    return fill

@@ -12,10 +12,11 @@ import numpy as np
 from tiercache.store.blocks import KEYS, ROWS
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record import decode, encode
+from tiercache.store.table import COMPRESSIONS
 from tiercache.store.zarr_arrays import KEY_ARRAY, NODE, Arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -40,6 +41,8 @@ class BlockObjects(NamedTuple):
     version: int
     """Counts blocks of one name that were on the disk together: the names of their objects differ by it."""
     arrays: Arrays | None
+    lengths: tuple[int, ...] = ()
+    """Bytes of its objects where they are compressed."""
 
     def chunks(self, name: bytes) -> Iterator[tuple[str, int]]:
         """Yield name and bytes of every object of the block called ``name``."""
@@ -47,7 +50,15 @@ class BlockObjects(NamedTuple):
             yield f"blocks/{name.hex()}" + (f"~{self.version}" if self.version else ""), self.size
         else:
             _, _, _, index = _NAME.unpack(name)
-            yield from self.arrays.chunks(index, keys=name[:1] == KEYS)
+            chunks = self.arrays.chunks(index, keys=name[:1] == KEYS)
+            for i, (key, size) in enumerate(chunks):
+                yield key, self.lengths[i] if self.lengths else size
+
+    def with_lengths(self, name: bytes, sizes: Mapping[str, int | None]) -> BlockObjects:
+        """Return the same with the bytes of its objects, which ``sizes`` has, where these are compressed."""
+        if self.arrays is None or self.arrays.compression is None:
+            return self
+        return self._replace(lengths=tuple(sizes[key] or 0 for key, _ in self.chunks(name)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +93,15 @@ class Manifest:
         values = {
             "number": self.number,
             "records": {name: list(record) for name, record in self.records.items()},
-            "arrays": [[a.folder, a.rows, a.chunk_rows, [list(f) for f in a.fields]] for a in arrays],
+            "arrays": [_array_values(a) for a in arrays],
             "blocks": [[n.hex(), b.size, b.version] for n, b in sorted(self.blocks.items()) if not _regular(n, b)],
         }
         runs = list(_runs(self.blocks, {a: i for i, a in enumerate(arrays)}))
-        return encode("manifest", values, {"runs": np.array(runs, np.int64).reshape(-1)})
+        columns = {"runs": np.array(runs, np.int64).reshape(-1)}
+        lengths = [size for name, block in sorted(self.blocks.items()) for size in block.lengths]
+        if any(a.compression for a in arrays):
+            columns["lengths"] = np.array(lengths, np.int64)
+        return encode("manifest", values, columns)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Manifest:
@@ -99,8 +114,9 @@ class Manifest:
                     rows=_whole(rows),
                     chunk_rows=_whole(chunk_rows),
                     fields=tuple((_field(name), _whole(size)) for name, size in fields),
+                    **_compressed(chunk_rows, *how),
                 )
-                for folder, rows, chunk_rows, fields in values["arrays"]
+                for folder, rows, chunk_rows, fields, *how in values["arrays"]
             ]
             records = {
                 str(name): RecordObject(_record(key), _whole(size), _whole(checksum))
@@ -110,7 +126,8 @@ class Manifest:
                 bytes.fromhex(name): BlockObjects(_whole(size), _whole(version), None)
                 for name, size, version in values["blocks"]
             }
-            blocks |= _expand(found["runs"].reshape(-1, _COLUMNS), arrays)
+            lengths = found["lengths"].tolist() if "lengths" in found else []
+            blocks |= _expand(found["runs"].reshape(-1, _COLUMNS), arrays, lengths)
             return cls(number=_whole(values["number"]), records=records, blocks=blocks)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error, OverflowError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
@@ -140,17 +157,40 @@ def _runs(blocks: dict[bytes, BlockObjects], place: dict[Arrays, int]) -> Iterat
         yield kind, owner, group, first, len(run), size, where
 
 
-def _expand(runs: NDArray[Any], arrays: list[Arrays]) -> dict[bytes, BlockObjects]:
+def _expand(runs: NDArray[Any], arrays: list[Arrays], lengths: list[int]) -> dict[bytes, BlockObjects]:
     if int(runs[:, 4].clip(0, _MOST_BLOCKS + 1).sum()) > _MOST_BLOCKS:
         raise ValueError(f"it names more than {_MOST_BLOCKS} blocks")
-    blocks = {}
+    blocks, at = {}, 0
     for kind, owner, group, first, count, size, where in runs.tolist():
         block = BlockObjects(_whole(size), 0, arrays[where]) if where >= 0 else BlockObjects(size, -1 - where, None)
         if where >= 0 and bytes([kind]) not in {ROWS, KEYS}:
             raise ValueError(f"blocks of kind {kind} stand in arrays")
+        objects = 0
+        if block.arrays is not None and block.arrays.compression:
+            objects = 1 if bytes([kind]) == KEYS else len(block.arrays.fields)
         for index in range(first, first + count):
+            if objects:
+                block = block._replace(lengths=tuple(_whole(length) for length in lengths[at : at + objects]))
+                at += objects
             blocks[_NAME.pack(bytes([kind]), owner, group, index)] = block
+    if at != len(lengths):
+        raise ValueError(f"it has the lengths of {len(lengths)} objects that are compressed, and names {at}")
     return blocks
+
+
+def _array_values(arrays: Arrays) -> list[Any]:
+    """Return the JSON values of arrays; those without compression do not speak of it."""
+    values: list[Any] = [arrays.folder, arrays.rows, arrays.chunk_rows, [list(f) for f in arrays.fields]]
+    return values if arrays.compression is None else [*values, arrays.compression, arrays.inner_rows]
+
+
+def _compressed(chunk_rows: int, compression: Any = None, inner_rows: Any = 0) -> dict[str, Any]:
+    """Return what arrays have beside the rest where they are compressed."""
+    if compression is None:
+        return {}
+    if compression not in COMPRESSIONS or not _whole(inner_rows) or chunk_rows % inner_rows:
+        raise ValueError(f"{compression!r} of {inner_rows!r} rows is no compression of chunks of {chunk_rows}")
+    return {"compression": str(compression), "inner_rows": _whole(inner_rows)}
 
 
 def _whole(value: Any) -> int:

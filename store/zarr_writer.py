@@ -15,6 +15,7 @@ from tiercache.store.direct_file import paged
 from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.full_disk import FULL, full_disk
 from tiercache.store.huge_pages import huge_pages
+from tiercache.store.zarr_arrays import split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.stream import Stream
     from tiercache.store.zarr_objects import Objects
 
 ROOM_BYTES = 1 << 20
@@ -38,14 +40,22 @@ class ChunkWriter:
         self._objects, self._label = objects, label
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiercache-chunks")
         self._jobs: list[Future[None]] = []
+        self._sizes: dict[str, int] = {}
         self._buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
         for _ in range(_BUFFERS):
             self._buffers.put(np.empty(0, np.uint8))
 
-    def put(self, key: str, size: int, fill: Callable[[NDArray[np.uint8]], None]) -> None:
+    def put(
+        self,
+        key: str,
+        size: int,
+        fill: Callable[[NDArray[np.uint8]], None],
+        encode: Callable[[NDArray[np.uint8]], bytes] | None = None,
+    ) -> None:
         """Write an object of ``size`` bytes, which ``fill`` puts into memory before this returns.
 
-        Raises StoreFullError and StoreError of this object or of one before.
+        With ``encode`` the object is what that makes of them, on a thread of the writer. Raises StoreFullError and
+        StoreError of this object or of one before.
         """
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
@@ -54,21 +64,27 @@ class ChunkWriter:
             if buffer.size < paged(size):
                 buffer = huge_pages(size)
             fill(buffer[:size])
-            self._jobs.append(self._pool.submit(self._put, key, buffer, size))
+            self._jobs.append(self._pool.submit(self._put, key, buffer, size, encode))
         except BaseException:
             self._buffers.put(buffer)
             raise
 
-    def finish(self) -> None:
-        """Return when all that was put is written. Raises StoreFullError and StoreError."""
+    def finish(self) -> dict[str, int]:
+        """Return when all that was put is written: the bytes of the objects since the last call that were encoded.
+
+        Raises StoreFullError and StoreError.
+        """
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.result()
+        sizes, self._sizes = self._sizes, {}
+        return sizes
 
     def abandon(self) -> None:
         """Return when nothing is being written any more, whatever became of it."""
         jobs, self._jobs = self._jobs, []
         wait(jobs)
+        self._sizes = {}
 
     def sync(self, keys: Iterable[str]) -> None:
         """Return when objects are durable, with their names and folders. Raises StoreFullError and StoreError."""
@@ -110,8 +126,16 @@ class ChunkWriter:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
+    def _put(
+        self, key: str, buffer: NDArray[np.uint8], size: int, encode: Callable[[NDArray[np.uint8]], bytes] | None
+    ) -> None:
         try:
+            if encode is not None:
+                data = encode(buffer[:size])
+                self._sizes[key] = size = len(data)
+                if buffer.size < paged(size):
+                    buffer = huge_pages(size)
+                buffer[:size] = np.frombuffer(data, np.uint8)
             with self.translated(size):
                 self._objects.put(key, buffer, size)
         finally:
@@ -134,6 +158,18 @@ def copy_of(data: NDArray[np.uint8]) -> Callable[[NDArray[np.uint8]], None]:
     def fill(buffer: NDArray[np.uint8]) -> None:
         buffer[: data.size] = data
         buffer[data.size :] = 0
+
+    return fill
+
+
+def field_of(
+    stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, size: int
+) -> Callable[[NDArray[np.uint8]], None]:
+    """Return what fills a buffer with the ``size`` bytes of one field of a block's rows, zeros after it."""
+
+    def fill(buffer: NDArray[np.uint8]) -> None:
+        split(stream, block, data, field_at, buffer[:size])
+        buffer[size:] = 0
 
     return fill
 

@@ -16,7 +16,7 @@ _TOP = {"label", "dense", "features", "tables", "defaults", "csv"}
 _LABEL = {"column"}
 _DENSE = {"column", "null"}
 _FEATURE = {"column", "columns", "table", "key", "hotness", "weights", "null"}
-_TABLE = {"dim", "optimizer", "initializer", "seed", "dtype"}
+_TABLE = {"dim", "optimizer", "initializer", "seed", "dtype", "compression"}
 _CSV = {"header", "types"}
 
 
@@ -98,6 +98,8 @@ def _table(name: str, entry: Any, defaults: dict[str, Any]) -> Table:
         if key not in values:
             raise SchemaError(f"{where} has no {key!r}: give it there or in [defaults]")
     record = {"name": name, "seed": 0, "dtype": "float32", **values}
+    if record.get("compression") == "none":  # TOML has no null, and a table may want less than [defaults]
+        del record["compression"]
     for key in ("optimizer", "initializer"):
         choice = values[key]
         if isinstance(choice, str):

@@ -48,9 +48,10 @@ def some_bytes(size: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-def form_of(rows: tuple[int, ...], *, piece_rows: int = 3, block_rows: int = 7, optimizer: Any = OPTIMIZERS[1]) -> Form:
+def form_of(rows: tuple[int, ...], *, piece_rows: int = 3, block_rows: int = 7, **of_table: Any) -> Form:
     """Return the form of a stream of one table with so many rows in each range."""
-    group = group_tables([Table(name="t", dim=3, optimizer=optimizer, initializer=Zeros())])[0]
+    usual: dict[str, Any] = {"name": "t", "dim": 3, "optimizer": OPTIMIZERS[1], "initializer": Zeros()}
+    group = group_tables([Table(**usual | of_table)])[0]
     ranges = tuple(Range(next_use=use, table_rows=(n,)) for use, n in enumerate(rows, start=1))
     stream = Stream(
         row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=group.row_bytes * block_rows, ranges=ranges
@@ -85,6 +86,12 @@ class EngineContract:
 
     outlives = True
     """Whether what was committed, and only that, is there when another process opens the engine."""
+    compression: str | None = None
+    """Of the tables whose rows are written."""
+
+    def form(self, rows: tuple[int, ...], **how: Any) -> Form:
+        """Return a form of such a table."""
+        return form_of(rows, compression=self.compression, **how)
 
     @classmethod
     def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
@@ -145,7 +152,7 @@ class EngineContract:
         cuts: tuple[int, int],
     ) -> None:
         """Any run of pieces of any block of any stream, and its keys, are the bytes that were written."""
-        form = form_of(tuple(rows), piece_rows=piece_rows, block_rows=block_rows, optimizer=optimizer)
+        form = self.form(tuple(rows), piece_rows=piece_rows, block_rows=block_rows, optimizer=optimizer)
         stream, blocks = form.stream, segment_blocks(form, segment=5)
         engine = self.make(tmp_path_factory.mktemp("engine"))
         engine.write(given_as(blocks))
@@ -165,7 +172,7 @@ class EngineContract:
 
     def test_a_block_that_is_not_there_is_an_error_in_words(self, engine: Engine) -> None:
         """So are bytes beyond its end, and so is a block that a commit deleted."""
-        form = form_of((10,))
+        form = self.form((10,))
         rows = block_name(ROWS, 0, 0, 0)
         engine.write([(b"a", some_bytes(10_000), None), *given_as(segment_blocks(form))])
         size = engine.contents().blocks[rows]
@@ -206,7 +213,7 @@ class EngineContract:
 
     def test_a_write_whose_source_fails_writes_nothing(self, engine: Engine) -> None:
         """The error is the source's own, blocks of the same names stay, and the write can be done again."""
-        form = form_of((10,))
+        form = self.form((10,))
         blocks = segment_blocks(form)
         engine.write([(b"a", some_bytes(9000), None)])
         before = engine.contents().blocks
@@ -227,7 +234,7 @@ class EngineContract:
 
     def test_a_block_of_the_same_name_is_replaced(self, engine: Engine) -> None:
         """In a later write, and within one; with another length, and with a form."""
-        form = form_of((10,))
+        form = self.form((10,))
         for i, size in enumerate((5000, 400_000, 10)):
             engine.write([(b"a", some_bytes(7, 50), None), (b"a", some_bytes(size, i), None)])
             blocks = {name: (some_bytes(d.size, i), f) for name, (d, f) in segment_blocks(form).items()}
@@ -256,7 +263,7 @@ class EngineContract:
         """New blocks are gone, and a block that was replaced is there as it was; the names are free."""
         if not self.outlives:
             pytest.skip("nothing of this engine outlives its process")
-        old, new = form_of((10,)), form_of((12, 5), optimizer=OPTIMIZERS[2])
+        old, new = self.form((10,)), self.form((12, 5), optimizer=OPTIMIZERS[2])
         engine.write([(b"a", some_bytes(9000), None), *given_as(segment_blocks(old, 3))])
         engine.commit({"r": b"1"}, [])
         for _ in range(3):
@@ -278,7 +285,7 @@ class EngineContract:
 
     def test_a_block_deleted_and_written_again_is_the_new_one(self, engine: Engine, tmp_path: Path) -> None:
         """Even at once, and through a crash."""
-        form = form_of((10, 20))
+        form = self.form((10, 20))
         names = [*segment_blocks(form)]
         for i in range(4):
             blocks = {name: (some_bytes(d.size, 10 * i + 1), f) for name, (d, f) in segment_blocks(form).items()}
@@ -317,7 +324,7 @@ class EngineContract:
 
     def test_reads_of_other_threads_see_whole_blocks_while_one_writes(self, engine: Engine) -> None:
         """Blocks that stay are what they were while others are written, committed and deleted."""
-        form = form_of((40,))
+        form = self.form((40,))
         kept = segment_blocks(form, 0)
         engine.write(given_as(kept))
         engine.commit({}, [])
@@ -349,7 +356,7 @@ class EngineContract:
         """However far this one goes, and through a crash of it, what the commit named is there, whole."""
         if not self.outlives:
             pytest.skip("nothing of this engine is seen by another process")
-        form = form_of((10, 20))
+        form = self.form((10, 20))
         first = segment_blocks(form, 1)
         engine.write([*given_as(first), (b"a", some_bytes(5000), None)])
         engine.commit({"r": b"first"}, [])

@@ -86,11 +86,11 @@ class FailingEngine:
             raise self.error()
         self.engine.read(name, offset, out, form)
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
+    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Commit, or fail."""
         if self._due("commit"):
             raise self.error()
-        self.engine.commit(records, dead)
+        self.engine.commit(records, dead, shrink=shrink)
 
     def contents(self) -> Contents:
         """Pass on."""

@@ -33,10 +33,10 @@ class SlowEngine:
         time.sleep(self.read_seconds)
         self.engine.read(name, offset, out, form)
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes]) -> None:
+    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Wait, then commit."""
         time.sleep(self.commit_seconds)
-        self.engine.commit(records, dead)
+        self.engine.commit(records, dead, shrink=shrink)
 
     def contents(self) -> Contents:
         """Pass on."""

@@ -70,6 +70,18 @@ class TestZarrEngine(EngineContract):
         return ZarrEngine(path, create=False, readonly=True)
 
 
+class TestZarrEngineWithZstd(TestZarrEngine):
+    """Arrays that are compressed."""
+
+    compression = "zstd"
+
+
+class TestZarrEngineWithBlosc(TestZarrEngine):
+    """Arrays that are compressed."""
+
+    compression = "blosc"
+
+
 class TestZarrEngineElsewhere(EngineContract):
     """Arrays in a store of Zarr that is no folder: the path that object stores take."""
 
@@ -91,6 +103,12 @@ class TestZarrEngineElsewhere(EngineContract):
     def test_a_reader_in_another_process_stays_at_its_commit(self, engine: Engine, tmp_path: Path) -> None:
         """Its processes share no memory."""
         pytest.skip("memory is not seen by another process")
+
+
+class TestZarrEngineElsewhereWithZstd(TestZarrEngineElsewhere):
+    """Compressed arrays there."""
+
+    compression = "zstd"
 
 
 def test_engines_that_misbehave_can_be_had_without_the_tools_of_tests() -> None:

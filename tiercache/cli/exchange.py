@@ -56,6 +56,9 @@ def import_rows(
     reserved_keys: Annotated[
         bool, typer.Option("--reserved-keys", help="INT64_MIN and the key above it are the shared rows of a table.")
     ] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps that Adam's state counts so far; as tables.json says.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Make an empty store's first commit of rows from files."""
@@ -66,7 +69,7 @@ def import_rows(
     with _shown(as_json=as_json) as tell:
         listing = import_store(
             source, path, format=format, tables=None if schema is None else Schema.load(schema).tables,
-            initial_state=initial_state, reserved_keys=reserved_keys, progress=tell,
+            initial_state=initial_state, reserved_keys=reserved_keys, steps=steps, progress=tell,
         )  # fmt: skip
     _report(listing, f"{path} holds", time.perf_counter() - began, as_json=as_json)
 

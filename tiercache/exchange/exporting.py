@@ -43,8 +43,8 @@ def export_store(
 
     ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/exchange.md). ``tables``: names, all
     where not said. ``with_state``: the optimizer state beside the vectors; where the format has no place for it, an
-    ExchangeWarning says so. ``progress(done, total)`` is called with rows. Takes about ``memory_bytes`` and 128 MiB
-    for any number of rows.
+    ExchangeWarning says so; how many steps Adam counted is in ``tables.json``. ``progress(done, total)`` is called with
+    rows. Takes about ``memory_bytes`` and 128 MiB for any number of rows.
 
     The files get their name in one step, when all are on disk: after an error or a kill nothing is at ``out``. No
     commit may be made meanwhile on a store that is given open.
@@ -79,13 +79,11 @@ def export_store(
             if progress is not None:
                 progress(done, total)
 
-        listing = Listing(
-            format=format,
-            tables=tuple(
-                _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell)
-                for table in wanted
-            ),
+        listed = tuple(
+            _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell) for table in wanted
         )
+        steps = store.commit.settings.get("steps") if any(one.counts_steps for one in listed) else None
+        listing = Listing(format=format, tables=listed, steps=steps)
         write_whole(draft / LISTING, listing.to_bytes())
         for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
             sync(folder)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiercache.errors import ExchangeError, TierCacheError
+from tiercache.errors import ExchangeError, ExchangeWarning, TierCacheError
 from tiercache.exchange.formats import find_format
 from tiercache.exchange.listing import LISTING, Listed, Listing, file_name
 from tiercache.store import Store, fill
@@ -31,6 +32,7 @@ def import_store(
     tables: Iterable[Table] | None = None,
     initial_state: bool = False,
     reserved_keys: bool = False,
+    steps: int | None = None,
     memory_bytes: int = FILL_BYTES,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Listing:
@@ -40,6 +42,8 @@ def import_store(
     of the source's ``tables.json`` where not said; without one, all tables must be in the source. ``initial_state``:
     optimizer state that the source lacks starts at its initial value. ``reserved_keys``: INT64_MIN and INT64_MIN + 1
     are the out-of-vocabulary row and the null row of their table; what ``tables.json`` says holds without it.
+    ``steps``: how many Adam's state counts so far; as ``tables.json`` says where not given. Where nobody says, training
+    counts from 0 and an ExchangeWarning says so.
     ``progress(stage, done, total)`` is called with rows: stages "sort" and "write". Takes about ``memory_bytes`` and
     64 MiB for any number of rows.
 
@@ -58,18 +62,16 @@ def import_store(
     chosen = find_format(str(format))
     into = tuple(store.tables) if isinstance(store, Store) else tuple(tables or ())
     readers = _open(source, chosen, into, listing, initial_state=initial_state)
-    imported = Listing(
-        format=chosen.name,
-        tables=tuple(
-            Listed(
-                table=table,
-                rows=reader.rows,
-                has_state=reader.has_state and len(table.fields) > 1,
-                reserved_keys=reserved_keys or _says_reserved(listing, table.name),
-            )
-            for table, reader in readers
-        ),
+    listed = tuple(
+        Listed(
+            table=table,
+            rows=reader.rows,
+            has_state=reader.has_state and len(table.fields) > 1,
+            reserved_keys=reserved_keys or _says_reserved(listing, table.name),
+        )
+        for table, reader in readers
     )
+    imported = Listing(format=chosen.name, tables=listed, steps=_steps(source, listed, steps, listing))
     done = {"sort": 0, "write": 0}
     total = sum(reader.rows for _, reader in readers)
 
@@ -86,6 +88,7 @@ def import_store(
             _chunks(readers),
             initial_state=initial_state,
             reserved_keys={listed.table.name for listed in imported.tables if listed.reserved_keys},
+            settings={} if imported.steps is None else {"steps": imported.steps},
             memory_bytes=memory_bytes,
             progress=tell,
         )
@@ -129,6 +132,24 @@ def _open(
             )
         readers.append((table, reader))
     return readers
+
+
+def _steps(source: Path, tables: tuple[Listed, ...], given: int | None, listing: Listing | None) -> int | None:
+    """Return how many steps the state of the tables counts; None where none counts them, or nobody says."""
+    if given is not None and given < 0:
+        raise ExchangeError(f"steps is {given}: it must be at least 0")
+    counting = [listed.table.name for listed in tables if listed.counts_steps]
+    if not counting:
+        return None
+    steps = given if given is not None or listing is None else listing.steps
+    if steps is None:
+        warnings.warn(
+            f"{source} does not say how many steps the optimizer state of table {counting[0]!r} counts: training "
+            "counts from 0, unless you give steps (--steps)",
+            ExchangeWarning,
+            stacklevel=3,
+        )
+    return steps
 
 
 def _chunks(readers: list[tuple[Table, TableReader]]) -> Iterator[tuple[str, Chunk]]:

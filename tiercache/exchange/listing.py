@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from tiercache.errors import ExchangeError
-from tiercache.store.table import Table
+from tiercache.store.table import Adam, Table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +31,11 @@ class Listed:
     reserved_keys: bool
     """Whether INT64_MIN or INT64_MIN + 1 is among the keys: the out-of-vocabulary row, the null row."""
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether its state goes on with the count of steps of the training that made it."""
+        return self.has_state and isinstance(self.table.optimizer, Adam)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
@@ -38,6 +43,8 @@ class Listing:
 
     format: str
     tables: tuple[Listed, ...]
+    steps: int | None = None
+    """Steps of training so far, where a table's state goes on with their count (Adam's); None: it is not known."""
 
     def to_bytes(self) -> bytes:
         """Return the content of ``tables.json``."""
@@ -51,6 +58,8 @@ class Listing:
             for listed in self.tables
         ]
         record = {"format": _MARK, "version": _VERSION, "files": self.format, "tables": tables}
+        if self.steps is not None:
+            record["steps"] = self.steps
         return json.dumps(record, indent=2).encode() + b"\n"
 
     @classmethod
@@ -67,7 +76,8 @@ class Listing:
             raise ExchangeError(f"{path} is not of this tiercache's exports: remove it and give tables")
         try:
             tables = tuple(_listed(item) for item in record["tables"])
-            return cls(format=str(record["files"]), tables=tables)
+            steps = None if "steps" not in record else _count("steps", record["steps"])
+            return cls(format=str(record["files"]), tables=tables, steps=steps)
         except (KeyError, TypeError, ValueError) as error:
             raise ExchangeError(
                 f"{path} cannot be read ({error}): export again, or remove it and give tables"
@@ -75,15 +85,18 @@ class Listing:
 
 
 def _listed(record: Any) -> Listed:
-    rows = record["rows"]
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-        raise ValueError(f"rows is {rows!r}")
     return Listed(
         table=Table.from_record(record["table"]),
-        rows=rows,
+        rows=_count("rows", record["rows"]),
         has_state=bool(record["has_state"]),
         reserved_keys=bool(record["reserved_keys"]),
     )
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 def file_name(table: Table) -> str:

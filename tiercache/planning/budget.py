@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiercache.planning.positions import Positions
 
 PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
@@ -43,6 +47,16 @@ class HostBudget:
             piece=_clamp(block // 8, largest_row, max(largest_row, MAX_PIECE_BYTES)),
             block=block,
             evaluation_given=evaluation is not None,
+        )
+
+    @classmethod
+    def of(cls, positions: Positions, total: int, evaluation: int | None) -> HostBudget:
+        """Share out ``total`` for these passes."""
+        return cls.plan(
+            total,
+            evaluation=evaluation,
+            largest_row=max(group.row_bytes for group in positions.groups),
+            largest_pass=max(positions.row_bytes(p) for p in range(positions.num_passes)),
         )
 
     def smallest(self, rows: int) -> int:

@@ -11,9 +11,10 @@ from tiercache.errors import BudgetError, PassSetError
 from tiercache.kernels.switch import count_gaps
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.planning.host_plan import Held, HostContent
+from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
 from tiercache.store.segment import BASE_VISIT
-from tiercache.store.stream import Range, Stream
+from tiercache.store.stream import Range, Stream, compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.schedule import Schedule
+    from tiercache.store import Segment
+    from tiercache.store.table import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,14 +175,31 @@ class Planner:
         budget, streams = self._budget, []
         for group, gaps in zip(self._positions.groups, self.sizes(visit).next_G, strict=True):
             ranges = [Range(next_use=visit + gap, table_rows=rows) for gap, rows in gaps if with_kept or gap > 1]
-            streams.append(self.layout(group.row_bytes, ranges, budget))
+            streams.append(self.layout(group, ranges, budget))
         return tuple(streams)
 
+    def store_plan(self, segments: Iterable[Segment], *, commits: int, state_bytes: int) -> StorePlan:
+        """Say what a store with these segments takes at its fullest, where it keeps so many commits of such a state."""
+        first = self._schedule.epoch_of(self._start) * self._schedule.num_passes
+        visits = range(first, first + self._schedule.num_passes)
+        return StorePlan.of(
+            self._positions.groups,
+            {visit: self.dump_streams(visit, with_kept=True) for visit in visits},
+            segments,
+            commits=commits,
+            commit_every=self._commit_every,
+            state_bytes=state_bytes,
+            use_files=1 if self._schedule.repeats else 3,
+        )
+
     @staticmethod
-    def layout(row_bytes: int, ranges: Iterable[Range], budget: HostBudget) -> Stream:
-        """Cut ranges into pieces and blocks as the budget says."""
+    def layout(group: Group, ranges: Iterable[Range], budget: HostBudget) -> Stream:
+        """Cut ranges into pieces and blocks as the budget says; blocks have whole parts where these are compressed."""
+        row_bytes = group.row_bytes
         piece_rows = max(1, budget.piece // row_bytes)
         block_bytes = max(budget.block, piece_rows * row_bytes)
+        if group.compression is not None:
+            block_bytes -= block_bytes % (row_bytes * compressed_rows(row_bytes, piece_rows))
         return Stream(row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
 
     def plan_next(self) -> VisitPlan:
@@ -266,7 +286,7 @@ class Planner:
             total = 0
             for g, group in enumerate(self._positions.groups):
                 rows = Range(next_use=0, table_rows=(self._positions.num_rows(pass_index, g),))
-                total += sum(paged(int(n)) for n in self.layout(group.row_bytes, [rows], self._budget).block_bytes_B)
+                total += sum(paged(int(n)) for n in self.layout(group, [rows], self._budget).block_bytes_B)
             self._dump_sizes[pass_index] = total
         return self._dump_sizes[pass_index]
 

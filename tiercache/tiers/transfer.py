@@ -163,7 +163,7 @@ class Transfer:
         self._await_writer()
         streams = tuple(
             self._planner_now().layout(
-                group.row_bytes,
+                group,
                 [Range(next_use=plan.visit, table_rows=tuple(
                     int(n) for n in np.diff(self._positions.table_starts(plan.pass_index, g))))]
                 if plan.rows_G[g] else [],

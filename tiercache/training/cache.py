@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from tiercache.tiers.transfer import Transfer, segments_by_visit
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.dense_state import DenseState
 from tiercache.training.evaluation import Evaluation, RowsNow
-from tiercache.training.matching import check_features, check_schedule, check_tables
+from tiercache.training.matching import check_environment, check_features, check_schedule, check_tables
 from tiercache.training.progress import TrainingProgress, prepare_kernels
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.threads import share_threads
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import PassSet
+    from tiercache.planning.store_plan import StorePlan
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.tiers.transfer import StateBytes
@@ -56,6 +56,7 @@ class TierCache:
         device_budget: int | str,
         host_budget: int | str,
         eval_budget: int | str | None = None,
+        store_budget: int | str | None = None,
         commit_every: int = 1,
         seed: int = 0,
         order_seed: int | None = None,
@@ -65,9 +66,10 @@ class TierCache:
 
         device_budget: bytes ("64MiB") for rows and slot maps. host_budget: bytes of anonymous memory for dump,
         staging, cached rows, one write transaction and evaluation. eval_budget: bytes of it reserved for rows of
-        evaluation passes; a sixteenth where not given. commit_every: visits between commits. seed: of the
-        shuffling of batches. order_seed: None trains the passes of every epoch in their order, a number in a
-        seeded order of each epoch's own. progress: whether training shows a bar; None: on a terminal.
+        evaluation passes; a sixteenth where not given. store_budget: bytes that the store may come to take, checked
+        here and, with the dense state, before training; it stops no write, as Store.open's max_bytes does.
+        commit_every: visits between commits. seed: of the shuffling of batches. order_seed: None trains the passes of
+        every epoch in their order, a number in a seeded one. progress: whether a bar shows; None: on a terminal.
 
         Raises BudgetError where the plan exceeds a budget, PassSetError where passes and store do not belong
         together, ValueError for a commit_every below 1.
@@ -85,12 +87,9 @@ class TierCache:
         self._progress: TrainingProgress | None = None
         self._positions = Positions.of(passes, store.groups)
         self._device = DeviceTier(self._positions, parse_bytes(device_budget))
-        self._budget = HostBudget.plan(
-            parse_bytes(host_budget),
-            evaluation=None if eval_budget is None else parse_bytes(eval_budget),
-            largest_row=max(group.row_bytes for group in store.groups),
-            largest_pass=max(self._positions.row_bytes(p) for p in range(len(passes.passes))),
-        )
+        evaluation = None if eval_budget is None else parse_bytes(eval_budget)
+        self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation)
+        self._store_budget = None if store_budget is None else parse_bytes(store_budget)
         self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
         self._memory = HostMemory(self._budget.rows, self._budget.region)
         self._transfer = Transfer(
@@ -116,6 +115,7 @@ class TierCache:
         self.reports: list[VisitReport] = []
         """One report for each visit trained by this object, the last one unfinished while it runs."""
         self.plan()  # a budget that cannot hold says so here, not in the middle of a run
+        self._check_store(0 if store.commit is None else store.commit.state_bytes)
 
     # -- before training ----------------------------------------------------------------------------------
 
@@ -157,6 +157,7 @@ class TierCache:
         self._transfer.stop()
         share_threads()
         self._restore()
+        self._check_store(self.dense.most_bytes() if self._store_budget is not None else 0)
         cursor, end = self._cursor, epochs * self._schedule.num_passes
         if cursor[0] >= end:
             return
@@ -334,6 +335,15 @@ class TierCache:
             sizes=self._sizes if sizes is None else sizes,
         )
 
+    def store_plan(self, state_bytes: int = 0) -> StorePlan:
+        """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
+        planner = self._planner(sizes={})
+        return planner.store_plan(self.store.segments, commits=self.store.retention, state_bytes=state_bytes)
+
+    def _check_store(self, state_bytes: int) -> None:
+        if self._store_budget is not None:
+            self.store_plan(state_bytes).check(self._store_budget)
+
     def _state(self) -> StateBytes:
         return self.dense.capture(), self.optimizer.settings()
 
@@ -343,16 +353,10 @@ class TierCache:
             self._transfer.publish_first(self._state())
             return
         check_schedule(self.store, self.pass_set, self._schedule)
-        here = self._transfer.environment
-        if commit.environment and commit.environment != here:
-            warnings.warn(
-                f"commit {commit.id} was trained with {commit.environment} and goes on with {here}: other threads or "
-                "another CPU can change the last bits of dense layers",
-                stacklevel=3,
-            )
+        check_environment(commit, self._transfer.environment)
         if commit.state_bytes:  # rows from outside come without dense state
             self.dense.restore(self.store.state())
-            self.optimizer.restore(commit.settings)
+        self.optimizer.restore(commit.settings)
 
     def _begin_visit(self, index: int, first_sample: int) -> Visit:
         plan = self._transfer.plan

@@ -18,6 +18,10 @@ _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
 """Exactly these: a number of numpy is a float by inheritance, and cannot be read back safely."""
 
 
+_TENSOR_BYTES = 2048
+"""More than torch adds to the numbers of two tensors in a file."""
+
+
 class Stateful(Protocol):
     """Anything with a state_dict: modules, optimizers, schedulers, scalers."""
 
@@ -75,6 +79,18 @@ class DenseState:
             "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
         }
         return lambda: _save(state)
+
+    def most_bytes(self) -> int:
+        """Return about the most bytes that a commit stores: two tensors a parameter where an optimizer has not stepped.
+
+        What an object of the user's own comes to keep cannot be known.
+        """
+        total = len(self.capture()())
+        for value in self._objects.values():
+            if isinstance(value, torch.optim.Optimizer) and not value.state:
+                parameters = (p for group in value.param_groups for p in group["params"])
+                total += sum(2 * p.numel() * p.element_size() + _TENSOR_BYTES for p in parameters)
+        return total
 
     def restore(self, data: bytes) -> None:
         """Put every tracked object and generator back. Raises StateError where the names differ."""

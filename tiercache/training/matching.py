@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import PassSetError
 
 if TYPE_CHECKING:
     from tiercache.passes.passset import PassSet
     from tiercache.planning.schedule import Schedule
-    from tiercache.store import Store
+    from tiercache.store import Commit, Store
 
 
 def check_tables(store: Store, passes: PassSet) -> None:
@@ -53,3 +54,13 @@ def check_schedule(store: Store, passes: PassSet, schedule: Schedule) -> None:
         f"the rows of {store.label} stand in no order of training at commit {commit.id}, as after an import or a "
         "compaction: call tiercache.reorganise(store, passes) first"
     )
+
+
+def check_environment(commit: Commit, here: dict[str, Any]) -> None:
+    """Warn where a commit was trained elsewhere than it goes on."""
+    if commit.environment and commit.environment != here:
+        warnings.warn(
+            f"commit {commit.id} was trained with {commit.environment} and goes on with {here}: other threads or "
+            "another CPU can change the last bits of dense layers",
+            stacklevel=4,
+        )

@@ -168,14 +168,14 @@ class RowOptimizer:
         return {"steps": self.steps, "learning_rates": list(self.learning_rates)}
 
     def restore(self, settings: dict[str, Any]) -> None:
-        """Take back what a commit kept."""
-        rates = [float(rate) for rate in settings["learning_rates"]]
+        """Take back what a commit kept; one of rows from outside may keep the steps alone, or nothing."""
+        rates = [float(rate) for rate in settings.get("learning_rates", self.learning_rates)]
         if len(rates) != len(self._groups):
             raise StateError(
                 f"the commit has learning rates for {len(rates)} groups of tables and the cache has "
                 f"{len(self._groups)}: open the store with the tables it was made with"
             )
-        self.learning_rates, self.steps = rates, int(settings["steps"])
+        self.learning_rates, self.steps = rates, int(settings.get("steps", 0))
 
 
 def _together(pending: list[Pending], dim: int) -> tuple[NDArray[np.int32], Gradients]:

@@ -1,0 +1,70 @@
+"""Rows of a block out of the chunks that hold them, compressed or not: which ranges are read, and when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.errors import BlockReadError
+from tiercache.store.zarr_arrays import Arrays, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.engine import Form
+    from tiercache.store.zarr_shards import Shards
+
+    Bytes = NDArray[np.uint8]
+    Ranges = Callable[[Sequence[Span]], list[Bytes]]
+    """What returns the bytes of spans, until its next call."""
+    Chunks = Sequence[tuple[str, int]]
+    """Name and bytes of the chunk of each array."""
+
+
+def read_rows(
+    ranges: Ranges, chunks: Chunks, arrays: Arrays, form: Form | None, first: int, last: int, *, keys: bool
+) -> list[Bytes]:
+    """Return rows [first, last) of a block of keys, or in each of its fields, until the next call of ``ranges``.
+
+    Raises BlockReadError.
+    """
+    shards = arrays.shards(keys=keys)
+    if shards:
+        if form is None or arrays != Arrays.of(arrays.folder, form):  # what it says decides how much memory is taken
+            raise BlockReadError("stands in arrays of another form")
+        return _read_compressed(ranges, chunks, shards, first, last)
+    rows = arrays.chunk_rows
+    return ranges([Span(key, size // rows * first, size // rows * last, size) for key, size in chunks])
+
+
+def _read_compressed(ranges: Ranges, chunks: Chunks, shards: Sequence[Shards], first: int, last: int) -> list[Bytes]:
+    """Read the index of each chunk, then the inner chunks that have the rows; or all at once where they are most."""
+    if first == last:
+        return [np.empty(0, np.uint8) for _ in shards]
+    for (key, size), one in zip(chunks, shards, strict=True):
+        if size < one.index_bytes:
+            raise BlockReadError(f"is not whole, as {key} has {size:,} bytes and an index of {one.index_bytes:,}")
+    rows, count = shards[0].inner_rows, shards[0].count
+    low, high = first // rows, -(-last // rows)
+    at_once = 8 * (high - low) >= 7 * count  # a request costs as much as some bytes more
+    heads = [
+        Span(key, 0 if at_once else size - one.index_bytes, size, size)
+        for (key, size), one in zip(chunks, shards, strict=True)
+    ]
+    found = ranges(heads)
+    spans, indexes = [], []
+    for (key, size), one, data in zip(chunks, shards, found, strict=True):
+        index = one.index_of(data[data.size - one.index_bytes :], size)[low:high]
+        begins = index[:, 0]
+        if np.any(begins < 0) or np.any(np.diff(begins) < 0):
+            raise BlockReadError(f"lacks some of its rows {first} to {last}, as {key} does not have them")
+        spans.append(Span(key, int(begins[0]), int(index[-1].sum()), size))
+        indexes.append(index)
+    if not at_once:
+        found = ranges(spans)
+        spans = [span._replace(start=0, stop=data.size) for data, span in zip(found, spans, strict=True)]
+    inner = [data[span.start : span.stop] for data, span in zip(found, spans, strict=True)]
+    return [one.decode(index, data, first, last) for one, index, data in zip(shards, indexes, inner, strict=True)]

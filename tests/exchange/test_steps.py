@@ -1,0 +1,115 @@
+"""Adam's count of steps leaves with the state that it belongs to, and comes back."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+import tiercache as tc
+from tests.exchange.cases import FORMATS, rows_of
+from tests.training.cases import Case, Spec, table, tiered, train
+from tiercache.cli.store import app
+from tiercache.errors import ExchangeError, ExchangeWarning
+from tiercache.store import MemoryEngine, Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ADAM = table("a", 4, tc.Adam(learning_rate=0.01))
+PLAIN = table("b", 4)
+CASE = Case(tables=(ADAM, PLAIN), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")), epochs=1, dense_lr=0.0)
+STEPS = 16
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """The path of a store after an epoch; dense layers do not learn."""
+    passes = CASE.cut(tmp_path / "passes")
+    with Store.open(tmp_path / "s.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
+        train(cache, CASE)
+        assert cache.optimizer.steps == STEPS
+    return tmp_path / "s.tc"
+
+
+@pytest.mark.parametrize("format_", ["numpy", "parquet", "safetensors"])
+def test_training_goes_on_from_an_import_as_it_would_have_without(trained: Path, tmp_path: Path, format_: str) -> None:
+    """To the same bits of rows and state: with another count of steps, each of Adam's would be larger or smaller."""
+    tc.export_store(trained, tmp_path / "out", format=format_)
+    tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
+    tc.import_store(tmp_path / "out", tmp_path / "wrong.tc", steps=STEPS + 1)
+    again = Case(**{**CASE.__dict__, "pass_rows": 100})
+    passes = again.cut(tmp_path / "other")
+    ends = {}
+    for path in (trained, tmp_path / "copy.tc", tmp_path / "wrong.tc"):
+        with Store.open(path) as store:
+            tc.reorganise(store, passes, progress=False)
+            with tiered(store, passes) as cache:
+                train(cache, again)
+            ends[path.name] = rows_of(store)
+    assert ends["copy.tc"] == ends["s.tc"]
+    assert ends["wrong.tc"]["a"] != ends["s.tc"]["a"]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_the_count_stands_where_the_state_does(trained: Path, tmp_path: Path, format_: str) -> None:
+    """In the listing and in what comes of it; without state, and of other optimizers, there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExchangeWarning)
+        listing = tc.export_store(trained, tmp_path / "all", format=format_)
+        none = tc.export_store(trained, tmp_path / "none", format=format_, with_state=False)
+        other = tc.export_store(trained, tmp_path / "other", format=format_, tables=["b"])
+    expected = None if format_ == "torch" else STEPS
+    assert (listing.steps, none.steps, other.steps) == (expected, None, None)
+    record = json.loads((tmp_path / "all" / "tables.json").read_text())
+    assert record.get("steps") == expected
+    imported = tc.import_store(tmp_path / "all", tmp_path / "copy.tc", initial_state=True)
+    assert imported == listing
+    with Store.open(tmp_path / "copy.tc", mode="r") as copy:
+        assert copy.commit is not None
+        assert copy.commit.settings == ({} if expected is None else {"steps": STEPS})
+
+
+def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path) -> None:
+    """A warning says that Adam begins anew; steps say otherwise, also on the command line."""
+    tc.export_store(trained, tmp_path / "out", format="numpy")
+    (tmp_path / "out" / "tables.json").unlink()
+    with (
+        pytest.warns(
+            ExchangeWarning, match=r"does not say how many steps .* table 'a' counts: .* unless you give steps"
+        ),
+        Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as copy,
+    ):
+        assert tc.import_store(tmp_path / "out", copy, format="numpy").steps is None
+    with (
+        warnings.catch_warnings(),
+        Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as copy,
+    ):
+        warnings.simplefilter("error")
+        assert tc.import_store(tmp_path / "out", copy, format="numpy", steps=7).steps == 7
+    with pytest.raises(ExchangeError, match="steps is -1: it must be at least 0"):
+        tc.import_store(tmp_path / "out", tmp_path / "c.tc", format="numpy", tables=CASE.tables, steps=-1)
+    assert not (tmp_path / "c.tc").exists()
+
+
+def test_the_command_line_takes_the_count(trained: Path, tmp_path: Path) -> None:
+    """Over what the listing says."""
+    tc.export_store(trained, tmp_path / "out", format="parquet")
+    said = CliRunner().invoke(app, ["import", str(tmp_path / "out"), str(tmp_path / "copy.tc"), "--steps", "3"])
+    assert said.exit_code == 0, said.output
+    with Store.open(tmp_path / "copy.tc", mode="r") as copy:
+        assert copy.commit is not None
+        assert copy.commit.settings == {"steps": 3}
+
+
+@pytest.mark.parametrize("steps", [-1, True, "7", 1.5])
+def test_a_count_that_is_none_is_refused(trained: Path, tmp_path: Path, steps: object) -> None:
+    """It is a number of steps or not there."""
+    tc.export_store(trained, tmp_path / "out", format="numpy")
+    record = json.loads((tmp_path / "out" / "tables.json").read_text())
+    (tmp_path / "out" / "tables.json").write_text(json.dumps({**record, "steps": steps}))
+    with pytest.raises(ExchangeError, match="steps is"):
+        tc.import_store(tmp_path / "out", tmp_path / "copy.tc")

@@ -1,0 +1,78 @@
+"""The bytes of a store at its fullest, against blocks that are counted one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercache.errors import BudgetError
+from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
+from tiercache.store import Adagrad, Range, Stream, Table, Zeros
+from tiercache.store.table import group_tables
+
+GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())])
+
+
+def stream_of(visit: int, counts: list[int], block_rows: int) -> Stream:
+    """Return a dump with so many rows for each visit after it."""
+    ranges = tuple(Range(next_use=visit + gap, table_rows=(n,)) for gap, n in enumerate(counts, 1) if n)
+    return Stream(row_bytes=32, piece_rows=2, block_bytes=32 * block_rows, ranges=ranges)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.integers(1, 5).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=n, max_size=n)
+    ),
+    block_rows=st.integers(1, 6),
+    epoch=st.integers(0, 3),
+)
+def test_live_blocks_are_those_that_some_later_visit_needs(
+    counts: list[list[int]], block_rows: int, epoch: int
+) -> None:
+    """At each commit of an epoch like all others: every block with a row whose next use is not over yet."""
+    n = len(counts)
+    dumps = {epoch * n + i: (stream_of(epoch * n + i, counts[i], block_rows),) for i in range(n)}
+    plan = StorePlan.of(GROUPS, dumps, [], commits=1, commit_every=1, state_bytes=0, use_files=1)
+    taken = []
+    for cursor in range(2 * n, 3 * n):
+        total = 0
+        for visit in range(cursor - n, cursor):
+            stream = stream_of(visit, counts[visit % n], block_rows)
+            uses = np.repeat([r.next_use for r in stream.ranges], [r.rows for r in stream.ranges])
+            blocks = {row // block_rows for row, use in enumerate(uses) if use >= cursor}
+            rows = min(block_rows, stream.rows)
+            total += len(blocks) * (2 * -(-16 * rows // 4096) + -(-8 * rows // 4096)) * 4096
+        taken.append(total)
+    assert plan.live == max(taken)
+    assert plan.schedule == 8 * sum(map(sum, counts))
+
+
+@pytest.mark.parametrize(("commits", "commit_every", "passes"), [(1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 5, 11)])
+def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commit_every: int, passes: int) -> None:
+    """Two at the least, one more for each visit that a commit is behind and each further commit that is kept."""
+    plan = StorePlan.of(
+        GROUPS,
+        {0: (stream_of(0, [9], 4),)},
+        [],
+        commits=commits,
+        commit_every=commit_every,
+        state_bytes=5000,
+        use_files=3,
+    )
+    assert plan.num_passes == passes
+    assert plan.largest_pass == plan.live == 3 * 3 * 4096
+    assert plan.state == (1 + commits) * 8192
+    blocks = (1 + passes) * plan.live
+    assert plan.needed == blocks + -(-15 * blocks // 100) + plan.state + 3 * 8 * 9 + RECORD_BYTES
+
+
+def test_a_budget_that_is_met_says_nothing() -> None:
+    """And one byte less is refused with the sum and its parts."""
+    plan = StorePlan(live=1 << 20, largest_pass=1 << 19, num_passes=2, state=1 << 10, schedule=1 << 11)
+    plan.check(plan.needed)
+    words = "1 MiB of live rows, 2 times the largest pass of 512 KiB, 15 % .* 1 KiB of dense state and 2 KiB .* to {} b"
+    with pytest.raises(BudgetError, match=words.format(plan.needed)):
+        plan.check(plan.needed - 1)

@@ -1,0 +1,254 @@
+"""Compaction gives room back: what no commit and no reader needs is not kept on the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.store.big import BIG, dump, load, places, publish
+from tests.store.test_block_file import aligned
+from tiercache.store import Store, StoreFullError, info, verify
+from tiercache.store import block_file as module
+from tiercache.store.block_file import PAGE_BYTES, BlockFile
+from tiercache.store.free_space import FreeSpace
+from tiercache.store.hole import punch_hole
+
+ROOT = Path(__file__).parents[2]
+
+
+def taken(path: Path) -> int:
+    """Return the bytes that the file system keeps for a file."""
+    return path.stat().st_blocks * 512
+
+
+def trained(path: Path, *, visits: int = 8, engine: str = "lmdb") -> int:
+    """Make a store of several segments; returns the bytes of its live rows with their keys."""
+    rows = 0
+    with Store.open(path, tables=[BIG], engine=engine) as store:
+        for visit in range(visits):
+            dump(store, visit, {visit + 1: 300, visit + 100: 500})
+            publish(store, visit + 1)
+        rows = 300 + 500 * visits
+    return rows * (BIG.row_bytes + 8)
+
+
+def test_compaction_gives_back_what_it_freed(tmp_path: Path) -> None:
+    """The blocks that are live lie at the end of the file: what is free before them are holes, and rows are there."""
+    live = trained(tmp_path / "s")
+    before = taken(tmp_path / "s" / "blocks.bin")
+    with Store.open(tmp_path / "s") as store:
+        store.compact()
+        assert taken(tmp_path / "s" / "blocks.bin") < 1.05 * live
+        assert (tmp_path / "s" / "blocks.bin").stat().st_size > 1.5 * live
+        rows = sum(keys.size for keys, _ in store.scan("big"))
+    assert before > live
+    assert rows == 300 + 500 * 8
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+def test_a_second_compaction_makes_the_file_shorter(tmp_path: Path) -> None:
+    """Its rows are written to the holes at the beginning, so that the end can go."""
+    live = trained(tmp_path / "s")
+    for _ in range(2):
+        with Store.open(tmp_path / "s") as store:
+            store.compact()
+    size = (tmp_path / "s" / "blocks.bin").stat().st_size
+    assert live < size < 1.1 * live
+    assert taken(tmp_path / "s" / "blocks.bin") <= size + PAGE_BYTES
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+@pytest.mark.parametrize(("engine", "most"), [("lmdb", 1.1), ("zarr", 1.5)])
+def test_info_counts_what_the_disk_keeps(tmp_path: Path, engine: str, most: float) -> None:
+    """Holes are no bytes of a store: compacted, it takes little more than its rows (Zarr pads the last chunk)."""
+    trained(tmp_path / "s", engine=engine)
+    with Store.open(tmp_path / "s") as store:
+        store.compact()
+    found = info(tmp_path / "s")
+    files = [file for file in (tmp_path / "s").rglob("*") if file.is_file()]
+    assert 0 <= found["file_bytes"] - sum(map(taken, files)) <= PAGE_BYTES  # the mark of a reader, while it looks
+    assert 1 < found["space_amplification"] < most
+
+
+def test_holes_are_written_again(tmp_path: Path) -> None:
+    """Visits after a compaction go where room was given back, and the file is no longer for them."""
+    trained(tmp_path / "s")
+    with Store.open(tmp_path / "s") as store:
+        store.compact()
+        size = (tmp_path / "s" / "blocks.bin").stat().st_size
+        stored = {}
+        for visit in range(20, 26):
+            stored[visit] = dump(store, visit, {visit + 1: 300, visit + 2: 200})
+            publish(store, visit + 1)
+            expected = {v: ranges[visit + 1] for v, ranges in stored.items() if visit + 1 in ranges}
+            assert load(store, visit + 1) == expected
+        assert (tmp_path / "s" / "blocks.bin").stat().st_size == size
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+def test_what_a_reader_sees_is_given_back_when_it_is_gone(tmp_path: Path) -> None:
+    """Its rows are as they were after the compaction; the commit of the next compaction gives all back."""
+    live = trained(tmp_path / "s")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    code = (
+        "import sys, zlib\n"
+        "from tests.store.big import load\n"
+        "from tiercache.store import Store\n"
+        "with Store.open(sys.argv[1], mode='r') as store:\n"
+        "    print({v: zlib.crc32(d) for v, d in load(store, 8).items()}, flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    print({v: zlib.crc32(d) for v, d in load(store, 8).items()}, flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "s")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    ) as reader:
+        first = reader.stdout.readline()
+        with Store.open(tmp_path / "s") as store:
+            store.compact()
+            assert taken(tmp_path / "s" / "blocks.bin") > 1.8 * live
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            assert reader.stdout.readline() == first != "{}\n"
+            reader.wait()
+            store.compact()
+            assert taken(tmp_path / "s" / "blocks.bin") < 1.05 * live
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+DYING = """
+import os, sys
+from tiercache.store import Store, block_file
+
+punch_hole = block_file.punch_hole
+
+def dying(*run):
+    if sys.argv[2] == "after":
+        punch_hole(*run)
+    os._exit(9)
+
+block_file.punch_hole = dying
+with Store.open(sys.argv[1]) as store:
+    store.compact()
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_process_that_dies_at_a_hole_leaves_a_compacted_store(tmp_path: Path, moment: str) -> None:
+    """The commit was durable before the first of them; the next compaction gives back what is left."""
+    live = trained(tmp_path / "s")
+    command = [sys.executable, "-c", DYING, str(tmp_path / "s"), moment]
+    died = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert died.returncode == 9
+    assert verify(tmp_path / "s")["problems"] == []
+    with Store.open(tmp_path / "s") as store:
+        (segment,) = store.segments
+        assert segment.rows == 300 + 500 * 8
+        store.compact()
+        assert taken(tmp_path / "s" / "blocks.bin") < 1.05 * live
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+def test_no_hole_is_where_a_commit_has_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the newest root of LMDB's file, which was synced, nor a block of a commit that is kept."""
+    trained(tmp_path / "s")
+    holes = []
+
+    def watching(handle: int, offset: int, num_bytes: int) -> bool:
+        for place in places(tmp_path / "s").values():
+            assert place.offset + place.size <= offset or offset + num_bytes <= place.offset
+        holes.append(num_bytes)
+        return punch_hole(handle, offset, num_bytes)
+
+    monkeypatch.setattr(module, "punch_hole", watching)
+    for retention in (3, 1):
+        with Store.open(tmp_path / "s", retention=retention) as store:
+            store.compact()
+            assert len(store.commits) == min(retention, 2)
+    assert sum(holes) > 1 << 20
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+def test_a_commit_of_training_keeps_its_room(tmp_path: Path) -> None:
+    """What it frees is for the next dump: the file has no holes then."""
+    trained(tmp_path / "s")
+    path = tmp_path / "s" / "blocks.bin"
+    assert taken(path) >= path.stat().st_size
+
+
+def test_a_file_system_without_holes_keeps_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end goes all the same, and nothing else changes."""
+    monkeypatch.setattr(module, "punch_hole", lambda *_: False)
+    file = BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)
+    blocks = [file.put(np.full(100_000, i, np.uint8), stable=False) for i in range(4)]
+    file.flush()
+    file.give([blocks[1], blocks[3]])
+    file.shrink()
+    assert file.size == blocks[3].offset
+    assert taken(tmp_path / "blocks") >= file.size
+    again = file.put(np.full(100_000, 9, np.uint8), stable=False)
+    file.flush()
+    for place, value in ((blocks[0], 0), (blocks[2], 2), (again, 9)):
+        out = np.empty(100_000, np.uint8)
+        file.read(place.offset, out)
+        assert set(out.tolist()) == {value}
+    file.close()
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "statvfs"])
+def test_a_disk_that_is_full_shows_before_a_hole_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """With the bytes that were needed; the place is free again, and room is left for records."""
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)) as file:
+        first = file.put(aligned(600_000), stable=True)
+        last = file.put(np.full(10_000, 7, np.uint8), stable=False)
+        file.flush()
+        file.give([first])
+        file.shrink()
+        assert taken(tmp_path / "blocks") < 100_000
+
+        def full(*_arguments: object) -> object:
+            if call == "posix_fallocate":
+                raise OSError(errno.ENOSPC, "full")
+            return os.statvfs_result((4096, 4096, 100, 10, 10, 0, 0, 0, 0, 255))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, full)
+            with pytest.raises(StoreFullError, match=r"needs 602,112 more bytes but .* free: free some"):
+                file.put(aligned(600_000), stable=True)
+        assert taken(tmp_path / "blocks") < 100_000
+        assert file.put(aligned(600_000), stable=True).offset == first.offset
+        file.flush()
+        out = np.empty(10_000, np.uint8)
+        file.read(last.offset, out)
+        assert set(out.tolist()) == {7}
+
+
+def test_a_hole_reads_as_zeros_and_ends_where_it_should(tmp_path: Path) -> None:
+    """And errors of the system are errors."""
+    (tmp_path / "f").write_bytes(b"\1" * 40_960)
+    handle = os.open(tmp_path / "f", os.O_RDWR)
+    try:
+        assert punch_hole(handle, 8192, 16_384)
+        data = (tmp_path / "f").read_bytes()
+        assert data == b"\1" * 8192 + bytes(16_384) + b"\1" * 16_384
+    finally:
+        os.close(handle)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        punch_hole(handle, 0, 4096)
+
+
+def test_runs_are_what_is_free() -> None:
+    """In order, each with its end."""
+    space = FreeSpace()
+    space.grow(10)
+    space.use(2, 3)
+    assert space.runs == [(0, 2), (5, 10)]

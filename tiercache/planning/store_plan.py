@@ -1,0 +1,110 @@
+"""The bytes that a store takes at its fullest, from the sizes of passes: decided before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiercache.errors import BudgetError
+from tiercache.planning.budget import paged
+from tiercache.sizes import format_bytes
+from tiercache.store.stream import NEVER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from tiercache.store import Segment
+    from tiercache.store.stream import Stream
+    from tiercache.store.table import Group
+
+RECORD_BYTES = 1 << 20
+"""Records and what describes arrays: 4 bytes for each piece, and little else."""
+_KEY_BYTES, _USE_BYTES = 8, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorePlan:
+    """What a store holds at its fullest commit, and what a dump needs beside that; all in bytes."""
+
+    live: int
+    """Blocks with live rows and their keys, at the commit that has most of them."""
+    largest_pass: int
+    """Blocks of rows and keys of the largest pass."""
+    num_passes: int
+    """How many of these stand beside the live rows: the visits from each commit that is kept to the next, and one whose
+    room was freed and may not be used again yet."""
+    state: int
+    """Dense state of all commits that are kept, and of the next."""
+    schedule: int
+    """Next uses, in the files beside the store."""
+
+    @classmethod
+    def of(
+        cls,
+        groups: tuple[Group, ...],
+        dumps: Mapping[int, tuple[Stream, ...]],
+        segments: Iterable[Segment],
+        *,
+        commits: int,
+        commit_every: int,
+        state_bytes: int,
+        use_files: int,
+    ) -> StorePlan:
+        """Count the blocks that are live at each commit of an epoch, where every epoch is like this one.
+
+        ``dumps`` are those of its visits, kept rows too. ``segments`` are in the store: rows that no visit needs stay.
+        ``commits`` are kept; ``use_files`` hold the next uses of an epoch each.
+        """
+        live, largest, rows = [0] * len(dumps), 0, 0
+        for visit, streams in dumps.items():
+            taken = 0
+            for group, stream in zip(groups, streams, strict=True):
+                block = _block_bytes(group, stream)
+                taken, rows = taken + stream.num_blocks * block, rows + stream.rows
+                since = visit + 1  # the commit that first has these rows
+                for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
+                    blocks = stream.num_blocks - first_row // stream.block_rows
+                    for commit in range(since, uses.next_use + 1):
+                        live[commit % len(dumps)] += blocks * block
+                    since = uses.next_use + 1
+            largest = max(largest, taken)
+        return cls(
+            live=max(live, default=0) + sum(_never_bytes(groups, segment) for segment in segments),
+            largest_pass=largest,
+            num_passes=1 + commits * commit_every,
+            state=(1 + commits) * paged(state_bytes),
+            schedule=_USE_BYTES * rows * use_files,
+        )
+
+    @property
+    def needed(self) -> int:
+        """The most bytes of the store: 15 % for blocks that are live in part, and for free room between them."""
+        blocks = self.live + self.num_passes * self.largest_pass
+        return blocks + -(-15 * blocks // 100) + self.state + self.schedule + RECORD_BYTES
+
+    def check(self, allowed: int) -> None:
+        """Raise BudgetError, with the numbers, where the store may come to need more bytes than are allowed."""
+        if self.needed > allowed:
+            raise BudgetError(
+                f"store_budget is {format_bytes(allowed)}, but the store needs {format_bytes(self.needed)} at its "
+                f"fullest: {format_bytes(self.live)} of live rows, {self.num_passes} times the largest pass of "
+                f"{format_bytes(self.largest_pass)}, 15 % beside these, {format_bytes(self.state)} of dense state and "
+                f"{format_bytes(self.schedule)} of next uses: raise store_budget to {self.needed} bytes, keep fewer "
+                "commits (retention), commit more often (commit_every), or extract smaller passes"
+            )
+
+
+def _block_bytes(group: Group, stream: Stream) -> int:
+    """Return the bytes of a block with its keys, in pages for each field: what either engine takes at most."""
+    rows = min(stream.block_rows, stream.rows)
+    return sum(paged(4 * field.width * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
+
+
+def _never_bytes(groups: tuple[Group, ...], segment: Segment) -> int:
+    """Return the bytes of the blocks with rows that no visit needs."""
+    total = 0
+    for group, stream in zip(groups, segment.streams, strict=True):
+        for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
+            if uses.next_use == NEVER and uses.rows:
+                total += (stream.num_blocks - first_row // stream.block_rows) * _block_bytes(group, stream)
+    return total
