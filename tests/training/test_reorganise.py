@@ -120,6 +120,51 @@ def test_days_equal_memory_for_any_cut_and_budget(
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
 
 
+@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
+def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Path, engine: str) -> None:
+    """Segments settle and stay through days that use few, many and then few of their keys; the bits are memory's."""
+    case = one_case(tc.Adam(learning_rate=0.01), num_samples=8 * 32, pass_rows=32, num_keys=120)
+    cuts = cuts_of(case, drift=0)
+    for few in (*cuts[2:4], *cuts[6:]):
+        for part in few.features.values():
+            part.keys[:] %= 7
+    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    with open_store(tmp_path / "s.tc", case, engine) as store:
+        settled, written = [], []
+        for _, model, _ in day_by_day(case, cuts, 4, tmp_path, store):
+            last = model
+            settled.append(len(store.commit.settled))
+            written.append(store.counters.rows_written)
+        assert settled[0] == 0
+        assert settled[1] > 0
+        assert settled[3] > 0
+        assert written[1] - written[0] < written[0] / 2
+        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+    if engine != "memory":
+        assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+def test_a_day_can_be_taken_back_to_before_the_store_was_reorganised(tmp_path: Path) -> None:
+    """Rolled back to the end of the day before and trained again: the bits of a training that never left."""
+    case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=90)
+    cuts = cuts_of(case, drift=25)
+    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    with tc.Store.open(tmp_path / "s.tc", tables=case.tables, retention=9) as store:
+        for day, model, _ in day_by_day(case, cuts, 3, tmp_path / "first", store):
+            last = model
+            if day == 1:
+                end = store.commit.id
+        assert store.commit.settled
+        store.rollback(end)
+        passes = tc.PassSet.open(tmp_path / "first" / "day2")
+        tc.reorganise(store, passes, progress=False)
+        with tiered(store, passes) as cache:
+            last = train(cache, case, seed=77)
+        assert store.commit.settled
+        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+    assert verify(tmp_path / "s.tc")["problems"] == []
+
+
 def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganised(tmp_path: Path) -> None:
     """Two epochs of one day, then the day before again: rows equal a training in memory of that order of batches."""
     case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=50)
