@@ -108,8 +108,7 @@ class Run:
                 parts.append((keys[mine], values[mine]))
                 taken += parts[-1][0].size
             self._pass_over(end)
-        keys, values = zip(*parts, strict=True)
-        return np.concatenate(keys), np.concatenate(values)
+        return np.concatenate([keys for keys, _ in parts]), np.concatenate([values for _, values in parts])
 
     def _count_chosen(self, choice: Choice) -> int:
         """Return how many rows are chosen."""

@@ -94,7 +94,8 @@ class Settling:
     def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
         """Return which of the live rows [low, high) of a segment stream move: (high - low,)."""
         marks = self._groups[group].marks_of(segment, low, high)
-        return marks == _USED if segment.id in self._settled_ids else marks != _STALE
+        moved: NDArray[np.bool_] = marks == _USED if segment.id in self._settled_ids else marks != _STALE
+        return moved
 
 
 class _GroupRows:

@@ -38,6 +38,7 @@ class World:
     piece_rows: int = 4
     block_rows: int = 10
     visit: int = 0
+    schedule: int = 0
     rows: dict[Key, bytes] = field(default_factory=dict)
     uses: dict[Key, int] = field(default_factory=dict)
 
@@ -59,6 +60,7 @@ class World:
     def follow(self, store: Store, passes: list[dict[str, NDArray[np.int64]]]) -> Commit:
         """Begin a schedule of other passes, and let the store follow it."""
         self.passes, self.num_passes, self.visit = passes, len(passes), 0
+        self.schedule += 1
         first = {key: visit for visit in reversed(range(self.num_passes)) for key in self.keys(visit)}
         for name, number in first.keys() - self.rows.keys():
             table = next(table for table in self.tables if table.name == name)
@@ -84,7 +86,7 @@ class World:
         """Change every row that the present visit trains."""
         for table in self.tables:
             for key in self.passes[self.visit % self.num_passes][table.name].tolist():
-                bits = np.random.default_rng([self.visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
+                bits = np.random.default_rng([self.schedule, self.visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
                 self.rows[table.name, key] = bits.random(table.row_bytes // 4, dtype=np.float32).tobytes()
 
     def layout(self, group: Group, *, within: bool) -> tuple[Stream, list[Key]]:
