@@ -16,26 +16,18 @@ from hypothesis import strategies as st
 from tests.store.conftest import Home, small_tables
 from tests.store.test_rewrite import rows_of
 from tests.store.test_scan import check as check_scans
-from tests.store.uses import Uses
 from tests.store.world import World, scheduled
 from tiercache.store import (
     NEVER,
     CorruptStoreError,
     MemoryEngine,
-    Range,
     Store,
-    Stream,
-    Table,
-    Zeros,
     differences,
-    hash_keys,
     info,
     settling,
 )
 from tiercache.store.commit import Commit
-from tiercache.store.optimizer import SGD
 from tiercache.store.record import decode, encode
-from tiercache.store.scan import live_rows
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -283,62 +275,6 @@ def test_a_settled_store_equals_the_same_rows_compacted(tmp_path: Path) -> None:
         assert one.same == sum(name == one.table for name, _ in world.rows)
     for store in found:
         store.close()
-
-
-WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
-
-
-def days(store: Store, visits: int, rows: int) -> None:
-    """Commit visits that dump ``rows`` rows each of keys of their own, in pieces of 8 rows."""
-    for visit in range(visits):
-        keys = np.arange(visit * rows, (visit + 1) * rows)
-        keys = keys[np.argsort(hash_keys(keys, WIDE.table_id))]
-        stream = Stream(
-            row_bytes=256,
-            piece_rows=8,
-            block_bytes=256 * 64,
-            ranges=(Range(next_use=visit + visits, table_rows=(rows,)),),
-        )
-        data = np.repeat(keys.astype(np.float32), 64).view(np.uint8)
-        cuts = [int(row) for row in stream.block_first_row_B]
-        blocks = [
-            (0, b, data[256 * low : 256 * cuts[b + 1]], keys[low : cuts[b + 1]]) for b, low in enumerate(cuts[:-1])
-        ]
-        store.append(visit, [stream], blocks)
-    store.publish((visits, 0), state=b"", schedule_digest="old", settings={}, environment={})
-
-
-@pytest.mark.parametrize("spread", [False, True])
-def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) -> None:
-    """Of 20 visits' rows 5 % are used: those of one visit, or as many of all; the others are neither read nor written.
-
-    Read are the pieces that have a used row, once. Written are the used rows and those with fewer bytes that were
-    left with them in segments that are not worth keeping. Keys of all rows are read once, of rows that move again.
-    """
-    visits, rows = 20, 1024
-    with Store.open(None, tables=[WIDE], engine=MemoryEngine()) as store:
-        days(store, visits, rows)
-        keys = range(0, visits * rows, visits) if spread else range(3 * rows, 4 * rows)
-        used = {("wide", key): 0 for key in [*keys, *range(10**6, 10**6 + 50)]}
-        pieces = set()
-        for segment in store.segments:
-            stored = np.concatenate([store.read_keys(segment, 0, b) for b in range(segment.streams[0].num_blocks)])
-            mine = np.nonzero([("wide", key) in used for key in stored.tolist()])[0]
-            pieces |= {(segment.id, row // 8) for row in mine.tolist()}
-        before = copy.copy(store.counters.__dict__)
-        commit = store.rewrite(Uses(store, used, 500), schedule_digest="new")
-        done = {name: value - before[name] for name, value in store.counters.__dict__.items() if name != "_lock"}
-        assert len(commit.settled) == (visits if spread else visits - 1)
-        assert done["rows_written"] == rows + 50
-        assert done["row_bytes_read"] == len(pieces) * 8 * 256
-        assert done["key_bytes_read"] <= 8 * visits * rows + len(pieces) * 8 * 64
-        assert done["spill_bytes_written"] == 0
-        assert live_rows(store, "wide") == visits * rows + 50
-        assert {
-            key: values[0, 0]
-            for keys, fields in store.changes("wide", since=-1)
-            for key, values in zip(keys.tolist(), fields["vector"][:, None], strict=True)
-        } == {**{key: float(key) for key in range(visits * rows)}, **dict.fromkeys(range(10**6, 10**6 + 50), 0.0)}
 
 
 def rewritten(store: Store, engine: MemoryEngine, change: Any) -> None:

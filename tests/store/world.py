@@ -16,7 +16,7 @@ from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -57,7 +57,12 @@ class World:
             for _ in range(self.num_passes)
         ]
 
-    def follow(self, store: Store, passes: list[dict[str, NDArray[np.int64]]]) -> Commit:
+    def follow(
+        self,
+        store: Store,
+        passes: list[dict[str, NDArray[np.int64]]],
+        progress: Callable[[str, int], None] | None = None,
+    ) -> Commit:
         """Begin a schedule of other passes, and let the store follow it."""
         self.passes, self.num_passes, self.visit = passes, len(passes), 0
         self.schedule += 1
@@ -67,7 +72,7 @@ class World:
             fields = initial_rows(table, np.array([number]))
             self.rows[name, number] = b"".join(values[0].tobytes() for values in fields)
         self.uses = {key: first.get(key, NEVER) for key in self.rows}
-        return store.rewrite(Uses(store, first, 7), schedule_digest="another")
+        return store.rewrite(Uses(store, first, 7), schedule_digest="another", progress=progress)
 
     def keys(self, visit: int) -> Iterator[Key]:
         """Yield (table, key) of all rows that ``visit`` trains."""
