@@ -34,12 +34,12 @@ class Life:
         return cls.at(commit.cursor, segments, commit.settled)
 
     @classmethod
-    def at(cls, cursor: Cursor, segments: Iterable[Segment], settled: Collection[Settled] = ()) -> Life:
+    def at(cls, cursor: Cursor, segments: Iterable[Segment], settled: Collection[Settled]) -> Life:
         """Return the rule at ``cursor``. Raises ValueError for a cursor inside a visit that wrote no segment."""
         by_id = {one.segment_id: one for one in settled}
         if cursor.sample == 0:
             return cls(cursor, None, by_id)
-        written = [s.id for s in segments if s.within and s.visit == cursor.visit and s.id not in by_id]
+        written = [s.id for s in segments if s.within and s.visit == cursor.visit]
         if not written:
             raise ValueError(
                 f"a commit at sample {cursor.sample} of visit {cursor.visit} needs its rows: "

@@ -46,6 +46,10 @@ class Settled:
 
     def check(self, segment: Segment, groups: Sequence[Group]) -> None:
         """Raise ValueError where ``segment`` has no such ranges, or no more live rows than are said to be stale."""
+        if segment.within:
+            raise ValueError(
+                f"settled segment {segment.id} was written inside a visit: all its rows were needed by that"
+            )
         if len(self.first_ranges) != len(groups):
             raise ValueError(f"settled segment {segment.id} has {len(self.first_ranges)} groups of {len(groups)}")
         needed = 0

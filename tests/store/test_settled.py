@@ -317,6 +317,17 @@ def test_a_commit_that_says_impossible_things_of_settled_segments_is_refused(wha
         home.open()
 
 
+def test_a_segment_that_a_commit_inside_a_visit_wrote_is_not_settled(tmp_path: Path) -> None:
+    """All its rows have the visit as next use, so none is live when a schedule begins: a record that says so lies."""
+    home = Home("memory", tmp_path)
+    store, _ = settled_store(home)
+    id_ = store.commit.settled[0].segment_id
+    segment = replace(next(segment for segment in store.segments if segment.id == id_), within=True)
+    home.engine.records[f"segment/{id_}"] = segment.to_bytes()
+    with pytest.raises(CorruptStoreError, match="was written inside a visit"):
+        home.open()
+
+
 @pytest.mark.parametrize("more", [-1, 1])
 def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, tmp_path: Path) -> None:
     """Two live rows of a key are damage, as without settled segments; so is a row that should be there twice."""
