@@ -29,6 +29,8 @@ from tests.training.cases import (
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.store import MemoryEngine, fill, verify
+from tiercache.store.segment import BASE_VISIT
+from tiercache.tiers.transfer import segments_by_visit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,6 +144,22 @@ def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Pa
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
     if engine != "memory":
         assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+def test_settled_segments_are_of_no_visit_of_the_new_schedule(tmp_path: Path) -> None:
+    """Their visits were those of another: a load of the same number is not from them."""
+    case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=300)
+    cuts = cuts_of(case, drift=0)
+    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:])))
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        with tiered(store, one) as cache:
+            train(cache, case)
+        tc.reorganise(store, two, progress=False)
+        assert {segment.visit for segment in store.segments if segment.id in store.commit.settled_ids} == {0, 1, 2}
+        assert segments_by_visit(store).keys() == {BASE_VISIT}
+        with tiered(store, two) as cache:
+            train(cache, case)
+        assert segments_by_visit(store).keys() == {0}
 
 
 def test_a_day_can_be_taken_back_to_before_the_store_was_reorganised(tmp_path: Path) -> None:
