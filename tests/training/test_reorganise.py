@@ -81,8 +81,11 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
     cuts = cuts_of(case, drift=7)
     whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
+        settled = 0
         for _, model, _ in day_by_day(case, cuts, 10, tmp_path, store):
             last = model
+            settled += len(store.commit.settled)
+        assert settled > 0
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
         assert store.commit.id == 10 * 2 + 9
     if engine != "memory":
