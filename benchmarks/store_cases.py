@@ -125,7 +125,7 @@ def _verification(disk: BareDisk, runs: Sequence[StoreRun], dumps: Sequence[Dump
     """Return seconds of verify and of info, and of the bare disk for the blocks that verify reads."""
     store = runs[0].store
     assert store.commit is not None
-    life = Life.at(store.commit.cursor, store.segments)
+    life = Life.of(store.commit, store.segments)
     spans: list[Span] = []
     for segment, dump in zip(store.segments, dumps, strict=True):
         spans += dump.writes()[2 * life.first_block(segment, 0) :]  # rows and keys of each block

@@ -11,6 +11,7 @@ import numpy as np
 from tiercache.store.blocks import STATE, block_name, checksum
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record import decode, encode, whole
+from tiercache.store.settled import Settled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,6 +55,13 @@ class Commit:
     """Bytes of every block of the state but the last."""
     state_checksums: NDArray[np.uint32]
     """CRC32C of each block of the state."""
+    settled: tuple[Settled, ...] = ()
+    """What is live in the first of its segments, which schedules before this one left where they are."""
+
+    @property
+    def settled_ids(self) -> frozenset[int]:
+        """The settled ones of its segments."""
+        return frozenset(settled.segment_id for settled in self.settled)
 
     def state_blocks(self) -> dict[bytes, int]:
         """Return name and bytes of each block of the dense state, in order."""
@@ -78,6 +86,8 @@ class Commit:
             "state_bytes": self.state_bytes,
             "state_chunk_bytes": self.state_chunk_bytes,
         }
+        if self.settled:
+            values["settled"] = [settled.to_record() for settled in self.settled]
         try:
             return encode("commit", values, {"state": self.state_checksums})
         except (TypeError, ValueError) as error:
@@ -94,6 +104,9 @@ class Commit:
             next_segment, retention = (whole(values[name], name) for name in ("next_segment", "retention"))
             if any(b <= a for a, b in pairwise([*segment_ids, next_segment])):
                 raise ValueError("its segments do not stand in the order of their ids")
+            settled = tuple(Settled.from_record(record) for record in values.get("settled", []))
+            if tuple(one.segment_id for one in settled) != segment_ids[: len(settled)]:
+                raise ValueError("its settled segments are not the first ones")
             if retention < 1:
                 raise ValueError("it keeps no commit")
             if chunk < 1 or -(-state_bytes // chunk) != arrays["state"].size:
@@ -112,6 +125,7 @@ class Commit:
                 state_bytes=state_bytes,
                 state_chunk_bytes=chunk,
                 state_checksums=arrays["state"],
+                settled=settled,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tiercache.store.counters import Counters
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
+    from tiercache.store.rewrite import Rewrite
     from tiercache.store.segment import Segment
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
@@ -103,7 +104,9 @@ class History:
         """Make a commit of the rows live at ``cursor``."""
         with self._lock:
             self._check_cursor(cursor)
-            life, before = Life.at(cursor, self.segments), self.commit
+            before = self.commit
+            settled = () if before is None else before.settled
+            life = Life.at(cursor, self.segments, settled)
             ids = tuple(segment.id for segment in self.segments if life.keeps(segment))
             named = {} if before is None else dict(zip(before.segment_ids, before.first_commits, strict=True))
             id_ = 0 if before is None else before.id + 1
@@ -122,6 +125,7 @@ class History:
                 state_bytes=len(state),
                 state_chunk_bytes=STATE_CHUNK_BYTES,
                 state_checksums=checksums,
+                settled=settled,
             )
             self._advance(self.commits, commit, chunks, transaction_bytes)
         return commit
@@ -144,23 +148,18 @@ class History:
             self._advance([c for c in self.commits if c.id <= to.id], commit, chunks, TRANSACTION_BYTES)
         return commit
 
-    def rewrite(
-        self,
-        streams: Sequence[Stream],
-        blocks: Iterable[Block],
-        checksums: Checksums,
-        state: NDArray[np.uint8],
-        schedule_digest: str,
-    ) -> Commit:
-        """Make a commit at the beginning of a schedule, with one segment in place of all, and the dense ``state``."""
+    def rewrite(self, rewrite: Rewrite, checksums: Checksums, state: NDArray[np.uint8], schedule_digest: str) -> Commit:
+        """Make a commit at the beginning of a schedule, with one segment in place of all that do not settle."""
         with self._lock:
-            before = self.commits[-1]
+            before, streams = self.commits[-1], rewrite.read()
+            named = dict(zip(before.segment_ids, before.first_commits, strict=True))
+            ids = [one.segment_id for one in rewrite.settled]
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
                     BASE_VISIT,
                     streams,
-                    blocks,
+                    rewrite.blocks(streams),
                     checksums,
                     within=False,
                     stable=False,
@@ -171,12 +170,13 @@ class History:
                     id=before.id + 1,
                     cursor=Cursor(0, 0),
                     schedule_digest=schedule_digest,
-                    segment_ids=(segment.id,) if segment.rows else (),
-                    first_commits=(before.id,) if segment.rows else (),
+                    segment_ids=(*ids, *([segment.id] if segment.rows else [])),
+                    first_commits=(*(named[id_] for id_ in ids), *([before.id] if segment.rows else [])),
                     next_segment=self._next_id,
                     retention=self.retention,
                     state_chunk_bytes=STATE_CHUNK_BYTES,
                     state_checksums=state_checksums,
+                    settled=rewrite.settled,
                 )
                 self._advance(self.commits, commit, chunks, TRANSACTION_BYTES)
             except BaseException:
@@ -261,8 +261,9 @@ class History:
         if min(cursor) < 0 or (before is not None and cursor < before):
             raise ValueError(f"{self._label} stands at {before} and cannot go back to {cursor}")
         newest = -1 if self.commit is None else max(self.commit.segment_ids, default=-1)
+        settled = frozenset[int]() if self.commit is None else self.commit.settled_ids
         for segment in self.segments:
-            if segment.visit > cursor.visit - (not segment.within):
+            if segment.id not in settled and segment.visit > cursor.visit - (not segment.within):
                 raise ValueError(f"a commit at {cursor} cannot name a dump of visit {segment.visit}")
         if cursor.sample and cursor != before and not any(
             s.within and s.visit == cursor.visit and s.id > newest for s in self.segments

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what the store at ``path`` holds at its newest commit, as plain values; reads no row.
 
+    "rows" and "live_rows" count each key once, "row_bytes" their bytes; "stale_rows" are those in settled segments
+    whose keys newer segments have too. "space_amplification" is all bytes of files for each of "row_bytes".
+
     Raises what ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
     with Store.open(path, mode="r") as store:
         live = {table.name: 0 for table in store.tables}
-        segments = []
+        settled = {} if store.commit is None else {one.segment_id: one for one in store.commit.settled}
+        segments, stale_bytes = [], 0
         for segment in store.segments:
-            live_ranges, live_rows, ranges = 0, 0, 0
+            live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
             for group, stream in zip(store.groups, segment.streams, strict=True):
                 first = store.first_range(segment, group.index)
                 ranges += len(stream.ranges)
@@ -37,13 +41,20 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
                     live_rows += rows.rows
                     for table, count in zip(group.tables, rows.table_rows, strict=True):
                         live[table.name] += count
+                stale = settled[segment.id].stale_rows[group.index] if segment.id in settled else ()
+                for table, count in zip(group.tables, stale, strict=False):
+                    live[table.name] -= count
+                stale_rows += sum(stale)
+                stale_bytes += sum(stale) * group.row_bytes
             segments.append(
                 {
                     "id": segment.id,
                     "visit": segment.visit,
                     "within": segment.within,
+                    "settled": segment.id in settled,
                     "rows": segment.rows,
-                    "live_rows": live_rows,
+                    "live_rows": live_rows - stale_rows,
+                    "stale_rows": stale_rows,
                     "live_ranges": live_ranges,
                     "dead_ranges": ranges - live_ranges,
                     "row_bytes": segment.row_bytes,
@@ -62,6 +73,8 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
             "file_bytes": file_bytes,
             "rows": sum(live.values()),
             "row_bytes": row_bytes,
+            "stale_rows": sum(segment["stale_rows"] for segment in segments),
+            "stale_bytes": stale_bytes,
             "space_amplification": file_bytes / row_bytes if row_bytes else None,
             "live_ranges": sum(segment["live_ranges"] for segment in segments),
             "dead_ranges": sum(segment["dead_ranges"] for segment in segments),

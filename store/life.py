@@ -1,4 +1,4 @@
-"""Which rows are still needed: derived from a cursor, recorded nowhere."""
+"""Which rows are still needed: derived from a cursor, and of settled segments from the commit."""
 
 from __future__ import annotations
 
@@ -6,39 +6,51 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
-    from tiercache.store.commit import Cursor
+    from tiercache.store.commit import Commit, Cursor
     from tiercache.store.segment import Segment
+    from tiercache.store.settled import Settled
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The one rule of life: which ranges of which segments are needed at a cursor. Recorded nowhere.
+    """The one rule of life: which ranges of which segments are needed at a cursor.
 
     A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
-    segment that a commit inside visit v wrote, which holds the whole key set of v.
+    segment that a commit inside visit v wrote, which holds the whole key set of v. Of settled segments, whose next
+    uses are those of another schedule, the same ranges are live at every cursor: a commit names them.
     """
 
     cursor: Cursor
     within_id: int | None
     """The segment that alone is live for the visit of the cursor; None where the visit has not begun."""
+    settled: Mapping[int, Settled]
+    """By segment id."""
 
     @classmethod
-    def at(cls, cursor: Cursor, segments: Iterable[Segment]) -> Life:
+    def of(cls, commit: Commit, segments: Iterable[Segment]) -> Life:
+        """Return the rule of a commit; ``segments`` has at least those that it names."""
+        return cls.at(commit.cursor, segments, commit.settled)
+
+    @classmethod
+    def at(cls, cursor: Cursor, segments: Iterable[Segment], settled: Collection[Settled]) -> Life:
         """Return the rule at ``cursor``. Raises ValueError for a cursor inside a visit that wrote no segment."""
+        by_id = {one.segment_id: one for one in settled}
         if cursor.sample == 0:
-            return cls(cursor, None)
+            return cls(cursor, None, by_id)
         written = [s.id for s in segments if s.within and s.visit == cursor.visit]
         if not written:
             raise ValueError(
                 f"a commit at sample {cursor.sample} of visit {cursor.visit} needs its rows: "
                 "append them with within=True first"
             )
-        return cls(cursor, max(written))
+        return cls(cursor, max(written), by_id)
 
     def first_range(self, segment: Segment, group: int) -> int:
         """Return the first live range of a segment stream: those before are dead, those after are live."""
+        if segment.id in self.settled:
+            return self.settled[segment.id].first_ranges[group]
         visit = self.cursor.visit
         if self.within_id is not None and segment.id != self.within_id:
             visit += 1

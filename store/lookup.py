@@ -16,7 +16,7 @@ from tiercache.store.read_ahead import read_ahead
 from tiercache.store.reading import Pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -38,22 +38,22 @@ _NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
 def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -> dict[str, Found]:
-    """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table."""
+    """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table.
+
+    Rows of settled segments count whatever their next use, which is a visit of another schedule.
+    """
+    settled = frozenset[int]() if store.commit is None else store.commit.settled_ids
+    # The newest row of a key may be one that does not count: it hides the stale one of a settled segment all the same.
+    least = -1 if settled else after
     groups = {table.name: group for group in store.groups for table in group.tables}
     wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
     with ThreadPoolExecutor(READERS) as readers:
         for group in store.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
-            # Segments by id, so that the newest of several rows is seen last.
-            sweep = (
-                block for segment in store.segments for block in _live_blocks(store, segment, group, tables, after)
-            )
-            for (segment, _, block, runs), stored in read_ahead(
-                readers, partial(_read_keys, store), sweep, most=2 * READERS
-            ):
-                low = int(segment.streams[group.index].block_first_row_B[block])
-                for place, rows in runs.items():
-                    tables[place].match(segment.id, stored[rows - low], rows)
+            for segment, place, stored, rows in live_keys(store, group, tables, readers, after=least):
+                tables[place].match(segment.id, stored, rows)
+    for name, one in wanted.items() if settled else ():
+        one.drop(store.segments, settled, groups[name].index, after)
     return {name: (w.segment_ids, w.rows) for name, w in wanted.items()}
 
 
@@ -77,6 +77,32 @@ class _Wanted:
         places = self.order[at[hit]]
         self.segment_ids[places] = segment_id
         self.rows[places] = first_rows[hit]
+
+    def drop(self, segments: Iterable[Segment], settled: Collection[int], group: int, after: int) -> None:
+        """Forget rows whose next use is ``after`` or before; those of settled segments have none that counts."""
+        for segment in segments:
+            mine = np.nonzero(self.segment_ids == segment.id)[0]
+            if mine.size and segment.id not in settled:
+                stream = segment.streams[group]
+                uses = np.array([rows.next_use for rows in stream.ranges], dtype=np.int64)
+                ranges = np.searchsorted(stream.range_first_row_R, self.rows[mine], side="right") - 1
+                gone = mine[uses[ranges] <= after]
+                self.segment_ids[gone] = self.rows[gone] = -1
+
+
+def live_keys(
+    store: Store, group: Group, tables: Collection[int], readers: ThreadPoolExecutor, *, after: int
+) -> Iterator[tuple[Segment, int, NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield (segment, place of the table, keys, rows) of all live rows of ``tables``, each block of keys read once.
+
+    ``tables`` are places in the group. Segments come by id, so that the newest of several rows comes last. Only
+    rows with a next use after visit ``after``.
+    """
+    sweep = (block for segment in store.segments for block in _live_blocks(store, segment, group, tables, after))
+    for (segment, _, block, runs), stored in read_ahead(readers, partial(_read_keys, store), sweep, most=2 * READERS):
+        low = int(segment.streams[group.index].block_first_row_B[block])
+        for place, rows in runs.items():
+            yield segment, place, stored[rows - low], rows
 
 
 def _live_blocks(

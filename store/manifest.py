@@ -38,7 +38,7 @@ class Manifest:
         commits, first_blocks = tuple(commits), dict[int, tuple[int, ...]]()
         for commit in commits:
             named = [segments[id_] for id_ in commit.segment_ids]
-            life = Life.at(commit.cursor, named)
+            life = Life.of(commit, named)
             for segment in named:
                 first = tuple(life.first_block(segment, group) for group in range(len(segment.streams)))
                 known = first_blocks.get(segment.id, first)

@@ -51,6 +51,9 @@ def recover(contents: Contents, groups: Sequence[Group], store: str, *, at: int 
                     f"the dense state of commit {commit.id} of {store} {wrong}: restore the store from a copy"
                 )
     try:
+        for commit in commits:
+            for settled in commit.settled:
+                settled.check(segments[settled.segment_id], groups)
         manifest = Manifest.of(commits, segments)
     except ValueError as error:
         raise CorruptStoreError(f"a commit of {store} makes no sense ({error}): restore it from a copy") from error

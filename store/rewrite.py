@@ -1,6 +1,6 @@
-"""All live rows of a store in a new order, as one segment: one streaming read, one sort on disk, one streaming write.
+"""Live rows of a store in a new order, as one segment: one streaming read, one sort on disk, one streaming write.
 
-So a store follows a new schedule (its keys by first use, the others never) or serves (all by hash).
+So a store follows a new schedule (its keys by first use, the others never, or where they are) or serves (all by hash).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +18,8 @@ from tiercache.store.base_segment import base_stream, blocks_of
 from tiercache.store.errors import StoreError
 from tiercache.store.full_disk import room_for
 from tiercache.store.initial import initial_rows
-from tiercache.store.scan import scan
+from tiercache.store.scan import scan_segments
+from tiercache.store.settling import Settling
 from tiercache.store.stream import NEVER, Range
 from tiercache.store.sweep import Sweep
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.dump import Block
+    from tiercache.store.run import Choice
+    from tiercache.store.settled import Settled
     from tiercache.store.store import Store
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group, Table
@@ -63,8 +67,9 @@ class NoUses:
 class Rewrite:
     """The rows of a store, and those that a schedule starts with, in the order (first use, table, hash).
 
-    Rows lie in temporary files without a name beside the store meanwhile: as many bytes as all rows and keys take.
-    Memory: ``MEMORY_BYTES`` and a slice of ``uses``.
+    With ``settle`` rows that the schedule does not use stay where they are, as ``Settling`` decides. The others lie in
+    temporary files without a name beside the store meanwhile: as many bytes as they and their keys take. Memory:
+    ``MEMORY_BYTES`` and a slice of ``uses``.
     """
 
     def __init__(
@@ -73,10 +78,14 @@ class Rewrite:
         uses: FirstUses,
         first_rows: Callable[[Table, Int64s], Sequence[Floats]] | None,
         progress: Progress,
+        *,
+        settle: bool,
     ) -> None:
-        self._store, self._uses, self._progress = store, uses, progress
+        self._store, self._uses, self._progress, self._settle = store, uses, progress, settle
         self._first_rows = first_rows or initial_rows
         self._groups = [_Sorted(group, uses, _scratch(store)) for group in store.groups]
+        self.settled: tuple[Settled, ...] = ()
+        """The segments that stay; known after ``read``."""
 
     def __enter__(self) -> Rewrite:
         return self
@@ -86,12 +95,18 @@ class Rewrite:
             group.close()
 
     def read(self) -> tuple[Stream, ...]:
-        """Read all rows into their order, make those that are missing, and return the layout of the new segment."""
-        for ordered in self._groups:
-            for place, table in enumerate(ordered.group.tables):
-                for keys, rows, uses in self._merged(table):
-                    ordered.put(place, keys, rows, uses)
-                    self._progress("read", keys.size)
+        """Read rows into their order, make those that are missing, and return the layout of the new segment."""
+        with ExitStack() as stack:
+            moves: Choice | None = None
+            if self._settle:
+                settling = stack.enter_context(Settling(self._store, self._uses, _scratch(self._store), self._progress))
+                settling.sort()
+                self.settled, moves = settling.settled, settling.moves
+            for ordered in self._groups:
+                for place, table in enumerate(ordered.group.tables):
+                    for keys, rows, uses in self._merged(table, moves):
+                        ordered.put(place, keys, rows, uses)
+                        self._progress("read", keys.size)
         return tuple(ordered.stream() for ordered in self._groups)
 
     def blocks(self, streams: Sequence[Stream]) -> Iterator[Block]:
@@ -101,9 +116,9 @@ class Rewrite:
                 self._progress("write", block[3].size)
                 yield block
 
-    def _merged(self, table: Table) -> Iterator[tuple[Int64s, Floats, Int64s]]:
-        """Yield keys, rows and first uses of all rows that are stored or wanted, in hash order."""
-        chunks = scan(self._store, table.name, memory_bytes=MEMORY_BYTES)
+    def _merged(self, table: Table, moves: Choice | None) -> Iterator[tuple[Int64s, Floats, Int64s]]:
+        """Yield keys, rows and first uses of all rows that are stored and move, or wanted, in hash order."""
+        chunks = scan_segments(self._store, self._store.segments, table.name, choice=moves, memory_bytes=MEMORY_BYTES)
         stored = Sweep(table, ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks))
         wanted = Sweep(table, self._uses.slices(table.name))
         while True:

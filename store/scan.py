@@ -2,7 +2,8 @@
 
 The rows of a table lie in runs, one for each live range of each segment, and each run is in hash order. A few runs
 are merged as they are read; many short ones, which no memory could merge without reading their pieces again and
-again, are sorted (``Spill``).
+again, are sorted (``Spill``). Of several rows of a key, which settled segments leave, the newest is given: runs come
+in the order of segments, and sorting keeps the order of equal keys.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import numpy as np
 
 from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.hashing import hash_keys
+from tiercache.store.run import LastKeys, joined, runs_of
 from tiercache.store.spill import Spill, part_rows
+from tiercache.store.sweep import whole_keys
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
+    from tiercache.store.run import Choice, Run
     from tiercache.store.segment import Segment
     from tiercache.store.spill import Rows
     from tiercache.store.store import Store
@@ -40,7 +44,9 @@ _KEY_SHARE = 4
 
 def live_rows(store: Store, table_name: str) -> int:
     """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
-    return sum(run.left for run in _runs(store, *find_table(store.groups, table_name, store.label)))
+    group, table = find_table(store.groups, table_name, store.label)
+    segments = _named(store)
+    return sum(run.left for run in runs_of(store, segments, group, table)) - _stale(store, segments, group, table)
 
 
 def scan(
@@ -62,19 +68,75 @@ def scan(
 
     Raises ValueError for no table and without a commit, StoreFullError, CorruptStoreError, and StoreError for a commit.
     """
+    return scan_segments(
+        store, _named(store), table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch
+    )
+
+
+def scan_segments(
+    store: Store,
+    segments: Sequence[Segment],
+    table_name: str,
+    *,
+    choice: Choice | None = None,
+    chunk_rows: int | None = None,
+    memory_bytes: int = SCAN_BYTES,
+    scratch: Path | None = None,
+) -> Iterator[Chunk]:
+    """Do what ``scan`` does, with the newest of the commit's segments, or with the rows of a ``choice``.
+
+    Of the segments, none may be left out that is newer than one that is there: it may have newer rows. ``choice``
+    says of rows of a segment stream which are wanted, of each key at most one; pieces without one are not read.
+    """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     group, table = find_table(store.groups, table_name, store.label)
     if store.commit is None:
         raise ValueError(f"{store.label} has no commit yet: publish one first")
-    rows = chunk_rows or chunk_rows_of(table)
-    chunks = _chunks(store, group, table, rows, memory_bytes, scratch)
+    runs = runs_of(store, segments, group, table, choice)
+    chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
+    stale = 0 if choice is not None else _stale(store, segments, group, table)
+    if stale:
+        chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}")
     return _checked(store, store.commit, table, chunks)
 
 
 def chunk_rows_of(table: Table) -> int:
     """Return the rows of ``table`` that take about ``CHUNK_BYTES``."""
     return max(1, CHUNK_BYTES // (table.row_bytes + 8))
+
+
+def scratch_of(store: Store) -> Path:
+    """Return where temporary files of a store are put that have a name."""
+    return Path(tempfile.gettempdir()) if store.path is None else store.path.parent
+
+
+def _named(store: Store) -> list[Segment]:
+    """Return the segments of the newest commit, without those appended since."""
+    named = set() if store.commit is None else set(store.commit.segment_ids)
+    return [segment for segment in store.segments if segment.id in named]
+
+
+def _stale(store: Store, segments: Iterable[Segment], group: Group, table: Table) -> int:
+    """Return how many rows of a table in ``segments`` are stale."""
+    ids, place = {segment.id for segment in segments}, group.place(table.name)
+    settled = () if store.commit is None else store.commit.settled
+    return sum(one.stale_rows[group.index][place] for one in settled if one.segment_id in ids)
+
+
+def _newest(chunks: Iterator[Rows], stale: int, label: str) -> Iterator[Rows]:
+    """Yield the last of several rows of a key; raise CorruptStoreError unless exactly ``stale`` others came."""
+    left = stale
+    for keys, rows in whole_keys(chunks):
+        last = np.append(keys[1:] != keys[:-1], True)
+        left -= last.size - int(np.count_nonzero(last))
+        if left < 0:
+            raise CorruptStoreError(f"a key of {label} has two live rows: restore the store from a copy")
+        yield keys[last], rows[last]
+    if left:
+        raise CorruptStoreError(
+            f"{label} has {left} stale rows of {stale} less than its commit says: restore the store from a copy"
+        )
 
 
 def _checked(store: Store, commit: Commit, table: Table, chunks: Iterator[Rows]) -> Iterator[Chunk]:
@@ -97,25 +159,22 @@ def _checked(store: Store, commit: Commit, table: Table, chunks: Iterator[Rows])
 
 
 def _chunks(
-    store: Store, group: Group, table: Table, chunk_rows: int, memory_bytes: int, scratch: Path | None
+    store: Store, runs: Sequence[Run], table: Table, chunk_rows: int, memory_bytes: int, scratch: Path | None
 ) -> Iterator[Rows]:
     """Merge or sort the runs, whichever reads less."""
-    runs = _runs(store, group, table)
     if sum(run.left for run in runs) > part_rows(table, memory_bytes) and _can_merge(runs, table, memory_bytes):
         yield from _merge(runs, table, chunk_rows, memory_bytes)
         return
-    if scratch is None:
-        scratch = Path(tempfile.gettempdir()) if store.path is None else store.path.parent
-    with Spill(table, scratch, memory_bytes, store.counters) as spill:
-        keys_of = _LastKeys(store)
+    copies = len({run.segment.id for run in runs})
+    with Spill(table, scratch or scratch_of(store), memory_bytes, store.counters, copies=copies) as spill:
         step = max(1, part_rows(table, memory_bytes) // 4)
-        for run in _joined(runs, keys_of):
+        for run in joined(runs, LastKeys(store)):
             while run.left:
                 spill.add(*run.read(step))
         yield from spill.sorted(chunk_rows)
 
 
-def _can_merge(runs: Sequence[_Run], table: Table, memory_bytes: int) -> bool:
+def _can_merge(runs: Sequence[Run], table: Table, memory_bytes: int) -> bool:
     """Whether every run can have pieces and keys in memory, and blocks of keys are read about once."""
     held = sum(run.piece_bytes + 8 * min(run.left, run.block_rows) for run in runs)
     key_bytes = sum(run.key_bytes for run in runs)
@@ -123,7 +182,7 @@ def _can_merge(runs: Sequence[_Run], table: Table, memory_bytes: int) -> bool:
     return held <= memory_bytes // 4 and key_bytes <= useful // _KEY_SHARE + 8 * sum(run.left for run in runs)
 
 
-def _merge(runs: Sequence[_Run], table: Table, chunk_rows: int, memory_bytes: int) -> Iterator[Rows]:
+def _merge(runs: Sequence[Run], table: Table, chunk_rows: int, memory_bytes: int) -> Iterator[Rows]:
     """Merge runs: each holds a share of the memory, by its rows, and what lies below the least end goes out."""
     total, most = sum(run.left for run in runs), part_rows(table, memory_bytes)
     held = [_Held(run, table, max(1, most * run.left // total)) for run in runs]
@@ -136,86 +195,16 @@ def _merge(runs: Sequence[_Run], table: Table, chunk_rows: int, memory_bytes: in
         held = [one for one in held if one.run.left or one.hashes.size]
         hashes, keys, rows = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         del parts
-        order = np.argsort(hashes)
+        order = np.argsort(hashes, kind="stable")
         for low in range(0, order.size, chunk_rows):
             chunk = order[low : low + chunk_rows]
             yield keys[chunk], rows[chunk]
 
 
-class _Run:
-    """Rows [low, high) of a segment stream, all of one table, read from the front."""
-
-    def __init__(self, store: Store, segment: Segment, group: Group, low: int, high: int) -> None:
-        self.segment, self.low, self.high = segment, low, high
-        self.keys_of: Callable[[Segment, int, int], NDArray[np.int64]] = store.read_keys
-        self._store, self._group, self._stream = store, group, segment.streams[group.index]
-        self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    @property
-    def left(self) -> int:
-        """Rows that were not read yet."""
-        return self.high - self.low
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a block of the stream."""
-        return self._stream.block_rows
-
-    @property
-    def piece_bytes(self) -> int:
-        """The most bytes of a piece."""
-        return min(self._stream.piece_rows, self.block_rows) * self._stream.row_bytes
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of the blocks of keys that it touches."""
-        first, last = self.low // self.block_rows, (self.high - 1) // self.block_rows
-        return 8 * int(self._stream.block_first_row_B[last + 1] - self._stream.block_first_row_B[first])
-
-    def read(self, rows: int) -> Rows:
-        """Read the next ``rows`` rows, rounded up to whole pieces."""
-        stream, width = self._stream, self._stream.row_bytes // 4
-        first = int(np.searchsorted(stream.piece_first_row_P, self.low, side="right")) - 1
-        last = int(np.searchsorted(stream.piece_first_row_P, min(self.high, self.low + rows)))
-        start, end = int(stream.piece_first_row_P[first]), min(self.high, int(stream.piece_first_row_P[last]))
-        data = np.empty(int(stream.piece_offset_P[last] - stream.piece_offset_P[first]), dtype=np.uint8)
-        self._store.read(self.segment, self._group.index, first, last, data)
-        values = data.view(np.float32)
-        out = np.empty((int(stream.piece_first_row_P[last]) - start, width), dtype=np.float32)
-        for low, count in zip(
-            (stream.piece_first_row_P[first:last] - start).tolist(),
-            stream.piece_rows_P[first:last].tolist(),
-            strict=True,
-        ):
-            at, column = low * width, 0
-            for field in self._group.fields:
-                part = values[at : at + count * field.width].reshape(count, field.width)
-                out[low : low + count, column : column + field.width] = part
-                at, column = at + count * field.width, column + field.width
-        keys = self._next_keys(end - self.low)
-        out = out[self.low - start : end - start]
-        self.low = end
-        return keys, out
-
-    def _next_keys(self, count: int) -> NDArray[np.int64]:
-        parts, row, needed = [], self.low, count
-        while needed:
-            if not self._keys.size:
-                block = row // self.block_rows
-                start = int(self._stream.block_first_row_B[block])
-                self._keys = self.keys_of(self.segment, self._group.index, block)[
-                    row - start : self.high - start
-                ].copy()
-            parts.append(self._keys[:needed])
-            self._keys = self._keys[needed:]
-            row, needed = row + parts[-1].size, needed - parts[-1].size
-        return np.concatenate(parts)
-
-
 class _Held:
     """The rows of a run that are in memory, of about ``share`` rows at most."""
 
-    def __init__(self, run: _Run, table: Table, share: int) -> None:
+    def __init__(self, run: Run, table: Table, share: int) -> None:
         self.run, self._table, self._share = run, table, share
         self.hashes: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
         self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -242,45 +231,3 @@ class _Held:
         taken = self.hashes[:at], self._keys[:at], self._rows[:at]
         self.hashes, self._keys, self._rows = self.hashes[at:], self._keys[at:], self._rows[at:]
         return taken
-
-
-class _LastKeys:
-    """Reads blocks of keys and remembers the last one: neighbouring runs share it."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._last: tuple[tuple[int, int, int], NDArray[np.int64]] | None = None
-
-    def __call__(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
-        """Return what ``Store.read_keys`` does."""
-        wanted = segment.id, group, block
-        if self._last is None or self._last[0] != wanted:
-            self._last = wanted, self._store.read_keys(segment, group, block)
-        return self._last[1]
-
-
-def _runs(store: Store, group: Group, table: Table) -> list[_Run]:
-    """Return the runs of a table at the newest commit, by segment and place."""
-    place, runs = group.place(table.name), []
-    named = set() if store.commit is None else set(store.commit.segment_ids)
-    for segment in store.segments:
-        if segment.id not in named:
-            continue
-        stream, live = segment.streams[group.index], store.first_range(segment, group.index)
-        for ranges, first in zip(stream.ranges[live:], stream.range_first_row_R[live:].tolist(), strict=False):
-            if ranges.table_rows[place]:
-                low = first + sum(ranges.table_rows[:place])
-                runs.append(_Run(store, segment, group, low, low + ranges.table_rows[place]))
-    return runs
-
-
-def _joined(runs: Sequence[_Run], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[_Run]:
-    """Join runs that lie side by side; their order does not matter any more."""
-    joined: list[_Run] = []
-    for run in runs:
-        run.keys_of = keys_of
-        if joined and joined[-1].segment is run.segment and joined[-1].high == run.low:
-            joined[-1].high = run.high
-        else:
-            joined.append(run)
-    return joined

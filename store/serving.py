@@ -9,6 +9,7 @@ import numpy as np
 from tiercache.store.errors import CommitMissingError, KeyMissingError
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate, read_found
+from tiercache.store.scan import scan_segments
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
@@ -75,9 +76,14 @@ def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray
                 f"give {first - 1}, or take all rows with -1"
             )
     firsts = dict(zip(commit.segment_ids, commit.first_commits, strict=True))
-    for segment in store.segments:
-        if firsts.get(segment.id, -1) > since:
-            yield from _live_rows(store, segment, group, table)
+    changed = [segment for segment in store.segments if firsts.get(segment.id, -1) > since]
+    if any(segment.id in commit.settled_ids for segment in changed):  # some of their rows may be stale
+        rows = max(1, _CHUNK_BYTES // table.row_bytes)
+        for keys, fields in scan_segments(store, changed, table_name, chunk_rows=rows):
+            yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
+        return
+    for segment in changed:
+        yield from _live_rows(store, segment, group, table)
 
 
 def _live_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -36,18 +36,31 @@ class Spill:
     A quarter of that many bytes of rows wait in memory. More go to files in a folder of its own in ``scratch``, made
     when it is needed and removed by ``close``: one for each value of the hash's first eight bits. A file that is
     still too large is cut again by the next eight. So each row is written and read once for every factor of 256 by
-    which all rows exceed the memory; ``counters`` count both. Keys that occur twice come back side by side; of more
-    equal keys than memory holds, two come back.
+    which all rows exceed the memory; ``counters`` count both. Rows of equal keys come back side by side, in the order
+    in which they came; of more of them than memory holds, the last ``copies``.
+
+    ``row`` says what stands beside a key where it is not a row of ``table``.
     """
 
-    def __init__(self, table: Table, scratch: Path, memory_bytes: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        table: Table,
+        scratch: Path,
+        memory_bytes: int,
+        counters: Counters,
+        *,
+        row: np.dtype[Any] | None = None,
+        copies: int = 2,
+    ) -> None:
         self.table = table
         self.rows = 0
         """Rows taken."""
         self._scratch, self._counters = scratch, counters
         self._folder: Path | None = None
-        self._record = np.dtype([("key", "<i8"), ("row", "<f4", (table.row_bytes // 4,))])
-        self._most = part_rows(table, memory_bytes)
+        self._copies = copies
+        row = np.dtype(("<f4", (table.row_bytes // 4,))) if row is None else row
+        self._record = np.dtype([("key", "<i8"), ("row", row)])
+        self._most = max(1, memory_bytes // 4 // (self._record.itemsize - 8 + ROW_COST))
         self._held: list[NDArray[np.void]] = []
         self._held_rows = 0
         self._prefixes: set[str] = set()
@@ -74,7 +87,7 @@ class Spill:
         """Bytes of the rows that wait in memory."""
         return self._held_rows * self._record.itemsize
 
-    def add(self, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+    def add(self, keys: NDArray[np.int64], rows: NDArray[Any]) -> None:
         """Take a copy of rows (n, W) and their keys (n,). Raises StoreFullError."""
         for low in range(0, keys.size, self._most):
             part = slice(low, low + self._most)
@@ -92,7 +105,7 @@ class Spill:
             self._cut(np.concatenate(self._held), "")
         self._held, self._held_rows = [], 0
 
-    def sorted(self, chunk_rows: int) -> Iterator[Rows]:
+    def sorted(self, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
         """Yield all rows in hash order, at most ``chunk_rows`` at a time; what was yielded is gone."""
         if not self._prefixes:
             records = np.concatenate(self._held) if self._held else np.empty(0, dtype=self._record)
@@ -111,7 +124,8 @@ class Spill:
             count = path.stat().st_size // self._record.itemsize
             last = len(prefix) * 4 >= _HASH_BITS  # all records have one hash, so one key
             if count <= self._most or last:
-                part = np.fromfile(path, dtype=self._record, count=2 if last else -1)
+                skipped = max(0, count - max(self._copies, self._most)) if last else 0
+                part = np.fromfile(path, dtype=self._record, offset=skipped * self._record.itemsize)
                 self._counters.add(spill_bytes_read=part.nbytes)
             else:
                 self._cut_file(path, prefix)
@@ -153,8 +167,8 @@ class Spill:
             self._folder = Path(tempfile.mkdtemp(prefix=".tiercache-sort-", dir=self._scratch))
         return self._folder / prefix
 
-    def _sort(self, records: NDArray[np.void], chunk_rows: int) -> Iterator[Rows]:
-        order = np.argsort(hash_keys(records["key"], self.table.table_id))
+    def _sort(self, records: NDArray[np.void], chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+        order = np.argsort(hash_keys(records["key"], self.table.table_id), kind="stable")
         for low in range(0, order.size, chunk_rows):
             chunk = records[order[low : low + chunk_rows]]
             yield np.ascontiguousarray(chunk["key"]), np.ascontiguousarray(chunk["row"])

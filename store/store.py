@@ -227,14 +227,16 @@ class Store:
         schedule_digest: str,
         first_rows: Callable[[Table, NDArray[np.int64]], Sequence[NDArray[np.float32]]] | None = None,
         progress: Callable[[str, int], None] | None = None,
+        settle: bool = True,
     ) -> Commit:
-        """Make a commit that begins a schedule: all rows as one segment in the order (first use, table, hash).
+        """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
 
         Keys that ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)``
-        makes faster. Rows of other keys stand last, with next use ``NEVER``. Dense state and settings stay. One atomic,
-        durable step; what it frees goes back to the file system, but for what readers see. Takes 256 MiB of memory and
-        a slice of ``uses``; beside the new segment, temporary files of the same size in the store's folder.
-        ``progress(what, rows)`` is called with "read" and "write" and rows done since the last call.
+        makes faster. Rows of other keys stay where they are, in segments of which they are at least half, the used
+        ones' stale copies beside them; the rest, all without ``settle``, stand last in the new segment, with next use
+        ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back to the file system,
+        but for what readers see. Takes 256 MiB of memory and a slice of ``uses``; temporary files as large as what is
+        written. ``progress(what, rows)`` is called with "sort" (keys), "read" and "write" and rows done since then.
 
         Raises ValueError without a commit and for one inside a visit, StoreFullError and CorruptStoreError, after
         which the store stands where it stood; what was appended since is dropped.
@@ -245,16 +247,16 @@ class Store:
             raise ValueError(f"{self.label} {at}: train to the end of a visit before its rows are put in another order")
         self.forget()
         state = self._reader.state(self.commit)
-        with Rewrite(self, uses, first_rows, progress or (lambda *_: None)) as rewrite:
-            streams = rewrite.read()
-            return self._history.rewrite(streams, rewrite.blocks(streams), self.checksums, state, schedule_digest)
+        with Rewrite(self, uses, first_rows, progress or (lambda *_: None), settle=settle) as rewrite:
+            return self._history.rewrite(rewrite, self.checksums, state, schedule_digest)
 
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
 
-        For serving and for keeping: a training goes on from it only after it was reorganised. Otherwise as ``rewrite``.
+        For serving and for keeping: a training goes on from it only after it was reorganised. No row is stale.
+        Readers keep their commits meanwhile. Otherwise as ``rewrite``.
         """
-        return self.rewrite(NoUses(), schedule_digest="", progress=progress)
+        return self.rewrite(NoUses(), schedule_digest="", progress=progress, settle=False)
 
     @property
     def closed(self) -> bool:
@@ -315,15 +317,15 @@ class Store:
         """Return the first range of a segment stream that is not dead at the newest commit."""
         if self.commit is None or segment.id not in self.commit.segment_ids:
             return 0
-        return Life.at(self.commit.cursor, self.segments).first_range(segment, group)
+        return Life.of(self.commit, self.segments).first_range(segment, group)
 
     def locate(
         self, table_name: str, keys: NDArray[np.int64], *, after: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
 
-        A row is an index into the group's stream of the segment. Only rows with a next use after visit ``after``
-        count; of several the newest. Sweeps the stored keys of all such ranges: ask for many keys at once.
+        A row is an index into the group's stream of the segment. Only rows with a next use after visit ``after``, or
+        in a settled segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
         """
         return locate(self, {table_name: keys}, after=after)[table_name]
 
@@ -361,9 +363,10 @@ class Store:
     ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]:
         """Yield (keys, fields) of all rows of a table that changed after commit ``since``, which may be gone.
 
-        Each key once, in no order, at most 16 MiB at a time. -1 gives every row. A row counts as changed where it
-        was written again, even to the same bits. Raises CommitMissingError for a commit that never was or that a
-        rollback gave up, CorruptBlockError, and ValueError where rows were appended and not committed.
+        Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, as ``scan`` does. -1
+        gives every row. A row counts as changed where it was written again, even to the same bits. Raises
+        CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, and ValueError
+        where rows were appended and not committed.
         """
         self._check_open()
         return changes(self, table_name, since)

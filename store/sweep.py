@@ -9,7 +9,7 @@ import numpy as np
 from tiercache.store.hashing import hash_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -43,3 +43,17 @@ class Sweep:
         taken = self.hashes[:at], self._keys[:at], self._values[:at]
         self.hashes, self._keys, self._values = self.hashes[at:], self._keys[at:], self._values[at:]
         return taken
+
+
+def whole_keys(parts: Iterable[tuple[Int64s, NDArray[Any]]]) -> Iterator[tuple[Int64s, NDArray[Any]]]:
+    """Yield the same keys and values, cut so that equal keys, which stand side by side, come together."""
+    held: tuple[Int64s, NDArray[Any]] | None = None
+    for keys, values in parts:
+        if held is not None:
+            keys, values = np.concatenate([held[0], keys]), np.concatenate([held[1], values])  # noqa: PLW2901
+        last = keys.size - int(np.argmax(keys[::-1] != keys[-1])) if np.any(keys != keys[-1]) else 0
+        held = keys[last:].copy(), values[last:].copy()
+        if last:
+            yield keys[:last], values[:last]
+    if held is not None:
+        yield held

@@ -45,7 +45,7 @@ class Verification:
         self.store = store
         self.problems: list[str] = []
         self.counts = {"segments": 0, "blocks": 0, "pieces": 0, "rows": 0, "bytes": 0}
-        self._life = None if store.commit is None else Life.at(store.commit.cursor, store.segments)
+        self._life = None if store.commit is None else Life.of(store.commit, store.segments)
         self._room = threading.local()
         self._blocks = [
             (segment, group, block)
@@ -107,11 +107,12 @@ class Verification:
 
 
 class KeyCheck:
-    """Whether the live keys of a group stand in hash order, each of them once."""
+    """Whether the live keys of a group stand in hash order, each of them once but for those of stale rows."""
 
     def __init__(self, store: Store, group: Group, readers: ThreadPoolExecutor) -> None:
         self._store, self._group, self._readers = store, group, readers
         self._problems: dict[str, None] = {}
+        self._settled = () if store.commit is None else store.commit.settled
         self._live = {segment.id: store.first_range(segment, group.index) for segment in store.segments}
 
     def run(self) -> list[str]:
@@ -131,11 +132,12 @@ class KeyCheck:
                 twice = _twice(parts)
                 known[place] = known.get(place, 0) + twice
         for place, twice in known.items():
-            if twice:
-                self._note(
-                    f"{twice} keys of table {self._group.tables[place].name!r} of {self._store.label} "
-                    "have two live rows: restore the store from a copy"
-                )
+            stale = sum(one.stale_rows[self._group.index][place] for one in self._settled)
+            name = f"table {self._group.tables[place].name!r} of {self._store.label}"
+            if twice > stale:
+                self._note(f"{twice - stale} keys of {name} have two live rows: restore the store from a copy")
+            elif twice < stale:
+                self._note(f"{name} has {twice} stale rows and its commit says {stale}: restore the store from a copy")
         return list(self._problems)
 
     def _sweep(self, *, check_order: bool) -> Iterator[tuple[int, NDArray[np.uint64]]]:
@@ -156,11 +158,11 @@ class KeyCheck:
     def _runs(self, segment: Segment) -> Iterator[tuple[int, NDArray[np.uint64]]]:
         """Yield the keys of each table of each live range, cut where blocks end: (number of the run, hashes)."""
         stream, num_tables = segment.streams[self._group.index], len(self._group.tables)
-        if not stream.rows:
-            return
         counts = np.array([rows.table_rows for rows in stream.ranges], dtype=np.int64).reshape(-1)
         bounds = np.append(0, np.cumsum(counts))
         first = int(bounds[self._live[segment.id] * num_tables])
+        if first == stream.rows:
+            return  # all is dead, and freed, while other groups keep the segment
         blocks = [(segment, block) for block in range(first // stream.block_rows, stream.num_blocks)]
         for (_, block), keys in read_ahead(self._readers, self._keys, blocks, most=2 * READERS):
             if isinstance(keys, str):

@@ -86,12 +86,14 @@ def read_table(path: Path, groups: list[list[str]], widths: list[int], table: st
     commit, _ = read_record(files.records[f"commit/{newest}"])
     group = next(i for i, names in enumerate(groups) if table in names)
     found: dict[int, list[bytes]] = defaultdict(list)
-    for segment, _ in commit["segments"]:
+    settled = {id_: groups_[group][0] for id_, *groups_ in commit.get("settled", [])}
+    for segment, _ in commit["segments"]:  # the newest last, so that its rows replace stale ones
         stream = read_record(files.records[f"segment/{segment}"])[0]["streams"][group]
         row, place = 0, groups[group].index(table)
-        for use, *rows in stream["ranges"]:
+        for index, (use, *rows) in enumerate(stream["ranges"]):
             low, row = row + sum(rows[:place]), row + sum(rows)
-            while use >= commit["cursor"][0] and low < row - sum(rows[place + 1 :]):
+            live = index >= settled[segment] if segment in settled else use >= commit["cursor"][0]
+            while live and low < row - sum(rows[place + 1 :]):
                 block, at = divmod(low, stream["block_bytes"] // stream["row_bytes"])
                 keys, *fields = files.rows(segment, group, stream, widths, block)
                 found[int(keys[at])] = [field[at].tobytes() for field in fields]

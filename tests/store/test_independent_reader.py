@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 def test_a_reader_that_knows_only_the_format_reads_every_live_row(
     kind: str, tmp_path: Path, tables: list[Table]
 ) -> None:
-    """Keys, vectors and optimizer state of all tables, bit for bit, after several visits."""
+    """Keys, vectors and optimizer state of all tables, bit for bit, after visits of two schedules."""
     world = World(tables, piece_rows=3, block_rows=11)
     with Store.open(tmp_path / "s", tables=tables, engine=kind) as store:
         world.run(store, 5)
+        world.keys_per_pass = 8
+        world.follow(store, world.draw(1))
+        world.run(store, 2)
+        assert any(sum(map(sum, one.stale_rows)) for one in store.commit.settled)
         groups = [[table.name for table in group.tables] for group in store.groups]
     for table in tables:
         widths = [field.width for field in table.fields]

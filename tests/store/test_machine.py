@@ -99,6 +99,15 @@ class StoreMachine(RuleBasedStateMachine):
             self.dump(100, within=True, part=sample)
             self.commit(sample)
 
+    @rule(draw=st.integers(0, 50), keys=st.integers(1, 6))
+    def follow(self, draw: int, keys: int) -> None:
+        """Another schedule begins: segments settle where most of their rows are not used by it."""
+        if self.cursor is not None and not self.cursor.sample:
+            self.step_back()
+            self.world.keys_per_pass = keys
+            self.world.follow(self.store, self.world.draw(draw))
+            self.committed, self.cursor = copy.deepcopy(self.world), Cursor(0, 0)
+
     @rule()
     def forget(self) -> None:
         """What was dumped since the commit is dropped."""

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
+from tests.store.uses import Uses
 from tests.store.world import World
-from tiercache.store import NEVER, MemoryEngine, Store, StoreError, StoreFullError, hash_keys, verify
+from tiercache.store import NEVER, MemoryEngine, Store, StoreError, StoreFullError, verify
 from tiercache.store.initial import initial_rows
 from tiercache.store.testing import FailingEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 READER = """
@@ -34,27 +34,6 @@ with Store.open(sys.argv[1], mode="r") as store:
         print(store.commit.id, digest.hexdigest(), flush=True)
         sys.stdin.readline()
 """
-
-
-class Uses:
-    """First uses from a dict of (table, key), a few keys at a time."""
-
-    def __init__(self, store: Store, uses: dict[tuple[str, int], int], slice_keys: int) -> None:
-        self._store, self._uses, self._slice_keys = store, uses, slice_keys
-
-    def counts(self, table_name: str) -> Mapping[int, int]:
-        """Return how many keys have each use."""
-        mine = [use for (name, _), use in self._uses.items() if name == table_name]
-        return {use: mine.count(use) for use in mine}
-
-    def slices(self, table_name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield keys in hash order."""
-        table = next(table for table in self._store.tables if table.name == table_name)
-        keys = np.array([key for name, key in self._uses if name == table_name], np.int64)
-        keys = keys[np.argsort(hash_keys(keys, table.table_id))]
-        for first in range(0, keys.size, self._slice_keys):
-            part = keys[first : first + self._slice_keys]
-            yield part, np.array([self._uses[table_name, key] for key in part.tolist()], np.int64)
 
 
 def rows_of(store: Store) -> dict[tuple[str, int], bytes]:
@@ -79,7 +58,10 @@ def rows_of(store: Store) -> dict[tuple[str, int], bytes]:
 def test_every_row_stands_once_in_the_range_of_its_first_use(
     seed: int, visits: int, uses: dict[tuple[int, int], int], slice_keys: int, retention: int
 ) -> None:
-    """Stored rows keep their bits, wanted keys that are not stored get their first row, all others are never used."""
+    """Stored rows keep their bits, wanted keys that are not stored get their first row, all others are never used.
+
+    So it is where nothing settles.
+    """
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
         world.run(store, visits)
@@ -91,7 +73,7 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
             table = next(table for table in store.tables if table.name == name)
             first = initial_rows(table, np.array([key]))
             expected[name, key] = b"".join(values[0].tobytes() for values in first)
-        commit = store.rewrite(Uses(store, wanted, slice_keys), schedule_digest="new")
+        commit = store.rewrite(Uses(store, wanted, slice_keys), schedule_digest="new", settle=False)
         assert (commit.cursor, commit.schedule_digest, store.state()) == ((0, 0), "new", state)
         assert rows_of(store) == expected
         (segment,) = store.segments
@@ -126,7 +108,8 @@ def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: 
     assert not list(tmp_path.glob("s.tc/tmp*"))
 
 
-def test_after_any_failure_the_store_stands_where_it_stood(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settle", [False, True])
+def test_after_any_failure_the_store_stands_where_it_stood(settle: bool) -> None:
     """Whichever call of the engine fails: the commit, its rows and nothing else."""
     world = World(small_tables(), keys_per_pass=30)
     memory = MemoryEngine()
@@ -134,10 +117,11 @@ def test_after_any_failure_the_store_stands_where_it_stood(tmp_path: Path) -> No
     with Store.open(None, tables=world.tables, engine=engine) as store:
         world.run(store, 3)
         commit, blocks, failures = store.commit, set(memory.blocks), 0
+        uses = Uses(store, dict.fromkeys([*world.rows][:9], 0), 4)
         for call in range(1, 200):
             engine.fail_in(call)
             try:
-                store.compact()
+                store.rewrite(uses, schedule_digest="", settle=settle)
             except StoreError:
                 failures += 1
                 engine.fail_in(None)
@@ -148,6 +132,7 @@ def test_after_any_failure_the_store_stands_where_it_stood(tmp_path: Path) -> No
                 break
         engine.fail_in(None)
         assert failures > 5
+        assert bool(store.commit.settled) == settle
         assert rows_of(store) == world.rows
 
 

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store import Cursor, Range, Stream, hash_keys
+from tests.store.uses import Uses
+from tiercache.store import NEVER, Cursor, Range, Stream, hash_keys
+from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store import Segment, Store
+    from tiercache.store import Commit, Segment, Store
     from tiercache.store.table import Group, Table
 
     Key = tuple[str, int]
@@ -36,12 +38,17 @@ class World:
     piece_rows: int = 4
     block_rows: int = 10
     visit: int = 0
+    schedule: int = 0
     rows: dict[Key, bytes] = field(default_factory=dict)
     uses: dict[Key, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        generator = np.random.default_rng(self.seed)
-        self.passes = [
+        self.passes = self.draw(self.seed)
+
+    def draw(self, seed: int) -> list[dict[str, NDArray[np.int64]]]:
+        """Return made-up passes."""
+        generator = np.random.default_rng(seed)
+        return [
             {
                 table.name: generator.choice(self.universe, size=self.keys_per_pass, replace=False).astype(np.int64)
                 - self.universe // 2
@@ -49,6 +56,23 @@ class World:
             }
             for _ in range(self.num_passes)
         ]
+
+    def follow(
+        self,
+        store: Store,
+        passes: list[dict[str, NDArray[np.int64]]],
+        progress: Callable[[str, int], None] | None = None,
+    ) -> Commit:
+        """Begin a schedule of other passes, and let the store follow it."""
+        self.passes, self.num_passes, self.visit = passes, len(passes), 0
+        self.schedule += 1
+        first = {key: visit for visit in reversed(range(self.num_passes)) for key in self.keys(visit)}
+        for name, number in first.keys() - self.rows.keys():
+            table = next(table for table in self.tables if table.name == name)
+            fields = initial_rows(table, np.array([number]))
+            self.rows[name, number] = b"".join(values[0].tobytes() for values in fields)
+        self.uses = {key: first.get(key, NEVER) for key in self.rows}
+        return store.rewrite(Uses(store, first, 7), schedule_digest="another", progress=progress)
 
     def keys(self, visit: int) -> Iterator[Key]:
         """Yield (table, key) of all rows that ``visit`` trains."""
@@ -67,7 +91,7 @@ class World:
         """Change every row that the present visit trains."""
         for table in self.tables:
             for key in self.passes[self.visit % self.num_passes][table.name].tolist():
-                bits = np.random.default_rng([self.visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
+                bits = np.random.default_rng([self.schedule, self.visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
                 self.rows[table.name, key] = bits.random(table.row_bytes // 4, dtype=np.float32).tobytes()
 
     def layout(self, group: Group, *, within: bool) -> tuple[Stream, list[Key]]:
@@ -161,7 +185,7 @@ class World:
     def check_load(self, store: Store, visit: int) -> None:
         """Assert that the ranges with next use ``visit`` hold exactly the rows that it needs and that exist."""
         loaded: dict[Key, bytes] = {}
-        for segment in store.segments:
+        for segment in scheduled(store):
             for group in store.groups:
                 loaded |= self.load_range(store, segment, group, visit)
         expected = {key: self.rows[key] for key in self.keys(visit) if key in self.rows}
@@ -170,7 +194,7 @@ class World:
     def check_within(self, store: Store) -> None:
         """Assert that, after a commit inside the present visit, its key set loads as it is now."""
         loaded: dict[Key, bytes] = {}
-        for segment in store.segments:
+        for segment in scheduled(store):
             for group in store.groups:
                 loaded |= self.load_range(store, segment, group, self.visit)
         assert loaded == {key: self.rows[key] for key in self.keys(self.visit)}
@@ -208,3 +232,9 @@ class World:
                     name = names[first + i - int(stream.range_first_row_R[index])]
                     loaded[name, key] = b"".join(values[i].tobytes() for values in fields)
         return loaded
+
+
+def scheduled(store: Store) -> list[Segment]:
+    """Return the segments whose next uses are visits of the schedule: those that are not settled."""
+    settled = store.commit.settled_ids if store.commit else ()
+    return [segment for segment in store.segments if segment.id not in settled]

@@ -29,6 +29,8 @@ from tests.training.cases import (
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.store import MemoryEngine, fill, verify
+from tiercache.store.segment import BASE_VISIT
+from tiercache.tiers.transfer import segments_by_visit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,8 +81,11 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
     cuts = cuts_of(case, drift=7)
     whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
+        settled = 0
         for _, model, _ in day_by_day(case, cuts, 10, tmp_path, store):
             last = model
+            settled += len(store.commit.settled)
+        assert settled > 0
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
         assert store.commit.id == 10 * 2 + 9
     if engine != "memory":
@@ -118,6 +123,67 @@ def test_days_equal_memory_for_any_cut_and_budget(
         for _, model, _ in day_by_day(case, cuts, days, path, store, **options):
             last = model
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
+def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Path, engine: str) -> None:
+    """Segments settle and stay through days that use few, many and then few of their keys; the bits are memory's."""
+    case = one_case(tc.Adam(learning_rate=0.01), num_samples=8 * 32, pass_rows=32, num_keys=120)
+    cuts = cuts_of(case, drift=0)
+    for few in (*cuts[2:4], *cuts[6:]):
+        for part in few.features.values():
+            part.keys[:] %= 7
+    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    with open_store(tmp_path / "s.tc", case, engine) as store:
+        settled, written = [], []
+        for _, model, _ in day_by_day(case, cuts, 4, tmp_path, store):
+            last = model
+            settled.append(len(store.commit.settled))
+            written.append(store.counters.rows_written)
+        assert settled[0] == 0
+        assert settled[1] > 0
+        assert settled[3] > 0
+        assert written[1] - written[0] < written[0] / 2
+        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+    if engine != "memory":
+        assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+def test_settled_segments_are_of_no_visit_of_the_new_schedule(tmp_path: Path) -> None:
+    """Their visits were those of another: a load of the same number is not from them."""
+    case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=300)
+    cuts = cuts_of(case, drift=0)
+    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:])))
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        with tiered(store, one) as cache:
+            train(cache, case)
+        tc.reorganise(store, two, progress=False)
+        assert {segment.visit for segment in store.segments if segment.id in store.commit.settled_ids} == {0, 1, 2}
+        assert segments_by_visit(store).keys() == {BASE_VISIT}
+        with tiered(store, two) as cache:
+            train(cache, case)
+        assert segments_by_visit(store).keys() == {0}
+
+
+def test_a_day_can_be_taken_back_to_before_the_store_was_reorganised(tmp_path: Path) -> None:
+    """Rolled back to the end of the day before and trained again: the bits of a training that never left."""
+    case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=90)
+    cuts = cuts_of(case, drift=25)
+    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    with tc.Store.open(tmp_path / "s.tc", tables=case.tables, retention=9) as store:
+        for day, model, _ in day_by_day(case, cuts, 3, tmp_path / "first", store):
+            last = model
+            if day == 1:
+                end = store.commit.id
+        assert store.commit.settled
+        store.rollback(end)
+        passes = tc.PassSet.open(tmp_path / "first" / "day2")
+        tc.reorganise(store, passes, progress=False)
+        with tiered(store, passes) as cache:
+            last = train(cache, case, seed=77)
+        assert store.commit.settled
+        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+    assert verify(tmp_path / "s.tc")["problems"] == []
 
 
 def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganised(tmp_path: Path) -> None:

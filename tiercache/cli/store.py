@@ -247,10 +247,11 @@ def _numbers(values: NDArray[np.float32]) -> str:
 
 
 def _segments(segments: list[dict[str, Any]]) -> Table:
-    table = _table("segments", "id", "visit", "rows", "live rows", "live ranges", "dead ranges")
+    table = _table("segments", "id", "visit", "rows", "live rows", "stale rows", "live ranges", "dead ranges")
     for segment in segments:
-        numbers = (segment[name] for name in ("rows", "live_rows", "live_ranges", "dead_ranges"))
+        numbers = (segment[name] for name in ("rows", "live_rows", "stale_rows", "live_ranges", "dead_ranges"))
         visit = f"{segment['visit']}{' (within)' if segment['within'] else ''}"
+        visit = "settled" if segment["settled"] else visit
         table.add_row(str(segment["id"]), visit, *(f"{number:,}" for number in numbers))
     return table
 

@@ -364,9 +364,15 @@ def _result_or_none(future: Future[VisitPlan]) -> VisitPlan | None:
 
 
 def segments_by_visit(store: Store) -> dict[int, Segment]:
-    """Return the newest segment of each visit: for a visit cut by a commit, the one the commit wrote."""
+    """Return the newest segment of each visit: for a visit cut by a commit, the one the commit wrote.
+
+    Settled segments are of visits of other schedules.
+    """
     found: dict[int, Segment] = {}
+    settled = frozenset[int]() if store.commit is None else store.commit.settled_ids
     for segment in store.segments:
+        if segment.id in settled:
+            continue
         if segment.visit not in found or segment.id > found[segment.visit].id:
             found[segment.visit] = segment
     return found

@@ -9,9 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from tiercache.tiers.report import VisitReport
 
 REFRESH_SECONDS = 0.2
+_STAGES = {"sort": "sorting keys", "read": "reading", "write": "writing"}
 
 
 class TrainingProgress:
@@ -57,7 +60,10 @@ class TrainingProgress:
 
 
 class RewriteProgress:
-    """A bar over the rows that are read and then written in another order; nothing where ``shown`` is false."""
+    """Bars over keys that are sorted, and rows that are read and then written in another order.
+
+    Nothing where ``shown`` is false. ``rows`` are those of the store: as many are sorted, and no more of them read.
+    """
 
     def __init__(self, rows: int, *, shown: bool) -> None:
         self._progress = Progress(
@@ -69,8 +75,8 @@ class RewriteProgress:
             disable=not shown,
             transient=True,
         )
-        self._tasks = {"read": self._progress.add_task("reading", total=rows)}
-        self._rows = 0
+        self._tasks: dict[str, TaskID] = {}
+        self._rows, self._most = 0, rows
 
     def __enter__(self) -> RewriteProgress:
         self._progress.start()
@@ -80,12 +86,13 @@ class RewriteProgress:
         self._progress.stop()
 
     def advance(self, what: str, rows: int) -> None:
-        """Take in rows that were read, or written after all were read."""
-        if what == "read":
-            self._rows += rows
-        elif what not in self._tasks:
-            self._progress.update(self._tasks["read"], total=self._rows)
-            self._tasks[what] = self._progress.add_task("writing", total=self._rows)
+        """Take in rows whose keys were sorted, rows that were read, or rows written after all were read."""
+        if what not in self._tasks:
+            for task in list(self._tasks.values())[-1:]:
+                self._progress.update(task, total=self._rows)
+            total = self._rows if what == "write" else self._most
+            self._tasks[what], self._rows = self._progress.add_task(_STAGES[what], total=total), 0
+        self._rows += rows
         self._progress.advance(self._tasks[what], rows)
 
 

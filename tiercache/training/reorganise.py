@@ -30,13 +30,15 @@ def reorganise(
     """Put the rows of ``store`` in the order in which ``passes`` will use them, and return the commit that does so.
 
     Training then begins at epoch 0 of the new schedule, with rows, dense state and learning rates as they are. Keys
-    that the store does not have get their first row; rows of keys that ``passes`` does not have stay. A store that
-    follows this schedule already is left as it is, so a loop over days may call this before each training, also
-    after a crash. Returns None for a store without a commit, which any schedule may begin.
+    that the store does not have get their first row; rows of keys that ``passes`` does not have stay where they are,
+    but for segments of which they are less than half: those are written anew, so that no segment takes more than
+    twice the bytes that are needed of it. A store that follows this schedule already is left as it is, so a loop over
+    days may call this before each training, also after a crash. Returns None for a store without a commit, which any
+    schedule may begin.
 
-    One streaming read and write of all rows in about 300 MiB of memory, with temporary files as large as the rows;
-    itself one commit: killed at any moment, the store stands before or after. ``order_seed`` as in ``TierCache``.
-    ``progress``: whether a bar is shown; None: on a terminal.
+    One sweep of all keys, then one streaming read and write of the rows that move, in about 300 MiB of memory and
+    temporary files as large as what moves; itself one commit: killed at any moment, the store stands before or after.
+    ``order_seed`` as in ``TierCache``. ``progress``: whether bars are shown; None: on a terminal.
 
     Raises PassSetError for passes of other tables, ValueError for a store that stands inside a visit, StoreFullError.
     """

@@ -1,0 +1,177 @@
+"""Runs: the rows of one table in one live range of a segment, in hash order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.segment import Segment
+    from tiercache.store.spill import Rows
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+    Choice = Callable[[Segment, int, int, int], NDArray[np.bool_]]
+    """Of a segment and a group, which of the rows [low, high) are wanted: (high - low,)."""
+
+_CHOICE_ROWS = 1 << 20
+"""Rows that are chosen from at once."""
+
+
+class Run:
+    """Rows [low, high) of a segment stream, all of one table, read from the front.
+
+    With ``choice`` only the rows that it says are read, and of the pieces only those with such a row.
+    """
+
+    def __init__(
+        self, store: Store, segment: Segment, group: Group, low: int, high: int, choice: Choice | None = None
+    ) -> None:
+        self.segment, self.low, self.high = segment, low, high
+        self.keys_of: Callable[[Segment, int, int], NDArray[np.int64]] = store.read_keys
+        self._store, self._group, self._stream = store, group, segment.streams[group.index]
+        self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._choice = choice
+        self.left = high - low if choice is None else self._count_chosen(choice)
+        """Rows that were not read yet."""
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of the stream."""
+        return self._stream.block_rows
+
+    @property
+    def piece_bytes(self) -> int:
+        """The most bytes of a piece."""
+        return min(self._stream.piece_rows, self.block_rows) * self._stream.row_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the blocks of keys that it touches."""
+        first, last = self.low // self.block_rows, (self.high - 1) // self.block_rows
+        return 8 * int(self._stream.block_first_row_B[last + 1] - self._stream.block_first_row_B[first])
+
+    def join(self, after: Run) -> None:
+        """Take up the rows of the run that lies right behind this one."""
+        self.high, self.left = after.high, self.left + after.left
+
+    def read(self, rows: int) -> Rows:
+        """Read the next ``rows`` rows, rounded up to whole pieces."""
+        keys, values = self._read(rows) if self._choice is None else self._read_chosen(self._choice, rows)
+        self.left -= keys.size
+        return keys, values
+
+    def _read(self, rows: int) -> Rows:
+        stream, width = self._stream, self._stream.row_bytes // 4
+        first = int(np.searchsorted(stream.piece_first_row_P, self.low, side="right")) - 1
+        last = int(np.searchsorted(stream.piece_first_row_P, min(self.high, self.low + rows)))
+        start, end = int(stream.piece_first_row_P[first]), min(self.high, int(stream.piece_first_row_P[last]))
+        data = np.empty(int(stream.piece_offset_P[last] - stream.piece_offset_P[first]), dtype=np.uint8)
+        self._store.read(self.segment, self._group.index, first, last, data)
+        values = data.view(np.float32)
+        out = np.empty((int(stream.piece_first_row_P[last]) - start, width), dtype=np.float32)
+        for low, count in zip(
+            (stream.piece_first_row_P[first:last] - start).tolist(),
+            stream.piece_rows_P[first:last].tolist(),
+            strict=True,
+        ):
+            at, column = low * width, 0
+            for field in self._group.fields:
+                part = values[at : at + count * field.width].reshape(count, field.width)
+                out[low : low + count, column : column + field.width] = part
+                at, column = at + count * field.width, column + field.width
+        keys = self._next_keys(end - self.low)
+        out = out[self.low - start : end - start]
+        self.low = end
+        return keys, out
+
+    def _read_chosen(self, choice: Choice, rows: int) -> Rows:
+        """Read on, so many rows at a time, until as many chosen ones came."""
+        first_row_P = self._stream.piece_first_row_P
+        parts: list[Rows] = []
+        taken = 0
+        while taken < min(rows, self.left):
+            begin, end = self.low, min(self.high, self.low + min(rows - taken, _CHOICE_ROWS))
+            end = min(self.high, int(first_row_P[np.searchsorted(first_row_P, end)]))
+            chosen = choice(self.segment, self._group.index, begin, end)
+            pieces = np.unique(np.searchsorted(first_row_P, begin + np.nonzero(chosen)[0], side="right") - 1)
+            for near in np.split(pieces, np.nonzero(np.diff(pieces) > 1)[0] + 1) if pieces.size else []:
+                low, high = max(begin, int(first_row_P[near[0]])), min(end, int(first_row_P[near[-1] + 1]))
+                self._pass_over(low)
+                keys, values = self._read(high - low)
+                mine = chosen[low - begin : high - begin]
+                parts.append((keys[mine], values[mine]))
+                taken += parts[-1][0].size
+            self._pass_over(end)
+        return np.concatenate([keys for keys, _ in parts]), np.concatenate([values for _, values in parts])
+
+    def _count_chosen(self, choice: Choice) -> int:
+        """Return how many rows are chosen."""
+        lows = range(self.low, self.high, _CHOICE_ROWS)
+        parts = (choice(self.segment, self._group.index, low, min(self.high, low + _CHOICE_ROWS)) for low in lows)
+        return sum(int(np.count_nonzero(part)) for part in parts)
+
+    def _pass_over(self, row: int) -> None:
+        """Go on from a row further on."""
+        self._keys = self._keys[row - self.low :]
+        self.low = row
+
+    def _next_keys(self, count: int) -> NDArray[np.int64]:
+        parts, row, needed = [], self.low, count
+        while needed:
+            if not self._keys.size:
+                block = row // self.block_rows
+                start = int(self._stream.block_first_row_B[block])
+                self._keys = self.keys_of(self.segment, self._group.index, block)[
+                    row - start : self.high - start
+                ].copy()
+            parts.append(self._keys[:needed])
+            self._keys = self._keys[needed:]
+            row, needed = row + parts[-1].size, needed - parts[-1].size
+        return np.concatenate(parts)
+
+
+class LastKeys:
+    """Reads blocks of keys and remembers the last one: neighbouring runs share it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last: tuple[tuple[int, int, int], NDArray[np.int64]] | None = None
+
+    def __call__(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
+        """Return what ``Store.read_keys`` does."""
+        wanted = segment.id, group, block
+        if self._last is None or self._last[0] != wanted:
+            self._last = wanted, self._store.read_keys(segment, group, block)
+        return self._last[1]
+
+
+def runs_of(
+    store: Store, segments: Iterable[Segment], group: Group, table: Table, choice: Choice | None = None
+) -> list[Run]:
+    """Return the runs of a table in live ranges of ``segments``, by segment and place."""
+    place, runs = group.place(table.name), []
+    for segment in segments:
+        stream, live = segment.streams[group.index], store.first_range(segment, group.index)
+        for ranges, first in zip(stream.ranges[live:], stream.range_first_row_R[live:].tolist(), strict=False):
+            if ranges.table_rows[place]:
+                low = first + sum(ranges.table_rows[:place])
+                runs.append(Run(store, segment, group, low, low + ranges.table_rows[place], choice))
+    return [run for run in runs if run.left]
+
+
+def joined(runs: Sequence[Run], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[Run]:
+    """Join runs that lie side by side: all of a segment stay before those of a newer one."""
+    found: list[Run] = []
+    for run in runs:
+        run.keys_of = keys_of
+        if found and found[-1].segment is run.segment and found[-1].high == run.low:
+            found[-1].join(run)
+        else:
+            found.append(run)
+    return found

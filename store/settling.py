@@ -1,0 +1,176 @@
+"""Which segments a new schedule leaves where they are, and which rows of the others and of those it moves."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from tiercache.store.full_disk import room_for
+from tiercache.store.lookup import READERS, live_keys
+from tiercache.store.scan import scratch_of
+from tiercache.store.settled import Settled
+from tiercache.store.spill import Spill
+from tiercache.store.sweep import Sweep, whole_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.rewrite import FirstUses
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+MOST_SETTLED = 256
+"""The most segments that are left: a scan holds a piece of each of their ranges, a lookup reads keys of each."""
+_MEMORY_BYTES = 128 << 20
+_CHUNK_ROWS = 1 << 18
+_IDLE, _STALE, _USED = 0, 1, 2
+"""What a row is to the schedule: the newest of a key that it does not use, not the newest, or the newest of one that
+it does."""
+
+
+class Settling:
+    """Sorts all live rows by what a schedule does with them: from their keys and its first uses, no row is read.
+
+    A segment settles where rows that are neither used nor stale have at least half of its live bytes, so that it
+    never takes more than twice what is needed of it; of more than ``MOST_SETTLED`` such segments those with the most.
+    Everything else moves: the used rows of settled segments, and of the others all rows that are not stale. So what
+    moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
+
+    Takes ``_MEMORY_BYTES`` and a slice of ``uses``. Temporary files: a byte for each live row, mapped into memory;
+    and where keys exceed the memory, 16 bytes for each of a group's, which are sorted there.
+    """
+
+    def __init__(self, store: Store, uses: FirstUses, scratch: Path, progress: Callable[[str, int], None]) -> None:
+        self._store, self._uses, self._progress = store, uses, progress
+        self._files = ExitStack()
+        try:
+            self._groups = [_GroupRows(store, group, scratch, self._files) for group in store.groups]
+        except BaseException:
+            self._files.close()
+            raise
+        self.settled: tuple[Settled, ...] = ()
+        """What is left where it is, by segment id; known after ``sort``."""
+        self._settled_ids = frozenset[int]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rows in self._groups:
+            rows.forget()
+        self._files.close()
+
+    def sort(self) -> None:
+        """Read all keys and decide. Raises StoreFullError and CorruptStoreError."""
+        for rows in self._groups:
+            rows.sort(self._store, self._uses, self._progress)
+        needed_S, live_S = (np.zeros(len(self._store.segments), dtype=np.int64) for _ in range(2))
+        for rows in self._groups:
+            needed_S += rows.group.row_bytes * rows.needed_ST.sum(axis=1)
+            live_S += rows.group.row_bytes * rows.live_ST.sum(axis=1)
+        worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0))[0]
+        kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_SETTLED]])
+        self.settled = tuple(
+            Settled(
+                segment_id=self._store.segments[i].id,
+                first_ranges=tuple(
+                    self._store.first_range(self._store.segments[i], rows.group.index) for rows in self._groups
+                ),
+                stale_rows=tuple(tuple((rows.live_ST[i] - rows.needed_ST[i]).tolist()) for rows in self._groups),
+            )
+            for i in kept.tolist()
+        )
+        self._settled_ids = frozenset(one.segment_id for one in self.settled)
+
+    def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
+        """Return which of the live rows [low, high) of a segment stream move: (high - low,)."""
+        marks = self._groups[group].marks_of(segment, low, high)
+        moved: NDArray[np.bool_] = marks == _USED if segment.id in self._settled_ids else marks != _STALE
+        return moved
+
+
+class _GroupRows:
+    """The live rows of one group, each with a mark. Shapes: S segments, T tables of the group.
+
+    A live row has a number: rows count on from segment to segment, so that of two rows of a key that with the
+    greater number is newer.
+    """
+
+    def __init__(self, store: Store, group: Group, scratch: Path, files: ExitStack) -> None:
+        self.group = group
+        counts, self._dead = [], {}
+        for segment in store.segments:
+            stream, first = segment.streams[group.index], store.first_range(segment, group.index)
+            live = [rows.table_rows for rows in stream.ranges[first:]]
+            counts.append(np.array(live, dtype=np.int64).reshape(len(live), len(group.tables)).sum(axis=0))
+            self._dead[segment.id] = int(stream.range_first_row_R[first])
+        self.live_ST = np.array(counts, dtype=np.int64).reshape(len(counts), len(group.tables))
+        """(S, T): live rows."""
+        self.needed_ST = np.zeros_like(self.live_ST)
+        """(S, T): those that are neither used nor stale."""
+        self._starts_S = np.append(0, np.cumsum(self.live_ST.sum(axis=1)))
+        """(S + 1,): the number of each segment's first live row."""
+        self._index = {segment.id: i for i, segment in enumerate(store.segments)}
+        size = max(1, int(self._starts_S[-1]))
+        file = files.enter_context(tempfile.TemporaryFile(dir=scratch))  # noqa: SIM115 - the stack closes it
+        with room_for(size, scratch, "sorting out the rows that a schedule uses"):
+            os.posix_fallocate(file.fileno(), 0, size)  # a file that is mapped must not meet a full disk later
+        self._marks: NDArray[np.uint8] = np.asarray(np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,)))
+
+    def forget(self) -> None:
+        """Give up the marks."""
+        self._marks = np.empty(0, dtype=np.uint8)
+
+    def marks_of(self, segment: Segment, low: int, high: int) -> NDArray[np.uint8]:
+        """Return the marks of live rows [low, high) of a segment stream."""
+        start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
+        return self._marks[start + low : start + high]
+
+    def sort(self, store: Store, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
+        """Mark every row."""
+        number = np.dtype("<i8")
+        with ExitStack() as stack:
+            spills = [
+                stack.enter_context(
+                    Spill(
+                        table, scratch_of(store), _MEMORY_BYTES, store.counters,
+                        row=number, copies=max(2, len(store.segments)),
+                    )
+                )
+                for table in self.group.tables
+            ]  # fmt: skip
+            readers = stack.enter_context(ThreadPoolExecutor(READERS))
+            for segment, place, keys, rows in live_keys(store, self.group, range(len(spills)), readers, after=-1):
+                start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
+                spills[place].add(keys, start + rows)
+                if sum(spill.held_bytes for spill in spills) > _MEMORY_BYTES // 2:
+                    max(spills, key=lambda spill: spill.held_bytes).flush()
+                progress("sort", keys.size)
+            for place, (table, spill) in enumerate(zip(self.group.tables, spills, strict=True)):
+                self._mark(place, table, Sweep(table, whole_keys(spill.sorted(_CHUNK_ROWS))), uses)
+                spill.close()
+
+    def _mark(self, place: int, table: Table, stored: Sweep, uses: FirstUses) -> None:
+        """Mark the rows of one table: ``stored`` has their numbers by key, those of a key in the order of age."""
+        wanted = Sweep(table, uses.slices(table.name))
+        while stored.fill():
+            ends = [int(sweep.hashes[-1]) for sweep in (stored, wanted) if sweep.fill()]
+            hashes, _, numbers = stored.take(min(ends))
+            wanted_hashes, _, _ = wanted.take(min(ends))
+            if not hashes.size:
+                continue
+            newest = np.append(hashes[1:] != hashes[:-1], True)
+            used = np.isin(hashes, wanted_hashes)
+            self._marks[numbers[~newest]] = _STALE
+            self._marks[numbers[newest & used]] = _USED
+            idle = np.searchsorted(self._starts_S, numbers[newest & ~used], side="right") - 1
+            self.needed_ST[:, place] += np.bincount(idle, minlength=self.needed_ST.shape[0])

@@ -1,0 +1,372 @@
+"""Segments that a new schedule leaves where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import Home, small_tables
+from tests.store.test_rewrite import rows_of
+from tests.store.test_scan import check as check_scans
+from tests.store.world import World, scheduled
+from tiercache.store import (
+    NEVER,
+    CorruptStoreError,
+    MemoryEngine,
+    Store,
+    differences,
+    info,
+    settling,
+)
+from tiercache.store.commit import Commit
+from tiercache.store.record import decode, encode
+from tiercache.store.verification import Verification
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+Key = tuple[str, int]
+
+
+def live_keys(store: Store) -> Iterator[tuple[int, int, int, Key]]:
+    """Yield segment id, group, place of the table and key of every row that is live at the commit, stale or not."""
+    for segment in store.segments:
+        for group in store.groups:
+            stream = segment.streams[group.index]
+            first = int(stream.range_first_row_R[store.first_range(segment, group.index)])
+            counts = [count for rows in stream.ranges for count in rows.table_rows]
+            places = np.repeat(np.tile(np.arange(len(group.tables)), len(stream.ranges)), counts).tolist()
+            for block in range(first // stream.block_rows, stream.num_blocks) if first < stream.rows else ():
+                keys = store.read_keys(segment, group.index, block).tolist()
+                for row, key in enumerate(keys, block * stream.block_rows):
+                    if row >= first:
+                        yield segment.id, group.index, places[row], (group.tables[places[row]].name, key)
+
+
+def problems_of(store: Store) -> list[str]:
+    """Verify an open store."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return Verification(store).run()["problems"]
+
+
+def check(store: Store, world: World) -> None:
+    """Assert that every way to read gives the rows of the dict, and that what the commit says of stale rows is so."""
+    assert rows_of(store) == world.rows
+    check_scans(store, world)
+    world.check(store, after=world.visit - 1)
+    world.check_load(store, world.visit)
+    for table in store.tables:
+        keys = np.array([key for name, key in world.rows if name == table.name])
+        fields = store.lookup(table.name, keys)
+        for i, key in enumerate(keys.tolist()):
+            assert b"".join(values[i].tobytes() for values in fields.values()) == world.rows[table.name, key]
+    assert problems_of(store) == []
+    newest = {key: id_ for id_, _, _, key in live_keys(store)}
+    for one in store.commit.settled:
+        for group in store.groups:
+            for place, count in enumerate(one.stale_rows[group.index]):
+                mine = [k for i, g, p, k in live_keys(store) if (i, g, p) == (one.segment_id, group.index, place)]
+                assert count == sum(newest[key] != one.segment_id for key in mine)
+
+
+def check_halves(store: Store) -> None:
+    """Assert that no settled segment takes more than twice the bytes that are needed of it."""
+    segments = {segment.id: segment for segment in store.segments}
+    for one in store.commit.settled:
+        live = stale = 0
+        for group, first, rows in zip(store.groups, one.first_ranges, one.stale_rows, strict=True):
+            live += sum(r.rows for r in segments[one.segment_id].streams[group.index].ranges[first:]) * group.row_bytes
+            stale += sum(rows) * group.row_bytes
+        assert 0 < live <= 2 * (live - stale)
+
+
+def live_bytes(store: Store) -> dict[int, int]:
+    """Return the bytes of the live rows of each segment, stale ones included."""
+    found = {segment.id: 0 for segment in store.segments}
+    for id_, group, _, _ in live_keys(store):
+        found[id_] += store.groups[group].row_bytes
+    return found
+
+
+def check_moved(store: Store, before: dict[int, int]) -> None:
+    """Assert that rows moved unused only where they had less than half of a segment's live bytes."""
+    gone = sum(size for id_, size in before.items() if id_ not in store.commit.settled_ids)
+    unused = 0
+    for segment in scheduled(store):
+        for stream in segment.streams:
+            unused += sum(rows.rows * stream.row_bytes for rows in stream.ranges if rows.next_use == NEVER)
+    assert unused == 0 or 2 * unused < gone
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    schedules=st.lists(
+        st.tuples(st.integers(0, 99), st.integers(1, 3), st.integers(1, 9), st.integers(0, 4)), min_size=2, max_size=3
+    ),
+    layout=st.tuples(st.integers(1, 5), st.integers(1, 9)),
+    most=st.sampled_from([1, 2, 256]),
+    within=st.booleans(),
+)
+def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
+    seed: int,
+    schedules: list[tuple[int, int, int, int]],
+    layout: tuple[int, int],
+    most: int,
+    within: bool,
+) -> None:
+    """Whatever keys a schedule uses, at its beginning, in between and after it: lookups, scans, changes and loads.
+
+    No key's newest row is ever dead while an older one in a settled segment is live: it would be read.
+    """
+    world = World(small_tables(), seed=seed, keys_per_pass=9, universe=30, piece_rows=layout[0], block_rows=layout[1])
+    kept = settling.MOST_SETTLED
+    settling.MOST_SETTLED = most
+    try:
+        with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+            world.run(store, 3)
+            for draw, passes, keys, visits in schedules:
+                world.num_passes, world.keys_per_pass = passes, keys
+                before = live_bytes(store)
+                world.follow(store, world.draw(draw))
+                assert len(store.commit.settled) <= most
+                check_halves(store)
+                if most == 256:
+                    check_moved(store, before)
+                check(store, world)
+                world.run(store, visits)
+                if within:
+                    world.train(part=1)
+                    world.append(store, within=True)
+                    world.publish(store, sample=1)
+                    world.check(store, after=world.visit)
+                    world.check_within(store)
+                    assert rows_of(store) == world.rows
+                    world.train(part=2)
+                    world.append(store)
+                    world.visit += 1
+                    world.publish(store)
+                check(store, world)
+            check_scans(store, world, memory_bytes=900, chunk_rows=7)
+    finally:
+        settling.MOST_SETTLED = kept
+
+
+def one_pass(world: World, keys: dict[str, list[int]]) -> list[dict[str, NDArray[np.int64]]]:
+    """Return a schedule of one pass with some keys of some tables."""
+    return [{table.name: np.array(keys.get(table.name, []), np.int64) for table in world.tables}]
+
+
+def settled_store(home: Home, **options: Any) -> tuple[Store, World]:
+    """Return a store that follows a schedule of three of its keys and a new one."""
+    world = World(small_tables(), num_passes=4, keys_per_pass=20)
+    store = home.open(world.tables, **options)
+    world.run(store, 5)
+    known = [key for name, key in world.rows if name == "user"]
+    world.follow(store, one_pass(world, {"user": [*known[:3], 900]}))
+    assert store.commit.settled
+    return store, world
+
+
+def test_a_row_that_is_trained_is_newer_than_the_one_it_left_behind(home: Home) -> None:
+    """For lookups, scans and changes; ``info`` counts each key once, and compaction leaves no stale row."""
+    store, world = settled_store(home)
+    key = ("user", int(world.passes[0]["user"][0]))
+    before = world.rows[key]
+    world.run(store, 2)
+    assert world.rows[key] != before
+    assert [found for *_, found in live_keys(store)].count(key) == 2
+    check(store, world)
+    if home.kind != "memory":
+        stale, settled = [key for *_, key in live_keys(store)], sorted(store.commit.settled_ids)
+        home.close()
+        found = info(home.path)
+        store = home.open()
+        assert found["rows"] == len(world.rows) == sum(segment["live_rows"] for segment in found["segments"])
+        assert found["stale_rows"] == len(stale) - len(set(stale)) == 3
+        assert found["stale_bytes"] == 3 * world.tables[0].row_bytes
+        assert [segment["id"] for segment in found["segments"] if segment["settled"]] == settled
+    store.compact()
+    assert store.commit.settled == ()
+    assert [segment.rows for segment in store.segments] == [len(world.rows)]
+    assert rows_of(store) == world.rows
+
+
+def test_the_newest_row_hides_the_stale_one_where_it_does_not_count_itself(home: Home) -> None:
+    """A key of the visit on the device is not found in the store: never with the row that it had before."""
+    store, world = settled_store(home)
+    key, other = int(world.passes[0]["user"][0]), 900
+    ids, _ = store.locate("user", np.array([key, other]), after=0)
+    assert ids.tolist() == [-1, -1]
+    world.run(store, 1)
+    ids, _ = store.locate("user", np.array([key, other]), after=0)
+    assert ids.tolist() == [store.segments[-1].id] * 2
+
+
+def test_a_key_that_waited_in_a_settled_segment_is_found_by_the_schedule_that_uses_it(home: Home) -> None:
+    """Unused by one schedule, used by the next: it starts with the row it was left with."""
+    store, world = settled_store(home)
+    waited = next(
+        key for id_, _, _, key in live_keys(store) if id_ in store.commit.settled_ids and key not in world.keys(0)
+    )
+    row = world.rows[waited]
+    world.run(store, 1)
+    home.close()
+    store = home.open()
+    world.follow(store, one_pass(world, {waited[0]: [waited[1]]}))
+    assert world.rows[waited] == row
+    check(store, world)
+    world.run(store, 2)
+    assert world.rows[waited] != row
+    check(store, world)
+
+
+def test_commits_before_and_after_a_schedule_can_be_gone_back_to(home: Home) -> None:
+    """A rollback to before the reorganisation, and one to a commit after it, each with its own settled segments."""
+    store, world = settled_store(home, retention=4)
+    begun, after = store.commit.id, copy.deepcopy(world)
+    with store.at(begun - 1) as older:
+        assert older.commit.settled == ()
+        before = rows_of(older)
+    world.run(store, 2)
+    store.rollback(begun)
+    assert store.commit.settled == next(c for c in store.commits if c.id == begun).settled != ()
+    check(store, after)
+    store.rollback(begun - 1)
+    assert store.commit.settled == ()
+    assert rows_of(store) == before
+    assert problems_of(store) == []
+
+
+def test_what_changed_since_a_commit_is_given_once_though_it_was_moved(home: Home) -> None:
+    """Rows that stayed changed when they were trained; rows that moved, with the schedule or later."""
+    store, _ = settled_store(home, retention=9)
+    for since in range(-1, store.commit.id):
+        given = [key for keys, _ in store.changes("user", since=since) for key in keys.tolist()]
+        firsts = dict(zip(store.commit.segment_ids, store.commit.first_commits, strict=True))
+        newest = {key: id_ for id_, _, _, key in live_keys(store)}
+        assert sorted(given) == sorted(k for (name, k), id_ in newest.items() if name == "user" and firsts[id_] > since)
+    assert list(store.changes("user", since=store.commit.id)) == []
+
+
+def test_a_settled_store_equals_the_same_rows_compacted(tmp_path: Path) -> None:
+    """Comparisons scan: stale rows are no difference."""
+    found = []
+    for name in ("settled", "compacted"):
+        (tmp_path / name).mkdir()
+        store, world = settled_store(Home("lmdb", tmp_path / name))
+        world.run(store, 1)
+        if name == "compacted":
+            store.compact()
+        found.append(store)
+    for one in differences(*found):
+        assert (one.only_first, one.only_second, one.different) == (0, 0, 0)
+        assert one.same == sum(name == one.table for name, _ in world.rows)
+    for store in found:
+        store.close()
+
+
+def rewritten(store: Store, engine: MemoryEngine, change: Any) -> None:
+    """Write the newest commit's record again, changed."""
+    name = f"commit/{store.commit.id}"
+    values, arrays = decode("commit", engine.records[name], "it")
+    change(values)
+    engine.records[name] = encode("commit", values, arrays)
+
+
+def bad_shapes() -> dict[str, Any]:
+    """Return changes to the records of settled segments that make no sense."""
+
+    def put(place: int, value: Any) -> Any:
+        return lambda values: values["settled"][0].__setitem__(place, value)
+
+    return {
+        "no list": lambda values: values.update(settled=3),
+        "no record": lambda values: values.update(settled=[7]),
+        "no number": put(0, "x"),
+        "another segment": put(0, 10**6),
+        "twice": lambda values: values.update(settled=values["settled"][:1] * 2),
+        "the newest": lambda values: values.update(settled=[[values["segments"][-1][0], *values["settled"][0][1:]]]),
+        "a group less": lambda values: values["settled"][0].pop(),
+        "no first range": put(1, []),
+        "a range that is not there": lambda values: values["settled"][0][1].__setitem__(0, 99),
+        "a table less": lambda values: values["settled"][0][1].pop(),
+        "more stale rows than live ones": lambda values: values["settled"][0][1].__setitem__(1, 10**6),
+        "fewer than none": lambda values: values["settled"][0][1].__setitem__(1, -1),
+    }
+
+
+@pytest.mark.parametrize("what", bad_shapes())
+def test_a_commit_that_says_impossible_things_of_settled_segments_is_refused(what: str, tmp_path: Path) -> None:
+    """Sizes and places are checked when the store is opened."""
+    home = Home("memory", tmp_path)
+    store, _ = settled_store(home)
+    rewritten(store, home.engine, bad_shapes()[what])
+    with pytest.raises(CorruptStoreError, match="restore"):
+        home.open()
+
+
+def test_a_segment_that_a_commit_inside_a_visit_wrote_is_not_settled(tmp_path: Path) -> None:
+    """All its rows have the visit as next use, so none is live when a schedule begins: a record that says so lies."""
+    home = Home("memory", tmp_path)
+    store, _ = settled_store(home)
+    id_ = store.commit.settled[0].segment_id
+    segment = replace(next(segment for segment in store.segments if segment.id == id_), within=True)
+    home.engine.records[f"segment/{id_}"] = segment.to_bytes()
+    with pytest.raises(CorruptStoreError, match="was written inside a visit"):
+        home.open()
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, tmp_path: Path) -> None:
+    """Two live rows of a key are damage, as without settled segments; so is a row that should be there twice."""
+    home = Home("memory", tmp_path)
+    store, _ = settled_store(home)
+    group = next(group for group in store.groups if "user" in [table.name for table in group.tables])
+    place = group.place("user")
+    i = next(i for i, one in enumerate(store.commit.settled) if one.stale_rows[group.index][place])
+
+    def change(values: Any) -> None:
+        values["settled"][i][1 + group.index][1 + place] += more
+
+    rewritten(store, home.engine, change)
+    store = home.open()
+    said = "has two live rows" if more < 0 else "stale rows"
+    with pytest.raises(CorruptStoreError, match=said):
+        list(store.scan("user"))
+    problems = problems_of(store)
+    assert len(problems) == 1
+    assert ("have two live rows" if more < 0 else "stale rows and its commit says") in problems[0]
+
+
+def test_segments_of_other_schedules_belong_to_no_visit(home: Home) -> None:
+    """A commit at a visit that a settled segment's number repeats is made, and its loads are the schedule's own."""
+    store, world = settled_store(home)
+    assert {segment.visit for segment in store.segments} & {0, 1, 2, 3, 4}
+    for _ in range(6):
+        world.run(store, 1)
+        check(store, world)
+    assert all(segment.visit >= 4 for segment in scheduled(store))
+
+
+def test_a_record_without_settled_segments_is_as_it_always_was() -> None:
+    """Commits of stores that never settled anything keep their bytes."""
+    world = World(small_tables())
+    engine = MemoryEngine()
+    with Store.open(None, tables=world.tables, engine=engine) as store:
+        world.run(store, 1)
+        values, _ = decode("commit", engine.records["commit/0"], "it")
+        assert "settled" not in values
+        assert Commit.from_bytes(engine.records["commit/0"], "it").settled == ()
+        assert replace(store.commit, settled=()).to_bytes() == engine.records["commit/0"]

@@ -1,0 +1,113 @@
+"""What moves when a schedule begins, and what a process that dies meanwhile leaves."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.store.conftest import small_tables
+from tests.store.test_settled import check
+from tests.store.uses import Uses
+from tests.store.world import World
+from tiercache.store import MemoryEngine, Range, Store, Stream, Table, Zeros, hash_keys
+from tiercache.store.optimizer import SGD
+from tiercache.store.scan import live_rows
+
+WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
+
+
+def days(store: Store, visits: int, rows: int) -> None:
+    """Commit visits that dump ``rows`` rows each of keys of their own, in pieces of 8 rows."""
+    for visit in range(visits):
+        keys = np.arange(visit * rows, (visit + 1) * rows)
+        keys = keys[np.argsort(hash_keys(keys, WIDE.table_id))]
+        stream = Stream(
+            row_bytes=256,
+            piece_rows=8,
+            block_bytes=256 * 64,
+            ranges=(Range(next_use=visit + visits, table_rows=(rows,)),),
+        )
+        data = np.repeat(keys.astype(np.float32), 64).view(np.uint8)
+        cuts = [int(row) for row in stream.block_first_row_B]
+        blocks = [
+            (0, b, data[256 * low : 256 * cuts[b + 1]], keys[low : cuts[b + 1]]) for b, low in enumerate(cuts[:-1])
+        ]
+        store.append(visit, [stream], blocks)
+    store.publish((visits, 0), state=b"", schedule_digest="old", settings={}, environment={})
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) -> None:
+    """Of 20 visits' rows 5 % are used, those of one visit or as many of each: they are written, and no other.
+
+    Read are the pieces that have a used row, once; all keys once, and again those of blocks with a used row.
+    """
+    visits, rows = 20, 1024
+    with Store.open(None, tables=[WIDE], engine=MemoryEngine()) as store:
+        days(store, visits, rows)
+        keys = range(0, visits * rows, visits) if spread else range(3 * rows, 4 * rows)
+        used = {("wide", key): 0 for key in [*keys, *range(10**6, 10**6 + 50)]}
+        pieces, blocks = set(), set()
+        for segment in store.segments:
+            stored = np.concatenate([store.read_keys(segment, 0, b) for b in range(segment.streams[0].num_blocks)])
+            mine = np.nonzero([("wide", key) in used for key in stored.tolist()])[0]
+            pieces |= {(segment.id, row // 8) for row in mine.tolist()}
+            blocks |= {(segment.id, row // 64) for row in mine.tolist()}
+        before = copy.copy(store.counters.__dict__)
+        commit = store.rewrite(Uses(store, used, 500), schedule_digest="new")
+        done = {name: value - before[name] for name, value in store.counters.__dict__.items() if name != "_lock"}
+        assert len(commit.settled) == (visits if spread else visits - 1)
+        assert done["rows_written"] == rows + 50
+        assert done["row_bytes_read"] == len(pieces) * 8 * 256
+        assert done["key_bytes_read"] == 8 * visits * rows + 8 * 64 * len(blocks)
+        assert done["spill_bytes_written"] == 0
+        assert live_rows(store, "wide") == visits * rows + 50
+        assert {
+            key: values[0, 0]
+            for keys, fields in store.changes("wide", since=-1)
+            for key, values in zip(keys.tolist(), fields["vector"][:, None], strict=True)
+        } == {**{key: float(key) for key in range(visits * rows)}, **dict.fromkeys(range(10**6, 10**6 + 50), 0.0)}
+
+
+KILLED = """
+import os, signal, sys
+from tests.store.conftest import small_tables
+from tests.store.world import World
+from tiercache.store import Store
+
+path, engine, stage = sys.argv[1:]
+world = World(small_tables(), num_passes=4, keys_per_pass=20)
+with Store.open(path, tables=small_tables(), engine=engine) as store:
+    world.run(store, 5)
+    world.keys_per_pass = 5
+    world.follow(store, world.draw(1), lambda what, _: what == stage and os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+@pytest.mark.parametrize("stage", ["sort", "write"])
+def test_a_process_killed_while_it_reorganises_leaves_the_commit_before(kind: str, stage: str, tmp_path: Path) -> None:
+    """The store opens where it stood, whole, with no file left in it, and is reorganised by whoever comes next."""
+    root, path = Path(__file__).parents[2], tmp_path / "s.tc"
+    command = [sys.executable, "-c", KILLED, str(path), kind, stage]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    world = World(small_tables(), num_passes=4, keys_per_pass=20)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as memory:
+        world.run(memory, 5)
+    with Store.open(path) as store:
+        assert (store.commit.id, store.commit.settled) == (4, ())
+        check(store, world)
+        assert not list(path.glob("tmp*"))
+        world.keys_per_pass = 5
+        world.follow(store, world.draw(1))
+        assert store.commit.settled
+        world.run(store, 1)
+        check(store, world)
