@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
 from tests.store.world import World
-from tiercache.store import NEVER, MemoryEngine, Store, StoreError, StoreFullError, hash_keys, verify
+from tiercache.store import NEVER, MemoryEngine, Store, StoreError, StoreFullError, verify
 from tiercache.store.initial import initial_rows
 from tiercache.store.testing import FailingEngine
+from tiercache.store.testing.world import WorldUses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 READER = """
@@ -34,27 +34,6 @@ with Store.open(sys.argv[1], mode="r") as store:
         print(store.commit.id, digest.hexdigest(), flush=True)
         sys.stdin.readline()
 """
-
-
-class Uses:
-    """First uses from a dict of (table, key), a few keys at a time."""
-
-    def __init__(self, store: Store, uses: dict[tuple[str, int], int], slice_keys: int) -> None:
-        self._store, self._uses, self._slice_keys = store, uses, slice_keys
-
-    def counts(self, table_name: str) -> Mapping[int, int]:
-        """Return how many keys have each use."""
-        mine = [use for (name, _), use in self._uses.items() if name == table_name]
-        return {use: mine.count(use) for use in mine}
-
-    def slices(self, table_name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield keys in hash order."""
-        table = next(table for table in self._store.tables if table.name == table_name)
-        keys = np.array([key for name, key in self._uses if name == table_name], np.int64)
-        keys = keys[np.argsort(hash_keys(keys, table.table_id))]
-        for first in range(0, keys.size, self._slice_keys):
-            part = keys[first : first + self._slice_keys]
-            yield part, np.array([self._uses[table_name, key] for key in part.tolist()], np.int64)
 
 
 def rows_of(store: Store) -> dict[tuple[str, int], bytes]:
@@ -91,7 +70,7 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
             table = next(table for table in store.tables if table.name == name)
             first = initial_rows(table, np.array([key]))
             expected[name, key] = b"".join(values[0].tobytes() for values in first)
-        commit = store.rewrite(Uses(store, wanted, slice_keys), schedule_digest="new")
+        commit = store.rewrite(WorldUses(store.tables, wanted, slice_keys=slice_keys), schedule_digest="new")
         assert (commit.cursor, commit.schedule_digest, store.state()) == ((0, 0), "new", state)
         assert rows_of(store) == expected
         (segment,) = store.segments
@@ -157,7 +136,7 @@ def test_key_sets_that_change_meanwhile_are_found_out() -> None:
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 2)
         key = next(iter(world.rows))
-        uses = Uses(store, {key: 1}, 4)
+        uses = WorldUses(store.tables, {key: 1})
         lying = copy.copy(uses)
         lying.counts = lambda name: {1: 2} if name == key[0] else {}  # type: ignore[method-assign]
         with pytest.raises(StoreError, match=r"visit 1 was said to use 2 keys .* first, and others came"):

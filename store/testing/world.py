@@ -1,0 +1,263 @@
+"""A small world to store: a cyclic schedule over made-up passes, and a dict that says what every row is now.
+
+The slow obvious version of what a store is for: tests compare the store with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.commit import Cursor
+from tiercache.store.hashing import hash_keys
+from tiercache.store.initial import initial_rows
+from tiercache.store.lookup import locate
+from tiercache.store.stream import NEVER, Range, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+    Key = tuple[str, int]
+    Int64s = NDArray[np.int64]
+
+
+@dataclass
+class World:
+    """Passes of keys for tables; ``rows`` is what each key's row is, ``uses`` the next use it was stored with.
+
+    ``visit`` is the next one, ``state`` the dense state of the newest commit. Rows are made of visit, table and key.
+    """
+
+    tables: Sequence[Table]
+    num_passes: int = 3
+    keys_per_pass: int = 40
+    universe: int = 100
+    seed: int = 0
+    piece_rows: int = 4
+    block_rows: int = 10
+    visit: int = 0
+    rows: dict[Key, bytes] = field(default_factory=dict)
+    uses: dict[Key, int] = field(default_factory=dict)
+    state: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.passes = self._draw()
+
+    def _draw(self) -> list[dict[str, Int64s]]:
+        generator = np.random.default_rng(self.seed)
+        return [
+            {
+                table.name: generator.choice(self.universe, size=self.keys_per_pass, replace=False).astype(np.int64)
+                - self.universe // 2
+                for table in self.tables
+            }
+            for _ in range(self.num_passes)
+        ]
+
+    def keys(self, visit: int) -> Iterator[Key]:
+        """Yield (table, key) of all rows that ``visit`` trains."""
+        for name, keys in self.passes[visit % self.num_passes].items():
+            for key in keys.tolist():
+                yield name, key
+
+    def next_use(self, key: Key, visit: int) -> int:
+        """Return the first visit after ``visit`` that needs ``key``."""
+        name, number = key
+        return next(
+            v for v in range(visit + 1, visit + self.num_passes + 1) if number in self.passes[v % self.num_passes][name]
+        )
+
+    def train(self, *, part: int = 0) -> None:
+        """Change every row that the present visit trains."""
+        for table in self.tables:
+            for key in self.passes[self.visit % self.num_passes][table.name].tolist():
+                bits = np.random.default_rng([self.visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
+                self.rows[table.name, key] = bits.random(table.row_bytes // 4, dtype=np.float32).tobytes()
+
+    def layout(self, group: Group, *, within: bool) -> tuple[Stream, list[Key]]:
+        """Return the stream of the present visit's dump, and its keys in order; note their next uses."""
+        uses: dict[int, list[list[Key]]] = {}
+        for place, table in enumerate(group.tables):
+            keys = np.sort(self.passes[self.visit % self.num_passes][table.name])
+            for key in keys[np.argsort(hash_keys(keys, table.table_id))].tolist():
+                pair = table.name, key
+                use = self.visit if within else self.next_use(pair, self.visit)
+                self.uses[pair] = use
+                uses.setdefault(use, [[] for _ in group.tables])[place].append(pair)
+        ordered = sorted(uses.items())
+        ranges = tuple(Range(next_use=use, table_rows=tuple(map(len, keys))) for use, keys in ordered)
+        stream = Stream(
+            row_bytes=group.row_bytes,
+            piece_rows=self.piece_rows,
+            block_bytes=group.row_bytes * self.block_rows,
+            ranges=ranges,
+        )
+        return stream, [key for _, tables in ordered for keys in tables for key in keys]
+
+    def blocks(
+        self, stream: Stream, keys: list[Key], group: Group
+    ) -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
+        """Yield the blocks of a stream, all in the same two arrays."""
+        data = np.empty(stream.block_rows * stream.row_bytes, dtype=np.uint8)
+        numbers = np.empty(stream.block_rows, dtype=np.int64)
+        for block in range(stream.num_blocks):
+            pieces = range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1]))
+            packed = b"".join(self.pack_piece(stream, keys, group, piece) for piece in pieces)
+            first, last = stream.block_first_row_B[block : block + 2].tolist()
+            data[: len(packed)] = np.frombuffer(packed, np.uint8)
+            numbers[: last - first] = [key for _, key in keys[first:last]]
+            yield group.index, block, data[: len(packed)], numbers[: last - first]
+
+    def pack_piece(self, stream: Stream, keys: list[Key], group: Group, piece: int) -> bytes:
+        """Return the bytes of a piece: field after field, in each row after row."""
+        first, last = stream.piece_first_row_P[piece : piece + 2].tolist()
+        rows = [np.frombuffer(self.rows[key], np.float32) for key in keys[first:last]]
+        cuts = np.cumsum([f.width for f in group.fields])[:-1]
+        fields = zip(*(np.split(row, cuts) for row in rows), strict=True)
+        return b"".join(np.concatenate(values).tobytes() for values in fields)
+
+    def append(self, store: Store, *, within: bool = False, transaction_bytes: int = 1 << 20) -> Segment:
+        """Dump the present visit."""
+        laid = [self.layout(group, within=within) for group in store.groups]
+        blocks = (
+            block
+            for (stream, keys), group in zip(laid, store.groups, strict=True)
+            for block in self.blocks(stream, keys, group)
+        )
+        streams = [stream for stream, _ in laid]
+        return store.append(self.visit, streams, blocks, within=within, transaction_bytes=transaction_bytes)
+
+    def compact(self, store: Store) -> None:
+        """Compact; from now on no row has a next use, and only ``reorganise`` leads on."""
+        store.compact()
+        self.visit, self.uses = 0, dict.fromkeys(self.rows, NEVER)
+
+    def reorganise(self, store: Store, *, seed: int) -> None:
+        """Begin a schedule of other passes: rows wait for the first of them, and keys that are new have a row."""
+        self.seed, self.visit = seed, 0
+        self.passes = self._draw()
+        wanted = dict.fromkeys(key for visit in range(self.num_passes) for key in self.keys(visit))
+        first_uses = {key: self.next_use(key, -1) for key in wanted}
+        store.rewrite(WorldUses(self.tables, first_uses), schedule_digest=f"passes of {seed}")
+        self.uses = dict.fromkeys(self.rows, NEVER) | first_uses
+        for table in self.tables:
+            new = [key for name, key in wanted if name == table.name and (name, key) not in self.rows]
+            first = initial_rows(table, np.array(new, dtype=np.int64))
+            for i, key in enumerate(new):
+                self.rows[table.name, key] = b"".join(values[i].tobytes() for values in first)
+
+    def run(self, store: Store, visits: int) -> None:
+        """Train, dump and commit some visits."""
+        for _ in range(visits):
+            self.train()
+            self.append(store)
+            self.visit += 1
+            self.publish(store)
+
+    def publish(self, store: Store, *, sample: int = 0) -> None:
+        """Commit where the world stands."""
+        state = f"state at {self.visit}, {sample}".encode()
+        store.publish(
+            Cursor(self.visit, sample),
+            state=state,
+            schedule_digest="cyclic",
+            settings={"seed": self.seed},
+            environment={"threads": 1},
+        )
+        self.state = state
+
+    def check(self, store: Store, *, after: int) -> None:
+        """Assert that every row that is not of visit ``after`` or older uses is found, with the right bits."""
+        for group in store.groups:
+            wanted = {table.name: np.arange(-self.universe // 2, self.universe // 2 + 1) for table in group.tables}
+            found = locate(store, wanted, after=after)
+            for name, keys in wanted.items():
+                ids, rows = found[name]
+                for key, id_ in zip(keys.tolist(), ids.tolist(), strict=True):
+                    expected = self.uses.get((name, key), -1) > after
+                    assert (id_ >= 0) == expected, (name, key, id_)
+                for segment in store.segments:
+                    mine = np.nonzero(ids == segment.id)[0]
+                    fields = store.read_rows(segment, group.index, rows[mine])
+                    for i, key in enumerate(keys[mine].tolist()):
+                        row = b"".join(values[i].tobytes() for values in fields)
+                        assert row == self.rows[name, key], (name, key)
+
+    def check_load(self, store: Store, visit: int) -> None:
+        """Assert that the ranges with next use ``visit`` hold exactly the rows that it needs and that exist."""
+        loaded: dict[Key, bytes] = {}
+        for segment in store.segments:
+            for group in store.groups:
+                loaded |= self.load_range(store, segment, group, visit)
+        expected = {key: self.rows[key] for key in self.keys(visit) if key in self.rows}
+        assert loaded == expected
+
+    def check_within(self, store: Store) -> None:
+        """Assert that, after a commit inside the present visit, its key set loads as it is now."""
+        loaded: dict[Key, bytes] = {}
+        for segment in store.segments:
+            for group in store.groups:
+                loaded |= self.load_range(store, segment, group, self.visit)
+        assert loaded == {key: self.rows[key] for key in self.keys(self.visit)}
+        for name, keys in self.passes[self.visit % self.num_passes].items():
+            ids, _ = store.locate(name, keys, after=self.visit - 1)
+            assert len(set(ids.tolist())) == 1
+            assert store.segments[-1].id == ids[0]
+
+    def load_range(self, store: Store, segment: Segment, group: Group, visit: int) -> dict[Key, bytes]:
+        """Read the live range with next use ``visit`` of a segment stream, row by row."""
+        stream, loaded = segment.streams[group.index], {}
+        for index in range(store.first_range(segment, group.index), len(stream.ranges)):
+            if stream.ranges[index].next_use != visit:
+                continue
+            low, high = stream.pieces_of(index)
+            out = np.empty(int(stream.piece_offset_P[high] - stream.piece_offset_P[low]), np.uint8)
+            store.read(segment, group.index, low, high, out)
+            names = [
+                table.name
+                for table, count in zip(group.tables, stream.ranges[index].table_rows, strict=True)
+                for _ in range(count)
+            ]
+            at = 0
+            for piece in range(low, high):
+                count = int(stream.piece_rows_P[piece])
+                first = int(stream.piece_first_row_P[piece])
+                numbers = out[at : at + count * stream.row_bytes].view(np.float32)
+                at += count * stream.row_bytes
+                cuts = np.cumsum([f.width * count for f in group.fields])[:-1]
+                fields = [part.reshape(count, -1) for part in np.split(numbers, cuts)]
+                block = int(stream.piece_block_P[piece])
+                keys = store.read_keys(segment, group.index, block)
+                for i in range(count):
+                    key = int(keys[first + i - int(stream.block_first_row_B[block])])
+                    name = names[first + i - int(stream.range_first_row_R[index])]
+                    loaded[name, key] = b"".join(values[i].tobytes() for values in fields)
+        return loaded
+
+
+class WorldUses:
+    """First uses of a schedule from a dict of (table, key), a few keys at a time."""
+
+    def __init__(self, tables: Sequence[Table], uses: Mapping[Key, int], *, slice_keys: int = 5) -> None:
+        self._tables, self._uses, self._slice_keys = {table.name: table for table in tables}, uses, slice_keys
+
+    def counts(self, table_name: str) -> Mapping[int, int]:
+        """Return how many keys of a table have each first use."""
+        mine = [use for (name, _), use in self._uses.items() if name == table_name]
+        return {use: mine.count(use) for use in mine}
+
+    def slices(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield keys in hash order with their first uses."""
+        keys = np.array([key for name, key in self._uses if name == table_name], np.int64)
+        keys = keys[np.argsort(hash_keys(keys, self._tables[table_name].table_id))]
+        for first in range(0, keys.size, self._slice_keys):
+            part = keys[first : first + self._slice_keys]
+            yield part, np.array([self._uses[table_name, key] for key in part.tolist()], np.int64)
