@@ -134,7 +134,10 @@ ZARR_UNSYNCED_FILES, ZARR_UNSYNCED_FOLDERS = (
             f"    return {kept}\n"
         ),
     }
-    for kept in ("[], folders", "files, []")
+    for kept in (
+        "[file for file in files if file.parent.name != 'records'], folders",
+        "files, [folder for folder in folders if folder.name != 'manifests']",
+    )
 )
 ZARR_PUBLISHED_EARLY = {
     "module": "zarr_engine",
@@ -169,8 +172,8 @@ ZARR_PUBLISHED_EARLY = {
         "lmdb: blocks not synced",
         "lmdb: two transactions",
         "lmdb: freed before the commit",
-        "zarr: files not synced",
-        "zarr: folders not synced",
+        "zarr: records not synced",
+        "zarr: manifests' folder not synced",
         "zarr: published before the syncs",
         "zarr: two manifests",
         "zarr: freed before the commit",
