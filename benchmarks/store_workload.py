@@ -83,6 +83,8 @@ class Step:
     """Whether a dump is made and forgotten before."""
     broken: bool = False
     """Whether a dump fails half-way before."""
+    compact: bool = False
+    """Whether nothing is dumped and the store is compacted, which is the commit: no visit comes after it."""
 
     @property
     def cursor(self) -> Cursor:
@@ -104,6 +106,7 @@ STEPS = (
     Step(visits=(6,), stable=True, transaction_bytes=200_000),
     Step(visits=(7,), sample=5, reopen=True),
     Step(visits=(7, 8), forget=True, state_bytes=300_000),
+    Step(compact=True),
 )
 """Made for coverage: transactions of one block and of all, commits inside a visit, growth, holes, freed places."""
 
@@ -159,6 +162,11 @@ def stands(store: Store) -> int:
 def take(store: Store, number: int, note: Note) -> None:
     """Do all of a step but the reopening; the store must stand at the commit before."""
     step = STEPS[number]
+    if step.compact:
+        note(begun=number)
+        store.compact()
+        note(done=number)
+        return
     if step.broken:
         try:
             _dump(store, step, step.visits[0], broken=True)
@@ -183,7 +191,9 @@ def take(store: Store, number: int, note: Note) -> None:
 
 @cache
 def state(number: int) -> bytes:
-    """Return the dense state of a commit."""
+    """Return the dense state of a commit; that of one that was compacted is the state before."""
+    if STEPS[number].compact:
+        return state(number - 1)
     return np.random.default_rng(number).bytes(STEPS[number].state_bytes)
 
 
@@ -198,7 +208,7 @@ def problems(store: Store) -> list[str]:
     found = []
     commit, step = store.commit, STEPS[number]
     assert commit is not None
-    if commit.cursor != step.cursor or commit.settings != {"step": number}:
+    if commit.cursor != step.cursor or commit.settings != {"step": number - step.compact}:
         found.append(f"commit {number} stands at {commit.cursor} and was made at {step.cursor}")
     if store.state() != state(number):
         found.append(f"the dense state of commit {number} has other bits")
@@ -264,6 +274,8 @@ def _results() -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
         versions, uses = (np.full((len(STEPS) + 1, UNIVERSE), -1) for _ in range(2))
         for number, step in enumerate(STEPS):
             versions[number], uses[number] = versions[number - 1], uses[number - 1]
+            if step.compact:
+                uses[number, versions[number] >= 0] = NEVER
             for visit in step.visits:
                 keys = _keys(table, visit)
                 versions[number, keys] = _version(visit, step.sample)

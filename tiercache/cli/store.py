@@ -91,8 +91,9 @@ def check(path: _Path, as_json: _Json = False) -> None:
     if report["problems"]:
         raise typer.Exit(1)
     if not as_json:
+        commits = len(report["commits"])
         typer.echo(
-            f"{path} is whole: {len(report['commits'])} commits, {report['segments']} segments, "
+            f"{path} is whole: {commits} commit{'s' if commits != 1 else ''}, {report['segments']} segments, "
             f"{report['pieces']:,} pieces and {report['rows']:,} rows ({format_bytes(report['bytes'])}) "
             "are what was written"
         )
