@@ -1,7 +1,7 @@
 """Kills a store's process at every point, cuts its power and fills its disk, and looks at what is left each time.
 
     python -m benchmarks.store_crash [--engine lmdb] [--points N] [--torn N] [--instants N] [--replays N] [--full N]
-                                     [--quick] [--json FILE] [--seed N] [--folder DIR]
+                                     [--problems N] [--quick] [--json FILE] [--seed N] [--folder DIR] [--jobs N]
 
 After each the store must open at a commit that was durable, or at the one that was being made; every row must have its
 bits; and the workload must go on to its end, to the bits of a run without a kill. Ends with status 1 otherwise.
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pickle
 import random
 import shutil
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,14 +28,16 @@ from rich.table import Table
 
 from benchmarks.machine import console, environment
 from benchmarks.store_child import run_in_child
-from benchmarks.store_killer import EnoughError, Killer, Outcome, spread
+from benchmarks.store_killer import MOST_PROBLEMS, EnoughError, Killer, spread
 from benchmarks.store_loss import KINDS, Loss
 from benchmarks.store_recording import Recording, record
+from benchmarks.store_workers import deal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.store_child import Teller
+    from benchmarks.store_workers import Case
 
 PACKAGES = ("tiercache", "numpy", "lmdb", "zarr")
 QUICK = {"points": 300, "torn": 40, "instants": 20, "replays": 60, "full": 30}
@@ -43,17 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it and return the exit status."""
     options = _options(arguments)
     folder = Path(tempfile.mkdtemp(prefix="tiercache-store-", dir=options.folder))
+    begun = time.perf_counter()
+    killer = Killer(folder, options.engine, seed=options.seed, most_problems=options.problems)
     with Progress(console=console, auto_refresh=False) as progress:  # a thread must not cross a fork
         bar = progress.add_task("killing", total=None)
-
-        def notify(outcome: Outcome) -> None:
-            progress.update(bar, completed=sum(outcome.stood.values()), refresh=True)
-
-        killer = Killer(folder, options.engine, seed=options.seed, notify=notify)
-        begun = time.perf_counter()
         with contextlib.suppress(EnoughError):
-            _kill(killer, options, random.Random(options.seed))
-        killer.outcome.seconds = time.perf_counter() - begun
+            cases = _cases(killer, options, random.Random(options.seed))
+            progress.update(bar, total=len(cases), refresh=True)
+            deal(cases, killer, options.jobs, lambda count: progress.update(bar, advance=count, refresh=True))
+    killer.outcome.seconds = time.perf_counter() - begun
     outcome = killer.outcome
     figures = {
         "engine": options.engine,
@@ -84,16 +86,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.store_crash", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--engine", default="lmdb", help="by the name that Store.open knows it by (lmdb)")
-    parser.add_argument("--points", type=int, help="points at which to kill (all)")
-    parser.add_argument("--torn", type=int, help="writes to tear (all)")
+    parser.add_argument("--points", type=int, default=2000, help="points at which to kill (2000)")
+    parser.add_argument("--torn", type=int, default=500, help="writes to tear (500)")
     parser.add_argument("--instants", type=int, default=500, help="kills at a random time (500)")
     parser.add_argument("--replays", type=int, default=3000, help="losses of power (3000)")
-    parser.add_argument("--full", type=int, help="points from which on the disk is full (all)")
+    parser.add_argument("--full", type=int, default=300, help="points from which on the disk is full (300)")
+    parser.add_argument("--problems", type=int, default=MOST_PROBLEMS, help="after how many a worker stops (5)")
     parser.add_argument(
         "--quick", action="store_true", help="few of each: " + ", ".join(f"{n} {k}" for k, n in QUICK.items())
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one flat JSON object")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
+    parser.add_argument("--jobs", type=int, default=_cores(), help="processes that kill (as many as there are cores)")
     parser.add_argument("--folder", type=Path, help="where to work (TMPDIR); kept where something went wrong")
     options = parser.parse_args(arguments)
     if options.engine == "memory":
@@ -103,33 +107,33 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _kill(killer: Killer, options: argparse.Namespace, generator: random.Random) -> None:
-    """Kill, tear, cut and fill as often as asked for."""
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cases(killer: Killer, options: argparse.Namespace, generator: random.Random) -> list[Case]:
+    """Decide on as many kills, torn writes, losses of power and full disks as are asked for."""
     points = killer.points()
-    every = len(points)
-    for number in spread(points, every if options.points is None else options.points, generator):
-        killer.kill_at(number, points[number])
-    tearable = {number: point for number, point in enumerate(points) if point.tearable}
-    for i in spread(list(tearable.values()), every if options.torn is None else options.torn, generator):
-        number = list(tearable)[i]
-        killer.tear_at(number, points[number])
-    for _ in range(options.instants):
-        killer.kill_after(generator.random())
-    for number in spread(points, every if options.full is None else options.full, generator):
-        killer.fill_at(number, points[number])
+
+    def chosen(most: int, numbers: Sequence[int]) -> list[int]:
+        return [numbers[i] for i in spread([points[number] for number in numbers], most, generator)]
+
+    every = range(len(points))
+    cases: list[Case] = [partial(Killer.kill_at, number=n, point=points[n]) for n in chosen(options.points, every)]
+    tearable = [number for number in every if points[number].tearable]
+    cases += [partial(Killer.tear_at, number=n, point=points[n]) for n in chosen(options.torn, tearable)]
+    cases += [partial(Killer.kill_after, share=generator.random()) for _ in range(options.instants)]
+    cases += [partial(Killer.fill_at, number=n, point=points[n]) for n in chosen(options.full, every)]
     if options.replays:
-        _lose_power(killer, options, generator)
-
-
-def _lose_power(killer: Killer, options: argparse.Namespace, generator: random.Random) -> None:
-    """Record a run, and examine what losses of power could have left of it."""
-    recording = _recording(killer.folder / "recorded", options.engine)
-    moments = list(range(len(recording.moments)))
-    for i in range(options.replays):
-        if i % len(moments) == 0:
-            generator.shuffle(moments)
-        loss = Loss(kind=KINDS[i % len(KINDS)], moment=moments[i % len(moments)], seed=i)
-        killer.lose(loss, recording)
+        recording = _recording(killer.folder / "recorded", options.engine)
+        moments = list(range(len(recording.moments)))
+        for i in range(options.replays):
+            if i % len(moments) == 0:
+                generator.shuffle(moments)
+            loss = Loss(kind=KINDS[i % len(KINDS)], moment=moments[i % len(moments)], seed=i)
+            cases.append(partial(Killer.lose, loss=loss, recording=recording))
+    return cases
 
 
 def _recording(folder: Path, engine: str) -> Recording:

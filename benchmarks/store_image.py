@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ PAGE_BYTES, SECTOR_BYTES = 4096, 512
 _ZEROS = bytes(PAGE_BYTES)
 ROOT = 0
 """The inode number under which an image knows the folder itself."""
+_CLOCK_NANOSECONDS = 50_000_000
+"""More than the steps in which the system counts the times of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +44,24 @@ class Image:
 
 
 class Camera:
-    """Takes images of a folder, one after another; numbers of inodes that came and went are not confused."""
+    """Takes images of a folder, one after another; numbers of inodes that came and went are not confused.
+
+    A file is read again unless its length and times say that nothing was written since it was read. Files that are
+    written through a map are not seen to change: of a store that is LMDB's table of readers, which no crash needs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers: dict[int, int] = {}
         """By inode."""
         self._next = ROOT + 1
+        self._settled: dict[int, tuple[int, ...]] = {}
+        """By number of a file: its length and times, where it was read long enough after them."""
         self.image = Image()
         """The one taken last."""
 
     def take(self) -> Image:
-        """Return what stands there now."""
+        """Return what stands there now. Other threads may make and delete files meanwhile."""
         directories: dict[int, dict[str, int]] = {}
         files: dict[int, File] = {}
         numbers: dict[int, int] = {}
@@ -59,16 +69,22 @@ class Camera:
         while waiting:
             directory, path = waiting.pop()
             names = directories[directory] = {}
-            with os.scandir(path) as entries:
+            with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
                 for entry in entries:
                     inode = entry.inode()
-                    if inode not in numbers:
-                        numbers[inode] = self._numbers.get(inode) or self._fresh()
-                    number = names[entry.name] = numbers[inode]
+                    number = numbers.get(inode) or self._numbers.get(inode) or self._fresh()
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append((number, entry.path))
                     elif number not in files:
-                        files[number] = _read(entry.path, self.image.files.get(number))
+                        with contextlib.suppress(FileNotFoundError):
+                            files[number] = self._read(entry, number)
+                        if number not in files:
+                            continue
+                    names[entry.name] = numbers[inode] = number
+            before = self.image.directories.get(directory)
+            if before == names:
+                directories[directory] = before  # the same object, as a recording holds very many
+        self._settled = {number: seen for number, seen in self._settled.items() if number in files}
         self._numbers, self.image = numbers, Image(directories, files)
         return self.image
 
@@ -78,6 +94,18 @@ class Camera:
         if status.st_ino == self._folder.stat().st_ino:
             return ROOT
         return self._numbers.get(status.st_ino)
+
+    def _read(self, entry: os.DirEntry[str], number: int) -> File:
+        """Read a file, unless it is as it was."""
+        status, before = entry.stat(follow_symlinks=False), self.image.files.get(number)
+        seen = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        if before is not None and self._settled.get(number) == seen:
+            return before
+        if max(seen[1:]) < time.time_ns() - _CLOCK_NANOSECONDS:
+            self._settled[number] = seen
+        else:
+            self._settled.pop(number, None)
+        return _read(entry.path, before)
 
     def _fresh(self) -> int:
         self._next += 1
@@ -118,7 +146,10 @@ def tear(folder: Path, before: Image, after: Image, generator: random.Random) ->
     for _, path, at, _ in changed[:arrived]:
         ends[path] = max(ends.get(path, 0), at + SECTOR_BYTES)
     for _, path, at, old in changed[arrived:]:
-        handle = os.open(path, os.O_WRONLY)
+        try:
+            handle = os.open(path, os.O_WRONLY)
+        except FileNotFoundError:  # another thread has just deleted it
+            continue
         start = at % PAGE_BYTES
         os.pwrite(handle, old.page(at // PAGE_BYTES)[start : start + SECTOR_BYTES], at)
         os.ftruncate(handle, min(os.fstat(handle).st_size, max(old.size, ends.get(path, 0))))

@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from benchmarks.store_child import run_in_child
 from benchmarks.store_examination import FAILING, KINDS, examine
 from benchmarks.store_image import Camera, tear
 from benchmarks.store_points import Point, unwatch, watch
-from benchmarks.store_workload import go_on
+from benchmarks.store_workload import go_on, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 _EARLY_POINTS = 60
 """A process that goes on after a kill has opened the store by then."""
-_MOST_PROBLEMS = 5
+MOST_PROBLEMS = 5
 """More say nothing new."""
 
 
@@ -67,6 +68,14 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     """A sentence for each thing that went wrong."""
 
+    def add(self, other: Outcome) -> None:
+        """Add what another came to; of the same run of the workload."""
+        for name in ("points_tried", "kills", "instants", "torn", "second_kills", "replays", "full_disks"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.wrong.update(other.wrong)
+        self.stood.update(other.stood)
+        self.problems += other.problems
+
     def figures(self) -> dict[str, Any]:
         """Return one flat record."""
         return {
@@ -87,17 +96,26 @@ class Outcome:
 class Killer:
     """One store after another in ``folder``; the process must have one thread and have opened no store."""
 
-    def __init__(
-        self, folder: Path, engine: str, *, seed: int = 0, notify: Callable[[Outcome], None] = lambda _: None
-    ) -> None:
-        """``notify`` is called after each store."""
+    def __init__(self, folder: Path, engine: str, *, seed: int = 0, most_problems: int = MOST_PROBLEMS) -> None:
+        """``most_problems`` is how many are enough to stop."""
         with contextlib.suppress(ModuleNotFoundError):  # an engine that is none is a sentence of every child
-            importlib.import_module(f"tiercache.store.{engine}_engine")  # once, and not in every child
+            for module in (f"tiercache.store.{engine}_engine", "numpy.ma"):  # once, and not in every child
+                importlib.import_module(module)
+        prepare()
         self.outcome = Outcome()
-        self.folder, self._engine, self._notify = folder, engine, notify
+        self.folder, self._engine, self._seed, self._most_problems = folder, engine, seed, most_problems
         self._random = random.Random(seed)
+        self._notify: Callable[[], object] = bool
         self._stores = 0
         self._run_seconds = 0.0
+
+    def worker(self, number: int, notify: Callable[[], object]) -> Killer:
+        """Return a killer of the same runs in a folder of its own; ``notify`` is called after each store."""
+        folder, seed = self.folder / f"worker-{number}", self._seed + 1 + number
+        mine = Killer(folder, self._engine, seed=seed, most_problems=self._most_problems)
+        mine.folder.mkdir()
+        mine._notify, mine._run_seconds = notify, self._run_seconds
+        return mine
 
     def points(self) -> list[Point]:
         """Run the workload once, without a kill, and return its points; what it leaves must be right."""
@@ -129,17 +147,20 @@ class Killer:
         self._kill(f"a kill {'after' if point.after else 'before'} {point.call} (point {number})", reached)
 
     def tear_at(self, number: int, point: Point) -> None:
-        """Kill a run in the middle of the write that ends at point ``number``."""
+        """Kill a run in the middle of the write that ends at point ``number``, or of the next one."""
         folder, seed = self._fresh(), self._random.random()
-        camera = Camera(folder)
+        camera, victims = Camera(folder), list[int]()
 
-        def reached(seen: int, _: Point) -> None:
-            if seen == number - 1:
-                camera.take()
-            elif seen == number:
+        def reached(seen: int, point: Point) -> None:
+            mine = threading.get_ident()
+            if victims and victims[0] == mine and point.after:
                 before = camera.image
                 tear(folder, before, camera.take(), random.Random(seed))
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif not victims and seen >= number - 1 and point._replace(after=True).tearable:
+                victims.append(mine)  # other threads go on meanwhile, and count points too
+                if victims[0] == mine:
+                    camera.take()
 
         self.outcome.torn += 1
         self._kill(f"a kill in the middle of {point.call} (point {number})", reached, folder=folder)
@@ -156,7 +177,7 @@ class Killer:
 
         def reached(seen: int, _: Point) -> None:
             if seen == number:
-                sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+                sizes = [file.size for file in Camera(folder).take().files.values()]
                 most = generator.choice([0, *sizes]) // 512 * 512
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
 
@@ -242,12 +263,12 @@ class Killer:
             self.outcome.stood[ended.said["stands"]] += 1
         if len(self.outcome.problems) == known:
             shutil.rmtree(folder)
-        self._notify(self.outcome)
+        self._notify()
 
     def _wrong(self, kind: str, sentence: str) -> None:
         self.outcome.wrong[kind] += 1
         self.outcome.problems.append(sentence)
-        if len(self.outcome.problems) >= _MOST_PROBLEMS:
+        if len(self.outcome.problems) >= self._most_problems:
             raise EnoughError
 
     def _fresh(self) -> Path:

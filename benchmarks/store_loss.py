@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.store_image import PAGE_BYTES, ROOT, SECTOR_BYTES, put
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from benchmarks.store_image import File, Image
+    from benchmarks.store_image import File
     from benchmarks.store_recording import Recording
 
 KINDS = ("suffix", "torn", "pages", "sectors", "names")
@@ -63,23 +63,22 @@ class _Rest:
         put(folder, directories, files)
 
     def _names(self, directory: int) -> dict[str, int]:
-        versions = {m: self._image(m).directories.get(directory, {}) for m in self._moments(directory)}
+        versions = [(m, names or {}) for m, names in self._versions(directory)]
         if self._kind != "names":
-            return versions[max(self._cut, min(versions))]
-        known = sorted({name for names in versions.values() for name in names})
-        chosen = {name: self._random.choice(list(versions.values())).get(name) for name in known}
+            return next((names for m, names in reversed(versions) if m <= self._cut), versions[0][1])
+        known = sorted({name for _, names in versions for name in names})
+        chosen = {name: self._random.choice(versions)[1].get(name) for name in known}
         return {name: number for name, number in chosen.items() if number is not None}
 
     def _content(self, number: int) -> bytes:
-        versions = {m: self._image(m).files[number] for m in self._moments(number) if number in self._image(m).files}
-        arrived = max((m for m in versions if m <= self._cut), default=min(versions))
-        match self._kind:
-            case "suffix":
-                choices = [versions[arrived]]
-            case "torn":
-                choices = [versions[arrived], versions.get(arrived + 1, versions[arrived])]
-            case _:
-                choices = list({id(file): file for file in versions.values()}.values())
+        versions = [(m, file) for m, file in self._versions(number) if file is not None]
+        at = max((i for i, (m, _) in enumerate(versions) if m <= self._cut), default=0)
+        choices: list[File] = [file for _, file in versions]
+        if self._kind == "suffix":
+            choices = choices[at : at + 1]
+        elif self._kind == "torn":
+            later = versions[at + 1][0] if at + 1 < len(versions) else 0
+            choices = choices[at : at + 2] if later == self._cut + 1 else choices[at : at + 1]
         length = self._random.choice(choices).size
         return b"".join(self._page(i, choices) for i in range(-(-length // PAGE_BYTES)))[:length]
 
@@ -89,8 +88,6 @@ class _Rest:
             return self._random.choice(pages)
         return b"".join(self._random.choice(pages)[at : at + SECTOR_BYTES] for at in range(0, PAGE_BYTES, SECTOR_BYTES))
 
-    def _moments(self, number: int) -> range:
-        return range(self._recording.durable(number, self._moment), self._moment + 1)
-
-    def _image(self, moment: int) -> Image:
-        return self._recording.moments[moment].image
+    def _versions(self, number: int) -> list[tuple[int, Any]]:
+        """Return what a file or directory may be: as it was synced, and each change since, with its moment."""
+        return self._recording.between(number, self._recording.durable(number, self._moment), self._moment)

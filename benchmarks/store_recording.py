@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.store_image import Camera, File, Image
@@ -49,10 +51,35 @@ class Recording:
         i = bisect_right(synced, moment)
         return synced[i - 1] if i else 0
 
+    def between(self, number: int, low: int, high: int) -> list[tuple[int, Any]]:
+        """Return what a file or directory was at moment ``low`` and each change up to ``high``, with its moment.
+
+        What was not there yet, or no longer, is None.
+        """
+        changes = self._changes.get(number, [])
+        first = bisect_right(changes, low, key=itemgetter(0)) - 1
+        begin = changes[first][1] if first >= 0 else None
+        return [(low, begin), *changes[first + 1 : bisect_right(changes, high, key=itemgetter(0))]]
+
     @cached_property
     def directories(self) -> frozenset[int]:
         """The numbers of all directories."""
         return frozenset(number for moment in self.moments for number in moment.image.directories)
+
+    @cached_property
+    def _changes(self) -> dict[int, list[tuple[int, Any]]]:
+        """By number of a file or directory: the moments at which it changed, and what it was from then on."""
+        changes: dict[int, list[tuple[int, Any]]] = {}
+        before: dict[int, Any] = {}
+        for moment, (_, image, _, _) in enumerate(self.moments):
+            now: dict[int, Any] = {**image.directories, **image.files}
+            for number in before.keys() - now.keys():
+                changes[number].append((moment, None))
+            for number, value in now.items():
+                if before.get(number) is not value:
+                    changes.setdefault(number, []).append((moment, value))
+            before = now
+        return changes
 
 
 def record(folder: Path, engine: str, teller: Teller) -> Recording:
@@ -75,7 +102,10 @@ def record(folder: Path, engine: str, teller: Teller) -> Recording:
 
 
 class _Recorder:
+    """Lets one thread at a time touch the disk: so what was written and synced has one order."""
+
     def __init__(self, folder: Path, teller: Teller) -> None:
+        self._one = threading.RLock()
         self._camera, self._teller = Camera(folder), teller
         self.recording = Recording()
         self._add("the beginning", self._camera.take())
@@ -83,9 +113,30 @@ class _Recorder:
             self._sync(number)
 
     def reached(self, _: int, point: Point) -> None:
-        """Take an image after a call."""
-        if not point.after or point.call in _NO_CHANGE:
+        """Take an image after a call, which has the disk for itself from its beginning on."""
+        if not point.after:
+            self._one.acquire()
             return
+        try:
+            if point.call not in _NO_CHANGE:
+                self._note(point)
+        finally:
+            self._one.release()
+
+    def syncing(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a sync that notes of what."""
+
+        def sync(handle: int) -> None:
+            with self._one:
+                call(handle)
+                self._add(call.__name__, self._camera.take())
+                number = self._camera.number(handle)
+                if number is not None:
+                    self._sync(number)
+
+        return sync
+
+    def _note(self, point: Point) -> None:
         before, after = self._camera.image, self._camera.take()
         if point.commits_lmdb:
             self._commit(point.call, before, after)
@@ -95,18 +146,6 @@ class _Recorder:
                 self._sync(number)
         else:
             self._add(point.call, after)
-
-    def syncing(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a sync that notes of what."""
-
-        def sync(handle: int) -> None:
-            call(handle)
-            self._add(call.__name__, self._camera.take())
-            number = self._camera.number(handle)
-            if number is not None:
-                self._sync(number)
-
-        return sync
 
     def _commit(self, call: str, before: Image, after: Image) -> None:
         """Note a commit of LMDB as what it is: pages, a sync, a root, a sync."""

@@ -7,6 +7,7 @@ is known without having run anything: that is the oracle.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from tiercache.store import (
     Stream,
     Table,
     Zeros,
+    group_tables,
     hash_keys,
     mix,
 )
@@ -43,7 +45,7 @@ UNIVERSE = 240
 """Keys of a table: 0 to UNIVERSE - 1."""
 PASS_KEYS = (150, 40, 90)
 """Keys of each table in each pass: so many more and fewer that the file grows, shrinks and has holes."""
-BLOCK_BYTES = {2048: 256 << 10, 24: 24 * 16}
+BLOCK_BYTES = {2048: 256 << 10, 24: 24 * 64}
 """By bytes of a row: blocks of items are written and read past the page cache, those of the others are gathered."""
 PIECE_ROWS = 8
 _STEPS_IN_VISIT = 16
@@ -81,6 +83,8 @@ class Step:
     """Whether a dump is made and forgotten before."""
     broken: bool = False
     """Whether a dump fails half-way before."""
+    compact: bool = False
+    """Whether nothing is dumped and the store is compacted, which is the commit: no visit comes after it."""
 
     @property
     def cursor(self) -> Cursor:
@@ -102,6 +106,7 @@ STEPS = (
     Step(visits=(6,), stable=True, transaction_bytes=200_000),
     Step(visits=(7,), sample=5, reopen=True),
     Step(visits=(7, 8), forget=True, state_bytes=300_000),
+    Step(compact=True),
 )
 """Made for coverage: transactions of one block and of all, commits inside a visit, growth, holes, freed places."""
 
@@ -157,6 +162,11 @@ def stands(store: Store) -> int:
 def take(store: Store, number: int, note: Note) -> None:
     """Do all of a step but the reopening; the store must stand at the commit before."""
     step = STEPS[number]
+    if step.compact:
+        note(begun=number)
+        store.compact()
+        note(done=number)
+        return
     if step.broken:
         try:
             _dump(store, step, step.visits[0], broken=True)
@@ -179,8 +189,11 @@ def take(store: Store, number: int, note: Note) -> None:
     note(done=number)
 
 
+@cache
 def state(number: int) -> bytes:
-    """Return the dense state of a commit."""
+    """Return the dense state of a commit; that of one that was compacted is the state before."""
+    if STEPS[number].compact:
+        return state(number - 1)
     return np.random.default_rng(number).bytes(STEPS[number].state_bytes)
 
 
@@ -195,7 +208,7 @@ def problems(store: Store) -> list[str]:
     found = []
     commit, step = store.commit, STEPS[number]
     assert commit is not None
-    if commit.cursor != step.cursor or commit.settings != {"step": number}:
+    if commit.cursor != step.cursor or commit.settings != {"step": number - step.compact}:
         found.append(f"commit {number} stands at {commit.cursor} and was made at {step.cursor}")
     if store.state() != state(number):
         found.append(f"the dense state of commit {number} has other bits")
@@ -230,7 +243,11 @@ def row_bits(table: Table, keys: NDArray[np.int64], versions: NDArray[np.int64])
 
 def _keys(table: Table, visit: int) -> NDArray[np.int64]:
     """Return the keys of a table that a visit trains, in hash order."""
-    index = visit % len(PASS_KEYS)
+    return _pass_keys(table, visit % len(PASS_KEYS))
+
+
+@cache
+def _pass_keys(table: Table, index: int) -> NDArray[np.int64]:
     generator = np.random.default_rng([index, table.table_id & 0xFFFF])
     keys = generator.choice(UNIVERSE, PASS_KEYS[index], replace=False).astype(np.int64)
     ordered: NDArray[np.int64] = keys[np.argsort(hash_keys(keys, table.table_id))]
@@ -257,6 +274,8 @@ def _results() -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
         versions, uses = (np.full((len(STEPS) + 1, UNIVERSE), -1) for _ in range(2))
         for number, step in enumerate(STEPS):
             versions[number], uses[number] = versions[number - 1], uses[number - 1]
+            if step.compact:
+                uses[number, versions[number] >= 0] = NEVER
             for visit in step.visits:
                 keys = _keys(table, visit)
                 versions[number, keys] = _version(visit, step.sample)
@@ -295,6 +314,17 @@ def _dump(store: Store, step: Step, visit: int, *, broken: bool = False) -> None
     )
 
 
+def prepare() -> None:
+    """Make everything that is dumped, which takes longer than dumping it: once, for all forks to come."""
+    for number, step in enumerate(STEPS):
+        state(number)
+        for visit in step.visits:
+            for group in group_tables(TABLES):
+                _lay_out(group, visit, step.sample)
+                _lay_out(group, visit, 0)
+
+
+@cache
 def _lay_out(group: Group, visit: int, sample: int) -> tuple[Stream, NDArray[np.int64], NDArray[np.float32]]:
     """Return stream, keys and rows of a group's dump, in the stream's order: next use, table, hash."""
     keys_T = [_keys(table, visit) for table in group.tables]

@@ -16,7 +16,7 @@ import numpy as np
 
 from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
 from tiercache.store.free_space import FreeSpace
-from tiercache.store.full_disk import FULL, full_disk
+from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_room, full_disk
 from tiercache.store.hole import punch_hole
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ _DIRECT_BYTES = 64 << 10
 _QUEUE_BYTES, _QUEUE_VIEWS = 32 << 20, 512
 """The most that is written at once: the disk has work for as long as that lasts, and wakes nobody meanwhile."""
 _MOST_GROWTH = 64 << 20
-_ROOM_FOR_RECORDS = 1 << 20
 
 
 class Place(NamedTuple):
@@ -236,7 +235,7 @@ class BlockFile:
             self._sparse = False
             return
         try:
-            self._leave_room(min(num_bytes, lacking))
+            check_room(self.path, min(num_bytes, lacking) + ROOM_FOR_RECORDS)
             os.posix_fallocate(self._handle, offset, num_bytes)
         except OSError as error:
             self.space.give(offset, num_bytes)
@@ -257,7 +256,7 @@ class BlockFile:
         ample = max(least, min(self.space.end // 32 // PAGE_BYTES * PAGE_BYTES, _MOST_GROWTH, most or _MOST_GROWTH))
         for growth in (ample, least):
             try:
-                self._leave_room(growth)
+                check_room(self.path, growth + ROOM_FOR_RECORDS)  # those are written after the blocks
                 os.posix_fallocate(self._handle, self.space.end, growth)
             except OSError as error:
                 os.ftruncate(self._handle, self.space.end)
@@ -268,12 +267,6 @@ class BlockFile:
             else:
                 self.space.grow(growth)
                 return
-
-    def _leave_room(self, growth: int) -> None:
-        """Raise OSError where records, which have to be written after the blocks, would find no room."""
-        system = os.statvfs(self.path)
-        if system.f_frsize * system.f_bavail < growth + _ROOM_FOR_RECORDS:
-            raise OSError(errno.ENOSPC, "too little room would be left for records")
 
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(f"{self.path} cannot be written ({error}): mend that and open the store again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -15,7 +14,7 @@ from tiercache.store.errors import (
     StoreInUseError,
     StoreMissingError,
 )
-from tiercache.store.full_disk import FULL, room_for
+from tiercache.store.full_disk import FULL, check_room, room_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,9 +66,7 @@ class StoreDirectory:
         try:
             with room_for(_EMPTY_BYTES, self._above(), f"the store at {self.path}"):
                 self.path.mkdir(parents=True, exist_ok=True)
-                system = os.statvfs(self.path)
-                if system.f_frsize * system.f_bavail < _EMPTY_BYTES:  # LMDB's map of its readers would be SIGBUS
-                    raise OSError(errno.ENOSPC, "too little room for a store without rows")
+                check_room(self.path, _EMPTY_BYTES)  # LMDB's map of its readers would be SIGBUS
         except (FileExistsError, NotADirectoryError) as error:
             raise NotAStoreError(f"{error.filename} is a file: no store can be made below it") from error
         for path in made or [place]:  # one that a killed process made may not be durable yet

@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the system calls a disk, a share of it or a file that may not grow."""
+ROOM_FOR_RECORDS = 1 << 20
+"""More bytes than the records of a commit need: blocks leave them free."""
+
+
+def check_room(path: Path, needed_bytes: int) -> None:
+    """Raise OSError, one of FULL, where the file system of ``path``, which is there, has less room than that."""
+    system = os.statvfs(path)
+    if system.f_frsize * system.f_bavail < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def check_limit(file: Path, more_bytes: int) -> None:
+    """Raise OSError, one of FULL, where this process may not let ``file`` grow by so much."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY and most < (file.stat().st_size if file.exists() else 0) + more_bytes:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
 
 def full_disk(path: Path, error: OSError, needed_bytes: int) -> StoreFullError:

@@ -113,10 +113,11 @@ def _file_bytes(path: str | os.PathLike[str]) -> int:
 
 
 def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Read every block of the newest commit and check it, in a process of its own.
+    """Read every block of every commit that is kept, each block once, and check it, in a process of its own.
 
     Returns what was read, and under "problems" a sentence for each thing that is wrong: checksums, missing or cut
-    blocks, keys that are not in hash order, keys with two live rows. ``progress`` is called with bytes done and
+    blocks, keys that are not in hash order, keys with two live rows. Of a store that keeps several commits each
+    sentence names those that the damage touches: the others are whole. ``progress`` is called with bytes done and
     bytes in all. Whatever a damaged file does to the process that reads it (SIGBUS), it becomes a problem here.
 
     Raises what ``Store.open`` raises for reading where there is no store to speak of.

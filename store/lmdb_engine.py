@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import struct
 import threading
 from contextlib import contextmanager
@@ -26,9 +25,9 @@ from tiercache.store.errors import (
     CorruptStoreError,
     StoreClosedError,
     StoreError,
-    StoreFullError,
     StoreInUseError,
 )
+from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
 from tiercache.store.lmdb_file import LmdbFile
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ _BLOCK, _FREED, _RECORD = b"b", b"f", b"r"
 _PLACE = struct.Struct("<QQ")
 _TRANSACTION = struct.Struct(">Q")
 _NO_TRANSACTION = 1 << 64
-_LITTLE = 1 << 20
-"""Bytes that are more than a transaction of records needs."""
 
 
 class LmdbEngine:
@@ -351,18 +348,17 @@ class LmdbEngine:
                 self._state.notify_all()
 
     def _translate(self, error: lmdb.Error) -> StoreError:
-        code = getattr(error, "code", 0)
-        system, most = os.statvfs(self.path), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        free, full = system.f_frsize * system.f_bavail, isinstance(error, lmdb.MapFullError)
-        # LMDB calls a write that came to an early end EIO: it does not ask why
-        held = self._data.stat().st_size if self._data.exists() else 0
-        short = free < _LITTLE or 0 <= most < held + _LITTLE
-        if full or code in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} or (code == errno.EIO and short):
-            return StoreFullError(
-                needed_bytes=_LITTLE,
-                limit=f"{self._data} cannot grow and the file system of {self.path} has {free:,} free",
-                advice="free some, raise ulimit -f, or move the store to a larger one",
-            )
+        cause = OSError(getattr(error, "code", 0), str(error))
+        if isinstance(error, lmdb.MapFullError):
+            cause.errno = errno.ENOSPC  # the map is as large as the file system
+        if cause.errno == errno.EIO:  # what LMDB calls a write that came to an early end: it does not ask why
+            try:
+                check_room(self.path, ROOM_FOR_RECORDS)
+                check_limit(self._data, ROOM_FOR_RECORDS)
+            except OSError as full:
+                cause = full
+        if cause.errno in FULL:
+            return full_disk(self._data if self._data.exists() else self.path, cause, ROOM_FOR_RECORDS)
         if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):
             return CorruptStoreError(f"{self._data} is damaged ({error}): restore the store from a copy")
         return StoreError(f"{self._data} cannot be used ({error}): mend that and open the store again")

@@ -10,9 +10,13 @@ import weakref
 from typing import TYPE_CHECKING
 
 from tiercache.store.errors import StoreError
+from tiercache.store.full_disk import FULL, full_disk
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+_MARK_BYTES = 4096
 
 
 class ReaderMark:
@@ -30,6 +34,10 @@ class ReaderMark:
             while self._handle is None:
                 self._handle = self._make()
         except OSError as error:
+            if error.errno in FULL:
+                raise full_disk(folder.parent, error, _MARK_BYTES).during(
+                    f"the mark of a reader in {folder}", _MARK_BYTES
+                ) from error
             if error.errno != errno.EROFS:
                 raise StoreError(
                     f"a reader cannot leave its mark in {folder} ({error}): give it the right to write there, "
@@ -46,9 +54,13 @@ class ReaderMark:
         return None
 
     def set(self, commit: int) -> None:
-        """Say which commit is read."""
+        """Say which commit is read; where the disk is full nothing is said, and every commit is held."""
         if self._handle is not None:
-            os.pwrite(self._handle, f"{commit}\n".encode(), 0)
+            try:
+                os.pwrite(self._handle, f"{commit}\n".encode(), 0)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
 
     def release(self) -> None:
         """Let the commit go; a second time does nothing."""

@@ -18,13 +18,14 @@ import numpy as np
 from tiercache.store.blocks import KEYS
 from tiercache.store.engine import Contents
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreClosedError, StoreError, StoreFullError
+from tiercache.store.full_disk import ROOM_FOR_RECORDS
 from tiercache.store.reader_mark import ReaderMark
 from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge
 from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject, manifest_numbers
 from tiercache.store.zarr_objects import Objects
 from tiercache.store.zarr_rows import read_rows
 from tiercache.store.zarr_sweep import Sweep, is_chunk
-from tiercache.store.zarr_writer import ROOM_BYTES, ChunkWriter, copy_of, field_of
+from tiercache.store.zarr_writer import ChunkWriter, copy_of, field_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -159,7 +160,7 @@ class ZarrEngine:
                 unneeded = {key for name, block in gone.items() for key, _ in block.chunks(name)}
                 self._sync((self._dirty | made.keys()) - unneeded - self._sweep.garbage())
                 made[fresh.key] = None
-                with self._writer.translated(ROOM_BYTES):
+                with self._writer.translated(ROOM_FOR_RECORDS):
                     self._objects.set(fresh.key, fresh.to_bytes())
                 self._sync([fresh.key])
                 published = True
@@ -247,7 +248,7 @@ class ZarrEngine:
             self._sync([self._manifest.key])
         else:
             for key in (NODE, f"segments/{NODE}"):
-                with self._writer.translated(ROOM_BYTES):
+                with self._writer.translated(ROOM_FOR_RECORDS):
                     self._objects.set(key, group_node())
                 self._dirty.add(key)
         for number in set(manifest_numbers(listed)) - {self._manifest.number}:
@@ -309,7 +310,7 @@ class ZarrEngine:
         if held is not None and self._max_bytes is not None and held + size > self._max_bytes:
             raise StoreFullError(
                 needed_bytes=size,
-                limit=f"blocks of {self._label} may take {self._max_bytes:,} and take {held:,}",
+                limit=f"the blocks of {self._label} take {held:,} and may hold {self._max_bytes:,}",
                 advice="raise max_bytes",
             )
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tiercache.store.blocks import KEYS, ROWS
-from tiercache.store.errors import CorruptStoreError
+from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.record import decode, encode
 from tiercache.store.table import COMPRESSIONS
 from tiercache.store.zarr_arrays import KEY_ARRAY, NODE, Arrays
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _NAME = struct.Struct(">cqII")
 """The form of ``block_name``, with owners as the signed integers of a column."""
 _COLUMNS = 7
-_MOST_BLOCKS = 1 << 24
+MOST_BLOCKS = 1 << 22
+"""The most that a manifest names, which takes half a gigabyte to read: a lie must not take more."""
 
 
 class RecordObject(NamedTuple):
@@ -88,7 +89,11 @@ class Manifest:
         return named
 
     def to_bytes(self) -> bytes:
-        """Return its object: a record (see docs/format.md)."""
+        """Return its object: a record (see docs/format.md). Raises StoreError for more blocks than could be read."""
+        if len(self.blocks) > MOST_BLOCKS:
+            raise StoreError(
+                f"a commit names {len(self.blocks):,} blocks and may name {MOST_BLOCKS:,}: dump larger blocks"
+            )
         arrays = list(dict.fromkeys(block.arrays for block in self.blocks.values() if block.arrays is not None))
         values = {
             "number": self.number,
@@ -158,8 +163,8 @@ def _runs(blocks: dict[bytes, BlockObjects], place: dict[Arrays, int]) -> Iterat
 
 
 def _expand(runs: NDArray[Any], arrays: list[Arrays], lengths: list[int]) -> dict[bytes, BlockObjects]:
-    if int(runs[:, 4].clip(0, _MOST_BLOCKS + 1).sum()) > _MOST_BLOCKS:
-        raise ValueError(f"it names more than {_MOST_BLOCKS} blocks")
+    if int(runs[:, 4].clip(0, MOST_BLOCKS + 1).sum()) > MOST_BLOCKS:
+        raise ValueError(f"it names more than {MOST_BLOCKS:,} blocks")
     blocks, at = {}, 0
     for kind, owner, group, first, count, size, where in runs.tolist():
         block = BlockObjects(_whole(size), 0, arrays[where]) if where >= 0 else BlockObjects(size, -1 - where, None)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.store.reader_mark import commits_read
 from tiercache.store.zarr_arrays import NODE
+from tiercache.store.zarr_objects import LEFTOVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -98,6 +99,8 @@ class Sweep:
 
 def is_chunk(key: str) -> bool:
     """Whether an object holds bytes of blocks."""
+    if key.endswith(LEFTOVER):
+        return False
     return key.startswith("blocks/") or (key.startswith("segments/") and not key.endswith(NODE))
 
 

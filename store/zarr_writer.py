@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ import numpy as np
 
 from tiercache.store.direct_file import paged
 from tiercache.store.errors import StoreError, StoreFullError
-from tiercache.store.full_disk import FULL, full_disk
+from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_room, full_disk
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.zarr_arrays import split
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
     from tiercache.store.zarr_objects import Objects
 
-ROOM_BYTES = 1 << 20
-"""More than the records of a commit need: blocks leave it free."""
 _THREADS = 4
 _BUFFERS = 6
 """Chunks that are in memory at once."""
@@ -106,11 +102,9 @@ class ChunkWriter:
 
     def check_room(self, size: int) -> None:
         """Raise StoreFullError where the file system has no room for ``size`` bytes and for records."""
-        root = self._objects.root
-        if root is not None:
-            system = os.statvfs(root)
-            if system.f_frsize * system.f_bavail < size + ROOM_BYTES:
-                raise full_disk(root, OSError(errno.ENOSPC, "too little room"), size)
+        if self._objects.root is not None:
+            with self.translated(size):
+                check_room(self._objects.root, size + ROOM_FOR_RECORDS)
 
     @contextmanager
     def translated(self, needed: int) -> Iterator[None]:
@@ -142,7 +136,7 @@ class ChunkWriter:
             self._buffers.put(buffer)
 
     def _sync(self, paths: list[Path]) -> None:
-        with self.translated(ROOM_BYTES):
+        with self.translated(ROOM_FOR_RECORDS):
             for path in paths:
                 self._objects.sync_path(path)
 

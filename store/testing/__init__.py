@@ -1,10 +1,11 @@
 """For tests of engines, and of whatever uses a store: the contract that every engine passes, engines that misbehave.
 
-``EngineContract`` needs pytest and Hypothesis; they are imported when it is asked for.
+``EngineContract`` needs pytest and Hypothesis, ``StoreMachine`` Hypothesis; they are imported when they are asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store.testing.failing import FailingEngine, KilledError, disk_full
@@ -12,13 +13,15 @@ from tiercache.store.testing.slow import SlowEngine
 
 if TYPE_CHECKING:
     from tiercache.store.testing.contract import EngineContract
+    from tiercache.store.testing.machine import StoreMachine
+    from tiercache.store.testing.world import World
 
-__all__ = ["EngineContract", "FailingEngine", "KilledError", "SlowEngine", "disk_full"]
+__all__ = ["EngineContract", "FailingEngine", "KilledError", "SlowEngine", "StoreMachine", "World", "disk_full"]
+
+_HOME = {"EngineContract": "contract", "StoreMachine": "machine", "World": "world"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "EngineContract":
+    if name not in _HOME:
         raise AttributeError(f"module 'tiercache.store.testing' has no attribute {name!r}")
-    from tiercache.store.testing.contract import EngineContract
-
-    return EngineContract
+    return getattr(import_module(f"tiercache.store.testing.{_HOME[name]}"), name)

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.store.conftest import small_tables
-from tests.store.world import World
 from tiercache.cli import main
 from tiercache.cli.store import app
 from tiercache.store import KeyMissingError, Store, Table, Zeros
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.store.damage import assert_sentence, generator_of, lying
 from tests.store.test_fuzz import bounded_memory
-from tests.store.world import World
 from tiercache.store import (
     SGD,
     Adagrad,
@@ -36,6 +35,7 @@ from tiercache.store import (
 )
 from tiercache.store.base_segment import base_stream
 from tiercache.store.testing.contract import form_of, given_as, segment_blocks
+from tiercache.store.testing.world import World
 from tiercache.store.zarr_arrays import Arrays
 from tiercache.store.zarr_manifest import BlockObjects, Manifest
 from tiercache.store.zarr_objects import Objects

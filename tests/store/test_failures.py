@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import small_tables
-from tests.store.world import World
 from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, ZarrEngine, verify
 from tiercache.store.testing import FailingEngine, KilledError, SlowEngine
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from tiercache.store import Table
@@ -122,7 +122,7 @@ def test_a_slow_engine_changes_nothing_but_the_time(tables: list[Table]) -> None
 TRAIN = """
 import sys
 from tests.store.conftest import small_tables
-from tests.store.world import World
+from tiercache.store.testing.world import World
 from tiercache.store import Store
 
 store, world = Store.open(sys.argv[1], tables=small_tables(), engine=sys.argv[2]), World(small_tables())

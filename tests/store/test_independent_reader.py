@@ -12,8 +12,8 @@ import zarr
 
 from tests.store import independent_reader
 from tests.store.independent_reader import read_table
-from tests.store.world import World
 from tiercache.store import Store
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from tiercache.store import Table

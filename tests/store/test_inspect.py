@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import tiercache.store
-from tests.store.world import World
 from tiercache.cli.store import app
 from tiercache.store import NotAStoreError, Store, StoreMissingError, hash_keys, info, verify
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from tiercache.store import Table
@@ -93,12 +93,13 @@ def test_the_verification_of_many_rows_goes_slice_by_slice(
     tmp_path: Path, tables: list[Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices of any size find the same."""
-    from tiercache.store import verification
+    from tiercache.store import key_check
+    from tiercache.store.verification import Verification
 
     make(tmp_path / "s", tables, 4)
-    monkeypatch.setattr(verification, "SLICE_ROWS", 7)
+    monkeypatch.setattr(key_check, "SLICE_ROWS", 7)
     with Store.open(tmp_path / "s", mode="r") as store:
-        assert verification.Verification(store).run()["problems"] == []
+        assert Verification(store).run()["problems"] == []
         user = next(table for table in tables if table.name == "user")
         assert np.all(np.diff(np.sort(hash_keys(np.arange(100), user.table_id))) > 0)
 

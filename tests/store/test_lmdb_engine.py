@@ -215,8 +215,8 @@ def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
     class Interrupting(LmdbEngine):
         """Raises when its transaction is over."""
 
-        def commit(self, records: Any, dead: Any) -> None:
-            super().commit(records, dead)
+        def commit(self, records: Any, dead: Any, *, shrink: bool = False) -> None:
+            super().commit(records, dead, shrink=shrink)
             raised.append(1)
             raise KeyboardInterrupt
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.store.conftest import small_tables
-from tests.store.world import World
 from tiercache.store import (
     SGD,
     CorruptStoreError,
@@ -27,6 +26,7 @@ from tiercache.store import (
     TableMismatchError,
     Zeros,
 )
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from tests.store.conftest import Home

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
-from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
 from tiercache.store.testing import FailingEngine
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
-from tests.store.uses import Uses
-from tests.store.world import World
 from tiercache.store import NEVER, MemoryEngine, Store, StoreError, StoreFullError, verify
 from tiercache.store.initial import initial_rows
 from tiercache.store.testing import FailingEngine
+from tiercache.store.testing.world import World, WorldUses
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +72,8 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
             table = next(table for table in store.tables if table.name == name)
             first = initial_rows(table, np.array([key]))
             expected[name, key] = b"".join(values[0].tobytes() for values in first)
-        commit = store.rewrite(Uses(store, wanted, slice_keys), schedule_digest="new", settle=False)
+        uses = WorldUses(store.tables, wanted, slice_keys=slice_keys)
+        commit = store.rewrite(uses, schedule_digest="new", settle=False)
         assert (commit.cursor, commit.schedule_digest, store.state()) == ((0, 0), "new", state)
         assert rows_of(store) == expected
         (segment,) = store.segments
@@ -117,7 +117,7 @@ def test_after_any_failure_the_store_stands_where_it_stood(settle: bool) -> None
     with Store.open(None, tables=world.tables, engine=engine) as store:
         world.run(store, 3)
         commit, blocks, failures = store.commit, set(memory.blocks), 0
-        uses = Uses(store, dict.fromkeys([*world.rows][:9], 0), 4)
+        uses = WorldUses(store.tables, dict.fromkeys([*world.rows][:9], 0), slice_keys=4)
         for call in range(1, 200):
             engine.fail_in(call)
             try:
@@ -142,7 +142,7 @@ def test_key_sets_that_change_meanwhile_are_found_out() -> None:
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 2)
         key = next(iter(world.rows))
-        uses = Uses(store, {key: 1}, 4)
+        uses = WorldUses(store.tables, {key: 1})
         lying = copy.copy(uses)
         lying.counts = lambda name: {1: 2} if name == key[0] else {}  # type: ignore[method-assign]
         with pytest.raises(StoreError, match=r"visit 1 was said to use 2 keys .* first, and others came"):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
-from tests.store.world import World
 from tiercache.store import CommitMissingError, KeyMissingError, MemoryEngine, Store
 from tiercache.store.initial import initial_rows
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from tiercache.store import Table

@@ -14,11 +14,10 @@ import pytest
 
 from tests.store.conftest import small_tables
 from tests.store.test_settled import check
-from tests.store.uses import Uses
-from tests.store.world import World
 from tiercache.store import MemoryEngine, Range, Store, Stream, Table, Zeros, hash_keys
 from tiercache.store.optimizer import SGD
 from tiercache.store.scan import live_rows
+from tiercache.store.testing.world import World, WorldUses
 
 WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 
@@ -61,7 +60,7 @@ def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) ->
             pieces |= {(segment.id, row // 8) for row in mine.tolist()}
             blocks |= {(segment.id, row // 64) for row in mine.tolist()}
         before = copy.copy(store.counters.__dict__)
-        commit = store.rewrite(Uses(store, used, 500), schedule_digest="new")
+        commit = store.rewrite(WorldUses(store.tables, used, slice_keys=500), schedule_digest="new")
         done = {name: value - before[name] for name, value in store.counters.__dict__.items() if name != "_lock"}
         assert len(commit.settled) == (visits if spread else visits - 1)
         assert done["rows_written"] == rows + 50
@@ -79,7 +78,7 @@ def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) ->
 KILLED = """
 import os, signal, sys
 from tests.store.conftest import small_tables
-from tests.store.world import World
+from tiercache.store.testing.world import World
 from tiercache.store import Store
 
 path, engine, stage = sys.argv[1:]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.store.world import World
 from tiercache.store import CorruptBlockError, Cursor, StoreClosedError, Stream
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from tests.store.conftest import Home

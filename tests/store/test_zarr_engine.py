@@ -14,7 +14,6 @@ import pytest
 from zarr.storage import LocalStore
 
 from tests.store.big import dump, load, publish
-from tests.store.world import World
 from tiercache.store import (
     BlockReadError,
     CorruptBlockError,
@@ -28,6 +27,7 @@ from tiercache.store import (
 )
 from tiercache.store.direct_file import write_file
 from tiercache.store.testing.contract import bytes_of, form_of, given_as, segment_blocks
+from tiercache.store.testing.world import World
 from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject
 from tiercache.store.zarr_objects import DiskStore
 
@@ -205,7 +205,7 @@ def test_an_uncommitted_segment_is_gone_after_a_crash(store: Store, tables: list
     code = (
         "import os, sys\n"
         "from tests.store.conftest import small_tables\n"
-        "from tests.store.world import World\n"
+        "from tiercache.store.testing.world import World\n"
         "from tiercache.store import Store\n"
         "store, world = Store.open(sys.argv[1]), World(small_tables(), visit=2)\n"
         "world.train()\n"

@@ -73,7 +73,7 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
 
 @app.command("verify")
 def check(path: _Path, as_json: _Json = False) -> None:
-    """Read everything that the newest commit needs and check it; exit code 1 where anything is wrong."""
+    """Read everything that the kept commits need and check it; exit code 1 where anything is wrong."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -91,9 +91,11 @@ def check(path: _Path, as_json: _Json = False) -> None:
     if report["problems"]:
         raise typer.Exit(1)
     if not as_json:
+        commits = len(report["commits"])
         typer.echo(
-            f"{path} is whole: {report['segments']} segments, {report['pieces']:,} pieces and {report['rows']:,} rows "
-            f"({format_bytes(report['bytes'])}) are what was written"
+            f"{path} is whole: {commits} commit{'s' if commits != 1 else ''}, {report['segments']} segments, "
+            f"{report['pieces']:,} pieces and {report['rows']:,} rows ({format_bytes(report['bytes'])}) "
+            "are what was written"
         )
 
 

@@ -10,25 +10,33 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.store.uses import Uses
-from tiercache.store import NEVER, Cursor, Range, Stream, hash_keys
+from tiercache.store.commit import Cursor
+from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
+from tiercache.store.stream import NEVER, Range, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store import Commit, Segment, Store
+    from tiercache.store.commit import Commit
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
     Key = tuple[str, int]
+    Int64s = NDArray[np.int64]
 
 
 @dataclass
 class World:
-    """Passes of keys for tables; ``rows`` is what each key's row is, ``uses`` the next use it was stored with."""
+    """Passes of keys for tables; ``rows`` is what each key's row is, ``uses`` the next use it was stored with.
+
+    ``visit`` is the next one, ``state`` the dense state of the newest commit. Rows are made of
+    schedule, visit, table and key.
+    """
 
     tables: Sequence[Table]
     num_passes: int = 3
@@ -41,11 +49,12 @@ class World:
     schedule: int = 0
     rows: dict[Key, bytes] = field(default_factory=dict)
     uses: dict[Key, int] = field(default_factory=dict)
+    state: bytes = b""
 
     def __post_init__(self) -> None:
         self.passes = self.draw(self.seed)
 
-    def draw(self, seed: int) -> list[dict[str, NDArray[np.int64]]]:
+    def draw(self, seed: int) -> list[dict[str, Int64s]]:
         """Return made-up passes."""
         generator = np.random.default_rng(seed)
         return [
@@ -56,23 +65,6 @@ class World:
             }
             for _ in range(self.num_passes)
         ]
-
-    def follow(
-        self,
-        store: Store,
-        passes: list[dict[str, NDArray[np.int64]]],
-        progress: Callable[[str, int], None] | None = None,
-    ) -> Commit:
-        """Begin a schedule of other passes, and let the store follow it."""
-        self.passes, self.num_passes, self.visit = passes, len(passes), 0
-        self.schedule += 1
-        first = {key: visit for visit in reversed(range(self.num_passes)) for key in self.keys(visit)}
-        for name, number in first.keys() - self.rows.keys():
-            table = next(table for table in self.tables if table.name == name)
-            fields = initial_rows(table, np.array([number]))
-            self.rows[name, number] = b"".join(values[0].tobytes() for values in fields)
-        self.uses = {key: first.get(key, NEVER) for key in self.rows}
-        return store.rewrite(Uses(store, first, 7), schedule_digest="another", progress=progress)
 
     def keys(self, visit: int) -> Iterator[Key]:
         """Yield (table, key) of all rows that ``visit`` trains."""
@@ -147,6 +139,27 @@ class World:
         streams = [stream for stream, _ in laid]
         return store.append(self.visit, streams, blocks, within=within, transaction_bytes=transaction_bytes)
 
+    def compact(self, store: Store) -> None:
+        """Compact; from now on no row has a next use, and only ``follow`` leads on."""
+        store.compact()
+        self.visit, self.uses = 0, dict.fromkeys(self.rows, NEVER)
+
+    def follow(
+        self, store: Store, passes: list[dict[str, Int64s]], progress: Callable[[str, int], None] | None = None
+    ) -> Commit:
+        """Begin a schedule of other passes: rows wait for the first of them, and keys that are new have a row."""
+        self.passes, self.num_passes, self.visit = passes, len(passes), 0
+        self.schedule += 1
+        first_uses = {key: visit for visit in reversed(range(self.num_passes)) for key in self.keys(visit)}
+        for table in self.tables:
+            new = [key for name, key in first_uses if name == table.name and (name, key) not in self.rows]
+            first = initial_rows(table, np.array(new, dtype=np.int64))
+            for i, key in enumerate(new):
+                self.rows[table.name, key] = b"".join(values[i].tobytes() for values in first)
+        self.uses = {key: first_uses.get(key, NEVER) for key in self.rows}
+        digest = f"schedule {self.schedule}"
+        return store.rewrite(WorldUses(self.tables, first_uses), schedule_digest=digest, progress=progress)
+
     def run(self, store: Store, visits: int) -> None:
         """Train, dump and commit some visits."""
         for _ in range(visits):
@@ -157,13 +170,15 @@ class World:
 
     def publish(self, store: Store, *, sample: int = 0) -> None:
         """Commit where the world stands."""
+        state = f"state at {self.visit}, {sample}".encode()
         store.publish(
             Cursor(self.visit, sample),
-            state=f"state at {self.visit}, {sample}".encode(),
+            state=state,
             schedule_digest="cyclic",
             settings={"seed": self.seed},
             environment={"threads": 1},
         )
+        self.state = state
 
     def check(self, store: Store, *, after: int) -> None:
         """Assert that every row that is not of visit ``after`` or older uses is found, with the right bits."""
@@ -238,3 +253,23 @@ def scheduled(store: Store) -> list[Segment]:
     """Return the segments whose next uses are visits of the schedule: those that are not settled."""
     settled = store.commit.settled_ids if store.commit else ()
     return [segment for segment in store.segments if segment.id not in settled]
+
+
+class WorldUses:
+    """First uses of a schedule from a dict of (table, key), a few keys at a time."""
+
+    def __init__(self, tables: Sequence[Table], uses: Mapping[Key, int], *, slice_keys: int = 5) -> None:
+        self._tables, self._uses, self._slice_keys = {table.name: table for table in tables}, uses, slice_keys
+
+    def counts(self, table_name: str) -> Mapping[int, int]:
+        """Return how many keys of a table have each first use."""
+        mine = [use for (name, _), use in self._uses.items() if name == table_name]
+        return {use: mine.count(use) for use in mine}
+
+    def slices(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield keys in hash order with their first uses."""
+        keys = np.array([key for name, key in self._uses if name == table_name], np.int64)
+        keys = keys[np.argsort(hash_keys(keys, self._tables[table_name].table_id))]
+        for first in range(0, keys.size, self._slice_keys):
+            part = keys[first : first + self._slice_keys]
+            yield part, np.array([self._uses[table_name, key] for key in part.tolist()], np.int64)

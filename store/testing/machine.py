@@ -1,0 +1,331 @@
+"""A store against a dict, through any order of dumps, commits, failures and crashes: what engines are tried with.
+
+class TestMyEngine(EngineContract): ...
+test_store = StoreMachine.on(TestMyEngine).TestCase
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tiercache.store.commit import Cursor
+from tiercache.store.errors import StoreError, StoreFullError
+from tiercache.store.initializer import Uniform, Zeros
+from tiercache.store.optimizer import SGD, Adagrad, Adam
+from tiercache.store.store import Store
+from tiercache.store.table import Table
+from tiercache.store.testing.failing import FailingEngine, KilledError
+from tiercache.store.testing.world import World
+from tiercache.store.verification import Verification
+
+if TYPE_CHECKING:
+    from tiercache.store.engine import Engine
+    from tiercache.store.testing.contract import EngineContract
+
+TABLES = (
+    Table(name="user", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-0.1, high=0.1)),
+    Table(name="item", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
+    Table(name="word", dim=5, optimizer=Adam(), initializer=Uniform(low=-1.0, high=1.0), seed=7),
+    Table(name="day", dim=1, optimizer=SGD(learning_rate=1.0), initializer=Zeros()),
+)
+"""Four tables in three groups."""
+
+
+class Kept(NamedTuple):
+    """What the store must hold at a commit."""
+
+    world: World
+    cursor: Cursor
+    scheduled: bool
+    """Whether rows wait for visits; not after it was compacted."""
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Writes, commits, crashes, reopens, reads, compacts and rolls back a store as it likes; its model is a dict.
+
+    After every step each row that the dict has is found, with its bits, and no other. Inherit and say how the engine
+    is made and opened, or take the machine ``on`` an engine's contract, which says so already. Run it by
+    ``run_state_machine_as_test``, or as its ``TestCase``. Each example works in a folder of its own. A crash is what
+    ``open`` finds after ``close`` of the engine; what a kill or a loss of power leaves takes a harness of processes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name)
+        self.store: Store | None = None
+
+    @classmethod
+    def make(cls, path: Path) -> Engine:
+        """Make an empty engine in a folder that is empty."""
+        raise NotImplementedError
+
+    @classmethod
+    def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what a process that died left behind; ``engine`` is what it had, and is closed."""
+        raise NotImplementedError
+
+    @classmethod
+    def on(cls, contract: type[EngineContract]) -> type[StoreMachine]:
+        """Return the machine on the engine that keeps ``contract``."""
+
+        class Machine(cls):  # type: ignore[valid-type, misc]
+            make, open = contract.make, contract.open
+
+        Machine.__name__ = Machine.__qualname__ = f"{cls.__name__}On{contract.__name__.removeprefix('Test')}"
+        return Machine
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    @initialize(
+        seed=st.integers(0, 50),
+        num_passes=st.integers(1, 4),
+        piece_rows=st.integers(1, 5),
+        block_rows=st.integers(1, 9),
+        retention=st.integers(1, 3),
+    )
+    def begin(self, seed: int, num_passes: int, piece_rows: int, block_rows: int, retention: int) -> None:
+        """Make a store."""
+        self.world = World(
+            TABLES,
+            seed=seed,
+            num_passes=num_passes,
+            keys_per_pass=6,
+            universe=12,
+            piece_rows=piece_rows,
+            block_rows=block_rows,
+        )
+        self.fresh = copy.deepcopy(self.world)
+        self.scheduled = True
+        self.kept: dict[int, Kept] = {}
+        """By id of the commit, the oldest first."""
+        self.retention = retention
+        self.inner = self.make(self.path)
+        self.engine = FailingEngine(self.inner)
+        self.store = Store.open(None, tables=TABLES, engine=self.engine, retention=retention)
+
+    @precondition(lambda self: self.scheduled)
+    @rule(transaction_bytes=st.sampled_from([1, 500, 1 << 20]))
+    def write(self, transaction_bytes: int) -> None:
+        """A visit is dumped."""
+        self._dump(transaction_bytes)
+        self.world.visit += 1
+
+    @precondition(lambda self: self._may_commit(0))
+    @rule()
+    def commit(self) -> None:
+        """What was dumped is committed."""
+        self.world.publish(self._store())
+        self._keep(Cursor(self.world.visit))
+
+    @precondition(lambda self: self._may_commit(3))
+    @rule(sample=st.integers(1, 3))
+    def commit_within(self, sample: int) -> None:
+        """A commit inside the visit, with all its rows."""
+        if self._may_commit(sample):
+            self._dump(100, within=True, part=sample)
+            self.world.publish(self._store(), sample=sample)
+            self._keep(Cursor(self.world.visit, sample))
+
+    @rule()
+    def forget(self) -> None:
+        """What was dumped since the commit is dropped."""
+        self._store().forget()
+        self._step_back()
+
+    @precondition(lambda self: self._between_visits())
+    @rule()
+    def compact(self) -> None:
+        """All rows in hash order: training does not go on from here, everything else does."""
+        self._step_back()
+        self.world.compact(self._store())
+        self.scheduled = False
+        self._keep(Cursor(0))
+
+    @precondition(lambda self: self._between_visits())
+    @rule(seed=st.integers(51, 99), keys=st.integers(1, 6))
+    def reorganise(self, seed: int, keys: int) -> None:
+        """A schedule of other passes begins; segments settle where it does not use most of their rows."""
+        self._step_back()
+        self.world.keys_per_pass = keys
+        self.world.follow(self._store(), self.world.draw(seed))
+        self.scheduled = True
+        self._keep(Cursor(0))
+
+    @precondition(lambda self: self.kept)
+    @rule(back=st.integers(0, 3))
+    def roll_back(self, back: int) -> None:
+        """An older commit is the newest again, under a new id; those between are gone."""
+        to = sorted(self.kept)[-1 - back % len(self.kept)]
+        newest, kept = max(self.kept), self.kept[to]
+        assert self._store().rollback(to).id == newest + 1
+        self.kept = {id_: commit for id_, commit in self.kept.items() if id_ <= to}
+        self.world, self.scheduled = copy.deepcopy(kept.world), kept.scheduled
+        self._keep(kept.cursor, id_=newest + 1)
+
+    # -- failures ----------------------------------------------------------------------------------------
+
+    @rule()
+    def crash(self) -> None:
+        """The process dies and another opens the store."""
+        self.engine.close()
+        self._open_again()
+
+    @rule(retention=st.none() | st.integers(1, 3))
+    def reopen(self, retention: int | None) -> None:
+        """The store is closed and opened; from now on it may keep more commits, or fewer."""
+        self._store().close()
+        self._open_again(retention)
+
+    @precondition(lambda self: self.scheduled)
+    @rule(blocks=st.integers(0, 4), num_bytes=st.sampled_from([0, 1, 30]))
+    def die_writing(self, blocks: int, num_bytes: int) -> None:
+        """The process dies in the middle of a write, and another opens the store."""
+        self.engine.tear(blocks, num_bytes)
+        try:
+            self._dump(1 << 20)
+        except KilledError:
+            self.crash()
+        else:
+            raise AssertionError("a dump came to its end although its write was torn")
+
+    @precondition(lambda self: self._may_commit(0))
+    @rule(call=st.integers(1, 6))
+    def fill_disk(self, call: int) -> None:
+        """The disk is full at the next, or a later, call; training goes back to the commit."""
+        self.engine.fail_in(call)
+        try:
+            self._dump(300)
+            self.world.visit += 1
+            self.commit()
+        except StoreFullError:
+            self.engine.fail_in(None)
+            self.forget()
+        self.engine.fail_in(None)
+
+    @precondition(lambda self: self._between_visits())
+    @rule(call=st.integers(1, 12))
+    def fail_compacting(self, call: int) -> None:
+        """The disk is full, or a block cannot be read, at some call of a compaction: the store stands where it was."""
+        self._step_back()
+        world = copy.deepcopy(self.world)
+        self.engine.fail_in(call)
+        try:
+            world.compact(self._store())
+        except StoreError:
+            self.engine.fail_in(None)
+        else:
+            self.engine.fail_in(None)
+            self.world, self.scheduled = world, False
+            self._keep(Cursor(0))
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    @rule(keys=st.lists(st.integers(-6, 6), max_size=8), table=st.sampled_from(TABLES))
+    def read(self, keys: list[int], table: Table) -> None:
+        """Rows by key, repeated or not, as of now; zeros for keys without one."""
+        found = self._store().lookup(table.name, np.array(keys, np.int64), missing="zeros")
+        for i, key in enumerate(keys):
+            row = b"".join(values[i].tobytes() for values in found.values())
+            assert row == self.world.rows.get((table.name, key), bytes(table.row_bytes)), (table.name, key)
+
+    @precondition(lambda self: self.kept)
+    @rule(back=st.integers(0, 3))
+    def read_older(self, back: int) -> None:
+        """A commit that is kept has the rows and the state that it had."""
+        id_ = sorted(self.kept)[-1 - back % len(self.kept)]
+        kept = self.kept[id_]
+        with self._store().at(id_) as older:
+            _check(older, kept.world, kept.cursor, scheduled=kept.scheduled)
+
+    @rule()
+    def verify(self) -> None:
+        """Everything that is kept is what was written."""
+        self._step_back()
+        self._store().forget()
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert Verification(self._store()).run()["problems"] == []
+
+    @invariant()
+    def rows_are_those_of_the_dict(self) -> None:
+        """Every live row is found, with its bits, and nothing else; the newest commits are kept, and no other."""
+        if self.store is None:
+            return
+        assert [commit.id for commit in self.store.commits] == list(self.kept)
+        assert [commit.cursor for commit in self.store.commits] == [kept.cursor for kept in self.kept.values()]
+        _check(self.store, self.world, self._cursor(), scheduled=self.scheduled)
+
+    def teardown(self) -> None:
+        """Close the store and delete the folder."""
+        if self.store is not None:
+            self.store.close()
+        self.folder.cleanup()
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _store(self) -> Store:
+        assert self.store is not None
+        return self.store
+
+    def _cursor(self) -> Cursor | None:
+        """Return where the newest commit stands."""
+        return self.kept[max(self.kept)].cursor if self.kept else None
+
+    def _may_commit(self, sample: int) -> bool:
+        """Whether a commit at a sample of the present visit would not go back."""
+        cursor = self._cursor()
+        return self.scheduled and (cursor is None or cursor <= (self.world.visit, sample))
+
+    def _between_visits(self) -> bool:
+        cursor = self._cursor()
+        return cursor is not None and cursor.sample == 0
+
+    def _dump(self, transaction_bytes: int, *, within: bool = False, part: int = 0) -> None:
+        self.world.train(part=part)
+        self.world.append(self._store(), within=within, transaction_bytes=transaction_bytes)
+
+    def _keep(self, cursor: Cursor, *, id_: int | None = None) -> None:
+        """Note a commit; from now on a crash leads here."""
+        newest = max(self.kept, default=-1) + 1 if id_ is None else id_
+        self.kept[newest] = Kept(copy.deepcopy(self.world), cursor, self.scheduled)
+        self.kept = dict(list(self.kept.items())[-self.retention :])
+
+    def _step_back(self) -> None:
+        """Be where the last commit was."""
+        if self.kept:
+            kept = self.kept[max(self.kept)]
+            self.world, self.scheduled = copy.deepcopy(kept.world), kept.scheduled
+        else:
+            self.world = copy.deepcopy(self.fresh)
+
+    def _open_again(self, retention: int | None = None) -> None:
+        """Open what is there, and be at its last commit."""
+        self.inner = self.open(self.path, self.inner)
+        self.engine = FailingEngine(self.inner)
+        if retention is None and not self.kept:
+            retention = self.retention  # no commit says yet how many are kept
+        self.store = Store.open(None, tables=TABLES, engine=self.engine, retention=retention)
+        self.retention = retention or (self.retention if self.store.commit is None else self.store.commit.retention)
+        self._step_back()
+
+
+def _check(store: Store, world: World, cursor: Cursor | None, *, scheduled: bool) -> None:
+    """Assert that a store, which stands at ``cursor`` and has what was dumped since, holds the rows of a world."""
+    if store.commit is not None:
+        assert store.state() == world.state
+    world.check(store, after=world.visit)
+    if cursor is not None and cursor.sample and world.visit == cursor.visit:
+        world.check_within(store)
+        return
+    world.check(store, after=world.visit - 1)
+    if scheduled:
+        world.check_load(store, world.visit)

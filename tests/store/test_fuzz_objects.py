@@ -1,0 +1,147 @@
+"""A store on Zarr whose objects have other bytes: the manifest, and what describes the arrays to other readers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from benchmarks.store_workload import TABLES, problems, quiet, take
+from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed
+from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
+from tiercache.store import Contents, CorruptStoreError, Store, StoreError, ZarrEngine, zarr_manifest
+from tiercache.store.record import encode
+from tiercache.store.zarr_manifest import MOST_BLOCKS, Manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS = 5
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A closed store after some steps, in a folder that holds nothing else."""
+    place = tmp_path / "inside" / "store.tc"
+    with Store.open(place, tables=TABLES, engine="zarr") as store:
+        for number in range(STEPS):
+            take(store, number, quiet)
+    return place
+
+
+def manifest(path: Path) -> Path:
+    """Return the file of the manifest."""
+    (file,) = (path / "manifests").iterdir()
+    return file
+
+
+def read(path: Path, mode: str) -> bool:
+    """Read all of the store: whether it is right; False where it is refused in a sentence."""
+    try:
+        with Store.open(path, mode=mode) as store:
+            assert problems(store) == []
+    except StoreError as error:
+        assert_sentence(error)
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("bounded_memory")
+def test_manifests_of_any_bytes_are_refused_in_a_sentence(path: Path) -> None:
+    """Random bytes, real ones with damage, damage and lies under a right checksum."""
+    whole, refused = manifest(path).read_bytes(), 0
+    for seed in range(1500):
+        generator = generator_of(seed)
+        match seed % 4:
+            case 0:
+                data = generator.bytes(int(generator.integers(0, 300)))
+            case 1:
+                data = damaged(whole, generator)
+            case 2:
+                data = resealed(whole, generator)
+            case _:
+                data = lying(whole, generator)
+        try:
+            Manifest.from_bytes(data, "it")
+        except CorruptStoreError as error:
+            assert_sentence(error)
+            refused += 1
+    assert refused > 700
+
+
+@pytest.mark.usefixtures("bounded_memory")
+@pytest.mark.parametrize("count", [MOST_BLOCKS + 1, 1 << 40, (1 << 63) - 1])
+def test_a_manifest_that_names_blocks_without_number_is_refused(count: int) -> None:
+    """Before there is memory for them; in one run, in many, and of any first block."""
+    values = {"number": 1, "records": {}, "arrays": [], "blocks": []}
+    for runs in ([[115, 0, 0, 0, count, 1, -1]], [[115, i, 0, 0, MOST_BLOCKS // 8, 1, -1] for i in range(9)]):
+        data = encode("manifest", values, {"runs": np.array(runs, np.int64).reshape(-1)})
+        with pytest.raises(CorruptStoreError, match=r"names more than [\d,]+ blocks"):
+            Manifest.from_bytes(data, "it")
+    for first in (1 << 32, (1 << 63) - 1, -1):
+        data = encode("manifest", values, {"runs": np.array([115, 0, 0, first, 1, 1, -1], np.int64)})
+        with pytest.raises(CorruptStoreError, match="it cannot be read"):
+            Manifest.from_bytes(data, "it")
+
+
+def test_a_commit_of_more_blocks_than_can_be_read_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The commit before stands, for the store that made it and for the next."""
+    monkeypatch.setattr(zarr_manifest, "MOST_BLOCKS", 2)
+    engine = ZarrEngine(tmp_path, create=True)
+    engine.write([(bytes([i]), np.zeros(3, np.uint8), None) for i in range(2)])
+    engine.commit({"r": b"1"}, [])
+    engine.write([(b"x", np.zeros(3, np.uint8), None)])
+    with pytest.raises(StoreError, match="names 3 blocks and may name 2: dump larger blocks"):
+        engine.commit({"r": b"2"}, [])
+    engine.close()
+    engine = ZarrEngine(tmp_path, create=False)
+    assert engine.contents() == Contents({"r": b"1"}, {bytes([i]): 3 for i in range(2)})
+    engine.close()
+
+
+@pytest.mark.usefixtures("bounded_memory")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_manifest_that_lies_is_refused_or_read_right(path: Path, seed: int) -> None:
+    """Any value replaced under a right checksum: no other block's bytes pass, and nothing beside the store changes."""
+    file = manifest(path)
+    whole = file.read_bytes()
+    for case in range(40):
+        file.write_bytes(lying(whole, generator_of(1000 * seed + case)))
+        read(path, "r")
+    assert [entry.name for entry in path.parent.parent.iterdir()] == ["inside"]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    file.write_bytes(whole)
+    assert read(path, "r")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_manifest_loses_nothing(path: Path, seed: int) -> None:
+    """Opened for writing it is refused, or read right: with its bytes back the store is as it was."""
+    file = manifest(path)
+    whole = file.read_bytes()
+    for case in range(20):
+        file.write_bytes(damaged(whole, generator_of(1000 * seed + case)))
+        if read(path, "a"):
+            file = manifest(path)
+            whole = file.read_bytes()
+        file.write_bytes(whole)
+    assert read(path, "a")
+
+
+def test_what_describes_arrays_is_for_others(path: Path) -> None:
+    """Whatever stands there, rows are read right: places are computed from the store's own records."""
+    nodes = sorted(path.glob("**/zarr.json"))
+    assert len(nodes) > 10
+    for number, node in enumerate(nodes):
+        whole, generator = node.read_bytes(), generator_of(number)
+        lies = {key: LIES[int(generator.integers(0, len(LIES)))] for key in json.loads(whole)}
+        bytes_ = [b"", DEEP, damaged(whole, generator), json.dumps(lies).encode()]
+        node.write_bytes(bytes_[number % len(bytes_)])
+    assert read(path, "r")
+    assert read(path, "a")
+    for node in path.glob("**/zarr.json"):
+        node.unlink()
+    assert read(path, "r")
+    assert read(path, "a")

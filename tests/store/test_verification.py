@@ -1,0 +1,140 @@
+"""Every commit that is kept is verified, each block once, and damage is said of the commits that it touches."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.store.big import places
+from tests.store.conftest import small_tables
+from tiercache.cli.store import app
+from tiercache.store import Store, verify
+from tiercache.store.testing.world import World
+from tiercache.store.verification import Verification
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEPT = [3, 4, 5]
+
+
+@pytest.fixture(params=["lmdb", "zarr"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A closed store with six commits, the newest three of them kept."""
+    world = World(small_tables(), num_passes=4, block_rows=20)
+    with Store.open(tmp_path / "s.tc", tables=world.tables, engine=request.param, retention=3) as store:
+        world.run(store, 6)
+    return tmp_path / "s.tc"
+
+
+@contextlib.contextmanager
+def opened(path: Path, commit: int | None = None) -> Iterator[Store]:
+    """Open the store for reading."""
+    with Store.open(path, mode="r", commit=commit) as store:
+        yield store
+
+
+def report(store: Store) -> dict[str, Any]:
+    """Verify in this process."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return Verification(store).run()
+
+
+def names(path: Path) -> list[bytes]:
+    """Return the names of all blocks."""
+    with opened(path) as store:
+        return sorted(store._engine.contents().blocks)
+
+
+def file_of(path: Path, name: bytes) -> tuple[Path, int]:
+    """Return the file that holds a block, or a field of it, and where it begins."""
+    if (path / "blocks.bin").exists():
+        return path / "blocks.bin", places(path)[name].offset
+    if name[:1] == b"s":
+        return path / "blocks" / name.hex(), 0
+    segment, group, block = (int.from_bytes(name[a:b], "big") for a, b in ((1, 9), (9, 13), (13, 17)))
+    folder = path / "segments" / str(segment) / str(group)
+    return (folder / "keys" / f"c.{block}" if name[:1] == b"k" else folder / "vector" / f"c.{block}.0"), 0
+
+
+@contextlib.contextmanager
+def flipped(path: Path, name: bytes) -> Iterator[None]:
+    """Flip a bit at the beginning of a block, and set it back."""
+    file, offset = file_of(path, name)
+    for _ in range(2):
+        with file.open("r+b") as handle:
+            handle.seek(offset + 1)
+            byte = handle.read(1)[0]
+            handle.seek(-1, 1)
+            handle.write(bytes([byte ^ 4]))
+        if _ == 0:
+            yield
+
+
+def touched(path: Path) -> list[int]:
+    """Return the commits that are not whole when each is opened and read alone."""
+    found = []
+    for id_ in KEPT:
+        with opened(path, id_) as store:
+            if report(store)["problems"]:
+                found.append(id_)
+    return found
+
+
+def said(problem: str) -> list[int]:
+    """Return the commits that a sentence names."""
+    words = re.match(r"in commits? ([\d, and]+), block", problem)
+    assert words is not None, problem
+    return [int(id_) for id_ in re.findall(r"\d+", words[1])]
+
+
+def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
+    """As many blocks of rows as there are, whichever commits need them; progress ends at all bytes."""
+    seen: list[tuple[int, int]] = []
+    found = verify(path, progress=lambda done, total: seen.append((done, total)))
+    assert (found["problems"], found["commit"], found["commits"]) == ([], 5, KEPT)
+    assert found["blocks"] == sum(name[:1] == b"r" for name in names(path))
+    assert seen[-1] == (found["bytes"], found["bytes"])
+    assert "is whole: 3 commits" in CliRunner().invoke(app, ["verify", str(path)]).stdout
+
+
+def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
+    """Of rows, keys and state: as reading each commit alone finds it; blocks that only older commits need count."""
+    hit: set[tuple[int, ...]] = set()
+    for name in names(path)[:: 5 if path.joinpath("data.mdb").exists() else 9]:
+        with flipped(path, name):
+            with opened(path) as store:
+                (problem,) = report(store)["problems"]
+            assert said(problem) == touched(path) != []
+            hit.add(tuple(said(problem)))
+    assert len(hit) > 2
+    assert any(max(commits) < max(KEPT) for commits in hit)
+
+
+def test_the_command_line_names_the_commits_too(path: Path) -> None:
+    """In the sentence of the block, with exit code 1."""
+    state = next(name for name in names(path) if name[:1] == b"s")
+    with flipped(path, state):
+        result = CliRunner().invoke(app, ["verify", str(path)])
+    assert result.exit_code == 1
+    assert "error: in commit 3, block 0 of the dense state of commit 3 of the store" in result.stderr
+
+
+def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path) -> None:
+    """A block that is gone keeps its commits from opening; a bit elsewhere is found all the same."""
+    if path.joinpath("blocks.bin").exists():
+        pytest.skip("no block of one file goes missing alone")
+    oldest, newest = [name for name in names(path) if name[:1] == b"s"][:: len(KEPT) - 1]
+    file_of(path, oldest)[0].unlink()
+    with flipped(path, newest):
+        problems = verify(path)["problems"]
+    assert len(problems) == 2
+    assert problems[0].startswith("in commit 3, the dense state of commit 3 of the store")
+    assert "is missing" in problems[0]
+    assert said(problems[1]) == [5]
