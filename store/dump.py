@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 
     Block = tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]
 
+_SEAL_BYTES = 16 << 20
+"""Of blocks whose checksums are computed by one call: few calls, and little that is left when all is written."""
+
 
 class Dump:
     """The blocks of one segment on their way into an engine, in transactions of at most ``transaction_bytes``.
 
-    With ``stable``, checksums of one transaction are computed on a thread of their own while the next is written.
+    With ``stable``, checksums are computed on a thread of their own while blocks are written.
     """
 
     def __init__(
@@ -54,22 +57,24 @@ class Dump:
         self._largest = max((_block_bytes(stream) for stream in segment.streams), default=0)
         self._written = 0
         self._unsealed: list[tuple[int, int, NDArray[np.uint8]]] = []
+        self._unsealed_bytes = 0
+        self._sealer: ThreadPoolExecutor
+        self._seals: list[Future[None]] = []
 
     def write(self, engine: Engine) -> None:
         """Write all blocks; then the segment's checksums are whole too.
 
         Raises what the engine raises, and ValueError for blocks that are not what the streams say.
         """
-        seals: list[Future[None]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="tiercache-checksums") as sealer:
+            self._sealer = sealer
             while self._missing:
                 self._written = 0
                 engine.write(self._transaction(), stable=self._stable)
                 self.bytes_left -= self._written
                 self.transactions += 1
-                unsealed, self._unsealed = self._unsealed, []
-                seals.append(sealer.submit(self._seal, unsealed))
-            for seal in seals:
+            self._seal_meanwhile()
+            for seal in self._seals:
                 seal.result()
 
     def names(self) -> set[bytes]:
@@ -86,9 +91,12 @@ class Dump:
             group, block, data, keys = self._next()
             self._check(group, block, data, keys)
             self._unsealed.append((group, block, data))
+            self._unsealed_bytes += data.size
             if not self._stable:
                 self._seal(self._unsealed)
                 self._unsealed = []
+            elif self._unsealed_bytes >= _SEAL_BYTES:
+                self._seal_meanwhile()
             self.segment.key_checksums[group][block] = checksum(keys.view(np.uint8))
             self._written += data.size + 8 * keys.size
             self.rows += keys.size
@@ -120,6 +128,11 @@ class Dump:
                 f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
                 f"it has {size // stream.row_bytes:,} rows, each with an int64 key"
             )
+
+    def _seal_meanwhile(self) -> None:
+        """Have the checksums of what came since the last time computed."""
+        unsealed, self._unsealed, self._unsealed_bytes = self._unsealed, [], 0
+        self._seals.append(self._sealer.submit(self._seal, unsealed))
 
     def _seal(self, unsealed: list[tuple[int, int, NDArray[np.uint8]]]) -> None:
         """Compute the checksums of blocks, by one computation."""
