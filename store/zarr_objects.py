@@ -167,7 +167,8 @@ class Objects:
             with contextlib.suppress(OSError):  # most are not empty
                 Path(here).rmdir()
         for path in self.store.root.glob("*" + LEFTOVER):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def sync_folder(self, folder: str) -> None:
         """Return when the names in a folder are durable. Raises OSError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store.reader_mark import commits_read
@@ -61,7 +62,7 @@ class Sweep:
         return set(self._garbage)
 
     def run(self) -> None:
-        """Delete garbage on another thread; where that fails, the next run tries again."""
+        """Delete garbage on another thread; where that fails it raises nothing, and the next run tries again."""
         self.wait()
         read = set() if self._readers is None else commits_read(self._readers)
         if read is None or not self._garbage:
@@ -74,7 +75,8 @@ class Sweep:
         dead = [key for key in self._garbage if key not in held]
         folders = self._folders = self._bare_folders(dead)
         inside = [key for key in self._present if _stream(key) in folders or _segment(key) in folders]
-        self._going = self._writer.delete(dead, sorted(folders)), list(dict.fromkeys([*dead, *inside]))
+        with contextlib.suppress(RuntimeError):  # the system has no thread for it
+            self._going = self._writer.delete(dead, sorted(folders)), list(dict.fromkeys([*dead, *inside]))
 
     def leave(self, folder: str) -> None:
         """Return when ``folder``, into which something is to be written, is not being deleted."""
