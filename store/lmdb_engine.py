@@ -44,6 +44,8 @@ _BLOCK, _FREED, _RECORD = b"b", b"f", b"r"
 _PLACE = struct.Struct("<QQ")
 _TRANSACTION = struct.Struct(">Q")
 _NO_TRANSACTION = 1 << 64
+MOST_READERS = 4096
+"""Places in LMDB's table of readers, which the processes of a store share; 64 bytes each, in a file with holes."""
 
 
 class LmdbEngine:
@@ -70,6 +72,7 @@ class LmdbEngine:
             self._check_files()
         self._env = self._open(create)
         try:
+            self._env.reader_check()  # readers that died must not fill the table
             if not readonly:
                 self._env.sync(True)  # a commit that is seen is durable before what it freed is written over
             self._first = self._begin_checked()
@@ -210,6 +213,7 @@ class LmdbEngine:
                 readonly=self._readonly,
                 create=create,
                 readahead=False,
+                max_readers=MOST_READERS,
                 max_spare_txns=4,
                 **options,
             )
@@ -359,6 +363,11 @@ class LmdbEngine:
                 cause = full
         if cause.errno in FULL:
             return full_disk(self._data if self._data.exists() else self.path, cause, ROOM_FOR_RECORDS)
+        if isinstance(error, lmdb.ReadersFullError):
+            return StoreError(
+                f"the store at {self.path} is open for reading too often, {MOST_READERS:,} times at most: "
+                "close some of those that read it and open it again"
+            )
         if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):
             return CorruptStoreError(f"{self._data} is damaged ({error}): restore the store from a copy")
         return StoreError(f"{self._data} cannot be used ({error}): mend that and open the store again")
