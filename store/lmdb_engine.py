@@ -253,16 +253,25 @@ class LmdbEngine:
         raise CorruptStoreError(f"{self._data} is damaged (its roots disagree): restore the store from a copy")
 
     def _read_places(self) -> None:
-        """Take up places of blocks and places that were freed, checked against the file and each other."""
+        """Take up places of blocks and places that were freed, checked against the file and each other.
+
+        Freed places may lie beyond the end, however far: what is free there leaves the file before the next commit
+        says so. Nobody needs that part of them, and it must not make the file longer.
+        """
+        size = self._file.size
+        most = Place(0, size).pages
         try:
             for name, value in _items(self._first, _BLOCK):
                 self._places[name] = Place(*_PLACE.unpack(value))
             for name, value in _items(self._first, _FREED):
-                self._freed[_TRANSACTION.unpack(name)[0]] = [Place(*pair) for pair in _PLACE.iter_unpack(value)]
+                self._freed[_TRANSACTION.unpack(name)[0]] = [
+                    Place(offset, min(size, most - offset))
+                    for offset, size in _PLACE.iter_unpack(value)
+                    if offset < most
+                ]
         except struct.error as error:
             raise CorruptStoreError(f"{self._data} is damaged ({error}): restore the store from a copy") from error
-        # Freed places may lie beyond the end: what is free there leaves the file before the next commit says so.
-        size, end = self._file.size, max((place.offset + place.size for place in self._places.values()), default=0)
+        end = max((place.offset + place.size for place in self._places.values()), default=0)
         held = sorted([*self._places.values(), *(place for places in self._freed.values() for place in places)])
         held = [place for place in held if place.size]
         if end > size:
