@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.errors import CorruptStoreError
+from tiercache.store.hash_parts import HashParts
 from tiercache.store.hashing import hash_keys
 from tiercache.store.read_ahead import read_ahead
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 READERS = 2
 """Threads that read blocks of keys: the disk has one to read while another is checked."""
 SLICE_ROWS = 1 << 24
-"""The most hashes that are held at once: 8 bytes each, twice that while they are sorted."""
+"""The most hashes that are held at once: 12 bytes each with their runs, twice that while they are sorted."""
 
 
 class KeyCheck:
@@ -40,27 +41,35 @@ class KeyCheck:
         """For each store, by segment: its first live range."""
 
     def run(self) -> dict[str, list[int]]:
-        """Read all keys once for each ``SLICE_ROWS`` of all commits; returns what is wrong, with the commits it is in.
+        """Read all keys once; returns what is wrong, with the commits it is in. Each thing that is wrong is a sentence.
 
-        Each thing that is wrong is a sentence.
+        More than ``SLICE_ROWS`` keys of all commits go through a temporary file of 12 bytes for each. Raises
+        StoreFullError where there is no room for it.
         """
+        num_tables = len(self._group.tables)
         rows = sum(
             rows.rows
-            for live in self._live
-            for id_, first in live.items()
-            for rows in self._segments[id_].streams[self._group.index].ranges[first:]
+            for id_, segment in self._segments.items()
+            for rows in segment.streams[self._group.index].ranges[min(self._first_ranges(id_)) :]
         )
-        slices, num_tables = -(-rows // SLICE_ROWS), len(self._group.tables)
+        runs: list[tuple[int, int]] = []
+        """Segment and number of each run, in the order in which they come."""
         twice = np.zeros((len(self._live), num_tables), dtype=np.int64)
-        for i in range(slices):
-            low, high = np.uint64((i << 64) // slices), np.uint64(((i + 1) << 64) // slices - 1)
-            found: list[list[list[NDArray[np.uint64]]]] = [[[] for _ in self._group.tables] for _ in self._live]
-            for segment, run, hashes in self._sweep(check_order=i == 0):
-                mine = hashes[(hashes >= low) & (hashes <= high)] if slices > 1 else hashes
-                for live, of_store in zip(self._live, found, strict=True):
-                    if segment.id in live and run // num_tables >= live[segment.id]:
-                        of_store[run % num_tables].append(mine)
-            twice += [[_twice(parts) for parts in of_store] for of_store in found]
+        with HashParts(self._store.path, rows, SLICE_ROWS) as parts:
+            for segment, run, hashes in self._sweep():
+                if not runs or runs[-1] != (segment.id, run):
+                    runs.append((segment.id, run))
+                parts.add(len(runs) - 1, hashes)
+            table_N = np.array([run % num_tables for _, run in runs], dtype=np.int64)
+            live_CN = np.array(
+                [[id_ in live and run // num_tables >= live[id_] for id_, run in runs] for live in self._live],
+                dtype=bool,
+            )
+            for hashes, numbers in parts.parts():
+                for i in range(num_tables):
+                    mine = slice(None) if num_tables == 1 else table_N[numbers] == i
+                    of_table, runs_of = hashes[mine], numbers[mine]
+                    twice[:, i] += [_twice(of_table[live_N[runs_of]]) for live_N in live_CN]
         for place, table in enumerate(self._group.tables):
             name = f"table {table.name!r} of {self._store.label}"
             for commit, settled, count in zip(self._commits, self._settled, twice[:, place].tolist(), strict=True):
@@ -76,7 +85,11 @@ class KeyCheck:
                 self._note(sentence, [commit])
         return {sentence: list(commits) for sentence, commits in self._problems.items()}
 
-    def _sweep(self, *, check_order: bool) -> Iterator[tuple[Segment, int, NDArray[np.uint64]]]:
+    def _first_ranges(self, segment_id: int) -> list[int]:
+        """Return the first live range of a segment at each commit that has it."""
+        return [live[segment_id] for live in self._live if segment_id in live]
+
+    def _sweep(self) -> Iterator[tuple[Segment, int, NDArray[np.uint64]]]:
         """Yield (segment, number of the run, hashes) of all keys that are live at a commit, each block read once.
 
         Notes what is out of order.
@@ -85,7 +98,7 @@ class KeyCheck:
             last_run, last_hash = -1, np.uint64(0)
             for run, hashes in self._runs(segment):
                 table = self._group.tables[run % len(self._group.tables)]
-                if check_order and (np.any(hashes[1:] <= hashes[:-1]) or (run == last_run and hashes[0] <= last_hash)):
+                if np.any(hashes[1:] <= hashes[:-1]) or (run == last_run and hashes[0] <= last_hash):
                     self._note(
                         f"segment {segment.id} of {self._store.label} has keys of table {table.name!r} that are not in "
                         "hash order: restore the store from a copy",
@@ -99,7 +112,7 @@ class KeyCheck:
         stream, num_tables = segment.streams[self._group.index], len(self._group.tables)
         counts = np.array([rows.table_rows for rows in stream.ranges], dtype=np.int64).reshape(-1)
         bounds = np.append(0, np.cumsum(counts))
-        first = int(bounds[min(live[segment.id] for live in self._live if segment.id in live) * num_tables])
+        first = int(bounds[min(self._first_ranges(segment.id)) * num_tables])
         if first == stream.rows:
             return  # all is dead, and freed, while other groups keep the segment
         blocks = [(segment, block) for block in range(first // stream.block_rows, stream.num_blocks)]
@@ -137,11 +150,7 @@ class KeyCheck:
         self._problems.setdefault(sentence, {}).update(dict.fromkeys(commits))
 
 
-def _twice(parts: list[NDArray[np.uint64]]) -> int:
-    """Return how many hashes are there again; empties ``parts``."""
-    if not parts:
-        return 0
-    hashes = np.concatenate(parts)
-    parts.clear()
+def _twice(hashes: NDArray[np.uint64]) -> int:
+    """Return how many hashes are there again; sorts them."""
     hashes.sort(kind="stable")  # a merge of runs, which ranges are: a third of the time of a sort of anything
     return int(np.count_nonzero(hashes[1:] == hashes[:-1]))

@@ -44,6 +44,8 @@ _BLOCK, _FREED, _RECORD = b"b", b"f", b"r"
 _PLACE = struct.Struct("<QQ")
 _TRANSACTION = struct.Struct(">Q")
 _NO_TRANSACTION = 1 << 64
+MOST_READERS = 4096
+"""Places in LMDB's table of readers, which the processes of a store share; 64 bytes each, in a file with holes."""
 
 
 class LmdbEngine:
@@ -70,6 +72,7 @@ class LmdbEngine:
             self._check_files()
         self._env = self._open(create)
         try:
+            self._env.reader_check()  # readers that died must not fill the table
             if not readonly:
                 self._env.sync(True)  # a commit that is seen is durable before what it freed is written over
             self._first = self._begin_checked()
@@ -210,6 +213,7 @@ class LmdbEngine:
                 readonly=self._readonly,
                 create=create,
                 readahead=False,
+                max_readers=MOST_READERS,
                 max_spare_txns=4,
                 **options,
             )
@@ -249,16 +253,25 @@ class LmdbEngine:
         raise CorruptStoreError(f"{self._data} is damaged (its roots disagree): restore the store from a copy")
 
     def _read_places(self) -> None:
-        """Take up places of blocks and places that were freed, checked against the file and each other."""
+        """Take up places of blocks and places that were freed, checked against the file and each other.
+
+        Freed places may lie beyond the end, however far: what is free there leaves the file before the next commit
+        says so. Nobody needs that part of them, and it must not make the file longer.
+        """
+        size = self._file.size
+        most = Place(0, size).pages
         try:
             for name, value in _items(self._first, _BLOCK):
                 self._places[name] = Place(*_PLACE.unpack(value))
             for name, value in _items(self._first, _FREED):
-                self._freed[_TRANSACTION.unpack(name)[0]] = [Place(*pair) for pair in _PLACE.iter_unpack(value)]
+                self._freed[_TRANSACTION.unpack(name)[0]] = [
+                    Place(offset, min(size, most - offset))
+                    for offset, size in _PLACE.iter_unpack(value)
+                    if offset < most
+                ]
         except struct.error as error:
             raise CorruptStoreError(f"{self._data} is damaged ({error}): restore the store from a copy") from error
-        # Freed places may lie beyond the end: what is free there leaves the file before the next commit says so.
-        size, end = self._file.size, max((place.offset + place.size for place in self._places.values()), default=0)
+        end = max((place.offset + place.size for place in self._places.values()), default=0)
         held = sorted([*self._places.values(), *(place for places in self._freed.values() for place in places)])
         held = [place for place in held if place.size]
         if end > size:
@@ -359,6 +372,11 @@ class LmdbEngine:
                 cause = full
         if cause.errno in FULL:
             return full_disk(self._data if self._data.exists() else self.path, cause, ROOM_FOR_RECORDS)
+        if isinstance(error, lmdb.ReadersFullError):
+            return StoreError(
+                f"the store at {self.path} is open for reading too often, {MOST_READERS:,} times at most: "
+                "close some of those that read it and open it again"
+            )
         if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):
             return CorruptStoreError(f"{self._data} is damaged ({error}): restore the store from a copy")
         return StoreError(f"{self._data} cannot be used ({error}): mend that and open the store again")

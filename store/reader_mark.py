@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 _MARK_BYTES = 4096
+_ANY = -1
+"""Every commit."""
 
 
 class ReaderMark:
@@ -49,6 +52,8 @@ class ReaderMark:
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
+            with contextlib.suppress(OSError):
+                os.fchmod(handle, 0o644)  # whatever the umask: a writer that cannot read it keeps every commit
             return handle
         os.close(handle)  # the writer took it for one that was left behind
         return None
@@ -65,7 +70,8 @@ class ReaderMark:
     def release(self) -> None:
         """Let the commit go; a second time does nothing."""
         if self._handle is not None:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the writer deletes it then
+                self._path.unlink(missing_ok=True)
             self.drop()
 
     def drop(self) -> None:
@@ -76,25 +82,39 @@ class ReaderMark:
 
 
 def commits_read(folder: Path) -> set[int] | None:
-    """Return the commits that are being read; None where a reader has not said yet. Deletes marks left behind."""
+    """Return the commits that are being read; None where all may be. Deletes marks left behind, where it may.
+
+    All may be read where a reader has not said yet which it reads, and where a mark cannot be opened, locked or
+    understood. Raises nothing.
+    """
     found: set[int] = set()
-    for path in folder.iterdir() if folder.exists() else ():
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
+    try:
+        for path in folder.iterdir() if folder.exists() else ():
+            with contextlib.suppress(FileNotFoundError):
+                commit = _commit_read(path)
+                if commit == _ANY:
+                    return None
+                if commit is not None:
+                    found.add(commit)
+    except OSError:
+        return None
+    return found
+
+
+def _commit_read(path: Path) -> int | None:
+    """Return the commit that a mark names, ``_ANY`` where it does not say; None for one that was left behind."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # another user's may be read and not be written
+    try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             said = os.pread(handle, 32, 0)
-            if not said.endswith(b"\n"):
-                return None
-            found.add(int(said))
-        else:
+            return int(said) if said.endswith(b"\n") and said[:-1].isdigit() else _ANY
+        with contextlib.suppress(OSError):  # of another user, in a folder where only they may delete it
             path.unlink(missing_ok=True)
-        finally:
-            os.close(handle)
-    return found
+        return None
+    finally:
+        os.close(handle)
 
 
 _held: weakref.WeakSet[ReaderMark] = weakref.WeakSet()

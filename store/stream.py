@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NEVER = (1 << 63) - 1
 """The next use of rows that no visit will need."""
+MOST_BYTES = 1 << 53
+"""The most of a stream: what stands where in it is counted without loss."""
 COMPRESSED_BYTES = 16 << 10
 """Of rows that are compressed together: what is read beside a range, at each of its ends."""
 
@@ -94,6 +96,11 @@ class Stream:
         if block_rows < 1:
             raise ValueError(
                 f"blocks of {self.block_bytes} bytes cannot hold a row of {self.row_bytes}: make them larger"
+            )
+        rows = sum(rows.rows for rows in self.ranges)
+        if rows * self.row_bytes > MOST_BYTES:
+            raise ValueError(
+                f"a stream has {rows} rows of {self.row_bytes} bytes: all may have {MOST_BYTES} at most, dump fewer"
             )
         uses = [rows.next_use for rows in self.ranges]
         if any(b <= a for a, b in pairwise(uses)):

@@ -34,7 +34,7 @@ class Verification:
     """One reading of all that a store holds: of every commit that it keeps, each block once.
 
     Rows are read by threads of their own; keys, meanwhile, by others. Memory: a block for each reader of rows, a few
-    blocks of keys, and the hashes of ``SLICE_ROWS`` keys.
+    blocks of keys, and the hashes of ``SLICE_ROWS`` keys: those of more wait in a temporary file.
     """
 
     def __init__(self, store: Store) -> None:

@@ -1,9 +1,10 @@
 """Blocks of rows as chunks of Zarr arrays, records as objects beside them, commits by one atomic manifest.
 
-A commit is a manifest, a small object that names all records and blocks; the newest whole one counts. What it names
-was made durable before it was written, and is never written again: a block of the same name gets objects of other
-names. So a commit is there with all it names or not at all. An object stays as long as a manifest names it that is the
-newest, or that a reader in another process has open; the rest is deleted, at the next commit or opening.
+A commit is a manifest, a small object that names all records and blocks; the newest one counts. What it names, and
+itself, was made durable before it got its name, and is never written again: a block of the same name gets objects of
+other names. So a commit is there with all it names or not at all, and a manifest that is not whole is damage. An object
+stays as long as a manifest names it that is the newest, or that a reader in another process has open; the rest is
+deleted, at the next commit or opening.
 """
 
 from __future__ import annotations
@@ -36,16 +37,20 @@ if TYPE_CHECKING:
 
 FOLDERS = ("manifests", "segments", "blocks", "records")
 """Manifests first: what they name is there before they are, and is listed after them."""
+_LOOKS = 100
+"""How often the newest manifest is looked for, where a writer replaces it meanwhile."""
 
 
 class ZarrEngine:
     """A Zarr store, on the local disk or elsewhere. One writer at a time; never used across a fork."""
 
     def __init__(self, store: Any, *, create: bool, readonly: bool = False, max_bytes: int | None = None) -> None:
-        """Open it at its newest whole manifest; ``store`` is a path or a store object of Zarr.
+        """Open it at its newest manifest; ``store`` is a path or a store object of Zarr.
 
         With ``readonly`` it stays there: on a local disk a writer keeps what that commit names, elsewhere a block that
-        was deleted meanwhile is an error. ``max_bytes`` bounds the bytes of blocks. Raises CorruptStoreError.
+        was deleted meanwhile is an error. The commit may be one whose name in its folder is not durable yet: where the
+        power goes before the writer's ``commit`` returns, it may be gone. ``max_bytes`` bounds the bytes of blocks.
+        Raises CorruptStoreError.
         """
         self._objects, self._readonly, self._max_bytes = Objects(store), readonly, max_bytes
         root = self._objects.root
@@ -58,8 +63,7 @@ class ZarrEngine:
         self._writer = ChunkWriter(self._objects, self._label)
         self._sweep = Sweep(self._writer, readers)
         try:
-            listed = {key: size for folder in FOLDERS for key, size in self._objects.sizes(folder).items()}
-            self._manifest = self._newest(listed, create=create)
+            self._manifest, listed = self._newest(create=create)
             if self._mark is not None:
                 self._mark.set(self._manifest.number)
             self._next = max([self._manifest.number, *manifest_numbers(listed)]) + 1
@@ -121,15 +125,16 @@ class ZarrEngine:
                 (key, _), *_ = block.chunks(name)
                 out[:] = self._objects.ranges([Span(key, offset, offset + out.size, block.size)])[0]
                 return
+            if form is None or block.arrays != Arrays.of(block.arrays.folder, form):
+                raise BlockReadError("stands in arrays of another form")  # sizes and memory go by what they say
             keys, index = name[:1] == KEYS, int.from_bytes(name[-4:], "big")
             row_bytes = 8 if keys else sum(size for _, size in block.arrays.fields)
             first, last = offset // row_bytes, (offset + out.size) // row_bytes
             chunks = list(block.chunks(name))
-            found = read_rows(self._objects.ranges, chunks, block.arrays, form, first, last, keys=keys)
+            found = read_rows(self._objects.ranges, chunks, block.arrays, first, last, keys=keys)
             if len(found) == 1:
                 out[:] = found[0]
                 return
-            assert form is not None, "the block was written with a form"
             first += int(form.stream.block_first_row_B[index])
             at = 0
             for (_, size), field in zip(block.arrays.fields, found, strict=True):
@@ -161,7 +166,7 @@ class ZarrEngine:
                 self._sync((self._dirty | made.keys()) - unneeded - self._sweep.garbage())
                 made[fresh.key] = None
                 with self._writer.translated(ROOM_FOR_RECORDS):
-                    self._objects.set(fresh.key, fresh.to_bytes())
+                    self._objects.publish(fresh.key, fresh.to_bytes())
                 self._sync([fresh.key])
                 published = True
             finally:
@@ -204,27 +209,31 @@ class ZarrEngine:
 
     # -- opening -----------------------------------------------------------------------------------------
 
-    def _newest(self, listed: Mapping[str, int | None], *, create: bool) -> Manifest:
-        """Return the newest whole manifest; that of an empty store where one is made."""
-        numbers = sorted(manifest_numbers(listed), reverse=True)
-        problem: CorruptStoreError | None = None
-        for number in numbers:
+    def _newest(self, *, create: bool) -> tuple[Manifest, dict[str, int | None]]:
+        """Return the newest manifest, that of an empty store where one is made, and what objects there are."""
+        listed: dict[str, int | None] = {}
+        for _ in range(_LOOKS):
+            listed = {key: size for folder in FOLDERS for key, size in self._objects.sizes(folder).items()}
+            number = max(manifest_numbers(listed), default=None)
+            if number is None:
+                break
             if manifest := self._read_manifest(number):
-                return manifest
-            problem = problem or CorruptStoreError(
-                f"manifest {number} of {self._label} is not whole and there is no other: restore the store from a copy"
-            )
+                return manifest, listed
         if create and not any(key.startswith(("segments/", "blocks/")) and is_chunk(key) for key in listed):
-            return Manifest(number=0)
-        raise problem or CorruptStoreError(f"the manifest of {self._label} is missing: restore the store from a copy")
+            return Manifest(number=0), listed
+        raise CorruptStoreError(f"the manifest of {self._label} is missing: restore the store from a copy")
 
     def _read_manifest(self, number: int) -> Manifest | None:
+        """Return a manifest; None where it is gone. Raises CorruptStoreError for one that is not whole."""
         data = self._objects.get(Manifest(number=number).key)
-        try:
-            found = None if data is None else Manifest.from_bytes(data, f"manifest {number} of {self._label}")
-        except CorruptStoreError:
+        if data is None:
             return None
-        return found if found is not None and found.number == number else None
+        manifest = Manifest.from_bytes(data, f"manifest {number} of {self._label}")
+        if manifest.number != number:
+            raise CorruptStoreError(
+                f"manifest {number} of {self._label} says that it is {manifest.number}: restore the store from a copy"
+            )
+        return manifest
 
     def _damaged(self, listed: Mapping[str, int | None]) -> dict[bytes, int | None]:
         """Return the blocks with objects missing (None) or of another length (bytes that are there)."""
@@ -252,8 +261,10 @@ class ZarrEngine:
                     self._objects.set(key, group_node())
                 self._dirty.add(key)
         for number in set(manifest_numbers(listed)) - {self._manifest.number}:
-            if manifest := self._read_manifest(number):
-                self._sweep.hold(manifest)
+            try:
+                self._sweep.hold(number, self._read_manifest(number))
+            except CorruptStoreError:
+                self._sweep.hold(number, None)
         named = self._manifest.named() | {f"segments/{NODE}": None}
         self._sweep.add(listed)
         self._sweep.give({key: size for key, size in listed.items() if key not in named})
@@ -332,7 +343,7 @@ class ZarrEngine:
         """Stand at a manifest that is durable."""
         before, self._manifest = self._manifest, fresh
         self._sweep.add(made)
-        self._sweep.hold(before)
+        self._sweep.hold(before.number, before)
         self._sweep.give({before.key: None})
         self._sweep.give({r.key: r.size for name, r in before.records.items() if fresh.records.get(name) != r})
         for name, block in (*before.blocks.items(), *gone.items()):

@@ -116,9 +116,9 @@ class Manifest:
             arrays = [
                 Arrays(
                     folder=_folder(folder),
-                    rows=_whole(rows),
-                    chunk_rows=_whole(chunk_rows),
-                    fields=tuple((_field(name), _whole(size)) for name, size in fields),
+                    rows=_positive(rows),
+                    chunk_rows=_positive(chunk_rows),
+                    fields=_fields(fields),
                     **_compressed(chunk_rows, *how),
                 )
                 for folder, rows, chunk_rows, fields, *how in values["arrays"]
@@ -204,6 +204,12 @@ def _whole(value: Any) -> int:
     return value
 
 
+def _positive(value: Any) -> int:
+    if not _whole(value):
+        raise ValueError("arrays have at least one row and one field, and fields at least a byte")
+    return _whole(value)
+
+
 def _folder(value: Any) -> str:
     """Return the folder of a stream's arrays, which cannot leave that of the segments."""
     match str(value).split("/"):
@@ -212,10 +218,13 @@ def _folder(value: Any) -> str:
     raise ValueError(f"{value!r} is no folder of arrays")
 
 
-def _field(value: Any) -> str:
-    if not isinstance(value, str) or not value.isidentifier():
-        raise ValueError(f"{value!r} is no field")
-    return value
+def _fields(values: Any) -> tuple[tuple[str, int], ...]:
+    """Return names and bytes of fields; rows without any would leave chunks that nothing names."""
+    _positive(len(values))
+    for name, _ in values:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{name!r} is no field")
+    return tuple((name, _positive(size)) for name, size in values)
 
 
 def _record(value: Any) -> str:

@@ -20,6 +20,7 @@ from zarr.storage import LocalStore
 
 from tiercache.store.direct_file import RangeReader, sync_path, write_file
 from tiercache.store.errors import BlockReadError
+from tiercache.store.huge_pages import huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,6 +48,19 @@ class DiskStore(LocalStore):
         except FileNotFoundError:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, buffer, size)
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Write an object under another name, sync it, and give it its name."""
+        buffer, draft = huge_pages(len(data)), key + LEFTOVER
+        buffer[: len(data)] = np.frombuffer(data, np.uint8)
+        try:
+            self.put(draft, buffer, len(data))
+            sync_path(self.root / draft)
+            (self.root / draft).replace(self.root / key)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                (self.root / draft).unlink(missing_ok=True)
+            raise
 
     def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
         """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
@@ -82,6 +96,16 @@ class Objects:
             self.store.set_sync(key, value)
         else:
             sync(self.store.set(key, value))
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Write an object that is whole or not there, whenever the power goes. Raises OSError.
+
+        On a local disk its bytes are durable before its name is there, and the name is when its folder is synced.
+        """
+        if isinstance(self.store, DiskStore):
+            self.store.publish(key, data)
+        else:
+            self.set(key, data)
 
     def get(self, key: str) -> bytes | None:
         """Return an object; None where there is none."""
@@ -143,7 +167,8 @@ class Objects:
             with contextlib.suppress(OSError):  # most are not empty
                 Path(here).rmdir()
         for path in self.store.root.glob("*" + LEFTOVER):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def sync_folder(self, folder: str) -> None:
         """Return when the names in a folder are durable. Raises OSError."""

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.errors import BlockReadError
-from tiercache.store.zarr_arrays import Arrays, Span
+from tiercache.store.zarr_arrays import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import Form
+    from tiercache.store.zarr_arrays import Arrays
     from tiercache.store.zarr_shards import Shards
 
     Bytes = NDArray[np.uint8]
@@ -24,17 +24,13 @@ if TYPE_CHECKING:
     """Name and bytes of the chunk of each array."""
 
 
-def read_rows(
-    ranges: Ranges, chunks: Chunks, arrays: Arrays, form: Form | None, first: int, last: int, *, keys: bool
-) -> list[Bytes]:
+def read_rows(ranges: Ranges, chunks: Chunks, arrays: Arrays, first: int, last: int, *, keys: bool) -> list[Bytes]:
     """Return rows [first, last) of a block of keys, or in each of its fields, until the next call of ``ranges``.
 
     Raises BlockReadError.
     """
     shards = arrays.shards(keys=keys)
     if shards:
-        if form is None or arrays != Arrays.of(arrays.folder, form):  # what it says decides how much memory is taken
-            raise BlockReadError("stands in arrays of another form")
         return _read_compressed(ranges, chunks, shards, first, last)
     rows = arrays.chunk_rows
     return ranges([Span(key, size // rows * first, size // rows * last, size) for key, size in chunks])

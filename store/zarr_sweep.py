@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store.reader_mark import commits_read
@@ -30,7 +31,7 @@ class Sweep:
         self._writer, self._readers = writer, readers
         self._present: dict[str, int | None] = {}
         self._garbage: dict[str, int | None] = {}
-        self._held: dict[int, Manifest] = {}
+        self._held: dict[int, Manifest | None] = {}
         self._going: tuple[Future[None], list[str]] | None = None
         self._folders: set[str] = set()
 
@@ -47,9 +48,9 @@ class Sweep:
         """Note objects that were written."""
         self._present |= objects
 
-    def hold(self, manifest: Manifest) -> None:
-        """Keep what an older manifest names for as long as a reader has it open."""
-        self._held[manifest.number] = manifest
+    def hold(self, number: int, manifest: Manifest | None) -> None:
+        """Keep what an older manifest names for as long as a reader has it open; of one that is damaged, everything."""
+        self._held[number] = manifest
 
     def give(self, objects: Sizes | Iterable[tuple[str, int | None]]) -> None:
         """Note objects that the newest manifest does not name."""
@@ -61,17 +62,21 @@ class Sweep:
         return set(self._garbage)
 
     def run(self) -> None:
-        """Delete garbage on another thread; where that fails, the next run tries again."""
+        """Delete garbage on another thread; where that fails it raises nothing, and the next run tries again."""
         self.wait()
         read = set() if self._readers is None else commits_read(self._readers)
         if read is None or not self._garbage:
             return
         self._held = {number: held for number, held in self._held.items() if number in read}
-        held = {key for manifest in self._held.values() for key in manifest.named()}
+        manifests = [manifest for manifest in self._held.values() if manifest is not None]
+        if len(manifests) < len(self._held):
+            return
+        held = {key for manifest in manifests for key in manifest.named()}
         dead = [key for key in self._garbage if key not in held]
         folders = self._folders = self._bare_folders(dead)
         inside = [key for key in self._present if _stream(key) in folders or _segment(key) in folders]
-        self._going = self._writer.delete(dead, sorted(folders)), list(dict.fromkeys([*dead, *inside]))
+        with contextlib.suppress(RuntimeError):  # the system has no thread for it
+            self._going = self._writer.delete(dead, sorted(folders)), list(dict.fromkeys([*dead, *inside]))
 
     def leave(self, folder: str) -> None:
         """Return when ``folder``, into which something is to be written, is not being deleted."""

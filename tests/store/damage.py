@@ -10,7 +10,7 @@ import google_crc32c
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.random import Generator
 
@@ -78,8 +78,8 @@ def resealed(record: bytes, generator: Generator) -> bytes:
 
 def lie(value: Any, generator: Generator) -> None:
     """Replace, remove or repeat something anywhere in a JSON value."""
-    places = list(_places(value, []))
-    path = places[int(generator.integers(0, len(places)))]
+    found = list(places(value))
+    path = found[int(generator.integers(0, len(found)))]
     for key in path[:-1]:
         value = value[key]
     key = path[-1]
@@ -94,7 +94,8 @@ def lie(value: Any, generator: Generator) -> None:
             value[key] = LIES[int(generator.integers(0, len(LIES)))]
 
 
-def _places(value: Any, path: Sequence[Any]) -> Any:
+def places(value: Any, path: Sequence[Any] = ()) -> Iterator[list[Any]]:
+    """Yield the keys that lead to each value inside a JSON value."""
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
@@ -102,7 +103,7 @@ def _places(value: Any, path: Sequence[Any]) -> Any:
         items = enumerate(value)
     for key, part in items:
         yield [*path, key]
-        yield from _places(part, [*path, key])
+        yield from places(part, [*path, key])
 
 
 def assert_sentence(error: Exception) -> None:

@@ -139,6 +139,23 @@ ZARR_UNSYNCED_FILES, ZARR_UNSYNCED_FOLDERS = (
         "files, [folder for folder in folders if folder.name != 'manifests']",
     )
 )
+ZARR_UNSYNCED_MANIFESTS = {
+    "module": "zarr_objects",
+    "owner": "DiskStore",
+    "name": "publish",
+    "body": (
+        "from tiercache.store.zarr_objects import Objects\n"
+        "whole = Objects.durable_paths\n"
+        "def durable_paths(self, keys):\n"
+        "    files, folders = whole(self, keys)\n"
+        "    return [file for file in files if file.parent.name != 'manifests'], folders\n"
+        "Objects.durable_paths = durable_paths\n"
+        "def planted(self, key, data):\n"
+        "    (self.root / key).parent.mkdir(exist_ok=True)\n"
+        "    (self.root / (key + '.partial')).write_bytes(data)\n"
+        "    (self.root / (key + '.partial')).replace(self.root / key)\n"
+    ),
+}
 ZARR_PUBLISHED_EARLY = {
     "module": "zarr_engine",
     "owner": "ZarrEngine",
@@ -164,6 +181,7 @@ ZARR_PUBLISHED_EARLY = {
         ("lmdb", LMDB_FREED_EARLY, ["--points", 150], "a kill"),
         ("zarr", ZARR_UNSYNCED_FILES, ["--replays", 60], "Loss"),
         ("zarr", ZARR_UNSYNCED_FOLDERS, ["--replays", 60], "Loss"),
+        ("zarr", ZARR_UNSYNCED_MANIFESTS, ["--replays", 60], "Loss"),
         ("zarr", ZARR_PUBLISHED_EARLY, ["--replays", 120], "Loss"),
         ("zarr", ZARR_IN_TWO_STEPS, ["--points", 80], "a kill"),
         ("zarr", ZARR_FREED_EARLY, ["--points", 100], "a kill"),
@@ -174,6 +192,7 @@ ZARR_PUBLISHED_EARLY = {
         "lmdb: freed before the commit",
         "zarr: records not synced",
         "zarr: manifests' folder not synced",
+        "zarr: manifests not synced",
         "zarr: published before the syncs",
         "zarr: two manifests",
         "zarr: freed before the commit",

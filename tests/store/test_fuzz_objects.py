@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from benchmarks.store_workload import TABLES, problems, quiet, take
-from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed
+from tests.store.damage import (
+    DEEP,
+    LIES,
+    assert_sentence,
+    damaged,
+    generator_of,
+    lying,
+    opened,
+    places,
+    resealed,
+    sealed,
+)
 from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
 from tiercache.store import Contents, CorruptStoreError, Store, StoreError, ZarrEngine, zarr_manifest
 from tiercache.store.record import encode
@@ -112,6 +123,29 @@ def test_a_manifest_that_lies_is_refused_or_read_right(path: Path, seed: int) ->
         read(path, "r")
     assert [entry.name for entry in path.parent.parent.iterdir()] == ["inside"]
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    file.write_bytes(whole)
+    assert read(path, "r")
+
+
+@pytest.mark.usefixtures("bounded_memory")
+def test_every_lie_about_arrays_is_refused_or_read_right(path: Path) -> None:
+    """Folder, rows, rows of a chunk and fields, each and every part of them: no size of theirs is used as it stands."""
+    file = manifest(path)
+    whole = file.read_bytes()
+    arrays_of, refused = opened(whole)[0]["values"]["arrays"], 0
+    newest = len(arrays_of) - 1  # of a segment whose blocks are all needed
+    for place in places(arrays_of):
+        if place[0] != newest:
+            continue
+        for told in (None, 0, 1, 3, -4, 1 << 40, (1 << 63) - 1, 1 << 64, 0.5, "x", "", [], [[]], {}):
+            header, arrays = opened(whole)
+            value: Any = header["values"]["arrays"]
+            for key in place[:-1]:
+                value = value[key]
+            value[place[-1]] = told
+            file.write_bytes(sealed(json.dumps(header).encode(), arrays))
+            refused += not read(path, "r")
+    assert refused > 100
     file.write_bytes(whole)
     assert read(path, "r")
 

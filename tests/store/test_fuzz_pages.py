@@ -73,6 +73,25 @@ def test_damage_of_lmdbs_pages_is_refused_or_without_effect(path: Path) -> None:
     assert done.returncode == 0, f"with seed {done.stdout.split()[-1:]}: {done.stderr[-2000:]}"
 
 
+@pytest.mark.parametrize("told", [(1 << 20, 4096), (1 << 40, 4096), (1 << 62, 4096), (0, 1 << 40), (4096, 1 << 62)])
+def test_freed_places_that_lie_make_no_file_longer(path: Path, told: tuple[int, int]) -> None:
+    """However far beyond the end of the file: they are refused in a sentence, or the store is right without them."""
+    freed = [value for value in values(path) if value.key[:1] == b"f"]
+    assert freed
+    size = (path / "blocks.bin").stat().st_size
+    whole = (path / "data.mdb").read_bytes()
+    for value in freed:
+        for at in range(value.offset, value.offset + value.size, 16):
+            (path / "data.mdb").write_bytes(whole[:at] + struct.pack("<QQ", *told) + whole[at + 16 :])
+            for mode in ("r", "a"):
+                try:
+                    with Store.open(path, mode=mode) as store:
+                        assert problems(store) == []
+                except StoreError as error:
+                    assert_sentence(error)
+                assert (path / "blocks.bin").stat().st_size <= size
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_places_that_lie_are_refused_or_read_in_a_sentence(path: Path, seed: int) -> None:
     """Offset or bytes of a block's place changed: nothing is read beyond the file, and no other block's bytes pass."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.store.big import BIG, dump, load, publish
-from tiercache.store import LmdbEngine, Store, verify
+from tiercache.store import LmdbEngine, Store, StoreError, verify
 from tiercache.store.lmdb_file import LmdbFile
 
 if TYPE_CHECKING:
@@ -196,6 +198,56 @@ def test_freed_places_beyond_the_end_of_the_file_are_no_damage(tmp_path: Path) -
             engine.commit({}, [])
             assert engine.contents().blocks == {b"a": 5000, b"d": 2_000_000}
         engine.close()
+
+
+READERS = """
+import sys
+from pathlib import Path
+import lmdb
+from tiercache.store import LmdbEngine
+engine, held = LmdbEngine(Path(sys.argv[1]), create=False, readonly=True), []
+try:
+    while len(held) < int(sys.argv[2]):
+        held.append(engine._env.begin())
+except lmdb.ReadersFullError:
+    pass
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def readers(path: Path, count: int) -> Iterator[int]:
+    """Let another process begin so many reads, each as a reader of its own, or as many as it can; then kill it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", READERS, str(path), str(count)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_store_has_room_for_thousands_of_readers(tmp_path: Path) -> None:
+    """Those that were killed count no longer; where all places are taken, reader and writer are told so."""
+    LmdbEngine(tmp_path, create=True).close()
+    with readers(tmp_path, 1000) as kept:
+        assert kept == 1000
+        with readers(tmp_path, 2000) as more:
+            assert more == 2000
+            for readonly in (True, False):
+                LmdbEngine(tmp_path, create=False, readonly=readonly).close()
+        with readers(tmp_path, 3000) as again:
+            assert again == 3000, "the places of those that were killed are free again"
+            with readers(tmp_path, 4096):
+                words = "is open for reading too often, 4,096 times at most: close some"
+                for readonly in (True, False):
+                    with pytest.raises(StoreError, match=words):
+                        LmdbEngine(tmp_path, create=False, readonly=readonly)
+    engine = LmdbEngine(tmp_path, create=False)
+    engine.commit({"r": b"1"}, [])
+    engine.close()
 
 
 @pytest.mark.parametrize("done", [True, False])

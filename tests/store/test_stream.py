@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -109,6 +110,29 @@ def test_a_layout_that_makes_no_sense_is_refused(changes: dict[str, Any], words:
             block_bytes=values["block_bytes"],
             ranges=tuple(Range(next_use=use, table_rows=(rows,)) for use, rows in values["ranges"]),
         )
+
+
+def test_a_record_of_any_sizes_is_laid_out_or_refused() -> None:
+    """No sum or product of what a record says goes beyond what counts it: what is laid out adds up."""
+    sizes, laid_out = [0, 1, 3, 260, 1 << 31, 1 << 53, (1 << 62) - 1, 1 << 62, (1 << 63) - 1], 0
+    for row_bytes, piece_rows, block_bytes, rows, more in itertools.product(sizes, repeat=5):
+        record = {
+            "row_bytes": row_bytes,
+            "piece_rows": piece_rows,
+            "block_bytes": block_bytes,
+            "ranges": [[1, rows, more], [9, more]],
+        }
+        try:
+            stream = Stream.from_record(record, most_pieces=6)
+        except ValueError as error:
+            assert ": " in str(error) or "record" in str(error)  # noqa: PT017 - what else is raised fails the test
+            continue
+        laid_out += 1
+        assert int(stream.piece_rows_P.sum()) == stream.rows == rows + 2 * more
+        assert int(stream.block_bytes_B.sum()) == int(stream.piece_offset_P[-1]) == stream.rows * row_bytes
+        assert (stream.piece_rows_P > 0).all()
+        assert stream.num_pieces <= 16
+    assert laid_out > 1000
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""Manifests of a store on Zarr: torn, damaged, without a name, and what they may name."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.store.test_zarr_engine import files, newest
+from tiercache.store import CorruptStoreError, MemoryEngine, Store, StoreError, ZarrEngine, verify, zarr_objects
+from tiercache.store.testing.contract import form_of, segment_blocks
+from tiercache.store.testing.world import World
+from tiercache.store.zarr_arrays import Arrays
+from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.store import Table
+
+
+@pytest.fixture
+def store(tmp_path: Path, tables: list[Table]) -> Store:
+    """A store on Zarr with two visits in it, closed."""
+    with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
+        World(tables).run(store, 2)
+    return store
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_manifest_without_its_name_is_as_if_it_were_not_there(
+    store: Store, tables: list[Table], share: float
+) -> None:
+    """A crash while it was written: the commit before stands, whole, and goes on."""
+    assert store.path is not None
+    copy = store.path.with_name("copy")
+    shutil.copytree(store.path, copy)
+    world = World(tables)
+    with Store.open(store.path) as again:
+        world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
+        world.run(again, 1)
+    data = newest(store.path).read_bytes()
+    draft = copy / "manifests" / (newest(store.path).name + ".partial")
+    draft.write_bytes(data[: int(len(data) * share)])
+    before = files(copy)
+    with Store.open(copy, mode="r") as reader:
+        assert reader.commit is not None
+        assert reader.commit.cursor.visit == 2
+    assert files(copy) == before
+    with Store.open(copy) as again:
+        assert again.commit is not None
+        assert again.commit.cursor.visit == 2
+        assert not draft.exists()
+        world = World(tables)
+        world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
+        world.check(again, after=1)
+        world.run(again, 2)
+        world.check(again, after=3)
+    assert verify(copy)["problems"] == []
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "flipped", "of another"])
+def test_a_damaged_manifest_is_no_older_commit(store: Store, tables: list[Table], damage: str) -> None:
+    """Though one is there that a reader has open: it is refused, nothing is deleted, and its bytes bring it back."""
+    assert store.path is not None
+    world = World(tables)
+    world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
+    with Store.open(store.path, mode="r"):
+        older = newest(store.path)
+        with Store.open(store.path) as writer:
+            world.run(writer, 2)
+        file = newest(store.path)
+        assert older.exists()
+        assert file != older
+        data = file.read_bytes()
+        flipped = data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+        file.write_bytes(
+            {"empty": b"", "short": data[:-1], "flipped": flipped, "of another": older.read_bytes()}[damage]
+        )
+        before = files(store.path)
+        for mode in ("a", "r"):
+            with pytest.raises(CorruptStoreError, match=rf"manifest {file.name} of .*: restore the store from a copy"):
+                Store.open(store.path, mode=mode)
+        assert len(verify(store.path)["problems"]) == 1
+        assert files(store.path) == before
+        file.write_bytes(data)
+        with Store.open(store.path) as writer:
+            world.check(writer, after=3)
+
+
+def test_a_damaged_manifest_that_a_reader_has_open_keeps_every_object(store: Store, tables: list[Table]) -> None:
+    """Nobody knows what it named; when the reader closes, all goes that the newest one does not name."""
+    assert store.path is not None
+    world = World(tables)
+    world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
+    with Store.open(store.path, mode="r"):
+        older = newest(store.path)
+        with Store.open(store.path) as writer:
+            world.run(writer, 2)
+        older.write_bytes(b"")
+        before = files(store.path)
+        with Store.open(store.path) as writer:
+            world.run(writer, 2)
+        assert before.keys() <= files(store.path).keys()
+    Store.open(store.path).close()
+    assert not older.exists()
+
+
+def test_a_manifest_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its name before the commit returns; one that cannot be synced leaves nothing."""
+    engine, seen = ZarrEngine(tmp_path, create=True), []
+    sync = zarr_objects.sync_path
+
+    def watching(path: Path) -> None:
+        seen.append((path.name, sorted(entry.name for entry in (tmp_path / "manifests").iterdir())))
+        sync(path)
+
+    (tmp_path / "manifests").mkdir()
+    monkeypatch.setattr(zarr_objects, "sync_path", watching)
+    engine.commit({"r": b"1"}, [])
+    assert ("1.partial", ["1.partial"]) in seen
+    assert seen.index(("1.partial", ["1.partial"])) < seen.index(("manifests", ["1"]))
+    assert all(name != "1" or names == ["1"] for name, names in seen)
+
+    def failing(path: Path) -> None:
+        if path.name.endswith(".partial"):
+            raise OSError(5, "the disk broke")
+        sync(path)
+
+    monkeypatch.setattr(zarr_objects, "sync_path", failing)
+    with pytest.raises(StoreError, match="the disk broke"):
+        engine.commit({"r": b"2"}, [])
+    assert [file.name for file in (tmp_path / "manifests").iterdir()] == ["1"]
+    monkeypatch.undo()
+    engine.commit({"r": b"3"}, [])
+    engine.close()
+    engine = ZarrEngine(tmp_path, create=False)
+    assert engine.contents().records == {"r": b"3"}
+    engine.close()
+
+
+def test_a_damaged_manifest_without_another_is_refused(store: Store) -> None:
+    """It is no crash's work: nothing is deleted, and the sentence says what to do."""
+    assert store.path is not None
+    data = bytearray(newest(store.path).read_bytes())
+    data[len(data) // 2] ^= 1
+    newest(store.path).write_bytes(data)
+    before = files(store.path)
+    for mode in ("a", "r"):
+        with pytest.raises(CorruptStoreError, match=r"manifest \d+ of .* has .*: restore the store from a copy"):
+            Store.open(store.path, mode=mode)
+    newest(store.path).unlink()
+    for mode in ("a", "r"):
+        with pytest.raises(CorruptStoreError, match=r"manifest .* is missing: restore the store from a copy"):
+            Store.open(store.path, mode=mode)
+    assert files(store.path) == {name: data for name, data in before.items() if not name.startswith("manifests/")}
+    assert len(verify(store.path)["problems"]) == 1
+
+
+def test_a_manifest_cannot_name_what_is_not_of_the_store() -> None:
+    """Folders, fields and records outside it, and blocks without number, are refused before they are used."""
+    form = form_of((10,))
+    good = Manifest(number=3, records={"r": RecordObject("records/3.0", 1, 2)}, blocks={b"a": BlockObjects(5, 0, None)})
+    assert Manifest.from_bytes(good.to_bytes(), "it") == good
+
+    name = next(iter(segment_blocks(form)))
+    for folder in ("segments/../x", "../segments/1/0", "segments/1/0/..", "/segments/1/0", "segments/1", "segments//0"):
+        bad = Manifest(number=1, blocks={name: BlockObjects(8, 0, Arrays.of(folder, form))})
+        with pytest.raises(CorruptStoreError, match="is no folder of arrays"):
+            Manifest.from_bytes(bad.to_bytes(), "it")
+    for key in ("../x", "records/../x", "records/", "/etc/passwd"):
+        with pytest.raises(CorruptStoreError, match="is no object of a record"):
+            Manifest.from_bytes(Manifest(number=1, records={"r": RecordObject(key, 1, 2)}).to_bytes(), "it")
+    arrays = Arrays(folder="segments/1/0", rows=1, chunk_rows=1, fields=(("../x", 4),))
+    with pytest.raises(CorruptStoreError, match="is no field"):
+        Manifest.from_bytes(Manifest(number=1, blocks={name: BlockObjects(8, 0, arrays)}).to_bytes(), "it")
