@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tiercache.store.base_segment import base_stream, blocks_of
+from tiercache.store.base_segment import Layout, blocks_of
 from tiercache.store.errors import StoreError
 from tiercache.store.full_disk import room_for
 from tiercache.store.initial import initial_rows
@@ -79,11 +79,12 @@ class Rewrite:
         first_rows: Callable[[Table, Int64s], Sequence[Floats]] | None,
         progress: Progress,
         *,
+        layout: Layout,
         settle: bool,
     ) -> None:
         self._store, self._uses, self._progress, self._settle = store, uses, progress, settle
         self._first_rows = first_rows or initial_rows
-        self._groups = [_Sorted(group, uses, _scratch(store)) for group in store.groups]
+        self._groups = [_Sorted(group, uses, layout, _scratch(store)) for group in store.groups]
         self.settled: tuple[Settled, ...] = ()
         """The segments that stay; known after ``read``."""
 
@@ -146,8 +147,8 @@ class Rewrite:
 class _Sorted:
     """The rows of one group, each written where it belongs in the order (first use, table, arrival)."""
 
-    def __init__(self, group: Group, uses: FirstUses, scratch: Path) -> None:
-        self.group = group
+    def __init__(self, group: Group, uses: FirstUses, layout: Layout, scratch: Path) -> None:
+        self.group, self._layout = group, layout
         counts = [Counter(uses.counts(table.name)) for table in group.tables]
         self._uses = sorted({use for of_table in counts for use in of_table})
         self._counts = {(use, i): counts[i][use] for use in self._uses for i in range(len(counts))}
@@ -198,7 +199,7 @@ class _Sorted:
         ranges = [Range(next_use=use, table_rows=tuple(self._counts[use, i] for i in tables)) for use in self._uses]
         if any(self._never):
             ranges.append(Range(next_use=NEVER, table_rows=tuple(self._never)))
-        return base_stream(self.group, ranges)
+        return self._layout(self.group, ranges)
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[Int64s, Floats]]:
         """Yield all rows in order, so many at a time."""

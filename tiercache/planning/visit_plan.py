@@ -312,14 +312,16 @@ class Planner:
         blocks = sum(size // self._budget.block for sizes in bytes_G for size in sizes)
         # what is read at once from a block begins in its page where it does in the file: a page more for each
         shifts = 0
-        if self._budget.block >= ALIGNED_BYTES:
+        if max(self._budget.block, self._budget.staged_piece) >= ALIGNED_BYTES:
             shifts = min(2 * sum(num_runs_G) + blocks, sum(map(sum, bytes_G)) // ALIGNED_BYTES)
         total, shift = sum(map(sum, bytes_G)) + shifts * PAGE_BYTES, PAGE_BYTES if shifts else 0
         # staging is filled region by region; a region ends before the piece that does not fit, the last may be empty
-        regions = -(-total // max(1, self._budget.region - self._budget.piece - shift))
+        regions = -(-total // max(1, self._budget.region - self._budget.staged_piece - shift))
         # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
         ends = 3 * sum(num_runs_G) + blocks
-        return total + regions * (self._budget.piece + PAGE_BYTES + shift) + self._budget.region + ends * PAGE_BYTES
+        return (
+            total + regions * (self._budget.staged_piece + PAGE_BYTES + shift) + self._budget.region + ends * PAGE_BYTES
+        )
 
     def _check_budget(self) -> None:
         """Raise BudgetError where the reserve of some visit exceeds the host budget.

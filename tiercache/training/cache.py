@@ -17,7 +17,7 @@ from tiercache.sizes import parse_bytes
 from tiercache.tiers.device_tier import DeviceTier
 from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.rows import RowView
-from tiercache.tiers.transfer import Transfer, segments_by_visit
+from tiercache.tiers.transfer import Transfer, segments_by_visit, waiting_streams
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.dense_state import DenseState
 from tiercache.training.evaluation import Evaluation, RowsNow
@@ -88,7 +88,7 @@ class TierCache:
         self._positions = Positions.of(passes, store.groups)
         self._device = DeviceTier(self._positions, parse_bytes(device_budget))
         evaluation = None if eval_budget is None else parse_bytes(eval_budget)
-        self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation)
+        self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store))
         self._store_budget = None if store_budget is None else parse_bytes(store_budget)
         self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
         self._memory = HostMemory(self._budget.rows, self._budget.region)
