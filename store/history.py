@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tiercache.store.engine import Engine
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
@@ -269,3 +270,8 @@ class History:
             s.within and s.visit == cursor.visit and s.id > newest for s in self.segments
         ):  # fmt: skip
             raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")
+
+
+def manifest_of(store: Store) -> Manifest:
+    """Return the commits that ``store`` keeps, and what they need."""
+    return store._history._manifest

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.schedule import Schedule
-    from tiercache.store import Segment
+    from tiercache.store.manifest import Manifest
     from tiercache.store.table import Group
 
 
@@ -178,14 +178,14 @@ class Planner:
             streams.append(self.layout(group, ranges, budget))
         return tuple(streams)
 
-    def store_plan(self, segments: Iterable[Segment], *, commits: int, state_bytes: int) -> StorePlan:
-        """Say what a store with these segments takes at its fullest, where it keeps so many commits of such a state."""
+    def store_plan(self, stored: Manifest, *, commits: int, state_bytes: int) -> StorePlan:
+        """Say what a store that has this takes at its fullest, where it keeps so many commits of such a state."""
         first = self._schedule.epoch_of(self._start) * self._schedule.num_passes
         visits = range(first, first + self._schedule.num_passes)
         return StorePlan.of(
             self._positions.groups,
             {visit: self.dump_streams(visit, with_kept=True) for visit in visits},
-            segments,
+            stored,
             commits=commits,
             commit_every=self._commit_every,
             state_bytes=state_bytes,
