@@ -155,6 +155,7 @@ class History:
             before, streams = self.commits[-1], rewrite.read()
             named = dict(zip(before.segment_ids, before.first_commits, strict=True))
             ids = [one.segment_id for one in rewrite.settled]
+            written = before.id + bool(rewrite.new_rows)  # the others have not changed, but all are one segment
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
@@ -172,7 +173,7 @@ class History:
                     cursor=Cursor(0, 0),
                     schedule_digest=schedule_digest,
                     segment_ids=(*ids, *([segment.id] if segment.rows else [])),
-                    first_commits=(*(named[id_] for id_ in ids), *([before.id] if segment.rows else [])),
+                    first_commits=(*(named[id_] for id_ in ids), *([written] if segment.rows else [])),
                     next_segment=self._next_id,
                     retention=self.retention,
                     state_chunk_bytes=STATE_CHUNK_BYTES,

@@ -87,6 +87,8 @@ class Rewrite:
         self._groups = [_Sorted(group, uses, layout, _scratch(store)) for group in store.groups]
         self.settled: tuple[Settled, ...] = ()
         """The segments that stay; known after ``read``."""
+        self.new_rows = 0
+        """Rows that were missing; known after ``read``."""
 
     def __enter__(self) -> Rewrite:
         return self
@@ -136,6 +138,7 @@ class Rewrite:
             if np.any(absent):
                 new = np.concatenate(self._first_rows(table, wanted_keys[absent]), axis=1)
                 hashes = np.concatenate([hashes, wanted_hashes[absent]])
+                self.new_rows += new.shape[0]
                 order = np.argsort(hashes)
                 keys = np.concatenate([keys, wanted_keys[absent]])[order]
                 rows = np.concatenate([rows, new])[order] if rows.size else new[order]
