@@ -284,7 +284,7 @@ class Store:
         """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
 
         At most ``chunk_rows`` rows at a time, about 4 MiB where not said. Takes about ``memory_bytes``; what exceeds
-        it is sorted in temporary files in ``scratch``, beside the store where not said. No commit may be made
+        it is sorted in a temporary file in ``scratch`` (None: the store's folder). No commit may be made
         meanwhile: scan a store that trains in mode "r". Raises ValueError, StoreFullError and CorruptStoreError.
         """
         return scan(self, table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
