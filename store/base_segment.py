@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from tiercache.store.stream import Stream, compressed_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
     Floats = NDArray[np.float32]
 
+Layout = Callable[["Group", Iterable["Range"]], Stream]
+"""How ranges of a group's rows are cut into pieces and blocks."""
 _PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
 
 
 def base_stream(group: Group, ranges: Iterable[Range]) -> Stream:
-    """Return the layout of rows that no visit dumped: pieces of 64 KiB, blocks of 4 MiB."""
+    """Return the layout of rows that no visit waits for: pieces of 64 KiB, blocks of 4 MiB."""
     piece_rows = max(1, _PIECE_BYTES // group.row_bytes)
     block_bytes = max(_BLOCK_BYTES, piece_rows * group.row_bytes)
     if group.compression is not None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,12 +9,14 @@ import numpy as np
 from tiercache.store.base_segment import base_stream, blocks_of
 from tiercache.store.commit import Cursor
 from tiercache.store.hashing import hash_keys
+from tiercache.store.scratch_file import scratch_of
 from tiercache.store.segment import BASE_VISIT
 from tiercache.store.spill import Spill
 from tiercache.store.stream import NEVER, Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
     from typing import Any
 
     from numpy.typing import NDArray
@@ -45,9 +44,9 @@ def fill(
     """Make commit 0 of an empty store from rows in any order of keys and tables, and return it.
 
     ``chunks`` yields (table name, (keys (n,), fields (n, width))); the fields of a row keep their bits, NaN too. The
-    cursor stands before visit 0 and no visit is said to need the rows. Rows are sorted in temporary files beside the
-    store, so beside the caller's chunk about ``memory_bytes`` are taken; each is written there, read, and written to
-    the store. Rows that fit the memory need no files.
+    cursor stands before visit 0 and no visit is said to need the rows. Rows are sorted in temporary files without
+    a name in its folder, so beside the caller's chunk about ``memory_bytes`` are taken; each is written there, read,
+    and written to the store. Rows that fit the memory need no files.
 
     ``initial_state``: chunks with the vector alone are taken, and the optimizer state starts at its initial value.
     ``reserved_keys``: names of tables in which INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null
@@ -65,9 +64,8 @@ def fill(
         )
     if store.segments:
         raise ValueError(f"{store.label} has rows that no commit names: call forget() first")
-    scratch = _scratch(store)
     try:
-        with _Filling(store, scratch, memory_bytes, progress or (lambda *_: None)) as filling:
+        with _Filling(store, scratch_of(store), memory_bytes, progress or (lambda *_: None)) as filling:
             for name, chunk in chunks:
                 filling.add(name, chunk, initial_state=initial_state, reserved=name in reserved_keys)
             filling.write()
@@ -76,18 +74,6 @@ def fill(
         if not store.closed and store.commit is None:
             store.forget()
         raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _scratch(store: Store) -> Path:
-    """Make the folder for temporary files; what a killed filling left in it goes."""
-    if store.path is None or not store.path.is_dir():
-        return Path(tempfile.mkdtemp(prefix=".tiercache-fill-"))
-    folder = store.path.with_name(f".{store.path.name}.filling")  # the store's writer alone uses it
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
 
 
 class _Filling:

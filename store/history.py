@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tiercache.store.engine import Engine
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
@@ -154,6 +155,7 @@ class History:
             before, streams = self.commits[-1], rewrite.read()
             named = dict(zip(before.segment_ids, before.first_commits, strict=True))
             ids = [one.segment_id for one in rewrite.settled]
+            written = before.id + bool(rewrite.new_rows)  # the others have not changed, but all are one segment
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
@@ -171,7 +173,7 @@ class History:
                     cursor=Cursor(0, 0),
                     schedule_digest=schedule_digest,
                     segment_ids=(*ids, *([segment.id] if segment.rows else [])),
-                    first_commits=(*(named[id_] for id_ in ids), *([before.id] if segment.rows else [])),
+                    first_commits=(*(named[id_] for id_ in ids), *([written] if segment.rows else [])),
                     next_segment=self._next_id,
                     retention=self.retention,
                     state_chunk_bytes=STATE_CHUNK_BYTES,
@@ -269,3 +271,8 @@ class History:
             s.within and s.visit == cursor.visit and s.id > newest for s in self.segments
         ):  # fmt: skip
             raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")
+
+
+def manifest_of(store: Store) -> Manifest:
+    """Return the commits that ``store`` keeps, and what they need."""
+    return store._history._manifest

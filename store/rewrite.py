@@ -5,26 +5,24 @@ So a store follows a new schedule (its keys by first use, the others never, or w
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tiercache.store.base_segment import base_stream, blocks_of
+from tiercache.store.base_segment import Layout, blocks_of
 from tiercache.store.errors import StoreError
-from tiercache.store.full_disk import room_for
 from tiercache.store.initial import initial_rows
 from tiercache.store.scan import scan_segments
+from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.settling import Settling
 from tiercache.store.stream import NEVER, Range
 from tiercache.store.sweep import Sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -68,7 +66,7 @@ class Rewrite:
     """The rows of a store, and those that a schedule starts with, in the order (first use, table, hash).
 
     With ``settle`` rows that the schedule does not use stay where they are, as ``Settling`` decides. The others lie in
-    temporary files without a name beside the store meanwhile: as many bytes as they and their keys take. Memory:
+    temporary files without a name in the store's folder meanwhile: as many bytes as they and their keys take. Memory:
     ``MEMORY_BYTES`` and a slice of ``uses``.
     """
 
@@ -79,13 +77,16 @@ class Rewrite:
         first_rows: Callable[[Table, Int64s], Sequence[Floats]] | None,
         progress: Progress,
         *,
+        layout: Layout,
         settle: bool,
     ) -> None:
         self._store, self._uses, self._progress, self._settle = store, uses, progress, settle
         self._first_rows = first_rows or initial_rows
-        self._groups = [_Sorted(group, uses, _scratch(store)) for group in store.groups]
+        self._groups = [_Sorted(group, uses, layout, scratch_of(store)) for group in store.groups]
         self.settled: tuple[Settled, ...] = ()
         """The segments that stay; known after ``read``."""
+        self.new_rows = 0
+        """Rows that were missing; known after ``read``."""
 
     def __enter__(self) -> Rewrite:
         return self
@@ -99,7 +100,9 @@ class Rewrite:
         with ExitStack() as stack:
             moves: Choice | None = None
             if self._settle:
-                settling = stack.enter_context(Settling(self._store, self._uses, _scratch(self._store), self._progress))
+                settling = stack.enter_context(
+                    Settling(self._store, self._uses, scratch_of(self._store), self._progress)
+                )
                 settling.sort()
                 self.settled, moves = settling.settled, settling.moves
             for ordered in self._groups:
@@ -135,6 +138,7 @@ class Rewrite:
             if np.any(absent):
                 new = np.concatenate(self._first_rows(table, wanted_keys[absent]), axis=1)
                 hashes = np.concatenate([hashes, wanted_hashes[absent]])
+                self.new_rows += new.shape[0]
                 order = np.argsort(hashes)
                 keys = np.concatenate([keys, wanted_keys[absent]])[order]
                 rows = np.concatenate([rows, new])[order] if rows.size else new[order]
@@ -146,8 +150,8 @@ class Rewrite:
 class _Sorted:
     """The rows of one group, each written where it belongs in the order (first use, table, arrival)."""
 
-    def __init__(self, group: Group, uses: FirstUses, scratch: Path) -> None:
-        self.group = group
+    def __init__(self, group: Group, uses: FirstUses, layout: Layout, scratch: Path) -> None:
+        self.group, self._layout = group, layout
         counts = [Counter(uses.counts(table.name)) for table in group.tables]
         self._uses = sorted({use for of_table in counts for use in of_table})
         self._counts = {(use, i): counts[i][use] for use in self._uses for i in range(len(counts))}
@@ -158,11 +162,10 @@ class _Sorted:
         self._wanted = row
         self._never = [0] * len(counts)
         self._row_bytes = group.row_bytes
-        self._scratch = scratch
-        self._keys, self._rows = (tempfile.TemporaryFile(dir=scratch) for _ in range(2))  # noqa: SIM115 - see close
+        self._keys, self._rows = (ScratchFile(scratch, "a new order of the store's rows") for _ in range(2))
 
     def close(self) -> None:
-        """Give up the files, which have no name."""
+        """Give up the files."""
         self._keys.close()
         self._rows.close()
 
@@ -179,8 +182,8 @@ class _Sorted:
             else:
                 row = self._next[use, place]
                 self._next[use, place] += end - begin
-            self._write(self._keys.fileno(), keys[mine], 8 * row)
-            self._write(self._rows.fileno(), rows[mine], self._row_bytes * row)
+            self._keys.write(keys[mine], 8 * row)
+            self._rows.write(rows[mine], self._row_bytes * row)
             begin = end
 
     def stream(self) -> Stream:
@@ -198,7 +201,7 @@ class _Sorted:
         ranges = [Range(next_use=use, table_rows=tuple(self._counts[use, i] for i in tables)) for use in self._uses]
         if any(self._never):
             ranges.append(Range(next_use=NEVER, table_rows=tuple(self._never)))
-        return base_stream(self.group, ranges)
+        return self._layout(self.group, ranges)
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[Int64s, Floats]]:
         """Yield all rows in order, so many at a time."""
@@ -207,25 +210,6 @@ class _Sorted:
             count = min(chunk_rows, total - row)
             keys = np.empty(count, dtype=np.int64)
             rows = np.empty((count, self._row_bytes // 4), dtype=np.float32)
-            self._read(self._keys.fileno(), keys, 8 * row)
-            self._read(self._rows.fileno(), rows, self._row_bytes * row)
+            self._keys.read(keys, 8 * row)
+            self._rows.read(rows, self._row_bytes * row)
             yield keys, rows
-
-    def _write(self, handle: int, data: NDArray[Any], offset: int) -> None:
-        view = np.ascontiguousarray(data).data.cast("B")
-        with room_for(len(view), self._scratch, "a new order of the store's rows"):
-            while len(view):
-                count = os.pwrite(handle, view, offset)
-                view, offset = view[count:], offset + count
-
-    def _read(self, handle: int, out: NDArray[Any], offset: int) -> None:
-        view = out.data.cast("B")
-        while len(view):
-            count = os.preadv(handle, [view], offset)
-            if not count:
-                raise StoreError(f"a temporary file in {self._scratch} ends at byte {offset:,}: try again")
-            view, offset = view[count:], offset + count
-
-
-def _scratch(store: Store) -> Path:
-    return Path(tempfile.gettempdir()) if store.path is None or not store.path.is_dir() else store.path

@@ -8,9 +8,7 @@ in the order of segments, and sorting keeps the order of equal keys.
 
 from __future__ import annotations
 
-import tempfile
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,12 +16,14 @@ import numpy as np
 from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.run import LastKeys, joined, runs_of
+from tiercache.store.scratch_file import scratch_of
 from tiercache.store.spill import Spill, part_rows
 from tiercache.store.sweep import whole_keys
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -62,8 +62,9 @@ def scan(
     Chunks have at most ``chunk_rows`` rows (about 4 MiB where not said). Beside the caller's chunk at most
     ``memory_bytes`` are taken, or what four pieces and the keys of a block take. Every live piece is read once and
     its keys about once (at most a quarter of the rows' bytes more). Where a table lies in too many runs to merge
-    them in that memory, its rows are written to temporary files in ``scratch`` (beside the store where not said)
-    and read again, once for each factor of 256 by which they exceed it. A piece is read whole: where ranges are
+    them in that memory, its rows are written to a temporary file without a name in ``scratch`` (the store's folder
+    where not said, or the system's where that cannot be written to) and read again, once for each factor of 256 by
+    which they exceed it. A piece is read whole: where ranges are
     shorter than pieces, rows of the group's other tables are read with them. No commit may be made meanwhile.
 
     Raises ValueError for no table and without a commit, StoreFullError, CorruptStoreError, and StoreError for a commit.
@@ -104,11 +105,6 @@ def scan_segments(
 def chunk_rows_of(table: Table) -> int:
     """Return the rows of ``table`` that take about ``CHUNK_BYTES``."""
     return max(1, CHUNK_BYTES // (table.row_bytes + 8))
-
-
-def scratch_of(store: Store) -> Path:
-    """Return where temporary files of a store are put that have a name."""
-    return Path(tempfile.gettempdir()) if store.path is None else store.path.parent
 
 
 def _named(store: Store) -> list[Segment]:

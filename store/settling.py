@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from tiercache.store.full_disk import room_for
 from tiercache.store.lookup import READERS, live_keys
-from tiercache.store.scan import scratch_of
+from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.settled import Settled
 from tiercache.store.spill import Spill
 from tiercache.store.sweep import Sweep, whole_keys
@@ -121,10 +118,8 @@ class _GroupRows:
         """(S + 1,): the number of each segment's first live row."""
         self._index = {segment.id: i for i, segment in enumerate(store.segments)}
         size = max(1, int(self._starts_S[-1]))
-        file = files.enter_context(tempfile.TemporaryFile(dir=scratch))  # noqa: SIM115 - the stack closes it
-        with room_for(size, scratch, "sorting out the rows that a schedule uses"):
-            os.posix_fallocate(file.fileno(), 0, size)  # a file that is mapped must not meet a full disk later
-        self._marks: NDArray[np.uint8] = np.asarray(np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,)))
+        file = files.enter_context(ScratchFile(scratch, "sorting out the rows that a schedule uses"))
+        self._marks: NDArray[np.uint8] = file.map(size)
 
     def forget(self) -> None:
         """Give up the marks."""

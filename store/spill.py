@@ -1,19 +1,17 @@
-"""Rows of one table on their way into hash order: in memory, and past a bound in temporary files."""
+"""Rows of one table on their way into hash order: in memory, and past a bound in a temporary file."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiercache.store.full_disk import room_for
 from tiercache.store.hashing import hash_keys
+from tiercache.store.scratch_file import ScratchFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -33,11 +31,11 @@ ROW_COST = 32
 class Spill:
     """Takes rows in any order and gives them back in hash order, holding about ``memory_bytes`` at most.
 
-    A quarter of that many bytes of rows wait in memory. More go to files in a folder of its own in ``scratch``, made
-    when it is needed and removed by ``close``: one for each value of the hash's first eight bits. A file that is
-    still too large is cut again by the next eight. So each row is written and read once for every factor of 256 by
-    which all rows exceed the memory; ``counters`` count both. Rows of equal keys come back side by side, in the order
-    in which they came; of more of them than memory holds, the last ``copies``.
+    A quarter of that many bytes of rows wait in memory. More go to a file without a name in ``scratch``, made when it
+    is needed: in batches, each in the order of the hash's first eight bits. The rows of one value of these are a
+    part; one that is still too large is cut again by the next eight. So each row is written and read once for every
+    factor of 256 by which all rows exceed the memory; ``counters`` count both. Rows of equal keys come back side by
+    side, in the order in which they came; of more of them than memory holds, the last ``copies``.
 
     ``row`` says what stands beside a key where it is not a row of ``table``.
     """
@@ -56,23 +54,24 @@ class Spill:
         self.rows = 0
         """Rows taken."""
         self._scratch, self._counters = scratch, counters
-        self._folder: Path | None = None
+        self._file: ScratchFile | None = None
+        self._file_rows = 0
         self._copies = copies
         row = np.dtype(("<f4", (table.row_bytes // 4,))) if row is None else row
         self._record = np.dtype([("key", "<i8"), ("row", row)])
         self._most = max(1, memory_bytes // 4 // (self._record.itemsize - 8 + ROW_COST))
         self._held: list[NDArray[np.void]] = []
         self._held_rows = 0
-        self._prefixes: set[str] = set()
-        """Names of the files: the hash's first digits in hexadecimal."""
+        self._batches: list[NDArray[np.int64]] = []
+        """Of each batch cut by the first digit, where the rows of a digit begin in the file, and where the last end."""
 
     def close(self) -> None:
-        """Remove the files, and forget all rows."""
+        """Give up the file, and forget all rows."""
         self._held, self._held_rows = [], 0
-        self._prefixes = set()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._batches, self._file_rows = [], 0
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> Self:
         return self
@@ -100,72 +99,69 @@ class Spill:
         self.rows += keys.size
 
     def flush(self) -> None:
-        """Move the rows that wait in memory to files."""
+        """Move the rows that wait in memory to the file."""
         if self._held_rows:
-            self._cut(np.concatenate(self._held), "")
+            self._batches.append(self._cut(np.concatenate(self._held), 0))
         self._held, self._held_rows = [], 0
 
     def sorted(self, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
-        """Yield all rows in hash order, at most ``chunk_rows`` at a time; what was yielded is gone."""
-        if not self._prefixes:
+        """Yield all rows in hash order, at most ``chunk_rows`` at a time; asked for once, all are gone."""
+        if not self._batches:
             records = np.concatenate(self._held) if self._held else np.empty(0, dtype=self._record)
             self._held, self._held_rows = [], 0
             yield from self._sort(records, chunk_rows)
             return
         self.flush()
-        while self._prefixes:
-            yield from self._sort(self._next_part(), chunk_rows)
+        batches, self._batches = self._batches, []
+        for records in self._parts(batches, 1):
+            yield from self._sort(records, chunk_rows)
 
-    def _next_part(self) -> NDArray[np.void]:
-        """Return the records of the first file, which is cut until they fit."""
-        while True:
-            prefix = min(self._prefixes)
-            path = self._path(prefix)
-            count = path.stat().st_size // self._record.itemsize
-            last = len(prefix) * 4 >= _HASH_BITS  # all records have one hash, so one key
+    def _parts(self, batches: list[NDArray[np.int64]], digits: int) -> Iterator[NDArray[np.void]]:
+        """Yield the records of batches that were cut by so many digits, of each digit by itself, cut until they fit."""
+        last = digits * _DIGIT_BITS >= _HASH_BITS  # all records of a part have one hash, so one key
+        for digit in range(1 << _DIGIT_BITS):
+            runs = [(int(cuts[digit]), int(cuts[digit + 1])) for cuts in batches if cuts[digit] < cuts[digit + 1]]
+            count = sum(high - low for low, high in runs)
             if count <= self._most or last:
-                skipped = max(0, count - max(self._copies, self._most)) if last else 0
-                part = np.fromfile(path, dtype=self._record, offset=skipped * self._record.itemsize)
-                self._counters.add(spill_bytes_read=part.nbytes)
-            else:
-                self._cut_file(path, prefix)
-            path.unlink()
-            self._prefixes.remove(prefix)
-            if count <= self._most or last:
-                return part
+                skipped = max(0, count - max(self._copies, self._most))
+                parts = list(self._read(runs, count - skipped, skipped))
+                if parts:
+                    yield parts[0]
+                continue
+            finer = [self._cut(records, digits) for records in self._read(runs, self._most, 0)]
+            yield from self._parts(finer, digits + 1)
 
-    def _cut_file(self, path: Path, prefix: str) -> None:
-        with path.open("rb") as file:
-            while (records := np.fromfile(file, dtype=self._record, count=self._most)).size:
-                self._counters.add(spill_bytes_read=records.nbytes)
-                self._cut(records, prefix)
-
-    def _cut(self, records: NDArray[np.void], prefix: str) -> None:
-        """Append records to the files of the next digit of their hash."""
-        shift = _HASH_BITS - 4 * len(prefix) - _DIGIT_BITS
-        digits = ((hash_keys(records["key"], self.table.table_id) >> np.uint64(shift)) & np.uint64(255)).astype(
-            np.uint8
-        )
-        ordered = records[np.argsort(digits, kind="stable")]
-        ends = np.cumsum(np.bincount(digits, minlength=256)).tolist()
-        begin = 0
-        for digit, end in enumerate(ends):
-            if end > begin:
-                self._append(f"{prefix}{digit:02x}", ordered[begin:end])
-            begin = end
-
-    def _append(self, prefix: str, records: NDArray[np.void]) -> None:
-        path = self._path(prefix)
-        what = f"sorting the rows of table {self.table.name!r} in {self._scratch}"
-        with room_for(records.nbytes, path, what), path.open("ab") as file:
-            file.write(records.view(np.uint8).data)
-        self._prefixes.add(prefix)
+    def _cut(self, records: NDArray[np.void], digits: int) -> NDArray[np.int64]:
+        """Append records to the file in the order of the next digit of their hash; returns where each begins."""
+        shift = np.uint64(_HASH_BITS - _DIGIT_BITS * (digits + 1))
+        digit = ((hash_keys(records["key"], self.table.table_id) >> shift) & np.uint64(255)).astype(np.uint8)
+        if self._file is None:
+            what = f"sorting the rows of table {self.table.name!r} in {self._scratch}"
+            self._file = ScratchFile(self._scratch, what)
+        self._file.write(records[np.argsort(digit, kind="stable")], self._file_rows * self._record.itemsize)
+        cuts = np.append(0, np.cumsum(np.bincount(digit, minlength=1 << _DIGIT_BITS))) + self._file_rows
+        self._file_rows += records.size
         self._counters.add(spill_bytes_written=records.nbytes)
+        return cuts
 
-    def _path(self, prefix: str) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix=".tiercache-sort-", dir=self._scratch))
-        return self._folder / prefix
+    def _read(self, runs: list[tuple[int, int]], most: int, skipped: int) -> Iterator[NDArray[np.void]]:
+        """Yield the records of runs in the file, ``most`` at a time without the first ``skipped``, and free them."""
+        assert self._file is not None
+        size, left = self._record.itemsize, sum(high - low for low, high in runs) - skipped
+        records, filled = np.empty(min(most, left), dtype=self._record), 0
+        for low, high in runs:
+            passed = min(skipped, high - low)
+            skipped, at = skipped - passed, low + passed
+            while at < high:
+                count = min(high - at, records.size - filled)
+                self._file.read(records[filled : filled + count], at * size)
+                at, filled = at + count, filled + count
+                if filled == records.size:
+                    self._counters.add(spill_bytes_read=records.nbytes)
+                    yield records
+                    left -= filled
+                    records, filled = np.empty(min(most, left), dtype=self._record), 0
+            self._file.free(low * size, (high - low) * size)
 
     def _sort(self, records: NDArray[np.void], chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
         order = np.argsort(hash_keys(records["key"], self.table.table_id), kind="stable")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from tiercache.store.base_segment import Layout, base_stream
 from tiercache.store.commit import Cursor
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError
@@ -228,15 +229,17 @@ class Store:
         first_rows: Callable[[Table, NDArray[np.int64]], Sequence[NDArray[np.float32]]] | None = None,
         progress: Callable[[str, int], None] | None = None,
         settle: bool = True,
+        layout: Layout = base_stream,
     ) -> Commit:
         """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
 
         Keys that ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)``
-        makes faster. Rows of other keys stay where they are, in segments of which they are at least half, the used
-        ones' stale copies beside them; the rest, all without ``settle``, stand last in the new segment, with next use
-        ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back to the file system,
-        but for what readers see. Takes 256 MiB of memory and a slice of ``uses``; temporary files as large as what is
-        written. ``progress(what, rows)`` is called with "sort" (keys), "read" and "write" and rows done since then.
+        makes faster; ``layout`` cuts the segment into pieces. Rows of other keys stay where they are, in segments of
+        which they are at least half, the used ones' stale copies beside them; the rest, all without ``settle``, stand
+        last in the new segment, with next use ``NEVER``. Dense state and settings stay. One atomic, durable step; what
+        it frees goes back to the file system, but for what readers see. Takes 256 MiB of memory and a slice of
+        ``uses``; temporary files as large as what is written. ``progress(what, rows)`` is called with "sort" (keys),
+        "read" and "write" and rows done since then.
 
         Raises ValueError without a commit and for one inside a visit, StoreFullError and CorruptStoreError, after
         which the store stands where it stood; what was appended since is dropped.
@@ -247,7 +250,7 @@ class Store:
             raise ValueError(f"{self.label} {at}: train to the end of a visit before its rows are put in another order")
         self.forget()
         state = self._reader.state(self.commit)
-        with Rewrite(self, uses, first_rows, progress or (lambda *_: None), settle=settle) as rewrite:
+        with Rewrite(self, uses, first_rows, progress or (lambda *_: None), layout=layout, settle=settle) as rewrite:
             return self._history.rewrite(rewrite, self.checksums, state, schedule_digest)
 
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
@@ -281,7 +284,7 @@ class Store:
         """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
 
         At most ``chunk_rows`` rows at a time, about 4 MiB where not said. Takes about ``memory_bytes``; what exceeds
-        it is sorted in temporary files in ``scratch``, beside the store where not said. No commit may be made
+        it is sorted in a temporary file in ``scratch`` (None: the store's folder). No commit may be made
         meanwhile: scan a store that trains in mode "r". Raises ValueError, StoreFullError and CorruptStoreError.
         """
         return scan(self, table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tiercache.errors import BudgetError
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
 from tiercache.store import Adagrad, Range, Stream, Table, Zeros
+from tiercache.store.manifest import Manifest
 from tiercache.store.table import group_tables
 
 GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())])
+NOTHING = Manifest.of([], {})
 
 
 def stream_of(visit: int, counts: list[int], block_rows: int) -> Stream:
@@ -35,7 +37,7 @@ def test_live_blocks_are_those_that_some_later_visit_needs(
     """At each commit of an epoch like all others: every block with a row whose next use is not over yet."""
     n = len(counts)
     dumps = {epoch * n + i: (stream_of(epoch * n + i, counts[i], block_rows),) for i in range(n)}
-    plan = StorePlan.of(GROUPS, dumps, [], commits=1, commit_every=1, state_bytes=0, use_files=1)
+    plan = StorePlan.of(GROUPS, dumps, NOTHING, commits=1, commit_every=1, state_bytes=0, use_files=1)
     taken = []
     for cursor in range(2 * n, 3 * n):
         total = 0
@@ -56,7 +58,7 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
     plan = StorePlan.of(
         GROUPS,
         {0: (stream_of(0, [9], 4),)},
-        [],
+        NOTHING,
         commits=commits,
         commit_every=commit_every,
         state_bytes=5000,

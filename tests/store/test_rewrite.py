@@ -37,9 +37,14 @@ with Store.open(sys.argv[1], mode="r") as store:
 
 def rows_of(store: Store) -> dict[tuple[str, int], bytes]:
     """Return all rows of a store."""
+    return changed_rows(store, -1)
+
+
+def changed_rows(store: Store, since: int) -> dict[tuple[str, int], bytes]:
+    """Return the rows that changed after commit ``since``."""
     found = {}
     for table in store.tables:
-        for keys, fields in store.changes(table.name, since=-1):
+        for keys, fields in store.changes(table.name, since=since):
             for i, key in enumerate(keys.tolist()):
                 assert (table.name, key) not in found
                 found[table.name, key] = b"".join(values[i].tobytes() for values in fields.values())
@@ -85,6 +90,36 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
                 assert found.keys() == {
                     key for key in expected if key[0] in of_group and wanted.get(key, NEVER) == rows.next_use
                 }, index
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    steps=st.lists(st.tuples(st.sampled_from(["follow", "compact"]), st.integers(0, 3)), min_size=1, max_size=4),
+    universe=st.sampled_from([12, 40]),
+)
+def test_a_copy_that_follows_the_changes_has_all_rows(seed: int, steps: list[tuple[str, int]], universe: int) -> None:
+    """Also those that a new schedule brought and no visit trained yet; without such rows nothing has changed."""
+    world = World(small_tables(), seed=seed, num_passes=3, keys_per_pass=9, universe=universe)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        world.run(store, 3)
+        mirror, since = rows_of(store), store.commit.id
+        for number, (step, visits) in enumerate(steps):
+            before = len(world.rows)
+            if step == "follow":
+                world.follow(store, world.draw(seed + number + 1))
+            else:
+                world.compact(store)
+                world.follow(store, world.passes)
+            if step == "follow" and len(world.rows) == before:
+                assert changed_rows(store, since) == {}
+            if visits % 2:
+                mirror, since = mirror | changed_rows(store, since), store.commit.id
+                assert mirror == world.rows
+            world.run(store, visits)
+            mirror, since = mirror | changed_rows(store, since), store.commit.id
+            assert mirror == world.rows
+            assert rows_of(store) == world.rows
 
 
 def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.training.cases import (
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.store import MemoryEngine, fill, verify
+from tiercache.store.base_segment import base_stream
 from tiercache.store.segment import BASE_VISIT
 from tiercache.tiers.transfer import segments_by_visit
 
@@ -286,3 +287,50 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
         assert_same_bits(result_of_resident(cache, train(cache, case)), result_of(store, passes, model))
         untouched = store.lookup("item", np.array([-3]))
         assert [values[0].tolist() for values in untouched.values()] == [row.tolist() for row in given["item"][-3]]
+
+
+@pytest.mark.parametrize("pass_rows", [256, 2048])
+@pytest.mark.parametrize("large_pieces", [False, True])
+def test_a_reorganised_store_trains_at_the_smallest_host_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_rows: int, large_pieces: bool
+) -> None:
+    """Ranges of first uses are longer than a region of host memory, whose peak stays within the plan.
+
+    So it is also where the store was put in order with pieces of 64 KiB, whatever the passes.
+    """
+    tables = (table("user", 24), table("item", 24))
+    specs = (Spec(name="u", table="user"), Spec(name="i", table="item", hotness="fixed"))
+    case = Case(
+        tables=tables, specs=specs, num_samples=4 * pass_rows, pass_rows=pass_rows, num_keys=9 * pass_rows, batch=256,
+        epochs=1, order_seed=5,
+    )  # fmt: skip
+    passes = case.cut(tmp_path / "p")
+    with open_store(tmp_path / "s", case, "memory") as store:
+        with tiered(store, passes) as cache:
+            train(cache, case)
+        if large_pieces:
+            monkeypatch.setattr("tiercache.training.reorganise.partial", lambda *_, **__: base_stream)
+        tc.reorganise(store, passes, order_seed=5, progress=False)
+        (base,) = segments_by_visit(store).values()
+        smallest = smallest_host_budget(store, passes, device_budget="64MiB", order_seed=5)
+        with tiered(store, passes, order_seed=5, host_budget=smallest) as cache:
+            first = base.streams[0].pieces_of(0)
+            offset = base.streams[0].piece_offset_P
+            assert offset[first[1]] - offset[first[0]] > max(64 << 10, cache._budget.block)
+            assert (base.streams[0].piece_rows * base.streams[0].row_bytes > cache._budget.piece) == large_pieces
+            train(cache, case)
+            assert 0 < cache.host_bytes_peak <= cache._budget.rows
+
+
+def test_a_piece_that_no_region_holds_is_said(tmp_path: Path) -> None:
+    """A plan that does not know of the store's pieces ends in a sentence, not in a loop."""
+    case = one_case(num_samples=4 * 4096, pass_rows=4096, num_keys=9000)
+    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, cuts_of(case, drift=3)[2 * i :][:2]) for i in range(2))
+    with open_store(tmp_path / "s", case, "memory") as store:
+        with tiered(store, one) as cache:
+            train(cache, case)
+        tc.reorganise(store, two, progress=False)
+        with tiered(store, two) as cache:
+            cache._memory.region_bytes = 1024
+            with pytest.raises(tc.TierCacheError, match=r"reads a piece of [\d,]+ bytes into regions of 1,024"):
+                train(cache, case)

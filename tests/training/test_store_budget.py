@@ -147,6 +147,37 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassSet) -> None:
         assert 1.15 * keys.size * row_bytes < needed(store, passes) - before < 2 * keys.size * row_bytes
 
 
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+@pytest.mark.parametrize("retention", [1, 3])
+def test_what_a_reorganisation_leaves_is_counted(
+    tmp_path: Path, passes: tc.PassSet, engine: str, retention: int
+) -> None:
+    """Settled segments stay, and so do the commits of the day before: the budget of a small day holds them.
+
+    With that budget as bound of the engine the day is trained to its end.
+    """
+    day = dataclasses.replace(CASE, num_samples=256, pass_rows=64, num_keys=60, data_seed=1, epochs=2)
+    small, path = day.cut(tmp_path / "day"), tmp_path / "s"
+    with tc.Store.open(path, tables=CASE.tables, engine=engine, retention=retention) as store:
+        with tiered(store, passes) as cache:
+            train(cache, CASE, epochs=1)
+        tc.reorganise(store, small, progress=False)
+        assert store.commit.settled
+        with tiered(store, small) as cache:
+            budget = cache.store_plan(STATE_BYTES).needed
+        assert needed(store, small) <= budget
+        sizes = [held(path, store)]
+    with tc.Store.open(path, retention=retention, max_bytes=budget) as store:
+        with tiered(store, small, store_budget=budget) as cache:
+            train(cache, day, each_batch=lambda *_: sizes.append(held(path, store)))
+            left = cache.store_plan(STATE_BYTES).needed
+        sizes.append(held(path, store))
+    assert max(sizes) <= budget
+    if retention > 1:
+        assert left < budget  # the commits of the day before are gone
+        assert held(path, store) <= left
+
+
 def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: tc.PassSet) -> None:
     """Block by block, at the fullest commit of an epoch, against what the store names after each visit."""
     live = []

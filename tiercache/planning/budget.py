@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tiercache.planning.positions import Positions
+    from tiercache.store.stream import Stream
 
 PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
@@ -30,33 +33,43 @@ class HostBudget:
     """The most bytes of a piece: the unit of checksums and of eviction."""
     block: int
     """The most bytes of a block: the unit of writing and freeing."""
+    staged_piece: int
+    """The most bytes of a piece that is read: one of a store that was put in order otherwise may be larger."""
     evaluation_given: bool = False
     """Whether the user said how much evaluation may have."""
 
     @classmethod
-    def plan(cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int) -> HostBudget:
+    def plan(
+        cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int, stored_piece: int = 0
+    ) -> HostBudget:
         """Share out ``total``: blocks of a 32nd of the largest pass, transactions of a 16th of the budget.
 
-        Blocks lie between one row (a page) and 4 MiB, transactions between two blocks and 64 MiB.
+        Blocks lie between one row (a page) and 4 MiB, transactions between two blocks and 64 MiB. ``stored_piece``
+        bytes have the largest piece in the store that a visit waits for.
         """
         block = _clamp(largest_pass // 32, max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
+        piece = _clamp(block // 8, largest_row, max(largest_row, MAX_PIECE_BYTES))
         return cls(
             total=total,
             evaluation=total // 16 if evaluation is None else evaluation,
             transaction=_clamp(total // 16, 2 * paged(block), MAX_TRANSACTION_BYTES),
-            piece=_clamp(block // 8, largest_row, max(largest_row, MAX_PIECE_BYTES)),
+            piece=piece,
             block=block,
+            staged_piece=max(piece, stored_piece),
             evaluation_given=evaluation is not None,
         )
 
     @classmethod
-    def of(cls, positions: Positions, total: int, evaluation: int | None) -> HostBudget:
-        """Share out ``total`` for these passes."""
+    def of(cls, positions: Positions, total: int, evaluation: int | None, stored: Iterable[Stream] = ()) -> HostBudget:
+        """Share out ``total`` for these passes, of which rows wait in the segment streams ``stored``."""
         return cls.plan(
             total,
             evaluation=evaluation,
             largest_row=max(group.row_bytes for group in positions.groups),
             largest_pass=max(positions.row_bytes(p) for p in range(positions.num_passes)),
+            stored_piece=max(
+                (int(stream.piece_rows_P.max(initial=0)) * stream.row_bytes for stream in stored), default=0
+            ),
         )
 
     def smallest(self, rows: int) -> int:
@@ -70,8 +83,9 @@ class HostBudget:
 
     @property
     def region(self) -> int:
-        """Bytes of a region of host memory: whole pages of a block."""
-        return paged(self.block)
+        """Bytes of a region of host memory: whole pages of a block, or of two pieces that are read and are larger."""
+        pieces = 2 * self.staged_piece + PAGE_BYTES if self.staged_piece > self.piece else 0
+        return paged(max(self.block, pieces))
 
     @property
     def rows(self) -> int:

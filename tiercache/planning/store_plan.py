@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
 from tiercache.sizes import format_bytes
+from tiercache.store.manifest import Manifest
 from tiercache.store.stream import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
-    from tiercache.store import Segment
+    from tiercache.store import Commit
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
@@ -27,7 +28,7 @@ class StorePlan:
     """What a store holds at its fullest commit, and what a dump needs beside that; all in bytes."""
 
     live: int
-    """Blocks with live rows and their keys, at the commit that has most of them."""
+    """Blocks with live rows and their keys, at the commit that has most of them; of those what no visit frees."""
     largest_pass: int
     """Blocks of rows and keys of the largest pass."""
     num_passes: int
@@ -43,7 +44,7 @@ class StorePlan:
         cls,
         groups: tuple[Group, ...],
         dumps: Mapping[int, tuple[Stream, ...]],
-        segments: Iterable[Segment],
+        stored: Manifest,
         *,
         commits: int,
         commit_every: int,
@@ -52,7 +53,8 @@ class StorePlan:
     ) -> StorePlan:
         """Count the blocks that are live at each commit of an epoch, where every epoch is like this one.
 
-        ``dumps`` are those of its visits, kept rows too. ``segments`` are in the store: rows that no visit needs stay.
+        ``dumps`` are those of its visits, kept rows too. ``stored`` is in the store: rows that no visit needs stay,
+        settled segments do, and so long as they are kept the commits of earlier schedules with all that they need.
         ``commits`` are kept; ``use_files`` hold the next uses of an epoch each.
         """
         live, largest, rows = [0] * len(dumps), 0, 0
@@ -69,10 +71,10 @@ class StorePlan:
                     since = uses.next_use + 1
             largest = max(largest, taken)
         return cls(
-            live=max(live, default=0) + sum(_never_bytes(groups, segment) for segment in segments),
+            live=max(live, default=0) + _standing_bytes(groups, stored),
             largest_pass=largest,
             num_passes=1 + commits * commit_every,
-            state=(1 + commits) * paged(state_bytes),
+            state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in stored.commits)])),
             schedule=_USE_BYTES * rows * use_files,
         )
 
@@ -100,11 +102,29 @@ def _block_bytes(group: Group, stream: Stream) -> int:
     return sum(paged(4 * field.width * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
-def _never_bytes(groups: tuple[Group, ...], segment: Segment) -> int:
-    """Return the bytes of the blocks with rows that no visit needs."""
+def _standing_bytes(groups: tuple[Group, ...], stored: Manifest) -> int:
+    """Return the bytes of the blocks that no visit frees."""
+    settled = frozenset[int]() if stored.newest is None else stored.newest.settled_ids
+    earlier = Manifest.of(_of_earlier_schedules(stored.commits), stored.segments).first_blocks
     total = 0
-    for group, stream in zip(groups, segment.streams, strict=True):
-        for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
-            if uses.next_use == NEVER and uses.rows:
-                total += (stream.num_blocks - first_row // stream.block_rows) * _block_bytes(group, stream)
+    for id_, segment in stored.segments.items():
+        for group, stream in zip(groups, segment.streams, strict=True):
+            firsts = [stream.num_blocks]
+            if id_ in earlier:
+                firsts.append(earlier[id_][group.index])
+            if id_ in settled:
+                firsts.append(stored.first_blocks[id_][group.index])
+            for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
+                if uses.next_use == NEVER and uses.rows:
+                    firsts.append(first_row // stream.block_rows)
+            total += (stream.num_blocks - min(firsts)) * _block_bytes(group, stream)
     return total
+
+
+def _of_earlier_schedules(commits: Sequence[Commit]) -> Sequence[Commit]:
+    """Return the commits before the one that began the schedule of the newest: a cursor goes back only there."""
+    for i in range(len(commits) - 2, -1, -1):
+        before, after = commits[i], commits[i + 1]
+        if before.schedule_digest != after.schedule_digest or before.cursor > after.cursor:
+            return commits[: i + 1]
+    return ()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.schedule import Schedule
-    from tiercache.store import Segment
+    from tiercache.store.manifest import Manifest
     from tiercache.store.table import Group
 
 
@@ -178,14 +178,14 @@ class Planner:
             streams.append(self.layout(group, ranges, budget))
         return tuple(streams)
 
-    def store_plan(self, segments: Iterable[Segment], *, commits: int, state_bytes: int) -> StorePlan:
-        """Say what a store with these segments takes at its fullest, where it keeps so many commits of such a state."""
+    def store_plan(self, stored: Manifest, *, commits: int, state_bytes: int) -> StorePlan:
+        """Say what a store that has this takes at its fullest, where it keeps so many commits of such a state."""
         first = self._schedule.epoch_of(self._start) * self._schedule.num_passes
         visits = range(first, first + self._schedule.num_passes)
         return StorePlan.of(
             self._positions.groups,
             {visit: self.dump_streams(visit, with_kept=True) for visit in visits},
-            segments,
+            stored,
             commits=commits,
             commit_every=self._commit_every,
             state_bytes=state_bytes,
@@ -312,14 +312,16 @@ class Planner:
         blocks = sum(size // self._budget.block for sizes in bytes_G for size in sizes)
         # what is read at once from a block begins in its page where it does in the file: a page more for each
         shifts = 0
-        if self._budget.block >= ALIGNED_BYTES:
+        if max(self._budget.block, self._budget.staged_piece) >= ALIGNED_BYTES:
             shifts = min(2 * sum(num_runs_G) + blocks, sum(map(sum, bytes_G)) // ALIGNED_BYTES)
         total, shift = sum(map(sum, bytes_G)) + shifts * PAGE_BYTES, PAGE_BYTES if shifts else 0
         # staging is filled region by region; a region ends before the piece that does not fit, the last may be empty
-        regions = -(-total // max(1, self._budget.region - self._budget.piece - shift))
+        regions = -(-total // max(1, self._budget.region - self._budget.staged_piece - shift))
         # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
         ends = 3 * sum(num_runs_G) + blocks
-        return total + regions * (self._budget.piece + PAGE_BYTES + shift) + self._budget.region + ends * PAGE_BYTES
+        return (
+            total + regions * (self._budget.staged_piece + PAGE_BYTES + shift) + self._budget.region + ends * PAGE_BYTES
+        )
 
     def _check_budget(self) -> None:
         """Raise BudgetError where the reserve of some visit exceeds the host budget.

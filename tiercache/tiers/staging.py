@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.errors import StateError
 from tiercache.kernels.initial import initial_rows
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store.reading import Pieces
@@ -108,13 +109,22 @@ class Stager:
         for placement in staged.placements:
             placement.settle()
 
-    def _take(self, staged: Staged, wanted: int) -> NDArray[np.uint8]:
-        """Return what is left of the current region, or a new one where ``wanted`` bytes do not fit."""
-        if self._room.size < wanted:
+    def _take(self, staged: Staged, wanted: int, in_page: int | None = None) -> NDArray[np.uint8]:
+        """Return what is left of the current region, or a new one where ``wanted`` bytes do not fit.
+
+        It begins ``in_page`` bytes behind a page where that is said.
+        """
+        room = _from(self._room, in_page)
+        if room.size < wanted:
             region = self._memory.take(self._memory.region_bytes)
             staged.regions.append(region)
-            self._room = region.data
-        return self._room
+            room = _from(region.data, in_page)
+            if room.size < wanted:
+                raise StateError(
+                    f"visit {staged.plan.visit} reads a piece of {wanted:,} bytes into regions of "
+                    f"{self._memory.region_bytes:,}: open the training again, so that its plan knows all of the store"
+                )
+        return room
 
     def _want(self, staged: Staged, visit: int, group: int, held: Held, first_row: int) -> None:
         """Find room for pieces that are to be read."""
@@ -130,9 +140,8 @@ class Stager:
                 block = int(stream.piece_block_P[piece])
                 end = min(end, int(stream.block_piece_B[block + 1]))
             if stream.block_bytes >= ALIGNED_BYTES and offset[end] - offset[piece] >= ALIGNED_BYTES:
-                room = self._take(staged, first_bytes + PAGE_BYTES)
                 inside = int(offset[piece] - offset[stream.block_piece_B[block]])
-                room = room[(inside - room.ctypes.data) % PAGE_BYTES :]
+                room = self._take(staged, first_bytes, inside)
             else:
                 room = self._take(staged, first_bytes)
             last = min(end, int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1)
@@ -164,3 +173,8 @@ class Stager:
                 initial_rows(mine, table.table_id, table.seed, *initializer_code(table.initializer), vectors)
                 staged.rows.append(StagedRows(group, first_row + low, vectors))
                 low += rows
+
+
+def _from(room: NDArray[np.uint8], in_page: int | None) -> NDArray[np.uint8]:
+    """Leave out the bytes before the first that stands so far behind a page as ``in_page`` does."""
+    return room if in_page is None else room[(in_page - room.ctypes.data) % PAGE_BYTES :]

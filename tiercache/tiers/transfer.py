@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.planning.budget import paged
 from tiercache.planning.host_plan import Held
 from tiercache.store import Cursor
 from tiercache.store.stream import Range
@@ -175,7 +176,7 @@ class Transfer:
         placements = self.placements
 
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
-            scratch = np.empty(self._budget.region, dtype=np.uint8)
+            scratch = np.empty(paged(self._budget.block), dtype=np.uint8)
             for g, stream in enumerate(streams):
                 for b in range(stream.num_blocks):
                     data = scratch[: int(stream.block_bytes_B[b])]
@@ -183,7 +184,7 @@ class Transfer:
                     yield g, b, data, self._packer.keys(plan.pass_index, g, orders[g], stream, b)
 
         def write() -> None:
-            room = self._budget.transaction - self._budget.region  # scratch is part of the share
+            room = self._budget.transaction - paged(self._budget.block)  # scratch is part of the share
             self._store.append(plan.visit, streams, blocks(), within=True, transaction_bytes=room)
             self._publish(Cursor(visit=plan.visit, sample=sample), state)
 
@@ -376,3 +377,8 @@ def segments_by_visit(store: Store) -> dict[int, Segment]:
         if segment.visit not in found or segment.id > found[segment.visit].id:
             found[segment.visit] = segment
     return found
+
+
+def waiting_streams(store: Store) -> list[Stream]:
+    """Return the streams of these segments."""
+    return [stream for segment in segments_by_visit(store).values() for stream in segment.streams]

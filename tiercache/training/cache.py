@@ -14,10 +14,11 @@ from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.visit_plan import PassSizes, Planner, VisitPlan
 from tiercache.sizes import parse_bytes
+from tiercache.store.history import manifest_of
 from tiercache.tiers.device_tier import DeviceTier
 from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.rows import RowView
-from tiercache.tiers.transfer import Transfer, segments_by_visit
+from tiercache.tiers.transfer import Transfer, segments_by_visit, waiting_streams
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.dense_state import DenseState
 from tiercache.training.evaluation import Evaluation, RowsNow
@@ -88,7 +89,7 @@ class TierCache:
         self._positions = Positions.of(passes, store.groups)
         self._device = DeviceTier(self._positions, parse_bytes(device_budget))
         evaluation = None if eval_budget is None else parse_bytes(eval_budget)
-        self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation)
+        self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store))
         self._store_budget = None if store_budget is None else parse_bytes(store_budget)
         self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
         self._memory = HostMemory(self._budget.rows, self._budget.region)
@@ -337,8 +338,8 @@ class TierCache:
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
-        planner = self._planner(sizes={})
-        return planner.store_plan(self.store.segments, commits=self.store.retention, state_bytes=state_bytes)
+        planner, stored = self._planner(sizes={}), manifest_of(self.store)
+        return planner.store_plan(stored, commits=self.store.retention, state_bytes=state_bytes)
 
     def _check_store(self, state_bytes: int) -> None:
         if self._store_budget is not None:
@@ -359,8 +360,7 @@ class TierCache:
         self.optimizer.restore(commit.settings)
 
     def _begin_visit(self, index: int, first_sample: int) -> Visit:
-        plan = self._transfer.plan
-        report = self._transfer.report
+        plan, report = self._transfer.plan, self._transfer.report
         assert plan is not None
         assert report is not None
         assert plan.visit == index

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.kernels.initial import initial_rows
+from tiercache.planning.budget import HostBudget
 from tiercache.planning.first_use import FirstUses
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
+from tiercache.planning.visit_plan import Planner
 from tiercache.store import initializer_code
 from tiercache.store.scan import live_rows
 from tiercache.tiers.use_files import UseFiles
@@ -54,10 +57,13 @@ def reorganise(
 
     uses = UseFiles(schedule, positions, keys_of, store.path).of(0)
     first = FirstUses(schedule, positions, keys_of, uses)
+    layout = partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))  # pieces follow from the passes alone
     shown = sys.stderr.isatty() if progress is None else progress
     prepare_kernels()
     with RewriteProgress(sum(live_rows(store, name) for name in names), shown=shown) as bar:
-        return store.rewrite(first, schedule_digest=schedule.digest, first_rows=_first_rows, progress=bar.advance)
+        return store.rewrite(
+            first, schedule_digest=schedule.digest, first_rows=_first_rows, progress=bar.advance, layout=layout
+        )
 
 
 def _first_rows(table: Table, keys: NDArray[np.int64]) -> list[NDArray[np.float32]]:

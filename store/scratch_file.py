@@ -1,0 +1,75 @@
+"""A temporary file without a name: whatever ends the process, nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tiercache.store.errors import StoreError
+from tiercache.store.full_disk import room_for
+from tiercache.store.hole import punch_hole
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tiercache.store.store import Store
+
+
+class ScratchFile:
+    """Bytes at any offset of a file in ``folder``, from one thread; ``what`` it is for stands in errors."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self._folder, self._what = folder, what
+        with room_for(0, folder, what):
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - see close
+
+    def close(self) -> None:
+        """Give up the file and its bytes."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, data: NDArray[Any], offset: int) -> None:
+        """Write an array. Raises StoreFullError."""
+        view = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
+        with room_for(len(view), self._folder, self._what):
+            while len(view):
+                count = os.pwrite(self._file.fileno(), view, offset)
+                view, offset = view[count:], offset + count
+
+    def read(self, out: NDArray[Any], offset: int) -> None:
+        """Fill a contiguous array with what was written. Raises StoreError where the file ends before."""
+        view = out.view(np.uint8).reshape(-1).data
+        while len(view):
+            count = os.preadv(self._file.fileno(), [view], offset)
+            if not count:
+                raise StoreError(f"a temporary file in {self._folder} ends at byte {offset:,}: try again")
+            view, offset = view[count:], offset + count
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        """Give the room of bytes that are not needed any more back, where the file system can."""
+        with suppress(OSError):  # it comes back with the whole file
+            punch_hole(self._file.fileno(), offset, num_bytes)
+
+    def map(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return so many zeros, mapped: what is written there needs no memory. Raises StoreFullError."""
+        with room_for(num_bytes, self._folder, self._what):
+            os.posix_fallocate(self._file.fileno(), 0, num_bytes)  # a mapped file must not meet a full disk later
+        return np.asarray(np.memmap(self._file, dtype=np.uint8, mode="r+", shape=(num_bytes,)))
+
+
+def scratch_of(store: Store) -> Path:
+    """Return the folder for temporary files: the store's own, or the system's where that cannot be written to."""
+    folder = store.path
+    if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return Path(tempfile.gettempdir())
+    return folder
