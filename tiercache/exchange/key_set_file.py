@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from tiercache.errors import ExchangeError
 from tiercache.exchange.column_file import ColumnFile
+from tiercache.exchange.draft import draft_of
 from tiercache.exchange.listing import file_name
 from tiercache.passes.durable import publish, sync
 
@@ -46,12 +46,10 @@ def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: 
     Raises ExchangeError for keys that uint32 cannot hold.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.unfinished")
-    try:
-        _write(draft, keys, dtype)
-        publish(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    _dtype(dtype)
+    with draft_of(path, replaces=True) as draft:
+        _write(draft / path.name, keys, dtype)
+        publish(draft / path.name, path)
 
 
 def export_key_sets(passes: PassSet, out: str | os.PathLike[str], dtype: str = "int64") -> None:
@@ -62,9 +60,7 @@ def export_key_sets(passes: PassSet, out: str | os.PathLike[str], dtype: str = "
     out = Path(out)
     if out.exists():
         raise ExchangeError(f"{out} exists: give the key sets a path that is free")
-    draft = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
+    with draft_of(out) as draft:
         for table in passes.tables:
             folder = draft / file_name(table)
             folder.mkdir(parents=True)
@@ -73,8 +69,6 @@ def export_key_sets(passes: PassSet, out: str | os.PathLike[str], dtype: str = "
             sync(folder)
         sync(draft)
         publish(draft, out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write(path: Path, keys: NDArray[np.int64], dtype: str) -> None:
