@@ -115,6 +115,8 @@ def test_what_is_asked_wrongly_is_one_sentence(
     path, _ = trained
     for arguments, words in (
         (["lookup", str(path), "nobody", "1"], "has no table 'nobody'"),
+        (["lookup", str(path), "user", "99999999999999999999"], "key 99999999999999999999 is beyond int64"),
+        (["lookup", str(path), "user", "--", "-9223372036854775809"], "key -9223372036854775809 is beyond int64"),
         (["rollback", str(path), "--to", "0"], "has no commit 0: give one of 1, 2, 3"),
         (["changes", str(path), "--since", "7"], "knows no changes since 7"),
     ):

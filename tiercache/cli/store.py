@@ -114,6 +114,9 @@ def show_rows(
 
     from tiercache.store import Store
 
+    for key in keys or []:
+        if not -(1 << 63) <= key < 1 << 63:
+            raise ValueError(f"key {key} is beyond int64, which keys are: give keys of -2**63 to 2**63 - 1")
     wanted = np.array(keys or [], dtype=np.int64)
     if keys_file is not None:
         wanted = np.concatenate([wanted, _read_keys(keys_file)])
