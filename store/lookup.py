@@ -49,9 +49,17 @@ def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -
 
 
 def locate_at(
-    store: Store, standing: Standing, keys: Mapping[str, NDArray[np.int64]], *, after: int
+    store: Store,
+    standing: Standing,
+    keys: Mapping[str, NDArray[np.int64]],
+    *,
+    after: int,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Found]:
-    """Do what ``locate`` does for where the store stood; raises CorruptBlockError where that was freed since."""
+    """Do what ``locate`` does for where the store stood; raises CorruptBlockError where that was freed since.
+
+    ``progress`` is called with how many stored keys were looked at since the last call.
+    """
     settled = frozenset[int]() if standing.commit is None else standing.commit.settled_ids
     # The newest row of a key may be one that does not count: it hides the stale one of a settled segment all the same.
     least = -1 if settled else after
@@ -62,6 +70,8 @@ def locate_at(
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
             for segment, place, stored, rows in live_keys(store, standing, group, tables, readers, after=least):
                 tables[place].match(segment.id, stored, rows)
+                if progress is not None:
+                    progress(stored.size)
     for name, one in wanted.items() if settled else ():
         one.drop(standing.segments, settled, groups[name].index, after)
     return {name: (w.segment_ids, w.rows) for name, w in wanted.items()}
@@ -174,11 +184,13 @@ def read_found(
     rows: NDArray[np.int64],
     *,
     standing: Standing | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Fields:
     """Return the rows that ``locate`` found, field by field: zeros where it found none.
 
     As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``standing`` is
-    where they were found, the store's own where not said. Raises StoreError for segments that are not of it.
+    where they were found, the store's own where not said. ``progress`` is called with how many rows were read since
+    the last call. Raises StoreError for segments that are not of it.
     """
     segments = (standing or store.standing).segments
     parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in segments]
@@ -188,7 +200,7 @@ def read_found(
             f"{store.label} has no segment {gone[0]} any more, where rows were found: locate them again, or do both "
             "with a store that was opened with mode='r', which stays at its commit"
         )
-    return _read(store, group, parts, rows, None)
+    return _read(store, group, parts, rows, None, progress)
 
 
 def _read(
@@ -197,6 +209,7 @@ def _read(
     parts: Sequence[tuple[Segment, NDArray[np.int64]]],
     rows: NDArray[np.int64],
     cached: Cached | None,
+    progress: Callable[[int], None] | None = None,
 ) -> Fields:
     """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
     fields = store.groups[group].fields
@@ -211,6 +224,8 @@ def _read(
                 values[batch.places] = data[at]
                 start = start + piece_rows * field.width
             rooms.append(batch.room)
+            if progress is not None:
+                progress(batch.places.size)
     return out
 
 

@@ -15,7 +15,7 @@ from tiercache.store.standing import steady, undisturbed
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -27,13 +27,24 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
 
     Fields = dict[str, NDArray[np.float32]]
+    Progress = Callable[[str, int, int], None]
 
 MISSING = ("error", "initial", "zeros")
 _CHUNK_BYTES = 16 << 20
 
 
-def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str) -> Fields:
-    """Return the fields of the rows of ``keys`` (see ``Store.lookup``)."""
+def lookup(
+    store: Store,
+    table_name: str,
+    keys: NDArray[np.int64],
+    missing: str,
+    progress: Progress | None = None,
+) -> Fields:
+    """Return the fields of the rows of ``keys`` (see ``Store.lookup``).
+
+    ``progress(what, done, total)`` is called with "keys" and the stored keys that were looked at, then with "rows" and
+    the rows that were read.
+    """
     if missing not in MISSING:
         raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
     group, table = find_table(store.groups, table_name, store.label)
@@ -43,7 +54,9 @@ def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str)
     if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
     distinct, which = np.unique(keys.astype(np.int64), return_inverse=True)
-    absent, fields = steady(store, lambda standing: _find(store, standing, group, table, distinct, missing))
+    absent, fields = steady(
+        store, lambda standing: _find(store, standing, group, table, distinct, missing, progress or (lambda *_: None))
+    )
     if missing == "initial":
         for values, first in zip(fields, initial_rows(table, distinct[absent]), strict=True):
             values[absent] = first
@@ -52,10 +65,17 @@ def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str)
 
 
 def _find(
-    store: Store, standing: Standing, group: Group, table: Table, distinct: NDArray[np.int64], missing: str
+    store: Store,
+    standing: Standing,
+    group: Group,
+    table: Table,
+    distinct: NDArray[np.int64],
+    missing: str,
+    progress: Progress,
 ) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
     """Return which of the keys have no row, and the fields of all, zeros for those, where the store stood."""
-    ids, rows = locate_at(store, standing, {table.name: distinct}, after=-1)[table.name]
+    swept = _counted("keys", _rows_in(standing, standing.segments, group, table), progress)
+    ids, rows = locate_at(store, standing, {table.name: distinct}, after=-1, progress=swept)[table.name]
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
         shown = ", ".join(map(str, distinct[absent[:3]].tolist())) + (", ..." if absent.size > 3 else "")
@@ -65,7 +85,20 @@ def _find(
             table=table.name,
             keys=distinct[absent],
         )
-    return absent, read_found(store, group.index, ids, rows, standing=standing)
+    read = _counted("rows", distinct.size - absent.size, progress)
+    return absent, read_found(store, group.index, ids, rows, standing=standing, progress=read)
+
+
+def _counted(what: str, total: int, progress: Progress) -> Callable[[int], None]:
+    """Return what turns rows done since the last call into rows done of all."""
+    done = 0
+
+    def tell(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(what, done, total)
+
+    return tell
 
 
 def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
@@ -88,11 +121,18 @@ def changed_rows(store: Store, table_name: str, since: int) -> int:
     group, table = find_table(store.groups, table_name, store.label)
     standing, place = store.standing, group.place(table.name)
     changed = _changed(store, standing, since)
-    count = -sum(one.stale_rows[group.index][place] for one in _stale(standing, changed))
-    for segment in changed:
-        ranges = segment.streams[group.index].ranges[standing.first_range(segment, group.index) :]
-        count += sum(rows.table_rows[place] for rows in ranges)
-    return count
+    stale = sum(one.stale_rows[group.index][place] for one in _stale(standing, changed))
+    return _rows_in(standing, changed, group, table) - stale
+
+
+def _rows_in(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
+    """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
+    place = group.place(table.name)
+    return sum(
+        rows.table_rows[place]
+        for segment in segments
+        for rows in segment.streams[group.index].ranges[standing.first_range(segment, group.index) :]
+    )
 
 
 def _changed(store: Store, standing: Standing, since: int) -> list[Segment]:
