@@ -26,8 +26,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint32": np.dtype("<u4"), "int64": np.dtyp
 _CHUNK_KEYS = 1 << 20
 
 
-def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64]:
-    """Return the keys of a file, in its order; of int64 a memory map, read-only. Raises ExchangeError."""
+def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64] | NDArray[np.uint32]:
+    """Return the keys of a file, in its order and its dtype: a memory map, read-only. Raises ExchangeError."""
     path, kind = Path(path), _dtype(dtype)
     size = path.stat().st_size
     if size % kind.itemsize:
@@ -35,9 +35,8 @@ def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64]:
             f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
         )
     if not size:
-        return np.empty(0, dtype=np.int64)
-    keys: NDArray[Any] = np.memmap(path, dtype=kind, mode="r")
-    return keys if keys.dtype == np.int64 else keys.astype(np.int64)
+        return np.empty(0, dtype=kind)  # nothing cannot be mapped
+    return np.memmap(path, dtype=kind, mode="r")
 
 
 def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: str) -> None:
