@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.scan import scan
+from tiercache.store.scan import live_rows, scan
 from tiercache.store.sweep import Sweep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -34,8 +34,10 @@ class Difference:
     """The first few keys, in hash order, whose rows are not the same."""
 
 
-def differences(first: Store, second: Store) -> list[Difference]:
+def differences(first: Store, second: Store, *, progress: Callable[[int, int], None] | None = None) -> list[Difference]:
     """Compare all rows of two stores of the same tables, table by table, in about 512 MiB of memory.
+
+    ``progress(done, total)`` is called with rows of both.
 
     Raises ValueError for stores of different tables, or without a commit, and CorruptStoreError.
     """
@@ -45,7 +47,8 @@ def differences(first: Store, second: Store) -> list[Difference]:
             f"{first.label} and {second.label} have different tables (see {', '.join(names)}): "
             "compare stores of the same tables"
         )
-    found = []
+    total = sum(live_rows(store, table.name) for store in (first, second) for table in first.tables)
+    found, done = [], 0
     for table in first.tables:
         one, other = (Sweep(table, _rows(store, table.name)) for store in (first, second))
         only_first = only_second = different = same = 0
@@ -58,6 +61,9 @@ def differences(first: Store, second: Store) -> list[Difference]:
             left, right = np.delete(keys, mine), np.delete(other_keys, theirs)
             only_first, only_second = only_first + left.size, only_second + right.size
             different, same = different + unequal.size, same + mine.size - unequal.size
+            done += 2 * mine.size + left.size + right.size
+            if progress is not None:
+                progress(done, total)
             examples += np.concatenate([keys[unequal], left, right]).tolist()[: _EXAMPLES - len(examples)]
         found.append(
             Difference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from tiercache.store.dump import Dump, check_streams, new_segment
 from tiercache.store.errors import CommitMissingError, StoreError, StoreFullError
 from tiercache.store.life import Life
 from tiercache.store.manifest import COMMIT, Manifest
-from tiercache.store.recovery import Recovery, kept_commits
+from tiercache.store.recovery import Recovery, kept_commits, recover
 from tiercache.store.segment import BASE_VISIT
+from tiercache.store.standing import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tiercache.store.counters import Counters
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
+    from tiercache.store.opening import Opened
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.segment import Segment
     from tiercache.store.store import Store
@@ -39,16 +41,48 @@ TRANSACTION_BYTES = 64 << 20
 class History:
     """The commits that an engine keeps, and the segments appended since; ``Store`` says what its methods promise."""
 
+    @classmethod
+    def of(
+        cls,
+        opened: Opened,
+        groups: Sequence[Group],
+        label: str,
+        counters: Counters,
+        mode: str,
+        at: int | None,
+        retention: int,
+    ) -> Self:
+        """Take up the commits, or only commit ``at``, and, in mode "a", delete what they do not name."""
+        if opened.of is not None and at is not None:
+            found = opened.of.only(at)
+        else:
+            found = recover(opened.contents, groups, label, at=at)
+        if mode == "a" and (found.stale_records or found.orphans):
+            opened.engine.commit(dict.fromkeys(found.stale_records), found.orphans)
+            counters.add(transactions=1, blocks_freed=len(found.orphans))
+        return cls(opened.engine, groups, label, counters, found, retention, opened.of)
+
     def __init__(
-        self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters, found: Recovery, retention: int
+        self,
+        engine: Engine,
+        groups: Sequence[Group],
+        label: str,
+        counters: Counters,
+        found: Recovery,
+        retention: int,
+        of: History | None,
     ) -> None:
-        """Stand at the newest commit of ``found``; ``retention`` 0 means as many commits as before."""
+        """Stand at the newest commit of ``found``; ``retention`` 0 means as many commits as before.
+
+        ``of`` is the history of the same engine that may give that commit up.
+        """
+        self._of = of
         self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
         self._lock = threading.RLock()
-        self.commit: Commit | None
-        """The newest."""
-        self.segments: tuple[Segment, ...]
-        """Those of the newest commit and those appended since, by id."""
+        self._stepping = threading.Lock()
+        """Held from before an engine frees what a commit does not need until that commit is the newest."""
+        self.standing: Standing
+        """The newest commit, and its segments with those appended since."""
         self._orphans: set[bytes] = set()
         self._settle(found.manifest)
         self._next_id = 0 if self.commit is None else self.commit.next_segment
@@ -56,9 +90,19 @@ class History:
         """How many of the newest commits are kept."""
 
     @property
+    def commit(self) -> Commit | None:
+        """The newest."""
+        return self.standing.commit
+
+    @property
     def commits(self) -> tuple[Commit, ...]:
         """All that are kept, the oldest first."""
         return self._manifest.commits
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those of the newest commit and those appended since, by id."""
+        return self.standing.segments
 
     def append(
         self,
@@ -89,7 +133,7 @@ class History:
             self._counters.add(
                 rows_written=dump.rows, row_bytes_written=dump.row_bytes, key_bytes_written=8 * dump.rows
             )
-            self.segments = (*self.segments, segment)
+            self.standing = Standing(self.commit, (*self.segments, segment))
         return segment
 
     def publish(
@@ -199,6 +243,29 @@ class History:
             f"{self._label} has no commit {id_}: {kept_commits([commit.id for commit in self.commits])}"
         )
 
+    def only(self, id_: int) -> Recovery:
+        """Return what there is of a commit that is kept. Raises CommitMissingError."""
+        with self._stepping:
+            manifest = Manifest.of([self.find(id_)], self._manifest.segments)
+        return Recovery(manifest=manifest, stale_records=(), orphans=())
+
+    def stands_at(self, standing: Standing) -> bool:
+        """Return whether ``standing`` is where the store stands, and every block of it is there; waits for a step.
+
+        Raises CommitMissingError where its commit is that of another history, which does not keep it any more.
+        """
+        if self._of is not None and standing.commit is not None and not self._of.keeps(standing.commit):
+            raise CommitMissingError(
+                f"{self._label} does not keep commit {standing.commit.id} any more: read a newer one"
+            )
+        with self._stepping:
+            return self.standing is standing
+
+    def keeps(self, commit: Commit) -> bool:
+        """Return whether ``commit`` is kept, and every block of it is there; waits for a step."""
+        with self._stepping:
+            return any(kept.id == commit.id for kept in self.commits)
+
     def forget(self) -> None:
         """Drop the segments appended since the newest commit."""
         with self._lock:
@@ -207,7 +274,7 @@ class History:
                 if segment.id not in named:
                     for group, stream in enumerate(segment.streams):
                         self._orphans.update(segment_names(segment, group, 0, stream.num_blocks))
-            self.segments = tuple(segment for segment in self.segments if segment.id in named)
+            self.standing = Standing(self.commit, tuple(s for s in self.segments if s.id in named))
             if self._orphans:
                 try:
                     self._engine.commit({}, self._orphans)
@@ -228,28 +295,31 @@ class History:
         orphans = self._orphans - commit.state_blocks().keys()
         dead = [*orphans, *self._manifest.dead_before(after, self.segments)]
         step = max(1, transaction_bytes // STATE_CHUNK_BYTES)
-        try:
-            for i in range(0, len(parts), step):
-                self._engine.write((name, chunk, None) for name, chunk in parts[i : i + step])
-                self._counters.add(transactions=1)
-            self._engine.commit(records, dead)
-        except BaseException as error:
-            if self._stands(commit):
-                self._settle(after)  # interrupted when all was done
+        with self._stepping:
+            try:
+                for i in range(0, len(parts), step):
+                    self._engine.write((name, chunk, None) for name, chunk in parts[i : i + step])
+                    self._counters.add(transactions=1)
+                self._engine.commit(records, dead)
+            except BaseException as error:
+                if self._stands(commit):
+                    self._settle(after)  # interrupted when all was done
+                    raise
+                self._orphans.update(commit.state_blocks())
+                if isinstance(error, StoreFullError):
+                    needed = max(error.needed_bytes, commit.state_bytes)
+                    raise error.during(f"commit {commit.id} of {self._label}", needed) from error
                 raise
-            self._orphans.update(commit.state_blocks())
-            if isinstance(error, StoreFullError):
-                needed = max(error.needed_bytes, commit.state_bytes)
-                raise error.during(f"commit {commit.id} of {self._label}", needed) from error
-            raise
-        self._counters.add(transactions=1, commits=1, blocks_freed=len(dead), state_bytes_written=commit.state_bytes)
-        self._settle(after)
+            self._counters.add(
+                transactions=1, commits=1, blocks_freed=len(dead), state_bytes_written=commit.state_bytes
+            )
+            self._settle(after)
 
     def _settle(self, manifest: Manifest) -> None:
         """Stand at the newest commit of ``manifest``."""
-        self._manifest, self.commit = manifest, manifest.newest
-        self._orphans = set()
-        self.segments = () if self.commit is None else manifest.named(self.commit)
+        self._manifest, self._orphans = manifest, set()
+        newest = manifest.newest
+        self.standing = Standing(newest, () if newest is None else manifest.named(newest))
 
     def _stands(self, commit: Commit) -> bool:
         """Whether the engine has the record of a commit, although it raised."""

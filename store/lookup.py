@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.errors import StoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.reading import Pieces
+from tiercache.store.standing import steady
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.segment import Segment
+    from tiercache.store.standing import Standing
     from tiercache.store.store import Store
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
@@ -42,7 +45,22 @@ def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -
 
     Rows of settled segments count whatever their next use, which is a visit of another schedule.
     """
-    settled = frozenset[int]() if store.commit is None else store.commit.settled_ids
+    return steady(store, lambda standing: locate_at(store, standing, keys, after=after))
+
+
+def locate_at(
+    store: Store,
+    standing: Standing,
+    keys: Mapping[str, NDArray[np.int64]],
+    *,
+    after: int,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Found]:
+    """Do what ``locate`` does for where the store stood; raises CorruptBlockError where that was freed since.
+
+    ``progress`` is called with how many stored keys were looked at since the last call.
+    """
+    settled = frozenset[int]() if standing.commit is None else standing.commit.settled_ids
     # The newest row of a key may be one that does not count: it hides the stale one of a settled segment all the same.
     least = -1 if settled else after
     groups = {table.name: group for group in store.groups for table in group.tables}
@@ -50,10 +68,12 @@ def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -
     with ThreadPoolExecutor(READERS) as readers:
         for group in store.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
-            for segment, place, stored, rows in live_keys(store, group, tables, readers, after=least):
+            for segment, place, stored, rows in live_keys(store, standing, group, tables, readers, after=least):
                 tables[place].match(segment.id, stored, rows)
+                if progress is not None:
+                    progress(stored.size)
     for name, one in wanted.items() if settled else ():
-        one.drop(store.segments, settled, groups[name].index, after)
+        one.drop(standing.segments, settled, groups[name].index, after)
     return {name: (w.segment_ids, w.rows) for name, w in wanted.items()}
 
 
@@ -91,14 +111,20 @@ class _Wanted:
 
 
 def live_keys(
-    store: Store, group: Group, tables: Collection[int], readers: ThreadPoolExecutor, *, after: int
+    store: Store,
+    standing: Standing,
+    group: Group,
+    tables: Collection[int],
+    readers: ThreadPoolExecutor,
+    *,
+    after: int,
 ) -> Iterator[tuple[Segment, int, NDArray[np.int64], NDArray[np.int64]]]:
     """Yield (segment, place of the table, keys, rows) of all live rows of ``tables``, each block of keys read once.
 
     ``tables`` are places in the group. Segments come by id, so that the newest of several rows comes last. Only
     rows with a next use after visit ``after``.
     """
-    sweep = (block for segment in store.segments for block in _live_blocks(store, segment, group, tables, after))
+    sweep = (block for segment in standing.segments for block in _live_blocks(standing, segment, group, tables, after))
     for (segment, _, block, runs), stored in read_ahead(readers, partial(_read_keys, store), sweep, most=2 * READERS):
         low = int(segment.streams[group.index].block_first_row_B[block])
         for place, rows in runs.items():
@@ -106,11 +132,11 @@ def live_keys(
 
 
 def _live_blocks(
-    store: Store, segment: Segment, group: Group, tables: Iterable[int], after: int
+    standing: Standing, segment: Segment, group: Group, tables: Iterable[int], after: int
 ) -> Iterator[tuple[Segment, int, int, dict[int, NDArray[np.int64]]]]:
     """Yield the blocks of a segment stream that hold rows of ``tables`` with next use after ``after``: which rows."""
     stream = segment.streams[group.index]
-    live = store.first_range(segment, group.index)
+    live = standing.first_range(segment, group.index)
     runs = {place: _runs(stream, live, place, after) for place in tables}
     for block in range(stream.num_blocks):
         low, high = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
@@ -151,13 +177,30 @@ def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64
     return _read(store, group, [(segment, np.arange(rows.size))], rows, cached)
 
 
-def read_found(store: Store, group: int, segment_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> Fields:
+def read_found(
+    store: Store,
+    group: int,
+    segment_ids: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    *,
+    standing: Standing | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Fields:
     """Return the rows that ``locate`` found, field by field: zeros where it found none.
 
-    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken.
+    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``standing`` is
+    where they were found, the store's own where not said. ``progress`` is called with how many rows were read since
+    the last call. Raises StoreError for segments that are not of it.
     """
-    parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in store.segments]
-    return _read(store, group, parts, rows, None)
+    segments = (standing or store.standing).segments
+    parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in segments]
+    if sum(places.size for _, places in parts) < np.count_nonzero(segment_ids >= 0):
+        gone = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in segments])
+        raise StoreError(
+            f"{store.label} has no segment {gone[0]} any more, where rows were found: locate them again, or do both "
+            "with a store that was opened with mode='r', which stays at its commit"
+        )
+    return _read(store, group, parts, rows, None, progress)
 
 
 def _read(
@@ -166,6 +209,7 @@ def _read(
     parts: Sequence[tuple[Segment, NDArray[np.int64]]],
     rows: NDArray[np.int64],
     cached: Cached | None,
+    progress: Callable[[int], None] | None = None,
 ) -> Fields:
     """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
     fields = store.groups[group].fields
@@ -180,6 +224,8 @@ def _read(
                 values[batch.places] = data[at]
                 start = start + piece_rows * field.width
             rooms.append(batch.room)
+            if progress is not None:
+                progress(batch.places.size)
     return out
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.store.engine import Contents, Engine
+    from tiercache.store.history import History
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,12 +28,12 @@ class Opened:
     contents: Contents
     tables: tuple[Table, ...]
     lock: WriterLock | None
-    shared: bool = False
-    """Whether the engine is another's to close."""
+    of: History | None = None
+    """The history of the store whose engine it is and which closes it, for a store at one of its commits."""
 
     def close(self) -> None:
         """Give both up."""
-        if not self.shared:
+        if self.of is None:
             self.engine.close()
         if self.lock is not None:
             self.lock.release()

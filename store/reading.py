@@ -64,14 +64,21 @@ class BlockReader:
         if min(at_once, len(wanted)) < 2:
             self._work(iter(wanted))
             return
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="tiercache-reads")
-            left = _Shared(wanted)
-            jobs = [self._threads.submit(self._work, left) for _ in range(min(at_once, len(wanted)))]
-        wait(jobs)  # whoever gave the memory may give it to others when this raises
+        left = _Shared(wanted)
+        try:
+            with self._lock:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="tiercache-reads")
+                jobs = [self._threads.submit(self._share, left) for _ in range(min(at_once, len(wanted)))]
+            wait(jobs)
+        finally:
+            left.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not
         for job in jobs:
             job.result()
+
+    def _share(self, left: _Shared) -> None:
+        with left:
+            self._work(left)
 
     def _work(self, wanted: Iterator[Pieces]) -> None:
         """Read what comes next until nothing does, and check it."""
@@ -171,15 +178,39 @@ class BlockReader:
 
 
 class _Shared:
-    """What several threads take from, one after another."""
+    """What several threads take from, one after another; each is at work within it."""
 
     def __init__(self, wanted: Sequence[Pieces]) -> None:
         self._left = iter(wanted)
-        self._lock = threading.Lock()
+        self._at_work = 0
+        self._changed = threading.Condition()
 
     def __iter__(self) -> _Shared:
         return self
 
     def __next__(self) -> Pieces:
-        with self._lock:
+        with self._changed:
             return next(self._left)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._at_work += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._at_work -= 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Give nothing more, and end when no thread is at work: an interruption is raised only then."""
+        interruption: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._left = iter(())
+                    self._changed.wait_for(lambda: not self._at_work)
+                break
+            except KeyboardInterrupt as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption

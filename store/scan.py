@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.errors import CorruptStoreError, StoreError
+from tiercache.store.errors import CorruptStoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.run import LastKeys, joined, runs_of
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.spill import Spill, part_rows
+from tiercache.store.standing import undisturbed
 from tiercache.store.sweep import whole_keys
 from tiercache.store.table import find_table
 
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Commit
     from tiercache.store.run import Choice, Run
     from tiercache.store.segment import Segment
     from tiercache.store.spill import Rows
+    from tiercache.store.standing import Standing
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
@@ -45,8 +46,9 @@ _KEY_SHARE = 4
 def live_rows(store: Store, table_name: str) -> int:
     """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
     group, table = find_table(store.groups, table_name, store.label)
-    segments = _named(store)
-    return sum(run.left for run in runs_of(store, segments, group, table)) - _stale(store, segments, group, table)
+    standing = store.standing
+    segments = standing.named
+    return sum(run.left for run in runs_of(store, segments, group, table)) - _stale(standing, segments, group, table)
 
 
 def scan(
@@ -69,9 +71,11 @@ def scan(
 
     Raises ValueError for no table and without a commit, StoreFullError, CorruptStoreError, and StoreError for a commit.
     """
+    standing = store.standing
     return scan_segments(
-        store, _named(store), table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch
-    )
+        store, standing.named, table_name,
+        chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch, standing=standing,
+    )  # fmt: skip
 
 
 def scan_segments(
@@ -83,23 +87,26 @@ def scan_segments(
     chunk_rows: int | None = None,
     memory_bytes: int = SCAN_BYTES,
     scratch: Path | None = None,
+    standing: Standing | None = None,
 ) -> Iterator[Chunk]:
     """Do what ``scan`` does, with the newest of the commit's segments, or with the rows of a ``choice``.
 
     Of the segments, none may be left out that is newer than one that is there: it may have newer rows. ``choice``
     says of rows of a segment stream which are wanted, of each key at most one; pieces without one are not read.
+    ``standing`` is where the segments are from, the store's own where not said.
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     group, table = find_table(store.groups, table_name, store.label)
-    if store.commit is None:
+    standing = standing or store.standing
+    if standing.commit is None:
         raise ValueError(f"{store.label} has no commit yet: publish one first")
     runs = runs_of(store, segments, group, table, choice)
     chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
-    stale = 0 if choice is not None else _stale(store, segments, group, table)
+    stale = 0 if choice is not None else _stale(standing, segments, group, table)
     if stale:
         chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}")
-    return _checked(store, store.commit, table, chunks)
+    return _checked(store, table, undisturbed(store, standing, f"table {table.name!r} was scanned", chunks))
 
 
 def chunk_rows_of(table: Table) -> int:
@@ -107,16 +114,10 @@ def chunk_rows_of(table: Table) -> int:
     return max(1, CHUNK_BYTES // (table.row_bytes + 8))
 
 
-def _named(store: Store) -> list[Segment]:
-    """Return the segments of the newest commit, without those appended since."""
-    named = set() if store.commit is None else set(store.commit.segment_ids)
-    return [segment for segment in store.segments if segment.id in named]
-
-
-def _stale(store: Store, segments: Iterable[Segment], group: Group, table: Table) -> int:
+def _stale(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
     """Return how many rows of a table in ``segments`` are stale."""
     ids, place = {segment.id for segment in segments}, group.place(table.name)
-    settled = () if store.commit is None else store.commit.settled
+    settled = () if standing.commit is None else standing.commit.settled
     return sum(one.stale_rows[group.index][place] for one in settled if one.segment_id in ids)
 
 
@@ -135,16 +136,11 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str) -> Iterator[Rows]:
         )
 
 
-def _checked(store: Store, commit: Commit, table: Table, chunks: Iterator[Rows]) -> Iterator[Chunk]:
-    """Cut rows into fields, and raise for a key with two live rows and for a commit made meanwhile."""
+def _checked(store: Store, table: Table, chunks: Iterator[Rows]) -> Iterator[Chunk]:
+    """Cut rows into fields, and raise for a key with two live rows."""
     cuts = list(accumulate(field.width for field in table.fields))[:-1]
     last: int | None = None
     for keys, rows in chunks:
-        if store.commit is not commit:
-            raise StoreError(
-                f"{store.label} made a commit while table {table.name!r} was scanned: scan it from a store that was "
-                "opened with mode='r', which stays at its commit"
-            )
         hashes = hash_keys(keys, table.table_id)
         if np.any(hashes[1:] <= hashes[:-1]) or (last is not None and int(hashes[0]) <= last):
             raise CorruptStoreError(

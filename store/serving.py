@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.store.errors import CommitMissingError, KeyMissingError
 from tiercache.store.initial import initial_rows
-from tiercache.store.lookup import locate, read_found
+from tiercache.store.lookup import locate_at, read_found
 from tiercache.store.scan import scan_segments
+from tiercache.store.standing import steady, undisturbed
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
+    from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
+    from tiercache.store.settled import Settled
+    from tiercache.store.standing import Standing
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
     Fields = dict[str, NDArray[np.float32]]
+    Progress = Callable[[str, int, int], None]
 
 MISSING = ("error", "initial", "zeros")
 _CHUNK_BYTES = 16 << 20
 
 
-def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str) -> Fields:
-    """Return the fields of the rows of ``keys`` (see ``Store.lookup``)."""
+def lookup(
+    store: Store,
+    table_name: str,
+    keys: NDArray[np.int64],
+    missing: str,
+    progress: Progress | None = None,
+) -> Fields:
+    """Return the fields of the rows of ``keys`` (see ``Store.lookup``).
+
+    ``progress(what, done, total)`` is called with "keys" and the stored keys that were looked at, then with "rows" and
+    the rows that were read.
+    """
     if missing not in MISSING:
         raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
     group, table = find_table(store.groups, table_name, store.label)
@@ -38,17 +54,9 @@ def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str)
     if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
     distinct, which = np.unique(keys.astype(np.int64), return_inverse=True)
-    ids, rows = locate(store, {table_name: distinct}, after=-1)[table_name]
-    absent = np.nonzero(ids < 0)[0]
-    if absent.size and missing == "error":
-        shown = ", ".join(map(str, distinct[absent[:3]].tolist())) + (", ..." if absent.size > 3 else "")
-        raise KeyMissingError(
-            f"{absent.size:,} of {distinct.size:,} keys have no row in table {table_name!r} of {store.label} "
-            f"({shown}): leave them out, or ask for missing='initial' or missing='zeros'",
-            table=table_name,
-            keys=distinct[absent],
-        )
-    fields = read_found(store, group.index, ids, rows)
+    absent, fields = steady(
+        store, lambda standing: _find(store, standing, group, table, distinct, missing, progress or (lambda *_: None))
+    )
     if missing == "initial":
         for values, first in zip(fields, initial_rows(table, distinct[absent]), strict=True):
             values[absent] = first
@@ -56,19 +64,89 @@ def lookup(store: Store, table_name: str, keys: NDArray[np.int64], missing: str)
     return {field.name: values[which] for field, values in named}
 
 
+def _find(
+    store: Store,
+    standing: Standing,
+    group: Group,
+    table: Table,
+    distinct: NDArray[np.int64],
+    missing: str,
+    progress: Progress,
+) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
+    """Return which of the keys have no row, and the fields of all, zeros for those, where the store stood."""
+    swept = _counted("keys", _rows_in(standing, standing.segments, group, table), progress)
+    ids, rows = locate_at(store, standing, {table.name: distinct}, after=-1, progress=swept)[table.name]
+    absent = np.nonzero(ids < 0)[0]
+    if absent.size and missing == "error":
+        shown = ", ".join(map(str, distinct[absent[:3]].tolist())) + (", ..." if absent.size > 3 else "")
+        raise KeyMissingError(
+            f"{absent.size:,} of {distinct.size:,} keys have no row in table {table.name!r} of {store.label} "
+            f"({shown}): leave them out, or ask for missing='initial' or missing='zeros'",
+            table=table.name,
+            keys=distinct[absent],
+        )
+    read = _counted("rows", distinct.size - absent.size, progress)
+    return absent, read_found(store, group.index, ids, rows, standing=standing, progress=read)
+
+
+def _counted(what: str, total: int, progress: Progress) -> Callable[[int], None]:
+    """Return what turns rows done since the last call into rows done of all."""
+    done = 0
+
+    def tell(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(what, done, total)
+
+    return tell
+
+
 def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
     """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``)."""
     group, table = find_table(store.groups, table_name, store.label)
-    commit = store.commit
+    standing = store.standing
+    changed = _changed(store, standing, since)
+    if _stale(standing, changed):
+        rows = max(1, _CHUNK_BYTES // table.row_bytes)
+        chunks = scan_segments(store, changed, table_name, chunk_rows=rows, standing=standing)
+    else:
+        parts = (_live_rows(store, standing, segment, group, table) for segment in changed)
+        chunks = undisturbed(store, standing, f"changes of table {table_name!r} were read", chain.from_iterable(parts))
+    for keys, fields in chunks:
+        yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
+
+
+def changed_rows(store: Store, table_name: str, since: int) -> int:
+    """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
+    group, table = find_table(store.groups, table_name, store.label)
+    standing, place = store.standing, group.place(table.name)
+    changed = _changed(store, standing, since)
+    stale = sum(one.stale_rows[group.index][place] for one in _stale(standing, changed))
+    return _rows_in(standing, changed, group, table) - stale
+
+
+def _rows_in(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
+    """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
+    place = group.place(table.name)
+    return sum(
+        rows.table_rows[place]
+        for segment in segments
+        for rows in segment.streams[group.index].ranges[standing.first_range(segment, group.index) :]
+    )
+
+
+def _changed(store: Store, standing: Standing, since: int) -> list[Segment]:
+    """Return the segments with rows that changed after commit ``since``."""
+    commit, segments = standing.commit, standing.segments
     newest = -1 if commit is None else commit.id
-    if store.segments and (commit is None or store.segments[-1].id not in commit.segment_ids):
+    if len(segments) > len(standing.named):
         raise ValueError(f"{store.label} has rows that no commit names: publish or forget them first")
     if not -1 <= since <= newest:
         raise CommitMissingError(
             f"{store.label} stands at commit {newest} and knows no changes since {since}: give -1 to {newest}"
         )
     if commit is None:
-        return
+        return []
     for first, last in commit.abandoned:
         if first <= since <= last:
             raise CommitMissingError(
@@ -76,23 +154,20 @@ def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray
                 f"give {first - 1}, or take all rows with -1"
             )
     firsts = dict(zip(commit.segment_ids, commit.first_commits, strict=True))
-    changed = [segment for segment in store.segments if firsts.get(segment.id, -1) > since]
-    if any(segment.id in commit.settled_ids for segment in changed):  # some of their rows may be stale
-        rows = max(1, _CHUNK_BYTES // table.row_bytes)
-        for keys, fields in scan_segments(store, changed, table_name, chunk_rows=rows):
-            yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
-        return
-    for segment in changed:
-        yield from _live_rows(store, segment, group, table)
+    return [segment for segment in segments if firsts[segment.id] > since]
 
 
-def _live_rows(
-    store: Store, segment: Segment, group: Group, table: Table
-) -> Iterator[tuple[NDArray[np.int64], Fields]]:
+def _stale(standing: Standing, segments: Iterable[Segment]) -> list[Settled]:
+    """Return what says of the settled ones of ``segments`` how many of their rows are stale."""
+    ids = {segment.id for segment in segments}
+    return [] if standing.commit is None else [one for one in standing.commit.settled if one.segment_id in ids]
+
+
+def _live_rows(store: Store, standing: Standing, segment: Segment, group: Group, table: Table) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     stream, place = segment.streams[group.index], group.place(table.name)
     step = max(1, _CHUNK_BYTES // stream.row_bytes)
-    for index in range(store.first_range(segment, group.index), len(stream.ranges)):
+    for index in range(standing.first_range(segment, group.index), len(stream.ranges)):
         counts = stream.ranges[index].table_rows
         low = int(stream.range_first_row_R[index]) + sum(counts[:place])
         high = low + counts[place]
@@ -102,5 +177,5 @@ def _live_rows(
             upto = min(high, end, low + step)
             keys = store.read_keys(segment, group.index, block)[low - start : upto - start]
             fields = store.read_rows(segment, group.index, np.arange(low, upto))
-            yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
+            yield keys, fields
             low = upto

@@ -144,7 +144,9 @@ class _GroupRows:
                 for table in self.group.tables
             ]  # fmt: skip
             readers = stack.enter_context(ThreadPoolExecutor(READERS))
-            for segment, place, keys, rows in live_keys(store, self.group, range(len(spills)), readers, after=-1):
+            for segment, place, keys, rows in live_keys(
+                store, store.standing, self.group, range(len(spills)), readers, after=-1
+            ):
                 start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
                 spills[place].add(keys, start + rows)
                 if sum(spill.held_bytes for spill in spills) > _MEMORY_BYTES // 2:

@@ -12,14 +12,13 @@ from tiercache.store.commit import Cursor
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError
 from tiercache.store.history import TRANSACTION_BYTES, History
-from tiercache.store.life import Life
 from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import READS_AT_ONCE, BlockReader, Pieces
-from tiercache.store.recovery import recover
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import SCAN_BYTES, scan
 from tiercache.store.serving import changes, lookup
+from tiercache.store.standing import steady
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from tiercache.store.engine import Engine
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
+    from tiercache.store.standing import Standing
     from tiercache.store.stream import Stream
 
 
@@ -57,7 +57,7 @@ class Store:
         self._opened, self._engine = opened, opened.engine
         self._reader = BlockReader(self._engine, self.groups, self.label, self.counters)
         self._pid, self._closed = os.getpid(), False
-        self._history = self._recover(at, retention or 0)
+        self._history = History.of(opened, self.groups, self.label, self.counters, mode, at, retention or 0)
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Store:
         Raises CommitMissingError.
         """
         self._check_open()
-        opened = replace(self._opened, contents=self._engine.contents(), lock=None, shared=True)
+        opened = replace(self._opened, lock=None, of=self._opened.of or self._history)
         return Store(opened, self.path, "r", commit, None)
 
     def close(self) -> None:
@@ -150,6 +150,15 @@ class Store:
     def segments(self) -> tuple[Segment, ...]:
         """Those of the newest commit and those appended since, by id."""
         return self._history.segments
+
+    @property
+    def standing(self) -> Standing:
+        """Commit and segments of one moment, for a thread that reads while another makes commits."""
+        return self._history.standing
+
+    def stands_at(self, standing: Standing) -> bool:
+        """Return whether it still stands there, with all blocks. Raises CommitMissingError where it cannot any more."""
+        return self._history.stands_at(standing)
 
     @property
     def label(self) -> str:
@@ -292,9 +301,13 @@ class Store:
     def state(self) -> bytes:
         """Return the dense state of the newest commit. Raises CorruptStoreError; ValueError without a commit."""
         self._check_open()
-        if self.commit is None:
-            raise ValueError(f"{self.label} has no commit yet: publish one first")
-        return self._reader.state(self.commit).tobytes()
+
+        def read(standing: Standing) -> bytes:
+            if standing.commit is None:
+                raise ValueError(f"{self.label} has no commit yet: publish one first")
+            return self._reader.state(standing.commit).tobytes()
+
+        return steady(self, read)
 
     def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
         """Read pieces [low, high) of a segment stream into ``out``, as they stand in the stream, and check each.
@@ -318,9 +331,7 @@ class Store:
 
     def first_range(self, segment: Segment, group: int) -> int:
         """Return the first range of a segment stream that is not dead at the newest commit."""
-        if self.commit is None or segment.id not in self.commit.segment_ids:
-            return 0
-        return Life.of(self.commit, self.segments).first_range(segment, group)
+        return self.standing.first_range(segment, group)
 
     def locate(
         self, table_name: str, keys: NDArray[np.int64], *, after: int
@@ -355,8 +366,8 @@ class Store:
         Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
         its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
 
-        Sweeps the stored keys of the table, 8 bytes a row, then reads whole pieces, neighbours together: ask for
-        many keys at once. Raises ValueError and CorruptBlockError.
+        Sweeps the table's stored keys, then reads whole pieces, neighbours together: ask for many keys at once. Begins
+        anew where a commit frees what it reads. Raises ValueError, CorruptBlockError, StoreError where it never ends.
         """
         self._check_open()
         return lookup(self, table_name, keys, missing)
@@ -368,30 +379,20 @@ class Store:
 
         Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, as ``scan`` does. -1
         gives every row. A row counts as changed where it was written again, even to the same bits. Raises
-        CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, and ValueError
-        where rows were appended and not committed.
+        CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, ValueError where
+        rows were appended and not committed, and StoreError where another thread makes a commit before the last row.
         """
         self._check_open()
         return changes(self, table_name, since)
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _recover(self, at: int | None, retention: int) -> History:
-        """Take up the commits and, in mode "a", delete what they do not name."""
-        found = recover(self._opened.contents, self.groups, self.label, at=at)
-        if self.mode == "a" and (found.stale_records or found.orphans):
-            self._engine.commit(dict.fromkeys(found.stale_records), found.orphans)
-            self.counters.add(transactions=1, blocks_freed=len(found.orphans))
-        return History(self._engine, self.groups, self.label, self.counters, found, retention)
-
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self.label} is closed: open it again")
         if os.getpid() != self._pid:
-            raise StoreClosedError(
-                f"{self.label} was opened by process {self._pid} and is used in its fork {os.getpid()}: "
-                "open it in the process that uses it"
-            )
+            forked = f"was opened by process {self._pid} and is used in its fork {os.getpid()}"
+            raise StoreClosedError(f"{self.label} {forked}: open it in the process that uses it")
 
     def _check_writable(self) -> None:
         self._check_open()

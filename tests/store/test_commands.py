@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 from tests.store.conftest import small_tables
 from tiercache.cli import main
 from tiercache.cli.store import app
+from tiercache.exchange.column_file import ColumnFile
 from tiercache.store import KeyMissingError, Store, Table, Zeros
 from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -78,6 +81,59 @@ def test_changes_counts_and_writes_keys(trained: tuple[Path, dict[int, World]], 
     assert [entry.name for entry in (tmp_path / "a" / "b" / "keys").iterdir()] == ["..%2F..%2Fout.npy"]
 
 
+def test_changes_are_counted_without_reading_them_and_written_a_chunk_at_a_time(
+    trained: tuple[Path, dict[int, World]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So neither takes memory for all keys of a table."""
+    path, past = trained
+    wanted = {table.name: {k for n, k in past[3].keys(3) if n == table.name} for table in past[3].tables}
+    sizes, plain = [], ColumnFile.write
+
+    def write(file: ColumnFile, values: np.ndarray) -> None:
+        sizes.append(values.size)
+        plain(file, values)
+
+    monkeypatch.setattr(ColumnFile, "write", write)
+    monkeypatch.setattr("tiercache.store.serving._CHUNK_BYTES", 1)
+    told("changes", path, "--since", 2, "--out", tmp_path / "keys")
+    assert set(sizes) == {1}
+    for name, keys in wanted.items():
+        assert set(np.load(tmp_path / "keys" / f"{name}.npy").tolist()) == keys
+    assert sorted(entry.name for entry in (tmp_path / "keys").iterdir()) == sorted(f"{name}.npy" for name in wanted)
+    monkeypatch.delattr(Store, "changes")
+    assert told("changes", path, "--since", 2)["rows"] == {name: len(keys) for name, keys in wanted.items()}
+
+
+def test_what_takes_long_says_how_far_it_is(
+    trained: tuple[Path, dict[int, World]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups, changes and differences tell what they have done, in steps, up to all of it."""
+    path, past = trained
+    calls: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def shown(*, as_json: bool) -> Iterator[Callable[[str, int, int], None]]:
+        assert as_json
+        yield lambda *call: calls.append(call)
+
+    monkeypatch.setattr("tiercache.cli.store.shown_rows", shown)
+    name, key = next(iter(past[3].rows))
+    for command, stages in (
+        (("lookup", path, name, "--missing", "zeros", "--", key, 9999), ["keys", "rows"]),
+        (("changes", path, "--since", -1, "--out", tmp_path / "keys"), ["changes"]),
+        (("diff", path), ["diff"]),
+    ):
+        calls.clear()
+        told(*command)
+        assert list(dict.fromkeys(stage for stage, _, _ in calls)) == stages
+        for stage in stages:
+            done = [d for s, d, _ in calls if s == stage]
+            totals = {total for s, _, total in calls if s == stage}
+            assert done == sorted(set(done))
+            assert totals == {done[-1]}
+    assert done[-1] == 2 * len(past[3].rows)
+
+
 def test_diff_compares_commits_and_stores(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
     """Exit code 1 and counts where they differ, 0 where they are the same."""
     path, past = trained
@@ -115,6 +171,8 @@ def test_what_is_asked_wrongly_is_one_sentence(
     path, _ = trained
     for arguments, words in (
         (["lookup", str(path), "nobody", "1"], "has no table 'nobody'"),
+        (["lookup", str(path), "user", "99999999999999999999"], "key 99999999999999999999 is beyond int64"),
+        (["lookup", str(path), "user", "--", "-9223372036854775809"], "key -9223372036854775809 is beyond int64"),
         (["rollback", str(path), "--to", "0"], "has no commit 0: give one of 1, 2, 3"),
         (["changes", str(path), "--since", "7"], "knows no changes since 7"),
     ):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
-from contextlib import contextmanager
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from tiercache.cli.progress import shown_rows
 
+if TYPE_CHECKING:
     from tiercache.exchange.listing import Listing
 
 __all__ = ["export_rows", "import_rows"]
@@ -35,7 +33,7 @@ def export_rows(
     from tiercache.exchange.exporting import export_store
 
     began = time.perf_counter()
-    with _shown(as_json=as_json) as tell:
+    with shown_rows(as_json=as_json) as tell:
         listing = export_store(
             path, out, format=format, tables=table, with_state=state,
             progress=lambda done, total: tell("export", done, total),
@@ -66,46 +64,12 @@ def import_rows(
     from tiercache.schema import Schema
 
     began = time.perf_counter()
-    with _shown(as_json=as_json) as tell:
+    with shown_rows(as_json=as_json) as tell:
         listing = import_store(
             source, path, format=format, tables=None if schema is None else Schema.load(schema).tables,
             initial_state=initial_state, reserved_keys=reserved_keys, steps=steps, progress=tell,
         )  # fmt: skip
     _report(listing, f"{path} holds", time.perf_counter() - began, as_json=as_json)
-
-
-@contextmanager
-def _shown(*, as_json: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar with rows per second; warnings become one line each on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        console = Console(stderr=True)
-        hidden = as_json or not console.is_terminal
-        with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-            tasks: dict[str, Any] = {}
-            begun: dict[str, float] = {}
-
-            def tell(stage: str, done: int, total: int) -> None:
-                if stage not in tasks:
-                    tasks[stage] = bar.add_task(stage, total=total, rate="")
-                    begun[stage] = time.perf_counter()
-                seconds = time.perf_counter() - begun[stage]
-                rate = f"{done / seconds:,.0f} rows/s" if seconds > 0.5 else ""
-                bar.update(tasks[stage], completed=done, total=total, rate=rate)
-
-            yield tell
-    for warning in caught:
-        typer.echo(f"warning: {warning.message}", err=True)
 
 
 def _report(listing: Listing, what: str, seconds: float, *, as_json: bool) -> None:

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tiercache.cli.exchange import export_rows, import_rows
+from tiercache.cli.progress import shown_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     import numpy as np
     from numpy.typing import NDArray
     from rich.table import Table
+
+    from tiercache.store import Store
 
 __all__ = ["app"]
 
@@ -113,12 +118,16 @@ def show_rows(
     import numpy as np
 
     from tiercache.store import Store
+    from tiercache.store.serving import lookup
 
+    for key in keys or []:
+        if not -(1 << 63) <= key < 1 << 63:
+            raise ValueError(f"key {key} is beyond int64, which keys are: give keys of -2**63 to 2**63 - 1")
     wanted = np.array(keys or [], dtype=np.int64)
     if keys_file is not None:
         wanted = np.concatenate([wanted, _read_keys(keys_file)])
-    with Store.open(path, mode="r", commit=commit) as store:
-        fields = store.lookup(table, wanted, missing=missing)
+    with Store.open(path, mode="r", commit=commit) as store, shown_rows(as_json=as_json) as tell:
+        fields = lookup(store, table, wanted, missing, progress=tell)
     if as_json:
         rows = [{name: values[i].tolist() for name, values in fields.items()} for i in range(wanted.size)]
         typer.echo(json.dumps([{"key": key, **row} for key, row in zip(wanted.tolist(), rows, strict=True)]))
@@ -139,24 +148,14 @@ def show_changes(
     as_json: _Json = False,
 ) -> None:
     """Count the rows that changed after a commit, and write their keys where asked to."""
-    import numpy as np
-
-    from tiercache.passes.durable import publish, sync
     from tiercache.store import Store
+    from tiercache.store.serving import changed_rows
 
-    counts: dict[str, int] = {}
-    with Store.open(path, mode="r") as store:
+    with Store.open(path, mode="r") as store, shown_rows(as_json=as_json) as tell:
         newest = -1 if store.commit is None else store.commit.id
-        for table in store.tables:
-            found = [keys for keys, _ in store.changes(table.name, since=since)]
-            keys = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-            counts[table.name] = int(keys.size)
-            if out is not None:
-                out.mkdir(parents=True, exist_ok=True)
-                draft = out / f".{table.table_id:016x}.npy"
-                np.save(draft, keys)
-                sync(draft)
-                publish(draft, out / f"{_file_name(table.name)}.npy")
+        counts = {table.name: changed_rows(store, table.name, since) for table in store.tables}
+        if out is not None:
+            _write_changes(store, since, counts, out, tell)
     if as_json:
         typer.echo(json.dumps({"since": since, "commit": newest, "rows": counts}))
         return
@@ -179,10 +178,12 @@ def compare(
     from tiercache.store import Store, differences
 
     with ExitStack() as stack:
+        tell = stack.enter_context(shown_rows(as_json=as_json))
         first = stack.enter_context(Store.open(path, mode="r"))
         second = first if other is None else stack.enter_context(Store.open(other, mode="r"))
         first = first if commit is None else first.at(commit)
-        found = differences(first, second if other_commit is None else second.at(other_commit))
+        second = second if other_commit is None else second.at(other_commit)
+        found = differences(first, second, progress=lambda done, total: tell("diff", done, total))
     same = not any(one.only_first or one.only_second or one.different for one in found)
     if as_json:
         typer.echo(json.dumps({"same": same, "tables": [asdict(one) for one in found]}))
@@ -225,6 +226,32 @@ def roll_back(
         commit = store.rollback(to)
     done = {"commit": commit.id, "visit": commit.cursor.visit, "sample": commit.cursor.sample}
     typer.echo(json.dumps(done) if as_json else f"commit {commit.id} stands where commit {to} stood")
+
+
+def _write_changes(
+    store: Store, since: int, counts: Mapping[str, int], out: Path, tell: Callable[[str, int, int], None]
+) -> None:
+    """Write the keys that changed, a chunk after another; each file is there whole or not at all."""
+    from tiercache.exchange.column_file import ColumnFile
+    from tiercache.exchange.draft import draft_of
+    from tiercache.exchange.numpy_folder import array_header
+    from tiercache.passes.durable import publish
+
+    done, total = 0, sum(counts.values())
+    for name, rows in counts.items():
+        path = out / f"{_file_name(name)}.npy"
+        with draft_of(path, replaces=True) as draft:
+            before = done
+            file = ColumnFile(draft / path.name, header=array_header("<i8", (rows,)))
+            try:
+                for keys, _ in store.changes(name, since=since):
+                    file.write(keys)
+                    done += keys.size
+                    tell("changes", done, total)
+            finally:
+                file.close()
+            assert done - before == rows
+            publish(draft / path.name, path)
 
 
 def _read_keys(path: Path) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import ExchangeError, ExchangeWarning
+from tiercache.exchange.draft import draft_of
 from tiercache.exchange.formats import find_format
 from tiercache.exchange.listing import LISTING, Listed, Listing, file_name
 from tiercache.passes.durable import publish, sync, write_whole
@@ -46,8 +47,8 @@ def export_store(
     ExchangeWarning says so; how many steps Adam counted is in ``tables.json``. ``progress(done, total)`` is called with
     rows. Takes about ``memory_bytes`` and 128 MiB for any number of rows.
 
-    The files get their name in one step, when all are on disk: after an error or a kill nothing is at ``out``. No
-    commit may be made meanwhile on a store that is given open.
+    The files get their name in one step, when all are on disk: after an error or a kill nothing is at ``out``, and of
+    two exports to it at a time one is refused. No commit may be made meanwhile on a store that is given open.
 
     Raises ExchangeError, what ``Store.open`` raises for reading, and what ``Store.scan`` raises.
     """
@@ -67,27 +68,26 @@ def export_store(
     needed = sum(counts[table.name] * (table.row_bytes + 8) for table in wanted)
     needed *= 2 if chosen.name == "torch" else 1  # its vectors lie there twice for a while
     _check_room(out.parent, needed)
-    draft = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(draft, ignore_errors=True)  # what a killed export left
-    draft.mkdir()
+    done, total = 0, sum(counts.values())
+
+    def tell(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if progress is not None:
+            progress(done, total)
+
     try:
-        done, total = 0, sum(counts.values())
-
-        def tell(rows: int) -> None:
-            nonlocal done
-            done += rows
-            if progress is not None:
-                progress(done, total)
-
-        listed = tuple(
-            _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell) for table in wanted
-        )
-        steps = store.commit.settings.get("steps") if any(one.counts_steps for one in listed) else None
-        listing = Listing(format=format, tables=listed, steps=steps)
-        write_whole(draft / LISTING, listing.to_bytes())
-        for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
-            sync(folder)
-        publish(draft, out)
+        with draft_of(out) as draft:
+            listed = tuple(
+                _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell)
+                for table in wanted
+            )
+            steps = store.commit.settings.get("steps") if any(one.counts_steps for one in listed) else None
+            listing = Listing(format=format, tables=listed, steps=steps)
+            write_whole(draft / LISTING, listing.to_bytes())
+            for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
+                sync(folder)
+            publish(draft, out)
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
@@ -95,8 +95,6 @@ def export_store(
             f"the disk of {out.parent} is full, and the export needs about {needed:,} bytes: free some, export fewer "
             "tables, or export elsewhere"
         ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return listing
 
 

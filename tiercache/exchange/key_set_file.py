@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from tiercache.errors import ExchangeError
 from tiercache.exchange.column_file import ColumnFile
+from tiercache.exchange.draft import draft_of
 from tiercache.exchange.listing import file_name
 from tiercache.passes.durable import publish, sync
 
@@ -26,8 +26,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint32": np.dtype("<u4"), "int64": np.dtyp
 _CHUNK_KEYS = 1 << 20
 
 
-def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64]:
-    """Return the keys of a file, in its order; of int64 a memory map, read-only. Raises ExchangeError."""
+def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64] | NDArray[np.uint32]:
+    """Return the keys of a file, in its order and its dtype: a memory map, read-only. Raises ExchangeError."""
     path, kind = Path(path), _dtype(dtype)
     size = path.stat().st_size
     if size % kind.itemsize:
@@ -35,9 +35,8 @@ def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64]:
             f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
         )
     if not size:
-        return np.empty(0, dtype=np.int64)
-    keys: NDArray[Any] = np.memmap(path, dtype=kind, mode="r")
-    return keys if keys.dtype == np.int64 else keys.astype(np.int64)
+        return np.empty(0, dtype=kind)  # nothing cannot be mapped
+    return np.memmap(path, dtype=kind, mode="r")
 
 
 def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: str) -> None:
@@ -46,12 +45,10 @@ def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: 
     Raises ExchangeError for keys that uint32 cannot hold.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.unfinished")
-    try:
-        _write(draft, keys, dtype)
-        publish(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    _dtype(dtype)
+    with draft_of(path, replaces=True) as draft:
+        _write(draft / path.name, keys, dtype)
+        publish(draft / path.name, path)
 
 
 def export_key_sets(passes: PassSet, out: str | os.PathLike[str], dtype: str = "int64") -> None:
@@ -62,9 +59,7 @@ def export_key_sets(passes: PassSet, out: str | os.PathLike[str], dtype: str = "
     out = Path(out)
     if out.exists():
         raise ExchangeError(f"{out} exists: give the key sets a path that is free")
-    draft = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
+    with draft_of(out) as draft:
         for table in passes.tables:
             folder = draft / file_name(table)
             folder.mkdir(parents=True)
@@ -73,8 +68,6 @@ def export_key_sets(passes: PassSet, out: str | os.PathLike[str], dtype: str = "
             sync(folder)
         sync(draft)
         publish(draft, out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write(path: Path, keys: NDArray[np.int64], dtype: str) -> None:

@@ -1,0 +1,225 @@
+"""Rows that are read while another thread makes commits."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.store.between import Between, engine_of
+from tests.store.conftest import small_tables
+from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreError
+from tiercache.store.lookup import read_found
+from tiercache.store.serving import changed_rows
+from tiercache.store.standing import TRIES
+from tiercache.store.testing.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+Rows = dict[int, bytes]
+NAME = "user"
+
+
+@pytest.fixture(params=["memory", "lmdb", "zarr"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Return the name of an engine."""
+    return str(request.param)
+
+
+class Trained:
+    """A store that trains in steps, the engine below it, and what the rows of one table were after each visit."""
+
+    def __init__(self, kind: str, path: Path, *, retention: int = 1) -> None:
+        self.engine = Between(engine_of(kind, path))
+        self.world = World(small_tables(), num_passes=3, keys_per_pass=12, universe=24, block_rows=3, piece_rows=2)
+        self.store = Store.open(None, tables=self.world.tables, engine=self.engine, retention=retention)
+        self.seen: list[Rows] = []
+        self.places = count(1, 1 if kind == "memory" else 5)
+        """Where commits may come between reads: a disk takes its time for each."""
+        self.run(6)
+        self.keys = np.array(list(self.seen[-1]))
+
+    def run(self, visits: int) -> None:
+        """Train and commit."""
+        for _ in range(visits):
+            self.world.train()
+            self.seen.append({key: row for (name, key), row in self.world.rows.items() if name == NAME})
+            self.world.append(self.store)
+            self.world.visit += 1
+            self.world.publish(self.store)
+
+    def lookup(self, store: Store | None = None, *, missing: str = "error") -> Rows:
+        """Return all rows."""
+        fields = (store or self.store).lookup(NAME, self.keys, missing=missing)
+        return {key: b"".join(v[i].tobytes() for v in fields.values()) for i, key in enumerate(self.keys.tolist())}
+
+
+@pytest.fixture
+def trained(kind: str, tmp_path: Path) -> Iterator[Trained]:
+    """A store on each engine, after a cycle of its passes and another."""
+    found = Trained(kind, tmp_path / "s")
+    yield found
+    found.store.close()
+
+
+@pytest.mark.parametrize("missing", ["error", "zeros", "initial"])
+def test_a_lookup_is_of_one_moment_whatever_commits_come_between_its_reads(trained: Trained, missing: str) -> None:
+    """Before any read of it, one commit or several: never zeros, never a damage that is none."""
+    for nth in trained.places:
+        trained.engine.in_reads(nth, lambda: trained.run(1 + nth % 3))  # noqa: B023 - called before it changes
+        before = len(trained.seen) - 1
+        found = trained.lookup(missing=missing)
+        assert found in trained.seen[before:]
+        if not trained.engine.reached:
+            break
+    assert nth > 10
+
+
+def test_a_lookup_that_meets_a_commit_half_made_waits_for_it(trained: Trained) -> None:
+    """Blocks are gone and the store does not know it yet: the lookup is one of the commit that comes."""
+    found: list[Rows | Exception] = []
+
+    def look() -> None:
+        try:
+            found.append(trained.lookup())
+        except StoreError as error:
+            found.append(error)
+
+    reader = threading.Thread(target=look)
+
+    def meanwhile() -> None:
+        trained.engine.read_failed.clear()
+        reader.start()
+        assert trained.engine.read_failed.wait(60)
+        reader.join(0.05)
+
+    trained.engine.after_commit = meanwhile
+    trained.run(1)
+    reader.join(60)
+    assert found == [trained.seen[-1]]
+
+
+def test_lookups_beside_a_training_are_each_of_one_moment(trained: Trained) -> None:
+    """Two threads as they come."""
+    trainer = threading.Thread(target=trained.run, args=(12,))
+    trainer.start()
+    found = []
+    while trainer.is_alive():
+        found.append(trained.lookup())
+    trainer.join()
+    assert found
+    assert all(rows in trained.seen for rows in found)
+
+
+def test_a_lookup_that_commits_never_let_end_says_so(tmp_path: Path) -> None:
+    """It is no damage, and it does not go on for ever."""
+    trained = Trained("memory", tmp_path)
+    tries = count(1)
+
+    def again() -> None:
+        next(tries)
+        trained.run(4)
+        trained.engine.in_reads(2, again)
+
+    trained.engine.in_reads(2, again)
+    with pytest.raises(StoreError, match=rf"freed what was read {TRIES} times in a row, .* mode='r'"):
+        trained.lookup()
+    assert next(tries) > TRIES
+
+
+def test_damage_is_still_damage(tmp_path: Path) -> None:
+    """A block that no commit freed and that is not there ends a lookup at once, at whatever commit."""
+    trained = Trained("memory", tmp_path)
+    trained.engine.blocks.clear()
+    for read in (trained.lookup, lambda: list(trained.store.changes(NAME, since=-1))):
+        with pytest.raises(CorruptBlockError, match="is missing"):
+            read()
+
+
+def test_rows_that_were_located_before_a_commit_are_not_zeros_after_it(trained: Trained) -> None:
+    """Segments that are gone are an error; rows that were not found stay zeros."""
+    keys = np.append(trained.keys, 999)
+    ids, rows = trained.store.locate(NAME, keys, after=-1)
+    group = next(g.index for g in trained.store.groups if NAME in [table.name for table in g.tables])
+    assert not read_found(trained.store, group, ids, rows)[0][-1].any()
+    trained.run(6)
+    with pytest.raises(StoreError, match=r"has no segment \d+ any more, where rows were found: locate them again"):
+        read_found(trained.store, group, ids, rows)
+
+
+@pytest.mark.parametrize("since", [-1, 4])
+def test_changes_end_with_a_commit_that_is_made_meanwhile(trained: Trained, since: int) -> None:
+    """Whichever read it comes before: what was given is right, and the error is no damage."""
+    for nth in trained.places:
+        trained.engine.in_reads(nth, lambda: trained.run(2))
+        before, given = trained.seen[-1], 0
+        try:
+            for keys, fields in trained.store.changes(NAME, since=since):
+                given += keys.size
+                for i, key in enumerate(keys.tolist()):
+                    assert b"".join(values[i].tobytes() for values in fields.values()) == before[key]
+        except StoreError as error:
+            assert f"made a commit while changes of table {NAME!r} were read" in str(error)  # noqa: PT017 - often
+        else:
+            break
+    assert not trained.engine.reached
+    assert given > 0
+    assert nth > 3
+
+
+def test_changes_of_settled_segments_end_in_the_same_way(tmp_path: Path) -> None:
+    """They are scanned; and how many there are is known without a read."""
+    trained = Trained("memory", tmp_path)
+    trained.world.keys_per_pass = 2
+    trained.world.follow(trained.store, trained.world.draw(7))
+    assert trained.store.commit.settled
+    for since in (-1, 3, trained.store.commit.id - 1):
+        reads = trained.store.counters.reads
+        expected = changed_rows(trained.store, NAME, since)
+        assert trained.store.counters.reads == reads
+        assert sum(keys.size for keys, _ in trained.store.changes(NAME, since=since)) == expected
+    trained.engine.in_reads(2, lambda: trained.run(4))
+    with pytest.raises(StoreError, match=f"made a commit while table {NAME!r} was scanned"):
+        list(trained.store.changes(NAME, since=-1))
+
+
+def test_an_older_commit_that_is_given_up_meanwhile_is_missing_and_not_damaged(kind: str, tmp_path: Path) -> None:
+    """While it is kept its rows are what they were, whatever is committed; then every reading says what happened."""
+    trained = Trained(kind, tmp_path / "s", retention=3)
+    id_, rows, state = trained.store.commits[0].id, trained.seen[-3], trained.store.at(trained.store.commits[0].id)
+    with trained.store, state as older, older.at(id_) as same:
+        assert trained.lookup(older) == trained.lookup(same) == rows
+        dense = older.state()
+        trained.run(5)
+        assert dense == b"state at 4, 0"
+        for store in (older, same):
+            for read in (
+                lambda store=store: trained.lookup(store),
+                lambda store=store: list(store.changes(NAME, since=-1)),
+                store.state,
+                lambda store=store: store.locate(NAME, trained.keys, after=id_),
+            ):
+                with pytest.raises(CommitMissingError, match=f"does not keep commit {id_} any more"):
+                    read()
+
+
+def test_an_older_commit_is_opened_beside_a_training(trained: Trained) -> None:
+    """Whatever the other thread is at, it is one that is kept, or missing."""
+    trainer = threading.Thread(target=trained.run, args=(8,))
+    trainer.start()
+    opened = 0
+    while trainer.is_alive():
+        try:
+            with trained.store.at(trained.store.commit.id) as store:
+                assert trained.lookup(store) in trained.seen
+                opened += 1
+        except CommitMissingError:
+            continue
+    trainer.join()
+    with trained.store.at(trained.store.commit.id) as store:
+        assert trained.lookup(store) == trained.seen[-1]
