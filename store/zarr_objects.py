@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,8 @@ class DiskStore(LocalStore):
 
     def publish(self, key: str, data: bytes) -> None:
         """Write an object under another name, sync it, and give it its name."""
-        buffer, draft = huge_pages(len(data)), key + LEFTOVER
+        # No name that a crash may have left, and that is being deleted meanwhile.
+        buffer, draft = huge_pages(len(data)), f"{key}.{secrets.token_hex(4)}{LEFTOVER}"
         buffer[: len(data)] = np.frombuffer(data, np.uint8)
         try:
             self.put(draft, buffer, len(data))

@@ -58,7 +58,7 @@ class ZarrFiles:
     """Records and rows of a store in Zarr arrays."""
 
     def __init__(self, path: Path) -> None:
-        newest = max((path / "manifests").iterdir(), key=lambda file: int(file.name))
+        newest = max((f for f in (path / "manifests").iterdir() if f.name.isdecimal()), key=lambda f: int(f.name))
         self.path = path
         self.manifest, arrays = read_record(newest.read_bytes())
         self.records = {name: (path / key).read_bytes() for name, (key, _, _) in self.manifest["records"].items()}

@@ -119,8 +119,8 @@ def test_a_manifest_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatc
     (tmp_path / "manifests").mkdir()
     monkeypatch.setattr(zarr_objects, "sync_path", watching)
     engine.commit({"r": b"1"}, [])
-    assert ("1.partial", ["1.partial"]) in seen
-    assert seen.index(("1.partial", ["1.partial"])) < seen.index(("manifests", ["1"]))
+    (draft,) = {name for name, _ in seen if name.startswith("1.") and name.endswith(".partial")}
+    assert seen.index((draft, [draft])) < seen.index(("manifests", ["1"]))
     assert all(name != "1" or names == ["1"] for name, names in seen)
 
     def failing(path: Path) -> None:
