@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
 
-READS_AT_ONCE = 4
-"""What a disk is asked for at once: more than two cores can make use of gains nothing."""
+_SHORT_READS, _LONG_READS = 4, 2
+"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked."""
+_LONG_BYTES = 512 << 10
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
 
@@ -57,10 +58,13 @@ class BlockReader:
         if threads is not None:
             threads.shutdown()
 
-    def load(self, wanted: Sequence[Pieces], at_once: int) -> None:
+    def load(self, wanted: Sequence[Pieces], at_once: int | None) -> None:
         """Read and check all of ``wanted``: see ``Store.load``."""
         for pieces in wanted:
             self._expect(pieces)
+        if at_once is None:
+            num_bytes = sum(pieces.out.size for pieces in wanted)
+            at_once = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) else _SHORT_READS
         if min(at_once, len(wanted)) < 2:
             self._work(iter(wanted))
             return
@@ -68,7 +72,7 @@ class BlockReader:
         try:
             with self._lock:
                 if self._threads is None:
-                    self._threads = ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="tiercache-reads")
+                    self._threads = ThreadPoolExecutor(_SHORT_READS, thread_name_prefix="tiercache-reads")
                 jobs = [self._threads.submit(self._share, left) for _ in range(min(at_once, len(wanted)))]
             wait(jobs)
         finally:

@@ -14,7 +14,7 @@ from tiercache.store.errors import StoreClosedError
 from tiercache.store.history import TRANSACTION_BYTES, History
 from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
-from tiercache.store.reading import READS_AT_ONCE, BlockReader, Pieces
+from tiercache.store.reading import BlockReader, Pieces
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import SCAN_BYTES, scan
 from tiercache.store.serving import changes, lookup
@@ -316,8 +316,8 @@ class Store:
         """
         self.load([Pieces(segment, group, low, high, out)])
 
-    def load(self, wanted: Sequence[Pieces], *, at_once: int = READS_AT_ONCE) -> None:
-        """``read`` for many: up to ``at_once`` of them are read at a time, on threads as nice as the first caller.
+    def load(self, wanted: Sequence[Pieces], *, at_once: int | None = None) -> None:
+        """``read`` for many: ``at_once`` of them at a time (None: 2 to 4), on threads as nice as the first caller.
 
         When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
         """
