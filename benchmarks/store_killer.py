@@ -157,7 +157,8 @@ class Killer:
                 before = camera.image
                 tear(folder, before, camera.take(), random.Random(seed))
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif not victims and seen >= number - 1 and point._replace(after=True).tearable:
+            elif not victims and seen >= number - 1 and not point.after and point._replace(after=True).tearable:
+                # Only from the begin of a write to its end: what its thread did long before may be durable.
                 victims.append(mine)  # other threads go on meanwhile, and count points too
                 if victims[0] == mine:
                     camera.take()
