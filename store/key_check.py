@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 READERS = 2
 """Threads that read blocks of keys: the disk has one to read while another is checked."""
-SLICE_ROWS = 1 << 24
+SLICE_ROWS = 1 << 25
 """The most hashes that are held at once: 12 bytes each with their runs, twice that while they are sorted."""
 
 
