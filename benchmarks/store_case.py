@@ -56,9 +56,9 @@ FULL = Size(
 QUICK = Size(
     name="quick",
     pass_bytes=64 << 20,
-    turns=5,
-    wide_visits=4,
-    heap_bytes=2 * 10**9,
+    turns=4,
+    wide_visits=3,
+    heap_bytes=10**9,
     lookup_pass_bytes=16 << 20,
 )
 TINY = replace(
