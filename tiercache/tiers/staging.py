@@ -101,7 +101,7 @@ class Stager:
             first_G[load.group] += load.rows
             self._want(staged, load.visit, load.group, load.store, first + load.rows - load.store_rows)
         wanted, self._wanted = self._wanted, []
-        self._store.load(wanted)
+        self._store.load(wanted, at_once=1)  # each thread more takes the interpreter from the training more often
         staged.read_seconds = time.perf_counter() - staged.begun
         for group, rows in enumerate(plan.generated_G):
             if rows:
