@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 READERS = 2
 """Threads that read blocks of keys: the disk has one to read while another is checked."""
 SLICE_ROWS = 1 << 25
-"""The most keys that are held at once: 12 bytes each with their runs, some 20 while they are sorted, 28 where several commits are kept. Five gigabytes of
-rows of 260 bytes have fewer: with them in a file, ``verify`` took a quarter longer."""
+"""The most keys that are held at once: 12 bytes each with their runs, some 20 while they are sorted, 28 where several
+commits are kept. 5 GB of rows of 260 bytes have fewer: with them in a file, ``verify`` took a quarter longer."""
 
 
 class KeyCheck:
