@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tiercache.store.engine import Source
 from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
 from tiercache.store.free_space import FreeSpace
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_room, full_disk
@@ -96,14 +97,21 @@ class BlockFile:
             self.space.use(place.offset, place.pages)
         self.trim()
 
+    def source(self, place: Place | None, offset: int, out: NDArray[np.uint8]) -> Source | None:
+        """Say where the bytes lie that ``read`` would fill ``out`` with; None where the block has no such bytes."""
+        if place is None or offset + out.size > place.size:
+            return None
+        direct = self._direct_for(place.offset + offset, out)
+        handle = self._handle if direct is None else direct
+        return Source(handle, in_pages=direct is not None, offset=place.offset + offset)
+
     def read(self, offset: int, out: NDArray[np.uint8]) -> None:
         """Fill ``out`` with the bytes from ``offset`` on. Raises BlockReadError.
 
         A large range goes past the page cache where ``out`` lies in its page as ``offset`` lies in its own.
         """
-        done = 0
-        if out.size >= _DIRECT_BYTES and (out.ctypes.data - offset) % PAGE_BYTES == 0 and self._direct is not None:
-            done = self._read_direct(self._direct, offset, out)
+        direct = self._direct_for(offset, out)
+        done = 0 if direct is None else self._read_direct(direct, offset, out)
         while done < out.size:
             try:
                 count = os.preadv(self._handle, [out[done:].data], offset + done)
@@ -191,6 +199,11 @@ class BlockFile:
             return os.open(self.path, os.O_CLOEXEC | os.O_DIRECT | (os.O_RDONLY if readonly else os.O_RDWR))
         except (OSError, AttributeError):
             return None
+
+    def _direct_for(self, offset: int, out: NDArray[np.uint8]) -> int | None:
+        """Return what to read from past the page cache, or None."""
+        address = int(out.__array_interface__["data"][0])
+        return self._direct if out.size >= _DIRECT_BYTES and (address - offset) % PAGE_BYTES == 0 else None
 
     def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
         """Read whole pages, those at both ends beside ``out``; returns how many bytes of ``out`` are there."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.planning.budget import paged
 from tiercache.planning.host_plan import Held
 from tiercache.store import Cursor
@@ -70,6 +71,8 @@ class Transfer:
         self._unpacker = Unpacker(device, self.host, positions)
         if has_crc32c():
             store.checksums = crc32c
+        if has_reads():
+            store.read_with(read_checked)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=_yield_to_training)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=_yield_to_training)
         self._segments: dict[int, Segment] = {}
