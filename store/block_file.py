@@ -130,7 +130,7 @@ class BlockFile:
         place = self._take(data.nbytes)
         source, direct = data.reshape(-1).view(np.uint8), 0
         try:
-            if source.size >= _DIRECT_BYTES and source.ctypes.data % PAGE_BYTES == 0:
+            if source.size >= _DIRECT_BYTES and _address(source) % PAGE_BYTES == 0:
                 direct = source.size // PAGE_BYTES * PAGE_BYTES
                 self._enqueue(source[:direct].data, place.offset)
                 if not stable:
@@ -202,8 +202,7 @@ class BlockFile:
 
     def _direct_for(self, offset: int, out: NDArray[np.uint8]) -> int | None:
         """Return what to read from past the page cache, or None."""
-        address = int(out.__array_interface__["data"][0])
-        return self._direct if out.size >= _DIRECT_BYTES and (address - offset) % PAGE_BYTES == 0 else None
+        return self._direct if out.size >= _DIRECT_BYTES and (_address(out) - offset) % PAGE_BYTES == 0 else None
 
     def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
         """Read whole pages, those at both ends beside ``out``; returns how many bytes of ``out`` are there."""
@@ -322,3 +321,7 @@ class BlockFile:
         if count < PAGE_BYTES:
             raise self._failed(OSError(errno.EIO, "it took less than a page"))
         return count // PAGE_BYTES * PAGE_BYTES
+
+
+def _address(array: NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])  # a third of what array.ctypes takes

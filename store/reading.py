@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 _SHORT_READS, _LONG_READS = 4, 2
-"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked."""
+"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked.
+
+Where a thread reads many without the interpreter, more threads cost nothing and the disk is busier.
+"""
 _LONG_BYTES = 512 << 10
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
@@ -85,10 +88,11 @@ class BlockReader:
         for pieces in wanted:
             self._expect(pieces)
         num_bytes = sum(pieces.out.size for pieces in wanted)
+        together = self.reads is not None and self._locating is not None
         if at_once is None:
-            at_once = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) else _SHORT_READS
+            at_once = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) and not together else _SHORT_READS
         batches = [[pieces] for pieces in wanted]
-        if self.reads is not None and self._locating is not None:
+        if together:
             batches = _batches(wanted, min(num_bytes // (_SHARES * max(1, at_once)), _BATCH_BYTES))
         if min(at_once, len(batches)) < 2:
             self._work(iter(batches))

@@ -51,8 +51,7 @@ class Store:
         self.tables = opened.tables
         """In the order of unsigned table ids."""
         self.groups = group_tables(opened.tables)
-        self.counters = Counters()
-        self.mode = mode
+        self.counters, self.mode = Counters(), mode
         self._opened, self._engine = opened, opened.engine
         self._reader = BlockReader(self._engine, self.groups, self.label, self.counters)
         self._pid, self._closed = os.getpid(), False
@@ -129,7 +128,7 @@ class Store:
         self._reader.checksums = checksums
 
     def read_with(self, reads: Reads | None) -> None:
-        """Have ``reads`` fill and check many pieces at once, without the GIL, where the engine knows files."""
+        """Have ``reads`` fill and check many pieces by one call, where the engine keeps them in files (None: none)."""
         self._reader.reads = reads
 
     @property

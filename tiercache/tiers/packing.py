@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,7 @@ from tiercache.kernels.rows import Pieces, pack, unpack
 from tiercache.tiers.device_tier import initial_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -45,21 +46,22 @@ class Packer:
         pack(self._device.fields_G[group], slots_K, order, pieces)
 
     def keys(
-        self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream, block: int
-    ) -> NDArray[np.int64]:
-        """Return the keys of a block in the order of its rows."""
-        first, last = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
-        positions = order[first:last]
-        starts = self._positions.table_starts(pass_index, group)
-        first_table = self._positions.first_table(group)
-        if len(starts) == 2:
-            return np.asarray(self._keys_of(pass_index, first_table)[positions])
-        tables = np.searchsorted(starts, positions, side="right") - 1
-        keys = np.empty(positions.size, dtype=np.int64)
-        for i in np.unique(tables):
-            mine = tables == i
-            keys[mine] = self._keys_of(pass_index, first_table + int(i))[positions[mine] - starts[i]]
-        return keys
+        self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream
+    ) -> Iterator[NDArray[np.int64]]:
+        """Yield the keys of each block in the order of its rows."""
+        starts, first_table = self._positions.table_starts(pass_index, group), self._positions.first_table(group)
+        keys_T = [np.asarray(self._keys_of(pass_index, first_table + i)) for i in range(len(starts) - 1)]
+        for first, last in pairwise(stream.block_first_row_B.tolist()):
+            positions = order[first:last]
+            if len(keys_T) == 1:
+                yield keys_T[0][positions]
+                continue
+            tables = np.searchsorted(starts, positions, side="right") - 1
+            keys = np.empty(positions.size, dtype=np.int64)
+            for i in np.unique(tables):
+                mine = tables == i
+                keys[mine] = keys_T[i][positions[mine] - starts[i]]
+            yield keys
 
 
 class Unpacker:

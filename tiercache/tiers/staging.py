@@ -177,4 +177,6 @@ class Stager:
 
 def _from(room: NDArray[np.uint8], in_page: int | None) -> NDArray[np.uint8]:
     """Leave out the bytes before the first that stands so far behind a page as ``in_page`` does."""
-    return room if in_page is None else room[(in_page - room.ctypes.data) % PAGE_BYTES :]
+    if in_page is None:
+        return room
+    return room[(in_page - int(room.__array_interface__["data"][0])) % PAGE_BYTES :]
