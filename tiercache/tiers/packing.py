@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from tiercache.tiers.staging import Staged
 
 
+_KEY_ROWS = 1 << 17
+"""Whose keys are looked up at once, if that is more than a block: each look-up gives the interpreter away."""
+
+
 class Packer:
     """Fills the blocks of a dump from the device, and finds the keys of their rows."""
 
@@ -48,20 +52,23 @@ class Packer:
     def keys(
         self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield the keys of each block in the order of its rows."""
+        """Yield the keys of each block in the order of its rows; of many blocks they are looked up together."""
         starts, first_table = self._positions.table_starts(pass_index, group), self._positions.first_table(group)
         keys_T = [np.asarray(self._keys_of(pass_index, first_table + i)) for i in range(len(starts) - 1)]
-        for first, last in pairwise(stream.block_first_row_B.tolist()):
-            positions = order[first:last]
+        first_row, at_once = stream.block_first_row_B.tolist(), max(1, _KEY_ROWS // stream.block_rows)
+        for block in range(0, stream.num_blocks, at_once):
+            cuts = first_row[block : block + at_once + 1]
+            positions = order[cuts[0] : cuts[-1]]
             if len(keys_T) == 1:
-                yield keys_T[0][positions]
-                continue
-            tables = np.searchsorted(starts, positions, side="right") - 1
-            keys = np.empty(positions.size, dtype=np.int64)
-            for i in np.unique(tables):
-                mine = tables == i
-                keys[mine] = keys_T[i][positions[mine] - starts[i]]
-            yield keys
+                keys = keys_T[0][positions]
+            else:
+                keys = np.empty(positions.size, dtype=np.int64)
+                tables = np.searchsorted(starts, positions, side="right") - 1
+                for i in np.unique(tables):
+                    mine = tables == i
+                    keys[mine] = keys_T[i][positions[mine] - starts[i]]
+            for first, last in pairwise(cuts):
+                yield keys[first - cuts[0] : last - cuts[0]]
 
 
 class Unpacker:

@@ -144,7 +144,9 @@ class Stager:
                 room = self._take(staged, first_bytes, inside)
             else:
                 room = self._take(staged, first_bytes)
-            last = min(end, int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1)
+            last = end
+            if offset[end] - offset[piece] > room.size:
+                last = int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1
             num_bytes = int(offset[last] - offset[piece])
             data, self._room = room[:num_bytes], room[num_bytes:]
             self._wanted.append(Pieces(segment, group, piece, last, data))
