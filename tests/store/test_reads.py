@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,6 +110,31 @@ def test_what_one_call_cannot_read_is_read_one_by_one(big: Store, seen: int) -> 
     big.load(wanted)
     assert calls
     assert [pieces.out.tobytes() for pieces in wanted] == [stored[use] for use in sorted(stored)]
+
+
+def test_an_interrupted_load_leaves_no_call_that_reads(big: Store) -> None:
+    """Ctrl-C while several threads read by calls of their own: it comes when none of them is in one any more."""
+    dump(big, 0, dict.fromkeys(range(1, 20), 40))
+    publish(big, 1)
+    reading, begun = [], []
+
+    def interrupting(sources: Sequence[Source], parts: Sequence[Part]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        reading.append(len(begun))
+        begun.append(len(parts))
+        if len(begun) == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.1)  # the main thread has time to go wrong
+        found = read_checked(sources, parts)
+        reading.pop()
+        return found
+
+    big.read_with(interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        big.load(live(big))
+    assert not reading
+    assert len(begun) >= 2
+    big.read_with(read_checked)
+    big.load(live(big))
 
 
 def test_a_reading_store_reads_by_one_call_too(big: Store, tmp_path: Path) -> None:
