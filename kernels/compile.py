@@ -10,7 +10,20 @@ from typing import Any
 import numpy as np
 from numba.core.registry import cpu_target
 
-from tiercache.kernels import bits, checksum, gradients, initial, pooling, rows, samples, sorting, switch, update, uses
+from tiercache.kernels import (
+    bits,
+    checksum,
+    file_io,
+    gradients,
+    initial,
+    pooling,
+    rows,
+    samples,
+    sorting,
+    switch,
+    update,
+    uses,
+)
 from tiercache.kernels.jit import KERNELS
 from tiercache.kernels.numbering import KeyNumbers
 
@@ -79,6 +92,11 @@ def _check() -> None:
         checksum.crc32c([(np.zeros(8, np.uint8), np.array([0, 8]))])
 
 
+def _read_files() -> None:
+    if file_io.has_reads():
+        file_io.read_checked([(-1, False, 0)], [(np.zeros(8, np.uint8), np.array([0, 8]))])
+
+
 def _find_uses() -> None:
     passes = np.zeros(1, np.int64)
     uses.sweep_uses(_I4, _BOUNDS, 1, passes, passes, passes, _I4.copy(), _I4.copy())
@@ -112,6 +130,7 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("find uses", _find_uses),
     ("switch passes", _switch),
     ("checksums", _check),
+    ("read files", _read_files),
     ("move rows", _move),
     ("look up", _look_up),
     ("pool", _pool),
@@ -132,7 +151,9 @@ def _on_disk(kernel: Any) -> bool:
 
 def is_cached() -> bool:
     """Tell whether every kernel is compiled or lies compiled on disk: if not, `prepare` takes up to a minute."""
-    needed = [kernel for kernel in KERNELS if kernel is not checksum._crc32c or checksum.has_crc32c()]
+    left_out = [] if checksum.has_crc32c() else [checksum._crc32c]
+    left_out += [] if file_io.has_reads() else [file_io._read_checked]
+    needed = [kernel for kernel in KERNELS if kernel not in left_out]
     return all(kernel.signatures or _on_disk(kernel) for kernel in needed)
 
 
