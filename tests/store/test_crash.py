@@ -122,6 +122,43 @@ ZARR_FREED_EARLY = {
         "    whole(self, records, dead)\n"
     ),
 }
+ZARR_SPARE_EARLY = {
+    "module": "zarr_engine",
+    "owner": "ZarrEngine",
+    "name": "commit",
+    "body": (
+        "whole = ZarrEngine.commit\n"
+        "def planted(self, records, dead, **options):\n"
+        "    dead, blocks, root = list(dead), self._manifest.blocks, self._objects.root\n"
+        "    for name in dead:\n"
+        "        for key, _ in blocks[name].chunks(name) if name in blocks else ():\n"
+        "            self._objects.spares.keep(f'{root}/{key}', 0)\n"
+        "    whole(self, records, dead, **options)\n"
+    ),
+}
+ZARR_SPARE_AT_ONCE = {
+    "module": "zarr_engine",
+    "owner": "ZarrEngine",
+    "name": "commit",
+    "body": (
+        "import os\n"
+        "whole = ZarrEngine.commit\n"
+        "def planted(self, records, dead, **options):\n"
+        "    dead, blocks, root = list(dead), self._manifest.blocks, self._objects.root\n"
+        "    for name in dead:\n"
+        "        for key, size in blocks[name].chunks(name) if name in blocks else ():\n"
+        "            handle = os.open(f'{root}/{key}', os.O_WRONLY)\n"
+        "            os.pwrite(handle, bytes(size), 0)\n"
+        "            os.close(handle)\n"
+        "    whole(self, records, dead, **options)\n"
+    ),
+}
+ZARR_SPARE_OF_READERS = {
+    "module": "zarr_sweep",
+    "owner": "Sweep",
+    "name": "run",
+    "body": "sys.modules['tiercache.store.zarr_sweep'].commits_read = lambda folder: set()\nplanted = Sweep.run",
+}
 ZARR_UNSYNCED_FILES, ZARR_UNSYNCED_FOLDERS = (
     {
         "module": "zarr_objects",
@@ -135,8 +172,8 @@ ZARR_UNSYNCED_FILES, ZARR_UNSYNCED_FOLDERS = (
         ),
     }
     for kept in (
-        "[file for file in files if file.parent.name != 'records'], folders",
-        "files, [folder for folder in folders if folder.name != 'manifests']",
+        "[file for file in files if '/records/' not in file], folders",
+        "files, [folder for folder in folders if not folder.endswith('manifests')]",
     )
 )
 ZARR_UNSYNCED_MANIFESTS = {
@@ -148,7 +185,7 @@ ZARR_UNSYNCED_MANIFESTS = {
         "whole = Objects.durable_paths\n"
         "def durable_paths(self, keys):\n"
         "    files, folders = whole(self, keys)\n"
-        "    return [file for file in files if file.parent.name != 'manifests'], folders\n"
+        "    return [file for file in files if '/manifests/' not in file], folders\n"
         "Objects.durable_paths = durable_paths\n"
         "def planted(self, key, data):\n"
         "    (self.root / key).parent.mkdir(exist_ok=True)\n"
@@ -185,6 +222,9 @@ ZARR_PUBLISHED_EARLY = {
         ("zarr", ZARR_PUBLISHED_EARLY, ["--replays", 120], "Loss"),
         ("zarr", ZARR_IN_TWO_STEPS, ["--points", 80], "a kill"),
         ("zarr", ZARR_FREED_EARLY, ["--points", 100], "a kill"),
+        ("zarr", ZARR_SPARE_EARLY, ["--points", 100], "a kill"),
+        ("zarr", ZARR_SPARE_AT_ONCE, ["--replays", 120], "Loss"),
+        ("zarr", ZARR_SPARE_OF_READERS, [], "a run without a kill"),
     ],
     ids=[
         "lmdb: blocks not synced",
@@ -196,6 +236,9 @@ ZARR_PUBLISHED_EARLY = {
         "zarr: published before the syncs",
         "zarr: two manifests",
         "zarr: freed before the commit",
+        "zarr: spare before the commit",
+        "zarr: written over before the commit",
+        "zarr: written over below a reader",
     ],
 )
 def test_the_harness_finds_an_engine_that_is_not_crash_proof(
