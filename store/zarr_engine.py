@@ -4,7 +4,8 @@ A commit is a manifest, a small object that names all records and blocks; the ne
 itself, was made durable before it got its name, and is never written again: a block of the same name gets objects of
 other names. So a commit is there with all it names or not at all, and a manifest that is not whole is damage. An object
 stays as long as a manifest names it that is the newest, or that a reader in another process has open; the rest is
-deleted, at the next commit or opening.
+deleted, at the next commit or opening, or its file is written over by a new object once no read in this process began
+when a commit named it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class ZarrEngine:
             self._blocks = dict(self._manifest.blocks)
             self._fresh: dict[bytes, BlockObjects] = {}
             self._wrong = self._damaged(listed)
+            self._last: Arrays | None = None
             self._dirty: set[str] = set()
             """Objects that are not durable yet."""
             if not readonly:
@@ -278,12 +280,18 @@ class ZarrEngine:
             arrays = None
             if form is not None:
                 segment, group = (int.from_bytes(name[a:b], "big") for a, b in ((1, 9), (9, 13)))
-                arrays = Arrays.of(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
+                arrays = self._arrays(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
                 self._sweep.leave(arrays.folder)
             block = BlockObjects(size, version if arrays is None else 0, arrays)
             if not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
                 return block
             version += 1
+
+    def _arrays(self, folder: str, form: Form) -> Arrays:
+        """Return the arrays of a stream, mostly those of the block before: one object for all its blocks."""
+        if self._last is None or self._last.folder != folder or not self._last.fit(form):
+            self._last = Arrays.of(folder, form)
+        return self._last
 
     def _describe(self, arrays: Arrays, form: Form, made: dict[str, int | None]) -> None:
         """Write what tells readers of Zarr about the arrays, where it is not there yet."""
