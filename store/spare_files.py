@@ -54,23 +54,17 @@ class SpareFiles:
             self._written = 0
 
     def keep(self, path: str, freed: int) -> None:
-        """Take a file that commit ``freed`` gave up. One that has other names too is only deleted: they are others'.
+        """Take a file that commit ``freed`` gave up.
 
-        Raises OSError, but not for a file that is gone.
+        One that has other names too, which are others', or cannot be moved is only deleted. Raises OSError, but not for
+        a file that is gone.
         """
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(path)
-            if status.st_nlink > 1 or status.st_size < PAGE_BYTES:
+            place = None if status.st_nlink > 1 or status.st_size < PAGE_BYTES else self._move(path)
+            if place is None:
                 os.unlink(path)  # noqa: PTH108  hundreds in a commit
                 return
-            with self._lock:
-                self._number += 1
-                place = f"{self._root}/{FOLDER}/{self._number}"
-            try:
-                os.rename(path, place)  # noqa: PTH104
-            except FileNotFoundError:
-                os.makedirs(f"{self._root}/{FOLDER}", exist_ok=True)  # noqa: PTH103
-                os.rename(path, place)  # noqa: PTH104
             pages = paged(status.st_size)
             with self._lock:
                 self._by_pages.setdefault(pages, deque()).append((freed, place))
@@ -99,6 +93,23 @@ class SpareFiles:
                 path = self._pop(min(self._by_pages, key=lambda pages: self._by_pages[pages][0]))
             with contextlib.suppress(OSError):
                 os.unlink(path)  # noqa: PTH108
+
+    def _move(self, path: str) -> str | None:
+        """Bring a file into the folder of spares and return where it is; None where it cannot be brought there."""
+        with self._lock:
+            self._number += 1
+            place = f"{self._root}/{FOLDER}/{self._number}"
+        for _ in range(2):
+            try:
+                os.rename(path, place)  # noqa: PTH104
+            except FileNotFoundError:
+                with contextlib.suppress(OSError):
+                    os.makedirs(f"{self._root}/{FOLDER}", exist_ok=True)  # noqa: PTH103
+            except OSError:
+                break
+            else:
+                return place
+        return None
 
     def _pop(self, pages: int) -> str:
         _, path = self._by_pages[pages].popleft()

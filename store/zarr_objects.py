@@ -49,7 +49,8 @@ class DiskStore(LocalStore):
             write_file(path, buffer, size, spare)
         except FileNotFoundError:
             (self.root / key).parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, buffer, size, spare)
+            there = spare is not None and Path(spare).exists()  # whoever tidies up may delete it
+            write_file(path, buffer, size, spare if there else None)
 
     def publish(self, key: str, data: bytes) -> None:
         """Write an object under another name, sync it, and give it its name."""

@@ -138,6 +138,23 @@ def test_spares_go_back_to_the_disk(engine: ZarrEngine, tmp_path: Path, how: str
     assert spares(tmp_path) == []
 
 
+def test_a_spare_that_is_gone_or_cannot_be_made_is_missed_by_nobody(engine: ZarrEngine, tmp_path: Path) -> None:
+    """Whoever tidies up may delete them; where there can be no folder for them dead files are deleted."""
+    engine.commit({}, [b"a"])
+    engine._sweep.wait()
+    (tmp_path / "spare" / "1").unlink()
+    write(engine, b"b", 2)
+    engine.commit({}, [])
+    (tmp_path / "spare").rmdir()
+    (tmp_path / "spare").touch()
+    engine.commit({}, [b"b"])
+    write(engine, b"c", 3)
+    engine.commit({}, [])
+    assert bytes_of(engine, b"c") == some_bytes(SIZE, 3).tobytes()
+    assert [file.name for file in (tmp_path / "blocks").iterdir()] == [b"c".hex()]
+    (tmp_path / "spare").unlink()
+
+
 def test_spares_make_room_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below max_bytes, and on a full disk: a block that does not fit into one is written all the same."""
     engine = ZarrEngine(tmp_path, create=True, max_bytes=3 * SIZE)
