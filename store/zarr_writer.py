@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
     from tiercache.store.zarr_objects import Objects
 
-_THREADS = 6
-_BUFFERS = 12
+_THREADS = 8
+_BUFFERS = 14
 """Chunks that are in memory at once."""
 
 
