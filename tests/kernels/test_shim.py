@@ -1,0 +1,118 @@
+"""The shim finds what it is there to find: each error is planted, and would go unseen without it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice
+from tiercache.kernels import cuda_gathering
+
+KERNEL = 'extern "C" __global__ void gather(int64* a, int64* b, int64 n) {{ const int i = threadIdx.x; {body} }}'
+
+
+def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
+    """Return a device whose sources have ``new`` in the place of ``old``."""
+
+    def changed(_: str, text: str) -> str:
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in the source."
+        return text.replace(old, new)
+
+    return ShimDevice(order, changed=changed)
+
+
+def run(body: str, order: str, size: int = 256) -> np.ndarray:
+    """Run one block of a small kernel on ``a`` = 0, 1, 2 ... and return ``b``."""
+    device = ShimDevice(order, changed=lambda _, text: text.split("struct GatherPart")[0] + KERNEL.format(body=body))
+    a, b = device.place(np.arange(size)), device.empty(size, np.int64)
+    b[...] = -1
+    device.launch("gathering.gather", 1, (a.ctypes.data, b.ctypes.data, size))
+    return b.copy()
+
+
+def gather(device: ShimDevice, dim: int = 8) -> None:
+    """Gather 40 rows of 50."""
+    rng = np.random.default_rng(0)
+    vectors, slots = rng.standard_normal((50, dim)).astype(np.float32), rng.integers(0, 50, 40).astype(np.int32)
+    slots[[3, 4]] = 0, 49
+    out = device.memory.empty((40, dim), np.float32)
+    cuda_gathering.gather(device, device.place(vectors), device.place(slots), out)
+    assert np.array_equal(out, vectors[slots])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if (entry < count) store_lanes", "if (entry <= count) store_lanes"),
+        ("part.vectors + from[u] + d)", "part.vectors + from[u] + dim + d)"),
+        ("first + lane_id() < part.entries ?", "true ?"),
+    ],
+)
+def test_an_index_behind_an_array_is_caught(old: str, new: str) -> None:
+    """A write one row too far, a read one row too far, entries that are not there: told with block and thread."""
+    gather(planted(old, old))
+    with pytest.raises(KernelError, match=r"gathering\.gather: block \d+, thread \d+: address 0x\w+ is outside"):
+        gather(planted(old, new))
+
+
+def test_an_index_before_an_array_is_caught() -> None:
+    """The reversed order has arrays that begin where memory begins."""
+    with pytest.raises(KernelError, match="is outside every array"):
+        gather(planted("part.vectors + from[u] + d)", "part.vectors + from[u] - dim + d)", "reversed"))
+
+
+def test_a_write_beside_an_array_that_hits_no_guard_is_caught() -> None:
+    """Before an array that ends at its guard there is rubbish, and nobody may change it."""
+    with pytest.raises(AssertionError, match="wrote beside an array"):
+        run("if (i == 0) b[-1] = 5;", "forward")
+
+
+def test_an_index_outside_shared_memory_is_caught() -> None:
+    """Also where it would hit another variable."""
+    body = (
+        "__shared__ int64 s[256]; __shared__ int64 t[256]; t[i] = 0; s[i + a[1]] = a[i]; __syncthreads(); b[i] = s[i];"
+    )
+    with pytest.raises(KernelError, match="thread 255: an index is outside its array in shared or local memory"):
+        run(body, "forward")
+
+
+@pytest.mark.parametrize("wait", ["__syncthreads();", "__syncwarp();"])
+def test_a_missing_barrier_changes_results_in_some_order(wait: str) -> None:
+    """Each thread reads its neighbour's word: without the barrier it is not there yet in some order of threads."""
+    around = "i / 32 * 32 + (i + {step}) % 32"
+    for step in (1, 31):
+        body = f"__shared__ int64 s[256]; s[i] = a[i]; {{wait}} b[i] = s[{around.format(step=step)}];"
+        place = np.arange(256)
+        wanted = place // 32 * 32 + (place + step) % 32
+        assert all(np.array_equal(run(body.format(wait=wait), order), wanted) for order in ORDERS)
+        assert not all(np.array_equal(run(body.format(wait=""), order), wanted) for order in ORDERS)
+
+
+def test_shared_memory_does_not_keep_what_a_block_before_left() -> None:
+    """A kernel that relies on zeros in shared memory is found."""
+    assert (
+        run("__shared__ int64 s[256]; b[i] = s[i];", "forward") == np.uint64(0xA5A5A5A5A5A5A5A5).view(np.int64)
+    ).all()
+
+
+def test_threads_that_wait_at_different_places_are_told() -> None:
+    """Half a block at a barrier, a lane missing from a mask: no test hangs."""
+    for body in ("if (i < 7) __syncthreads(); else __syncwarp();", "if (i < 7) __ballot_sync(ALL_LANES, 1);"):
+        with pytest.raises(KernelError, match="threads wait for each other without end"):
+            run(body, "forward")
+    with pytest.raises(KernelError, match="whose mask does not name it"):
+        run("__shfl_sync(1u, i, 0);", "random")
+
+
+def test_warp_operations_do_what_cudas_do() -> None:
+    """Shuffles within a width, ballots, equal values: against NumPy, in every order."""
+    i = np.arange(256)
+    lane = i % 32
+    for order in ORDERS:
+        assert np.array_equal(run("b[i] = __shfl_xor_sync(ALL_LANES, a[i], 5);", order), i ^ 5)
+        assert np.array_equal(run("b[i] = __shfl_sync(ALL_LANES, a[i], 9, 8);", order), i // 8 * 8 + 1)
+        assert np.array_equal(run("b[i] = __shfl_up_sync(ALL_LANES, a[i], 3);", order), np.where(lane < 3, i, i - 3))
+        assert np.array_equal(run("b[i] = __shfl_down_sync(ALL_LANES, a[i], 3);", order), np.where(lane > 28, i, i + 3))
+        assert (run("b[i] = __ballot_sync(ALL_LANES, i % 3 == 0);", order)[:32] == 0x49249249).all()
+        assert np.array_equal(run("b[i] = __match_any_sync(ALL_LANES, i % 16);", order), 0x10001 << lane % 16)
+        assert sorted(run("b[i] = atomicAdd((unsigned long long*)a, 1ULL);", order)) == list(range(256))
