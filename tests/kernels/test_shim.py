@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.kernels.cases import Bags, same_bits
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice
-from tiercache.kernels import cuda_gathering
+from tests.kernels.test_cuda_pooling import group, outputs
+from tiercache.kernels import cuda_gathering, cuda_pooling
+from tiercache.kernels.pooling import SUM
 
 KERNEL = 'extern "C" __global__ void gather(int64* a, int64* b, int64 n) {{ const int i = threadIdx.x; {body} }}'
 
@@ -23,7 +26,7 @@ def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
 
 def run(body: str, order: str, size: int = 256) -> np.ndarray:
     """Run one block of a small kernel on ``a`` = 0, 1, 2 ... and return ``b``."""
-    device = ShimDevice(order, changed=lambda _, text: text.split("struct GatherPart")[0] + KERNEL.format(body=body))
+    device = ShimDevice(order, changed=lambda _, text: text.split("struct Ids")[0] + KERNEL.format(body=body))
     a, b = device.place(np.arange(size)), device.empty(size, np.int64)
     b[...] = -1
     device.launch("gathering.gather", 1, (a.ctypes.data, b.ctypes.data, size))
@@ -43,9 +46,9 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("if (entry < count) store_lanes", "if (entry <= count) store_lanes"),
-        ("part.vectors + from[u] + d)", "part.vectors + from[u] + dim + d)"),
-        ("first + lane_id() < part.entries ?", "true ?"),
+        ("if (row < count) store_lanes", "if (row <= count) store_lanes"),
+        ("load_constant<VEC>(vectors + from[u] + d)", "load_constant<VEC>(vectors + from[u] + dim + d)"),
+        ("lane_id() < count ?", "true ?"),
     ],
 )
 def test_an_index_behind_an_array_is_caught(old: str, new: str) -> None:
@@ -58,7 +61,7 @@ def test_an_index_behind_an_array_is_caught(old: str, new: str) -> None:
 def test_an_index_before_an_array_is_caught() -> None:
     """The reversed order has arrays that begin where memory begins."""
     with pytest.raises(KernelError, match="is outside every array"):
-        gather(planted("part.vectors + from[u] + d)", "part.vectors + from[u] - dim + d)", "reversed"))
+        gather(planted("vectors + from[u] + d)", "vectors + from[u] - dim + d)", "reversed"))
 
 
 def test_a_write_beside_an_array_that_hits_no_guard_is_caught() -> None:
@@ -86,6 +89,26 @@ def test_a_missing_barrier_changes_results_in_some_order(wait: str) -> None:
         wanted = place // 32 * 32 + (place + step) % 32
         assert all(np.array_equal(run(body.format(wait=wait), order), wanted) for order in ORDERS)
         assert not all(np.array_equal(run(body.format(wait=""), order), wanted) for order in ORDERS)
+
+
+def test_a_missing_barrier_in_a_kernel_of_ours_is_caught() -> None:
+    """Lanes pool slots that other lanes mapped: the parity test of bags fails in some order."""
+    case = Bags(
+        32, 4, [9], np.array([SUM], np.int8), np.arange(0, 99, 3), np.arange(96, dtype=np.int32) % 9,
+        np.empty(0, np.float32), np.arange(9, dtype=np.int32), np.ones((9, 4), np.float32), 0,
+    )  # fmt: skip
+
+    def agrees(device: ShimDevice) -> bool:
+        done = outputs(device, case)
+        try:
+            cuda_pooling.pool_many(device, [group(device, case, done)], done["out"])
+        except KernelError:
+            return False
+        return same_bits(done["out"], case.pooled())
+
+    barrier = "__syncwarp();  // from here on"
+    assert all(agrees(planted(barrier, barrier, order)) for order in ORDERS)
+    assert not all(agrees(planted(barrier, "// from here on", order)) for order in ORDERS)
 
 
 def test_shared_memory_does_not_keep_what_a_block_before_left() -> None:
