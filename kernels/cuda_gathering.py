@@ -130,7 +130,7 @@ def map_slots(
     limits: NDArray[np.int64] | None = None,
     bad: BadEntry | None = None,
 ) -> None:
-    """Write each entry's slot to `slots` (E,): that of local position `bases[f]` + id, -1 for an id not in [0, limit)."""
+    """Write each entry's slot to `slots` (E,): that of local position `bases[f]` + id, -1 where the id is bad."""
     local = view(device, "slot_of_local", slot_of_local, np.int32)
     to = view(device, "slots", slots, np.int32, written=True)
     bases, limits = limits_of(bases, limits, local.size)
