@@ -38,7 +38,7 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
     rng = np.random.default_rng(0)
     vectors, slots = rng.standard_normal((50, dim)).astype(np.float32), rng.integers(0, 50, 40).astype(np.int32)
     slots[[3, 4]] = 0, 49
-    out = device.memory.empty((40, dim), np.float32)
+    out = device.array((40, dim), np.float32)
     cuda_gathering.gather(device, device.place(vectors), device.place(slots), out)
     assert np.array_equal(out, vectors[slots])
 

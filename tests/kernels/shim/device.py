@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -126,10 +127,27 @@ class ShimDevice:
             raise KernelError(f"{kernel}: {trouble.decode()}")
         self.memory.check()
 
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array of rubbish in guarded memory, of any shape."""
+        return self.memory.empty(shape, dtype)
 
-def devices() -> Iterator[ShimDevice]:
-    """Give a device for each order of threads; what one did wrong beside its arrays is found at its end."""
-    for order in ORDERS:
-        device = ShimDevice(order)
+    def close(self) -> None:
+        """Give the arrays back."""
+        self.memory.close()
+
+
+def device_for(order: str) -> Any:
+    """Return the device that parity is tested on: the shim with an order of threads, or the GPU of `make test-gpu`."""
+    if not os.environ.get("TIERCACHE_TEST_GPU"):
+        return ShimDevice(order)
+    from tests.kernels.gpu import GpuDevice
+
+    return GpuDevice()
+
+
+def devices() -> Iterator[Any]:
+    """Give a device for each order of threads, one after another; a GPU has an order of its own."""
+    for order in ORDERS[:1] if os.environ.get("TIERCACHE_TEST_GPU") else ORDERS:
+        device = device_for(order)
         yield device
-        device.memory.close()
+        device.close()
