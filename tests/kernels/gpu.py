@@ -45,10 +45,10 @@ class GpuDevice:
         rubbish.reshape(-1).view(np.uint8)[...] = 0xA5
         return self.place(rubbish)
 
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[float]) -> None:
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
         """Start a kernel and note its name."""
         self.launches.append(kernel)
-        self._device.launch(kernel, blocks, arguments)
+        self._device.launch(kernel, blocks, arguments, shared_bytes)
 
     def close(self) -> None:
         """Nothing to give back: CuPy's pool has the arrays."""
