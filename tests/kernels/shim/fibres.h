@@ -58,7 +58,8 @@ inline char trouble[512];
 inline sigjmp_buf way_out;
 
 [[noreturn]] inline void fail(const char* sentence) {
-    snprintf(trouble, sizeof trouble, "block %u, thread %u: %s", block_index.x, current ? current->number : 0, sentence);
+    const unsigned thread = current ? current->number : 0;
+    snprintf(trouble, sizeof trouble, "block %u, thread %u: %s", block_index.x, thread, sentence);
     siglongjmp(way_out, 1);
 }
 
@@ -287,7 +288,7 @@ inline void run_block(Order order, Random& random, size_t shared_bytes) {
             for (auto& fibre : fibres) {
                 if (!fibre.done) current = &fibre;
             }
-            fail("threads wait for each other without end: they are at different barriers, or one of a mask has ended.");
+            fail("threads wait for each other without end: they are at different barriers, or one has ended.");
         }
     }
     current = nullptr;
