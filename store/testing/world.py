@@ -124,7 +124,7 @@ class World:
         """Return the bytes of a piece: field after field, in each row after row."""
         first, last = stream.piece_first_row_P[piece : piece + 2].tolist()
         rows = [np.frombuffer(self.rows[key], np.float32) for key in keys[first:last]]
-        cuts = np.cumsum([f.width for f in group.fields])[:-1]
+        cuts = np.cumsum([f.words for f in group.fields])[:-1]
         fields = zip(*(np.split(row, cuts) for row in rows), strict=True)
         return b"".join(np.concatenate(values).tobytes() for values in fields)
 
@@ -238,7 +238,7 @@ class World:
                 first = int(stream.piece_first_row_P[piece])
                 numbers = out[at : at + count * stream.row_bytes].view(np.float32)
                 at += count * stream.row_bytes
-                cuts = np.cumsum([f.width * count for f in group.fields])[:-1]
+                cuts = np.cumsum([f.words * count for f in group.fields])[:-1]
                 fields = [part.reshape(count, -1) for part in np.split(numbers, cuts)]
                 block = int(stream.piece_block_P[piece])
                 keys = store.read_keys(segment, group.index, block)
