@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -163,9 +164,13 @@ class Seconds:
     ours: dict[str, list[float]] = field(default_factory=dict)
 
     def turn(self, raw: Callable[[], float], runs: Sequence[tuple[str, Callable[[], float]]]) -> None:
-        """Let the bare disk and each engine do it once, every second time in the opposite order."""
+        """Let the bare disk and each engine do it once, every second time in the opposite order.
+
+        Each begins when the disk has done what the one before left to it: names of files that were deleted, say.
+        """
         calls = [("", raw), *runs]
         for name, call in calls if len(self.raw) % 2 == 0 else calls[::-1]:
+            os.sync()
             (self.ours.setdefault(name, []) if name else self.raw).append(call())
 
     def figures(self, what: str, suffix: str = "") -> dict[str, float]:
