@@ -131,7 +131,7 @@ class WatchedStore(tc.Store):
 
 def prepare() -> None:
     """Be a child process that compiles what was not compiled yet, so that no training is timed doing it."""
-    prepare_kernels()
+    prepare_kernels(TRAININGS[0].schema.tables)
 
 
 def run(training: Training, data: Path, folder: Path, ledger_path: Path, process: int) -> None:
