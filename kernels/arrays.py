@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["NONE_F4", "NONE_I4", "NONE_I8", "aligned_zeros", "expect", "same_length"]
+__all__ = ["NONE_F4", "NONE_I4", "NONE_I8", "NONE_U8", "aligned_zeros", "expect", "same_length"]
 
 _HUGE_PAGE = 2 << 20
 NONE_F4 = np.empty(0, np.float32)
 NONE_I4 = np.empty(0, np.int32)
 NONE_I8 = np.empty(0, np.int64)
+NONE_U8 = np.empty(0, np.uint64)
 
 
 def aligned_zeros(rows: int, width: int) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
 from tiercache.kernels.jit import inlined, intrinsic, serial
-from tiercache.kernels.lanes import _address, _call
+from tiercache.kernels.lanes import _call, address_of
 
 __all__ = ["crc32c", "has_crc32c"]
 
@@ -34,7 +34,7 @@ def _add_word(_typing: Any, crc: Any, array: Any, offset: Any) -> Any:
     """Return the checksum after eight more bytes."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = _address(context, builder, array, arguments[1], arguments[2])
+        address = address_of(context, builder, array, arguments[1], arguments[2])
         word = builder.load(builder.bitcast(address, _LONG.as_pointer()), align=1)
         return _call(builder, "llvm.x86.sse42.crc32.64.64", _LONG, [arguments[0], word])
 
@@ -46,7 +46,7 @@ def _add_byte(_typing: Any, crc: Any, array: Any, offset: Any) -> Any:
     """Return the checksum after one more byte."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = _address(context, builder, array, arguments[1], arguments[2])
+        address = address_of(context, builder, array, arguments[1], arguments[2])
         low = builder.trunc(arguments[0], ir.IntType(32))
         added = _call(builder, "llvm.x86.sse42.crc32.32.8", ir.IntType(32), [low, builder.load(address)])
         return builder.zext(added, _LONG)

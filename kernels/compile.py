@@ -1,6 +1,7 @@
 """Compile every kernel before it is needed, and tell what is being compiled.
 
-A kernel is compiled when it is first called with its types. All calls use one set of types, so one tiny call does it.
+A kernel is compiled when it is first called with its types. All calls use one set of types, so one tiny call does it;
+those that read or step rows have a second one for 16-bit dtypes, which is compiled where a table has such a dtype.
 The compiled code is kept on disk, beside the package or in the user's cache, until a source file changes.
 """
 
@@ -14,9 +15,11 @@ from tiercache.kernels import (
     bits,
     checksum,
     file_io,
+    gathering,
     gradients,
     initial,
     pooling,
+    rounding,
     rows,
     samples,
     sorting,
@@ -26,6 +29,7 @@ from tiercache.kernels import (
 )
 from tiercache.kernels.jit import KERNELS
 from tiercache.kernels.numbering import KeyNumbers
+from tiercache.kernels.vectors import Vectors
 
 __all__ = ["is_cached", "prepare"]
 
@@ -79,6 +83,22 @@ def _step() -> None:
     pairs = sorting.sort_slots(_I4, 2, sorting.SortBuffers())
     described = gradients.one_id_gradients(_F4, _I8[:1])
     update.update_sgd(_F4.copy(), pairs, described, update.UpdateBuffers(), learning_rate=0.0)
+
+
+def _round_rows() -> None:
+    """Compile what looks up and steps rows of 16-bit dtypes."""
+    held = Vectors.of(np.zeros((2, 1), np.float32), 2, "bfloat16")
+    modes, scale = np.zeros(1, np.int8), np.zeros(2, np.float32)
+    pooling.gather(held, _I4, _F4.copy())
+    pooling.pool_one(held, _I4, _I4, _I8[:1], _I8[:1], 2, _F4.copy(), _I4.copy())
+    pooling.pool_bags(
+        held, _I4, _I4, _I8[:1], _BOUNDS, _BAGS, scale, modes, _I8[:1], _F4.copy(), _I4.copy(), _I4.reshape(1, 2),
+        _I8.copy(), scale.copy(),
+    )  # fmt: skip
+    pooling.weight_gradient(held, _I4, _BOUNDS, _BAGS, modes, _I8[:1], _F4, scale.copy())
+    pairs = sorting.sort_slots(_I4, 2, sorting.SortBuffers())
+    described, rounds = gradients.one_id_gradients(_F4, _I8[:1]), rounding.make_rounding(np.zeros(2, np.uint64), 1)
+    update.update_sgd(held, pairs, described, update.UpdateBuffers(), learning_rate=0.0, rounding=rounds)
 
 
 def _move() -> None:
@@ -137,35 +157,49 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("weights", _weigh),
     ("step", _step),
 )
+_NARROW = ("16-bit rows", _round_rows)
+_READING = (gathering._gather, gathering._pool_one, pooling._pool_bags, pooling._weight_gradient, update._update)
+"""The kernels that read vectors."""
 
 
-def _on_disk(kernel: Any) -> bool:
-    """Tell whether numba's cache holds the kernel as its source is now, for this processor."""
+def _is_compiled(kernel: Any, *, narrow: bool) -> bool:
+    """Tell whether a kernel for float32, or for 16-bit dtypes, is compiled or lies compiled on disk."""
+    return any(("uint16" in str(types)) == narrow for types in (*kernel.signatures, *_on_disk(kernel)))
+
+
+def _on_disk(kernel: Any) -> list[Any]:
+    """Return the types for which numba's cache holds the kernel as its source is now, for this processor."""
     try:
         index = kernel._cache._cache_file._load_index()
         processor = cpu_target.target_context.codegen().magic_tuple()
     except Exception:
-        return False
-    return any(key[1] == processor for key in index)
+        return []
+    return [key[0] for key in index if key[1] == processor]
 
 
-def is_cached() -> bool:
-    """Tell whether every kernel is compiled or lies compiled on disk: if not, `prepare` takes up to a minute."""
+def is_cached(*, narrow: bool = False) -> bool:
+    """Tell whether every kernel is compiled or lies compiled on disk: if not, `prepare` takes up to a minute.
+
+    `narrow`: also those for 16-bit dtypes.
+    """
     left_out = [] if checksum.has_crc32c() else [checksum._crc32c]
     left_out += [] if file_io.has_reads() else [file_io._read_checked]
     needed = [kernel for kernel in KERNELS if kernel not in left_out]
-    return all(kernel.signatures or _on_disk(kernel) for kernel in needed)
+    return all(_is_compiled(kernel, narrow=False) for kernel in needed) and (
+        not narrow or all(_is_compiled(kernel, narrow=True) for kernel in _READING)
+    )
 
 
-def prepare(notify: Callable[[str, int, int], None] | None = None) -> None:
-    """Compile every kernel, or load it from disk.
+def prepare(notify: Callable[[str, int, int], None] | None = None, *, narrow: bool = False) -> None:
+    """Compile every kernel, or load it from disk; those for 16-bit dtypes where `narrow` says so.
 
     `notify` is called with what comes next, how many stages are done and how many there are, and once when all are.
     Call it on the training thread: it starts the threads of parallel kernels.
     """
-    for done, (name, stage) in enumerate(_STAGES):
+    stages = (*_STAGES, _NARROW) if narrow else _STAGES
+    for done, (name, stage) in enumerate(stages):
         if notify is not None:
-            notify(name, done, len(_STAGES))
+            notify(name, done, len(stages))
         stage()
     if notify is not None:
-        notify("done", len(_STAGES), len(_STAGES))
+        notify("done", len(stages), len(stages))

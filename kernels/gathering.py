@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect, same_length
 from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
-from tiercache.kernels.lanes import ask, atomic_next, fence, load, store, stream
+from tiercache.kernels.lanes import atomic_next, fence, store, stream
+from tiercache.kernels.vectors import Vectors, ask_row, expect_vectors, read, shape_of
 
 __all__ = ["check_ids", "gather", "map_slots", "pool_one"]
 
@@ -47,7 +48,7 @@ def write(out, at, value, count, phase):  # type: ignore[no-untyped-def]
 def _copy_row(vectors, start, out, at, dim, phase):  # type: ignore[no-untyped-def]
     d, count = 0, min(first_lanes(at, phase), dim)
     while d < dim:
-        write(out, at + d, load(vectors, start + d, count), count, phase)
+        write(out, at + d, read(vectors, start + d, count), count, phase)
         d += count
         count = min(16, dim - d)
 
@@ -55,7 +56,7 @@ def _copy_row(vectors, start, out, at, dim, phase):  # type: ignore[no-untyped-d
 @worker
 def _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, phase, counter):  # type: ignore[no-untyped-def]
     num_samples, width = out.shape
-    dim = vectors.shape[1]
+    dim, stride = shape_of(vectors)
     block = atomic_next(counter)
     while block * BLOCK < num_samples:
         first, last = block * BLOCK, min(block * BLOCK + BLOCK, num_samples)
@@ -63,11 +64,11 @@ def _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, phase
             start = f * num_samples
             map_entries(ids, start + first, start + last, bases[f], slot_of_local, slots)
             for n in range(first, min(first + AHEAD, last)):
-                ask(vectors, np.int64(slots[start + n]) * dim, dim)
+                ask_row(vectors, np.int64(slots[start + n]) * stride, dim)
             for n in range(first, last):
                 if n + AHEAD < last:
-                    ask(vectors, np.int64(slots[start + n + AHEAD]) * dim, dim)
-                _copy_row(vectors, np.int64(slots[start + n]) * dim, out, n * width + cols[f], dim, phase)
+                    ask_row(vectors, np.int64(slots[start + n + AHEAD]) * stride, dim)
+                _copy_row(vectors, np.int64(slots[start + n]) * stride, out, n * width + cols[f], dim, phase)
         block = atomic_next(counter)
     fence()
 
@@ -80,14 +81,14 @@ def _pool_one(vectors, slot_of_local, ids, bases, cols, out, slots, phase, count
 
 @worker
 def _gather_blocks(vectors, slots, out, phase, counter):  # type: ignore[no-untyped-def]
-    dim = vectors.shape[1]
+    dim, stride = shape_of(vectors)
     block = atomic_next(counter)
     while block * GATHER_BLOCK < slots.size:
         last = min(block * GATHER_BLOCK + GATHER_BLOCK, slots.size)
         for e in range(block * GATHER_BLOCK, last):
             if e + AHEAD < last:
-                ask(vectors, np.int64(slots[e + AHEAD]) * dim, dim)
-            _copy_row(vectors, np.int64(slots[e]) * dim, out, e * dim, dim, phase)
+                ask_row(vectors, np.int64(slots[e + AHEAD]) * stride, dim)
+            _copy_row(vectors, np.int64(slots[e]) * stride, out, e * dim, dim, phase)
         block = atomic_next(counter)
     fence()
 
@@ -172,7 +173,7 @@ def map_slots(
 
 
 def pool_one(
-    vectors: NDArray[np.float32],
+    vectors: NDArray[np.float32] | Vectors,
     slot_of_local: NDArray[np.int32],
     ids: NDArray[np.int32],
     bases: NDArray[np.int64],
@@ -183,11 +184,12 @@ def pool_one(
 ) -> None:
     """Write each feature's row for each sample to its columns of `out` (N, T), and each entry's slot to `slots`.
 
-    vectors (S, D), slot_of_local (L,), ids and slots (F * N,), bases (F,), cols (F,). Other columns of `out` stay.
-    A large output is written past the caches, a line at a time: best where dim, width and columns are multiples of 16.
+    vectors (S, D) of float32, or Vectors, slot_of_local (L,), ids and slots (F * N,), bases (F,), cols (F,). Other
+    columns of `out` stay. A large output is written past the caches, a line at a time: best where dim, width and
+    columns are multiples of 16.
     """
-    vectors, out = expect("vectors", vectors, np.float32, 2), expect("out", out, np.float32, 2, written=True)
-    cols = expect_columns(cols, vectors.shape[1], out.shape[1])
+    vectors, out = expect_vectors(vectors), expect("out", out, np.float32, 2, written=True)
+    cols = expect_columns(cols, vectors.dim, out.shape[1])
     if out.shape[0] != num_samples or ids.size != bases.size * num_samples or slots.size != ids.size:
         raise ValueError(
             f"{ids.size} ids and {slots.size} slots do not make one id for each of {num_samples} samples and "
@@ -208,11 +210,11 @@ def pool_one(
     )
 
 
-def gather(vectors: NDArray[np.float32], slots: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+def gather(vectors: NDArray[np.float32] | Vectors, slots: NDArray[np.int32], out: NDArray[np.float32]) -> None:
     """Write the row in each slot (E,) to `out` (E, D)."""
-    vectors, out = expect("vectors", vectors, np.float32, 2), expect("out", out, np.float32, 2, written=True)
-    if out.shape != (slots.size, vectors.shape[1]):
-        raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {vectors.shape[1]} elements were asked for.")
+    vectors, out = expect_vectors(vectors), expect("out", out, np.float32, 2, written=True)
+    if out.shape != (slots.size, vectors.dim):
+        raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {vectors.dim} elements were asked for.")
     _gather(
         vectors,
         expect("slots", slots, np.int32),

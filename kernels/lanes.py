@@ -15,7 +15,10 @@ from numba.extending import lower_builtin, models, register_model, type_callable
 
 from tiercache.kernels.jit import inlined, intrinsic
 
-__all__ = ["WIDTH", "ask", "atomic_next", "fence", "load", "prefetch", "splat", "sqrt", "store", "stream", "total"]
+__all__ = [
+    "WIDTH", "address_of", "ask", "atomic_next", "fence", "lanes", "load", "masked_load", "masked_store", "prefetch",
+    "splat", "sqrt", "store", "stream", "total",
+]  # fmt: skip
 
 WIDTH = 16
 
@@ -63,13 +66,22 @@ for _function, _instruction in (
     _operator(_function, _instruction)
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+def address_of(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    """Return the address of an element: for code that emits instructions."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [offset])
 
 
+def _kind(array_type: Any) -> tuple[Any, str, int]:
+    """Return the vector type of an array's elements, what LLVM calls it, and its alignment."""
+    if array_type.dtype == types.uint16:
+        return ir.VectorType(ir.IntType(16), WIDTH), "v16i16", 2
+    return _VECTOR, "v16f32", 4
+
+
 def _vector_address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    return builder.bitcast(_address(context, builder, array_type, array, offset), _VECTOR.as_pointer())
+    address = address_of(context, builder, array_type, array, offset)
+    return builder.bitcast(address, _kind(array_type)[0].as_pointer())
 
 
 def _repeat(builder: Any, value: Any, kind: Any) -> Any:
@@ -90,15 +102,28 @@ def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(function, arguments)
 
 
+def masked_load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, count: Any) -> Any:
+    """Emit a load of `count` elements of float32 or uint16; the others are zero."""
+    kind, name, align = _kind(array_type)
+    address = _vector_address(context, builder, array_type, array, offset)
+    inputs = [address, _INT(align), _mask(builder, count), ir.Constant(kind, [kind.element(0)] * WIDTH)]
+    return _call(builder, f"llvm.masked.load.{name}.p0", kind, inputs)
+
+
+def masked_store(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, value: Any, count: Any) -> None:
+    """Emit a store of the first `count` lanes to an array of float32 or uint16."""
+    _, name, align = _kind(array_type)
+    address = _vector_address(context, builder, array_type, array, offset)
+    inputs = [value, address, _INT(align), _mask(builder, count)]
+    _call(builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), inputs)
+
+
 @intrinsic
 def load(_typing: Any, array: Any, offset: Any, count: Any) -> Any:
     """Return `count` elements of a float32 array from `offset` on."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = _vector_address(context, builder, array, arguments[0], arguments[1])
-        rest = ir.Constant(_VECTOR, [0.0] * WIDTH)
-        inputs = [address, _INT(4), _mask(builder, arguments[2]), rest]
-        return _call(builder, "llvm.masked.load.v16f32.p0", _VECTOR, inputs)
+        return masked_load(context, builder, array, *arguments)
 
     return lanes(array, types.intp, types.intp), emit
 
@@ -108,9 +133,7 @@ def store(_typing: Any, array: Any, offset: Any, value: Any, count: Any) -> Any:
     """Write the first `count` lanes of `value` to a float32 array from `offset` on."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = _vector_address(context, builder, array, arguments[0], arguments[1])
-        inputs = [arguments[2], address, _INT(4), _mask(builder, arguments[3])]
-        _call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), inputs)
+        masked_store(context, builder, array, *arguments)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, lanes, types.intp), emit
@@ -180,7 +203,7 @@ def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
     """Ask for the cache line of the element at `offset` of the flattened array; never faults."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = _address(context, builder, array, arguments[0], arguments[1])
+        address = address_of(context, builder, array, arguments[0], arguments[1])
         # for reading, into the second-level cache: more of them can be under way than of those into the first
         inputs = [builder.bitcast(address, cgutils.voidptr_t), _INT(0), _INT(2), _INT(1)]
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
@@ -214,7 +237,7 @@ def atomic_next(_typing: Any, counter: Any) -> Any:
     """Return the first element of an int64 array and add one to it, as one step for all threads."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = _address(context, builder, counter, arguments[0], ir.IntType(64)(0))
+        address = address_of(context, builder, counter, arguments[0], ir.IntType(64)(0))
         return builder.atomic_rmw("add", address, ir.IntType(64)(1), "monotonic")
 
     return types.int64(counter), emit

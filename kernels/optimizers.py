@@ -1,24 +1,35 @@
 """The optimizers' rules: how one row changes by one gradient."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.jit import inlined
 from tiercache.kernels.lanes import load, splat, sqrt, store, total
+from tiercache.kernels.rounding import Rounding, draw
+from tiercache.kernels.vectors import Vectors, is_narrow, read, write_rounded
 
-__all__ = ["ADAGRAD", "ADAM", "ROWWISE", "SGD", "Rows", "Rule", "apply", "make_rule"]
+__all__ = ["ADAGRAD", "ADAM", "ROWWISE", "SGD", "Rows", "Rule", "apply", "make_rule", "vectors_of"]
 
 SGD, ADAGRAD, ROWWISE, ADAM = range(4)
 
 
 class Rows(NamedTuple):
-    """The fields of a group's rows: vectors (S, D), then the states, (0, 0) where the optimizer has none."""
+    """The fields of a group's rows: `Vectors`, then the states, (0, 0) where the optimizer has none, then `Rounding`.
 
-    vectors: NDArray[np.float32]
+    All side by side, as parallel kernels take no tuples in tuples. A thread has room for random bits in `noise`.
+    """
+
+    values: NDArray[Any]
+    dim: int
+    is_half: int
     first: NDArray[np.float32]
     second: NDArray[np.float32]
+    streams: NDArray[np.uint64]
+    low: np.uint64
+    high: np.uint64
+    noise: NDArray[np.uint32]
 
 
 class Rule(NamedTuple):
@@ -39,14 +50,22 @@ def make_rule(kind: int, rate: float, eps: float, decay: float, new1: float = 0.
 
 
 @inlined
-def apply(rule, rows, slot, dim, sums, at):  # type: ignore[no-untyped-def]
-    """Change the row in `slot` by the gradient in sums[at:at + dim]."""
-    row = slot * dim
+def vectors_of(rows):  # type: ignore[no-untyped-def]
+    """Return the vectors of rows."""
+    return Vectors(rows.values, rows.dim, rows.is_half)
+
+
+@inlined
+def apply(rule, rows, slot, dim, stride, sums, at, room):  # type: ignore[no-untyped-def]
+    """Change the row in `slot` by the gradient in sums[at:at + dim]; `room` is the thread's place in the noise."""
+    row, vector, vectors = slot * dim, slot * stride, vectors_of(rows)
+    if is_narrow(rows.values):
+        draw(Rounding(rows.streams, rows.low, rows.high), slot, dim, rows.noise, room)
     squares = splat(np.float32(0))
     rate = splat(rule.rate)
     if rule.decay != 0 or rule.kind == ROWWISE:
         for d in range(0, dim, 16):
-            g = load(sums, at + d, 16) + splat(rule.decay) * load(rows.vectors, row + d, dim - d)
+            g = load(sums, at + d, 16) + splat(rule.decay) * read(vectors, vector + d, dim - d)
             squares = squares + g * g
             store(sums, at + d, g, 16)
     if rule.kind == ROWWISE:
@@ -68,4 +87,5 @@ def apply(rule, rows, slot, dim, sums, at):  # type: ignore[no-untyped-def]
             second = second + (g * g - second) * splat(rule.new2)
             store(rows.second, row + d, second, dim - d)
             change = rate * first / (sqrt(second) + splat(rule.eps))
-        store(rows.vectors, row + d, load(rows.vectors, row + d, dim - d) - change, dim - d)
+        changed = read(vectors, vector + d, dim - d) - change
+        write_rounded(vectors, vector + d, changed, dim - d, rows.noise, 2 * room + d)

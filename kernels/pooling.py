@@ -23,7 +23,8 @@ from tiercache.kernels.gathering import (
     write,
 )
 from tiercache.kernels.jit import inlined, parallel, serial, worker
-from tiercache.kernels.lanes import ask, atomic_next, fence, load, splat, total
+from tiercache.kernels.lanes import atomic_next, fence, load, splat, total
+from tiercache.kernels.vectors import Vectors, ask_row, element, expect_vectors, read, shape_of
 
 __all__ = ["MAX", "MEAN", "SUM", "check_ids", "gather", "map_slots", "pool_bags", "pool_one", "weight_gradient"]
 
@@ -34,12 +35,12 @@ _NO_ARGMAX = np.empty((0, 0), np.int32)
 
 
 @inlined
-def _sum_bag(vectors, slots, first, last, weights, each, mean, out, at, dim, phase):  # type: ignore[no-untyped-def]
+def _sum_bag(vectors, slots, first, last, weights, each, mean, out, at, dim, stride, phase):  # type: ignore[no-untyped-def]
     d, count = 0, min(first_lanes(at, phase), dim)
     while d < dim:
         a = splat(np.float32(0))
         for e in range(first, last):
-            a = a + load(vectors, np.int64(slots[e]) * dim + d, count) * splat(weights[e * each])
+            a = a + read(vectors, np.int64(slots[e]) * stride + d, count) * splat(weights[e * each])
         if mean and last > first + 1:
             a = a / splat(np.float32(last - first))
         write(out, at + d, a, count, phase)
@@ -48,17 +49,18 @@ def _sum_bag(vectors, slots, first, last, weights, each, mean, out, at, dim, pha
 
 
 @inlined
-def _max_bag(vectors, slots, first, last, out, argmax, n, col, dim):  # type: ignore[no-untyped-def]
+def _max_bag(vectors, slots, first, last, out, argmax, n, col, dim, stride):  # type: ignore[no-untyped-def]
     largest, which = out[n, col : col + dim], argmax[n, col : col + dim]
-    start = vectors[slots[first]] if first < last else vectors[0]
+    start = np.int64(slots[first]) * stride if first < last else np.int64(0)
     for d in range(dim):
-        largest[d] = start[d] if first < last else np.float32(0)
+        largest[d] = element(vectors, start + d) if first < last else np.float32(0)
         which[d] = first if first < last else -1
     for e in range(first + 1, last):
-        row = vectors[slots[e]]
+        row = np.int64(slots[e]) * stride
         for d in range(dim):
-            larger = row[d] > largest[d]
-            largest[d] = row[d] if larger else largest[d]
+            number = element(vectors, row + d)
+            larger = number > largest[d]
+            largest[d] = number if larger else largest[d]
             which[d] = np.int32(e) if larger else which[d]
 
 
@@ -77,7 +79,8 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
     phase, counter,
 ):  # fmt: skip
     num_samples, width = out.shape
-    dim, each = vectors.shape[1], np.int64(weights.size > 1 or ids.size == 1)  # a single 1 stands for all
+    dim, stride = shape_of(vectors)
+    each = np.int64(weights.size > 1 or ids.size == 1)  # a single 1 stands for all
     block = atomic_next(counter)
     while block * BLOCK < num_samples:
         first, last = block * BLOCK, min(block * BLOCK + BLOCK, num_samples)
@@ -89,13 +92,13 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
             for n in range(first, last):
                 begin, stop, at = offsets[bag + n], offsets[bag + n + 1], n * width + cols[f]
                 while asked < min(stop + AHEAD, end):
-                    ask(vectors, np.int64(slots[asked]) * dim, dim)
+                    ask_row(vectors, np.int64(slots[asked]) * stride, dim)
                     asked += 1
                 _describe(begin, stop, at, weights, each, mode, entry_offset, entry_scale)
                 if mode == MAX:
-                    _max_bag(vectors, slots, begin, stop, out, argmax, n, cols[f], dim)
+                    _max_bag(vectors, slots, begin, stop, out, argmax, n, cols[f], dim, stride)
                 else:
-                    _sum_bag(vectors, slots, begin, stop, weights, each, mode == MEAN, out, at, dim, phase)
+                    _sum_bag(vectors, slots, begin, stop, weights, each, mode == MEAN, out, at, dim, stride, phase)
         block = atomic_next(counter)
     fence()
 
@@ -115,16 +118,16 @@ def _pool_bags(  # type: ignore[no-untyped-def]
 @worker
 def _weight_gradient_blocks(vectors, slots, offsets, modes, cols, gradient, out, counter):  # type: ignore[no-untyped-def]
     num_samples, width = gradient.shape
-    dim = vectors.shape[1]
+    dim, stride = shape_of(vectors)
     block = atomic_next(counter)
     while block * BLOCK < num_samples:
         for f in range(cols.size):
             for n in range(block * BLOCK, min(block * BLOCK + BLOCK, num_samples)):
                 begin, stop, at = offsets[f * num_samples + n], offsets[f * num_samples + n + 1], n * width + cols[f]
                 for e in range(begin, stop):
-                    row, a = np.int64(slots[e]) * dim, splat(np.float32(0))
+                    row, a = np.int64(slots[e]) * stride, splat(np.float32(0))
                     for d in range(0, dim, 16):
-                        a = a + load(vectors, row + d, dim - d) * load(gradient, at + d, dim - d)
+                        a = a + read(vectors, row + d, dim - d) * load(gradient, at + d, dim - d)
                     products = total(a)
                     out[e] = products / np.float32(stop - begin) if modes[f] == MEAN else products
         block = atomic_next(counter)
@@ -145,7 +148,7 @@ def _decreases(offsets):  # type: ignore[no-untyped-def]
 
 
 def pool_bags(
-    vectors: NDArray[np.float32],
+    vectors: NDArray[np.float32] | Vectors | Vectors,
     slot_of_local: NDArray[np.int32],
     ids: NDArray[np.int32],
     bases: NDArray[np.int64],
@@ -168,8 +171,8 @@ def pool_bags(
     empty where no feature is MAX); entry_offset (E,) and entry_scale (E,) (may be empty: then all are 1) as
     `bag_gradients` takes them. Sums go over the entries in order.
     """
-    vectors, out = expect("vectors", vectors, np.float32, 2), expect("out", out, np.float32, 2, written=True)
-    cols, offsets = expect_columns(cols, vectors.shape[1], out.shape[1]), expect("offsets", offsets, np.int64)
+    vectors, out = expect_vectors(vectors), expect("out", out, np.float32, 2, written=True)
+    cols, offsets = expect_columns(cols, vectors.dim, out.shape[1]), expect("offsets", offsets, np.int64)
     modes = expect("modes", modes, np.int8)
     num_features, num_samples = same_length(bases=bases, cols=cols, modes=modes), out.shape[0]
     if offsets.size != num_features * num_samples + 1 or offsets[0] != 0 or offsets[-1] != ids.size:
@@ -215,7 +218,7 @@ def pool_bags(
 
 
 def weight_gradient(
-    vectors: NDArray[np.float32],
+    vectors: NDArray[np.float32] | Vectors,
     slots: NDArray[np.int32],
     entry_starts: NDArray[np.int64],
     offsets: NDArray[np.int64],
@@ -229,8 +232,8 @@ def weight_gradient(
     Call it before the step: `vectors` (S, D) must be as they were in the lookup. gradient (N, T); the rest as in
     `pool_bags`. Not for MAX features, which take no weights: what is written for them means nothing.
     """
-    vectors, gradient = expect("vectors", vectors, np.float32, 2), expect("gradient", gradient, np.float32, 2)
-    cols, offsets = expect_columns(cols, vectors.shape[1], gradient.shape[1]), expect("offsets", offsets, np.int64)
+    vectors, gradient = expect_vectors(vectors), expect("gradient", gradient, np.float32, 2)
+    cols, offsets = expect_columns(cols, vectors.dim, gradient.shape[1]), expect("offsets", offsets, np.int64)
     same_length(modes=modes, cols=cols)
     same_length(slots=slots, out=out)
     if offsets.size != cols.size * gradient.shape[0] + 1 or offsets[-1] != slots.size or entry_starts[-1] != slots.size:

@@ -25,7 +25,9 @@ from tiercache.kernels.gradients import (
 )
 from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.lanes import ask, atomic_next, load, splat, store
-from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rows, Rule, apply, make_rule
+from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rows, Rule, apply, make_rule, vectors_of
+from tiercache.kernels.rounding import NO_ROUNDING, Rounding
+from tiercache.kernels.vectors import Vectors, ask_row, expect_vectors, shape_of
 
 __all__ = [
     "Gradients",
@@ -52,14 +54,14 @@ def _padded(dim):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _ask_entry(pairs, i, source, rows, dim):  # type: ignore[no-untyped-def]
+def _ask_entry(pairs, i, source, rows, dim, stride):  # type: ignore[no-untyped-def]
     """Ask for the gradient of the entry at `i` and, where a row begins there, for the row."""
     if i < pairs.size:
         begin = gradient_start(entry_of(pairs, i), source)
         ask(source.flat, begin if begin >= 0 else ~begin, dim)
         if not same_row(pairs, i, i - 1):
             slot = np.int64(pairs[i] >> _HALF)
-            ask(rows.vectors, slot * dim, dim)
+            ask_row(vectors_of(rows), slot * stride, dim)
             if rows.first.shape[1]:
                 ask(rows.first, slot * rows.first.shape[1], rows.first.shape[1])
             if rows.second.shape[1]:
@@ -73,7 +75,7 @@ def _clear(sums, at, dim):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _sum_entries(pairs, start, stop, source, rows, dim, sums, at):  # type: ignore[no-untyped-def]
+def _sum_entries(pairs, start, stop, source, rows, dim, stride, sums, at):  # type: ignore[no-untyped-def]
     """Write the sum of the gradients of entries [start, stop) to sums[at:at + dim], in order."""
     for d in range(0, dim, 64):
         for lane in range(0, 64, 16):
@@ -81,7 +83,7 @@ def _sum_entries(pairs, start, stop, source, rows, dim, sums, at):  # type: igno
     for first in range(start, stop, _GROUP):
         last = min(first + _GROUP, stop)
         for i in range(first + _AHEAD, last + _AHEAD):
-            _ask_entry(pairs, i, source, rows, dim)
+            _ask_entry(pairs, i, source, rows, dim, stride)
         if source.argmax.size:
             add_mixed(pairs, first, last, source, dim, sums, at)
         else:
@@ -143,7 +145,7 @@ def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches,
 
     One loop does both, so that its large body is compiled once.
     """
-    dim = rows.vectors.shape[1]
+    dim, stride = shape_of(vectors_of(rows))
     padded = _padded(dim)
     size = pairs.size
     num_tasks = (size + _TASK - 1) // _TASK if whole else num_stretches
@@ -162,9 +164,9 @@ def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches,
             if whole and stop - start > 2 * _STRETCH:
                 _add_stretches(start, stop, long, dim, padded, sums, at)
             else:
-                _sum_entries(pairs, start, stop, source, rows, dim, sums, at)
+                _sum_entries(pairs, start, stop, source, rows, dim, stride, sums, at)
             if whole:
-                apply(rule, rows, np.int64(pairs[start] >> _HALF), dim, sums, at)
+                apply(rule, rows, np.int64(pairs[start] >> _HALF), dim, stride, sums, at, part * padded)
             start = stop
             if start < high:
                 stop = _run_end(pairs, start)
@@ -205,10 +207,11 @@ class UpdateBuffers:
     def __init__(self) -> None:
         self.long = np.empty((0, 3), np.int64)
         self.sums = np.empty(0, np.float32)
+        self.noise = np.empty(0, np.uint32)
         self.counter = np.zeros(1, np.int64)
 
-    def reserve(self, num_entries: int, dim: int, parts: int) -> None:
-        """Make room for a step of `num_entries` entries."""
+    def reserve(self, num_entries: int, dim: int, parts: int, *, rounds: bool = False) -> None:
+        """Make room for a step of `num_entries` entries, and for the random bits of rows that are rounded."""
         num_long = num_entries // (2 * _STRETCH) + 1
         rows = num_entries // _STRETCH + num_long + parts
         if self.long.shape[0] < num_long:
@@ -216,18 +219,21 @@ class UpdateBuffers:
         room = rows * _padded.py_func(dim)
         if self.sums.size < room:
             self.sums = np.empty(room, np.float32)
+        room = parts * _padded.py_func(dim) if rounds else 0
+        if self.noise.size < room:
+            self.noise = np.empty(room, np.uint32)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.long.nbytes + self.sums.nbytes + self.counter.nbytes
+        return self.long.nbytes + self.sums.nbytes + self.noise.nbytes + self.counter.nbytes
 
 
 _NO_STATE = np.empty((0, 0), np.float32)
 
 
 def _step(
-    vectors: NDArray[np.float32],
+    vectors: Vectors,
     first: NDArray[np.float32],
     second: NDArray[np.float32],
     widths: tuple[int, int],
@@ -235,14 +241,19 @@ def _step(
     gradients: Gradients,
     buffers: UpdateBuffers,
     rule: Rule,
+    rounding: Rounding,
 ) -> None:
-    vectors = expect("vectors", vectors, np.float32, 2, written=True)
-    num_slots, dim = vectors.shape
+    num_slots, dim = vectors.values.shape[0], vectors.dim
+    rounds = vectors.values.dtype != np.float32
+    if rounds and rounding.streams.size != num_slots:
+        raise ValueError(
+            f"{num_slots} rows of a 16-bit dtype are rounded by {rounding.streams.size} streams: give each."
+        )
     for name, state, width in (("the first state", first, widths[0]), ("the second state", second, widths[1])):
         expect(name, state, np.float32, 2, written=True)
         if width and state.shape != (num_slots, width):
             raise ValueError(
-                f"{name} has shape {state.shape}: vectors of shape {vectors.shape} need {(num_slots, width)}."
+                f"{name} has shape {state.shape}: {num_slots} vectors of dim {dim} need {(num_slots, width)}."
             )
     pairs = expect("pairs", pairs, np.uint64)
     if gradients.offsets.size:
@@ -260,28 +271,34 @@ def _step(
     if int(pairs[-1]) >> 32 >= num_slots:
         raise ValueError(f"slot {int(pairs[-1]) >> 32} was sorted, but there are {num_slots} rows.")
     parts = max(1, min(threads(), pairs.size // _TASK))
-    buffers.reserve(pairs.size, dim, parts)
-    rows = Rows(vectors, first, second)
+    buffers.reserve(pairs.size, dim, parts, rounds=rounds)
+    rows = Rows(*vectors, first, second, *rounding, buffers.noise)
     num_long, num_stretches = _find_long(pairs, buffers.long)
     _update(pairs, gradients, rows, rule, buffers.long, num_long, num_stretches, buffers.sums, buffers.counter, parts)
 
 
 def update_sgd(
-    vectors: NDArray[np.float32],
+    vectors: NDArray[np.float32] | Vectors,
     pairs: NDArray[np.uint64],
     gradients: Gradients,
     buffers: UpdateBuffers,
     *,
     learning_rate: float,
     decay: float = 0.0,
+    rounding: Rounding = NO_ROUNDING,
 ) -> None:
-    """Change each row that `pairs` (from `sort_slots`) names: row -= rate * g, with g += decay * row before."""
+    """Change each row that `pairs` (from `sort_slots`) names: row -= rate * g, with g += decay * row before.
+
+    vectors (S, D) of float32, or Vectors; those of 16-bit dtypes are rounded by `rounding`, here and below.
+    """
     rule = make_rule(SGD, learning_rate, 0.0, decay)
-    _step(vectors, _NO_STATE, _NO_STATE, (0, 0), pairs, gradients, buffers, rule)
+    _step(
+        expect_vectors(vectors, written=True), _NO_STATE, _NO_STATE, (0, 0), pairs, gradients, buffers, rule, rounding
+    )
 
 
 def update_adagrad(
-    vectors: NDArray[np.float32],
+    vectors: NDArray[np.float32] | Vectors,
     sums: NDArray[np.float32],
     pairs: NDArray[np.uint64],
     gradients: Gradients,
@@ -290,14 +307,16 @@ def update_adagrad(
     learning_rate: float,
     eps: float = 1e-10,
     decay: float = 0.0,
+    rounding: Rounding = NO_ROUNDING,
 ) -> None:
     """Per element: sum += g * g; row -= rate * g / (sqrt(sum) + eps). `sums` is (S, D)."""
     rule = make_rule(ADAGRAD, learning_rate, eps, decay)
-    _step(vectors, sums, _NO_STATE, (vectors.shape[1], 0), pairs, gradients, buffers, rule)
+    vectors = expect_vectors(vectors, written=True)
+    _step(vectors, sums, _NO_STATE, (vectors.dim, 0), pairs, gradients, buffers, rule, rounding)
 
 
 def update_rowwise_adagrad(
-    vectors: NDArray[np.float32],
+    vectors: NDArray[np.float32] | Vectors,
     sums: NDArray[np.float32],
     pairs: NDArray[np.uint64],
     gradients: Gradients,
@@ -306,14 +325,15 @@ def update_rowwise_adagrad(
     learning_rate: float,
     eps: float = 1e-8,
     decay: float = 0.0,
+    rounding: Rounding = NO_ROUNDING,
 ) -> None:
     """Per row: sum += mean(g * g); row -= rate / (sqrt(sum) + eps) * g. `sums` is (S, 1)."""
     rule = make_rule(ROWWISE, learning_rate, eps, decay)
-    _step(vectors, sums, _NO_STATE, (1, 0), pairs, gradients, buffers, rule)
+    _step(expect_vectors(vectors, written=True), sums, _NO_STATE, (1, 0), pairs, gradients, buffers, rule, rounding)
 
 
 def update_adam(
-    vectors: NDArray[np.float32],
+    vectors: NDArray[np.float32] | Vectors,
     exp_avg: NDArray[np.float32],
     exp_avg_sq: NDArray[np.float32],
     pairs: NDArray[np.uint64],
@@ -326,11 +346,13 @@ def update_adam(
     beta2: float = 0.999,
     eps: float = 1e-8,
     decay: float = 0.0,
+    rounding: Rounding = NO_ROUNDING,
 ) -> None:
     """Adam on the rows of the batch only, as torch.optim.SparseAdam; `step` counts applied steps from 1."""
     if step < 1:
         raise ValueError(f"step is {step}: the first applied step is 1.")
     rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
     rule = make_rule(ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
-    dim = vectors.shape[1]
-    _step(vectors, exp_avg, exp_avg_sq, (dim, dim), pairs, gradients, buffers, rule)
+    vectors = expect_vectors(vectors, written=True)
+    dim = vectors.dim
+    _step(vectors, exp_avg, exp_avg_sq, (dim, dim), pairs, gradients, buffers, rule, rounding)

@@ -40,7 +40,7 @@ def blocks_of(
 ) -> Iterator[Block]:
     """Yield the blocks of a stream from its rows (n, W), every field of a row side by side, and their keys, in order.
 
-    All blocks stand in the same two arrays.
+    Rows are words. All blocks stand in the same two arrays.
     """
     rows = np.empty((min(stream.block_rows, stream.rows), stream.row_bytes // 4), dtype=np.float32)
     keys, packed = np.empty(rows.shape[0], dtype=np.int64), np.empty(rows.nbytes, dtype=np.uint8)
@@ -66,8 +66,8 @@ def _pack(
     for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
         count, column = int(stream.piece_rows_P[piece]), 0
         for field in group.fields:
-            values = rows[row : row + count, column : column + field.width]
+            values = rows[row : row + count, column : column + field.words]
             out[at : at + values.size].reshape(values.shape)[:] = values
-            at, column = at + values.size, column + field.width
+            at, column = at + values.size, column + field.words
         row += count
     return packed[: 4 * at]

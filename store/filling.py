@@ -13,6 +13,7 @@ from tiercache.store.scratch_file import scratch_of
 from tiercache.store.segment import BASE_VISIT
 from tiercache.store.spill import Spill
 from tiercache.store.stream import NEVER, Range
+from tiercache.store.vectors import to_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -43,10 +44,11 @@ def fill(
 ) -> Commit:
     """Make commit 0 of an empty store from rows in any order of keys and tables, and return it.
 
-    ``chunks`` yields (table name, (keys (n,), fields (n, width))); the fields of a row keep their bits, NaN too. The
-    cursor stands before visit 0 and no visit is said to need the rows. Rows are sorted in temporary files without
-    a name in its folder, so beside the caller's chunk about ``memory_bytes`` are taken; each is written there, read,
-    and written to the store. Rows that fit the memory need no files.
+    ``chunks`` yields (table name, (keys (n,), fields (n, width))), all float32; the fields of a row keep their bits,
+    NaN too, but vectors of 16-bit dtypes are rounded to the nearest. The cursor stands before visit 0 and no visit is
+    said to need the rows. Rows are sorted in temporary files without a name in its folder, so beside the caller's chunk
+    about ``memory_bytes`` are taken; each is written there, read, and written to the store. Rows that fit the memory
+    need no files.
 
     ``initial_state``: chunks with the vector alone are taken, and the optimizer state starts at its initial value.
     ``reserved_keys``: names of tables in which INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null
@@ -102,8 +104,12 @@ class _Filling:
         rows = np.empty((keys.size, table.row_bytes // 4), dtype=np.float32)
         column = 0
         for i, field in enumerate(table.fields):
-            rows[:, column : column + field.width] = fields[i] if i < len(fields) else field.initial
-            column += field.width
+            words = rows[:, column : column + field.words]
+            if i < len(fields):
+                to_words(field, fields[i], words)
+            else:
+                words[:] = field.initial
+            column += field.words
         self._spills[name].add(keys, rows)
         if sum(spill.held_bytes for spill in self._spills.values()) > self._most_held:
             max(self._spills.values(), key=lambda spill: spill.held_bytes).flush()

@@ -11,6 +11,7 @@ import numpy as np
 
 from tiercache.store.hashing import mix
 from tiercache.store.initializer import Constant, Normal, Uniform, Zeros
+from tiercache.store.vectors import nearest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,12 +27,15 @@ _BATCH_NUMBERS = 1 << 20
 
 
 def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
-    """Return the first row of each key (n,) of a table: (n, width) for each field; state begins at its constant."""
+    """Return the first row of each key (n,) of a table: (n, width) of float32 for each field.
+
+    Vectors are rounded to the nearest of the table's dtype; state begins at its constant.
+    """
     keys = np.ascontiguousarray(keys, dtype=np.int64)
     vectors = np.empty((keys.size, table.dim), dtype=np.float32)
     step = max(1, _BATCH_NUMBERS // table.dim)
     for first in range(0, keys.size, step):
-        vectors[first : first + step] = _vectors(table, keys[first : first + step])
+        vectors[first : first + step] = nearest(_vectors(table, keys[first : first + step]), table.dtype)
     states = (np.full((keys.size, field.width), field.initial, dtype=np.float32) for field in table.fields[1:])
     return vectors, *states
 

@@ -17,6 +17,7 @@ from tiercache.store.huge_pages import huge_pages
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.reading import Pieces
 from tiercache.store.standing import steady
+from tiercache.store.vectors import from_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -219,19 +220,19 @@ def _read(
 ) -> Fields:
     """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
     fields = store.groups[group].fields
-    out = tuple(np.zeros((rows.size, field.width), dtype=np.float32) for field in fields)
+    out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)
     rooms: deque[NDArray[np.uint8]] = deque()
     batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, rooms))
     with ThreadPoolExecutor(READERS) as readers:
         for (batch,), data in read_ahead(readers, partial(_Batch.read, store=store), batches, most=READERS):
             start, piece_rows = batch.starts[batch.which] // 4, batch.piece_rows[batch.which]
             for field, values in zip(fields, out, strict=True):
-                values[batch.places] = sliding_window_view(data, field.width)[start + batch.local * field.width]
-                start = start + piece_rows * field.width
+                values[batch.places] = sliding_window_view(data, field.words)[start + batch.local * field.words]
+                start = start + piece_rows * field.words
             rooms.append(batch.room)
             if progress is not None:
                 progress(batch.places.size)
-    return out
+    return from_words(fields, out)
 
 
 def _batches(

@@ -7,16 +7,25 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from tiercache.store.vectors import vector_words
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """One part of a row: the vector or an optimizer state; float32."""
+    """One part of a row: the vector or an optimizer state."""
 
     name: str
     width: int
     """Numbers in a row."""
     initial: float
     """What an optimizer state starts from; vectors start from the table's initializer."""
+    dtype: str = "float32"
+    """Of the numbers as they are kept: a vector's is its table's, that of optimizer state float32."""
+
+    @property
+    def words(self) -> int:
+        """Words of 4 bytes in a row: what has 2 bytes a number is padded to whole ones."""
+        return vector_words(self.width, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

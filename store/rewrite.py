@@ -19,6 +19,7 @@ from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.settling import Settling
 from tiercache.store.stream import NEVER, Range
 from tiercache.store.sweep import Sweep
+from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,7 +122,9 @@ class Rewrite:
 
     def _merged(self, table: Table, moves: Choice | None) -> Iterator[tuple[Int64s, Floats, Int64s]]:
         """Yield keys, rows and first uses of all rows that are stored and move, or wanted, in hash order."""
-        chunks = scan_segments(self._store, self._store.segments, table.name, choice=moves, memory_bytes=MEMORY_BYTES)
+        chunks = scan_segments(
+            self._store, self._store.segments, table.name, choice=moves, memory_bytes=MEMORY_BYTES, as_words=True
+        )
         stored = Sweep(table, ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks))
         wanted = Sweep(table, self._uses.slices(table.name))
         while True:
@@ -136,7 +139,7 @@ class Rewrite:
                 hit = wanted_hashes[at] == hashes
                 uses[hit], absent[at[hit]] = wanted_uses[at[hit]], False
             if np.any(absent):
-                new = np.concatenate(self._first_rows(table, wanted_keys[absent]), axis=1)
+                new = row_words(table.fields, self._first_rows(table, wanted_keys[absent]))
                 hashes = np.concatenate([hashes, wanted_hashes[absent]])
                 self.new_rows += new.shape[0]
                 order = np.argsort(hashes)

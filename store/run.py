@@ -82,9 +82,9 @@ class Run:
         ):
             at, column = low * width, 0
             for field in self._group.fields:
-                part = values[at : at + count * field.width].reshape(count, field.width)
-                out[low : low + count, column : column + field.width] = part
-                at, column = at + count * field.width, column + field.width
+                part = values[at : at + count * field.words].reshape(count, field.words)
+                out[low : low + count, column : column + field.words] = part
+                at, column = at + count * field.words, column + field.words
         keys = self._next_keys(end - self.low)
         out = out[self.low - start : end - start]
         self.low = end

@@ -21,6 +21,7 @@ from tiercache.store.spill import Spill, part_rows
 from tiercache.store.standing import undisturbed
 from tiercache.store.sweep import whole_keys
 from tiercache.store.table import find_table
+from tiercache.store.vectors import from_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -88,12 +89,14 @@ def scan_segments(
     memory_bytes: int = SCAN_BYTES,
     scratch: Path | None = None,
     standing: Standing | None = None,
+    as_words: bool = False,
 ) -> Iterator[Chunk]:
     """Do what ``scan`` does, with the newest of the commit's segments, or with the rows of a ``choice``.
 
     Of the segments, none may be left out that is newer than one that is there: it may have newer rows. ``choice``
     says of rows of a segment stream which are wanted, of each key at most one; pieces without one are not read.
-    ``standing`` is where the segments are from, the store's own where not said.
+    ``standing`` is where the segments are from, the store's own where not said. ``as_words``: fields are given as
+    they are kept, (n, words).
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
@@ -106,7 +109,7 @@ def scan_segments(
     stale = 0 if choice is not None else _stale(standing, segments, group, table)
     if stale:
         chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}")
-    return _checked(store, table, undisturbed(store, standing, f"table {table.name!r} was scanned", chunks))
+    return _checked(store, table, as_words, undisturbed(store, standing, f"table {table.name!r} was scanned", chunks))
 
 
 def chunk_rows_of(table: Table) -> int:
@@ -136,9 +139,9 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str) -> Iterator[Rows]:
         )
 
 
-def _checked(store: Store, table: Table, chunks: Iterator[Rows]) -> Iterator[Chunk]:
+def _checked(store: Store, table: Table, as_words: bool, chunks: Iterator[Rows]) -> Iterator[Chunk]:
     """Cut rows into fields, and raise for a key with two live rows."""
-    cuts = list(accumulate(field.width for field in table.fields))[:-1]
+    cuts = list(accumulate(field.words for field in table.fields))[:-1]
     last: int | None = None
     for keys, rows in chunks:
         hashes = hash_keys(keys, table.table_id)
@@ -147,7 +150,8 @@ def _checked(store: Store, table: Table, chunks: Iterator[Rows]) -> Iterator[Chu
                 f"a key of table {table.name!r} of {store.label} has two live rows: restore the store from a copy"
             )
         last = int(hashes[-1])
-        yield keys, tuple(np.ascontiguousarray(part) for part in np.split(rows, cuts, axis=1))
+        fields = tuple(np.ascontiguousarray(part) for part in np.split(rows, cuts, axis=1))
+        yield keys, fields if as_words else from_words(table.fields, fields)
 
 
 def _chunks(

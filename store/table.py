@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tiercache.store.hashing import xxh64
 from tiercache.store.initializer import (
     Constant,
@@ -27,6 +29,7 @@ from tiercache.store.optimizer import (
     optimizer_from_record,
     optimizer_to_record,
 )
+from tiercache.store.vectors import ITEM_BYTES, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,8 +52,8 @@ __all__ = [
     "initializer_code",
 ]
 
-ITEM_BYTES = {"float32": 4}
 COMPRESSIONS = ("zstd", "blosc")
+_DTYPES = "'float32', 'bfloat16' or 'float16'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +71,8 @@ class Table:
     seed: int = 0
     """Decides initial rows, with name and key."""
     dtype: str = "float32"
-    """Of vectors and state."""
+    """Of vectors: "float32", "bfloat16" or "float16". The optimizer state is float32 in every case; an update computes
+    in float32 and rounds the vector of a 16-bit dtype stochastically."""
     compression: str | None = field(default=None, compare=False)
     """"zstd" or "blosc": how a store on Zarr arrays keeps the bytes of its rows; None: as they are. The rows are the
     same, so tables that differ in nothing else are equal."""
@@ -98,16 +102,17 @@ class Table:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed of table {self.name!r} is {self.seed!r}: it must be 0 .. 2**64 - 1")
         if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"dtype of table {self.name!r} is {self.dtype!r}: it must be 'float32'")
+            raise ValueError(f"dtype of table {self.name!r} is {self.dtype!r}: it must be {_DTYPES}")
+        _check_start(self)
         if self.compression is not None and self.compression not in COMPRESSIONS:
             raise ValueError(
                 f"compression of table {self.name!r} is {self.compression!r}: it must be 'zstd', 'blosc' or None"
             )
-        vector = Field(name="vector", width=self.dim, initial=0.0)
+        vector = Field(name="vector", width=self.dim, initial=0.0, dtype=self.dtype)
         fields = (vector, *self.optimizer.state_fields(self.dim))
         object.__setattr__(self, "table_id", xxh64(self.name.encode()))
         object.__setattr__(self, "fields", fields)
-        object.__setattr__(self, "row_bytes", ITEM_BYTES[self.dtype] * sum(f.width for f in fields))
+        object.__setattr__(self, "row_bytes", 4 * sum(f.words for f in fields))
 
     def to_record(self) -> dict[str, Any]:
         """Return the table as plain JSON values; without compression they do not speak of it."""
@@ -164,7 +169,7 @@ class Group:
 
     @property
     def dtype(self) -> str:
-        """Of vectors and state."""
+        """Of vectors."""
         return self.tables[0].dtype
 
     @property
@@ -202,6 +207,15 @@ def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
     for table in ordered:
         members.setdefault((table.dim, table.dtype, table.optimizer, table.compression), []).append(table)
     return tuple(Group(index=i, tables=tuple(group)) for i, group in enumerate(members.values()))
+
+
+def _check_start(table: Table) -> None:
+    """Raise ValueError where a number of the initializer is beyond the dtype."""
+    for name, value in initializer_to_record(table.initializer).items():
+        if isinstance(value, float | int) and not np.isfinite(nearest(np.array([value], np.float32), table.dtype)[0]):
+            raise ValueError(
+                f"{name} of table {table.name!r} is {value}, which is infinite in {table.dtype}: give less"
+            )
 
 
 def find_table(groups: Iterable[Group], name: str, store: str) -> tuple[Group, Table]:

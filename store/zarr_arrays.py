@@ -1,9 +1,9 @@
 """How the rows of a segment stream stand in Zarr arrays: which chunk holds what, decided without touching any.
 
 A stream has an array for its keys and one for each field of its rows, with a chunk for each block. Shapes: the array of
-a field has (rows, width), that of the keys (rows,); a chunk has the rows of one block, the last one padded with zeros.
-In a chunk the rows of all pieces stand one after another, so that pieces are one run of bytes in each array, or a few
-inner chunks where the arrays are compressed.
+a field has (rows, width), for 16-bit dtypes with an even width, that of the keys (rows,); a chunk has the rows of one
+block, the last one padded with zeros. In a chunk the rows of all pieces stand one after another, so that pieces are one
+run of bytes in each array, or a few inner chunks where the arrays are compressed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from tiercache.store.vectors import ITEM_BYTES
 from tiercache.store.zarr_codec import LITTLE, Codec
 from tiercache.store.zarr_shards import Shards, cut
 
@@ -30,6 +33,12 @@ KEY_BYTES = 8
 NODE = "zarr.json"
 """The name of an object that describes an array or a group of arrays."""
 _NO_KEY = -(1 << 63)
+_DTYPES: dict[str, tuple[str, int | str, dict[str, Any]]] = {
+    "float32": ("float32", "NaN", {}),
+    "float16": ("float16", "NaN", {}),
+    "bfloat16": ("uint16", 0x7FC0, {"dtype": "bfloat16"}),
+}
+"""By dtype of a field: Zarr's, what is read where nothing is (NaN), and attributes. Zarr has no bfloat16: its bits."""
 
 
 class Span(NamedTuple):
@@ -61,7 +70,7 @@ class Arrays:
     def of(cls, folder: str, form: Form) -> Arrays:
         """Return the arrays in ``folder`` for the rows of ``form``."""
         stream = form.stream
-        fields = tuple((field.name, 4 * field.width) for field in form.group.fields)
+        fields = tuple((field.name, 4 * field.words) for field in form.group.fields)
         compression = form.group.compression
         if compression is None:
             return cls(folder=folder, rows=stream.rows, chunk_rows=min(stream.rows, stream.block_rows), fields=fields)
@@ -129,11 +138,12 @@ class Arrays:
         codecs = key_shards[0].nodes([self.chunk_rows]) if key_shards else [LITTLE]
         node = _array_node("int64", [self.rows], [self.chunk_rows], _NO_KEY, codecs)
         found[f"{self.folder}/{KEY_ARRAY}/{NODE}"] = node
-        for i, (name, row_bytes) in enumerate(self.fields):
-            width = row_bytes // 4
+        for i, field in enumerate(form.group.fields):
+            width = 4 * field.words // ITEM_BYTES[field.dtype]
             codecs = shards[i].nodes([self.inner_rows, width]) if shards else [LITTLE]
-            node = _array_node("float32", [self.rows, width], [self.chunk_rows, width], "NaN", codecs)
-            found[f"{self.folder}/{name}/{NODE}"] = node
+            shape, chunk = [self.rows, width], [self.chunk_rows, width]
+            dtype, nothing, told = _DTYPES[field.dtype]
+            found[f"{self.folder}/{field.name}/{NODE}"] = _array_node(dtype, shape, chunk, nothing, codecs, told)
         return found
 
 
@@ -186,7 +196,14 @@ def group_node(attributes: dict[str, Any] | None = None) -> bytes:
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}).encode()
 
 
-def _array_node(dtype: str, shape: list[int], chunk: list[int], fill: int | str, codecs: list[dict[str, Any]]) -> bytes:
+def _array_node(
+    dtype: str,
+    shape: list[int],
+    chunk: list[int],
+    fill: int | str,
+    codecs: list[dict[str, Any]],
+    attributes: dict[str, Any] | None = None,
+) -> bytes:
     return json.dumps(
         {
             "zarr_format": 3,
@@ -197,7 +214,7 @@ def _array_node(dtype: str, shape: list[int], chunk: list[int], fill: int | str,
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "fill_value": fill,
             "codecs": codecs,
-            "attributes": {},
+            "attributes": attributes or {},
             "storage_transformers": [],
         }
     ).encode()

@@ -15,6 +15,7 @@ from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
 from tiercache.store.stream import NEVER, Range, Stream
+from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +85,10 @@ class World:
         for table in self.tables:
             for key in self.passes[self.visit % self.num_passes][table.name].tolist():
                 bits = np.random.default_rng([self.schedule, self.visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
-                self.rows[table.name, key] = bits.random(table.row_bytes // 4, dtype=np.float32).tobytes()
+                numbers = bits.random(sum(field.width for field in table.fields), dtype=np.float32)[None, :]
+                cuts = np.cumsum([field.width for field in table.fields])[:-1]
+                row = row_words(table.fields, np.split(numbers, cuts, axis=1))
+                self.rows[table.name, key] = row.tobytes()
 
     def layout(self, group: Group, *, within: bool) -> tuple[Stream, list[Key]]:
         """Return the stream of the present visit's dump, and its keys in order; note their next uses."""
@@ -124,7 +128,7 @@ class World:
         """Return the bytes of a piece: field after field, in each row after row."""
         first, last = stream.piece_first_row_P[piece : piece + 2].tolist()
         rows = [np.frombuffer(self.rows[key], np.float32) for key in keys[first:last]]
-        cuts = np.cumsum([f.width for f in group.fields])[:-1]
+        cuts = np.cumsum([f.words for f in group.fields])[:-1]
         fields = zip(*(np.split(row, cuts) for row in rows), strict=True)
         return b"".join(np.concatenate(values).tobytes() for values in fields)
 
@@ -153,9 +157,9 @@ class World:
         first_uses = {key: visit for visit in reversed(range(self.num_passes)) for key in self.keys(visit)}
         for table in self.tables:
             new = [key for name, key in first_uses if name == table.name and (name, key) not in self.rows]
-            first = initial_rows(table, np.array(new, dtype=np.int64))
+            first = row_words(table.fields, initial_rows(table, np.array(new, dtype=np.int64)))
             for i, key in enumerate(new):
-                self.rows[table.name, key] = b"".join(values[i].tobytes() for values in first)
+                self.rows[table.name, key] = first[i].tobytes()
         self.uses = {key: first_uses.get(key, NEVER) for key in self.rows}
         digest = f"schedule {self.schedule}"
         return store.rewrite(WorldUses(self.tables, first_uses), schedule_digest=digest, progress=progress)
@@ -192,10 +196,9 @@ class World:
                     assert (id_ >= 0) == expected, (name, key, id_)
                 for segment in store.segments:
                     mine = np.nonzero(ids == segment.id)[0]
-                    fields = store.read_rows(segment, group.index, rows[mine])
+                    found_rows = row_words(group.fields, store.read_rows(segment, group.index, rows[mine]))
                     for i, key in enumerate(keys[mine].tolist()):
-                        row = b"".join(values[i].tobytes() for values in fields)
-                        assert row == self.rows[name, key], (name, key)
+                        assert found_rows[i].tobytes() == self.rows[name, key], (name, key)
 
     def check_load(self, store: Store, visit: int) -> None:
         """Assert that the ranges with next use ``visit`` hold exactly the rows that it needs and that exist."""
@@ -238,7 +241,7 @@ class World:
                 first = int(stream.piece_first_row_P[piece])
                 numbers = out[at : at + count * stream.row_bytes].view(np.float32)
                 at += count * stream.row_bytes
-                cuts = np.cumsum([f.width * count for f in group.fields])[:-1]
+                cuts = np.cumsum([f.words * count for f in group.fields])[:-1]
                 fields = [part.reshape(count, -1) for part in np.split(numbers, cuts)]
                 block = int(stream.piece_block_P[piece])
                 keys = store.read_keys(segment, group.index, block)

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+Form = list[tuple[int, str]]
+"""Numbers of each field in a row, and their dtype."""
+
+
+def padded(width: int, dtype: str) -> int:
+    """Return the numbers of a field in a row with those that fill its last 4 bytes."""
+    return width + width % 2 if np.dtype(dtype).itemsize == 2 else width
+
+
 def read_record(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return values and arrays of a record; its checksum is left to others."""
     assert data[:4] == b"TCR1"
@@ -36,20 +45,21 @@ class LmdbFiles:
         self.places = {key[1:]: struct.unpack("<QQ", value) for key, value in items.items() if key[:1] == b"b"}
         self.blocks = (path / "blocks.bin").read_bytes()
 
-    def rows(self, segment: int, group: int, stream: dict[str, Any], widths: list[int], block: int) -> list[np.ndarray]:
+    def rows(self, segment: int, group: int, stream: dict[str, Any], form: Form, block: int) -> list[np.ndarray]:
         """Return the keys and the fields of the rows of a block."""
         places = [self.places[struct.pack(">cQII", kind, segment, group, block)] for kind in (b"k", b"r")]
         keys, data = (self.blocks[offset : offset + size] for offset, size in places)
         counts = [sum(rows) for _, *rows in stream["ranges"]]
         block_rows = stream["block_bytes"] // stream["row_bytes"]
         ends, row, last = np.cumsum(counts), block * block_rows, min((block + 1) * block_rows, sum(counts))
-        fields: list[list[np.ndarray]] = [[] for _ in widths]
+        fields: list[list[np.ndarray]] = [[] for _ in form]
         at = 0
         while row < last:  # piece after piece, each field after field
             count = min(row + stream["piece_rows"], ends[np.searchsorted(ends, row, side="right")], last) - row
-            for field, width in zip(fields, widths, strict=True):
-                field.append(np.frombuffer(data, "<f4", count * width, at).reshape(count, width))
-                at += 4 * count * width
+            for field, (width, dtype) in zip(fields, form, strict=True):
+                numbers = padded(width, dtype)
+                field.append(np.frombuffer(data, dtype, count * numbers, at).reshape(count, numbers)[:, :width])
+                at += np.dtype(dtype).itemsize * count * numbers
             row += count
         return [np.frombuffer(keys, "<i8"), *map(np.concatenate, fields)]
 
@@ -64,25 +74,32 @@ class ZarrFiles:
         self.records = {name: (path / key).read_bytes() for name, (key, _, _) in self.manifest["records"].items()}
         self.runs = arrays["runs"].reshape(-1, 7)
 
-    def rows(self, segment: int, group: int, stream: dict[str, Any], widths: list[int], block: int) -> list[np.ndarray]:
+    def rows(self, segment: int, group: int, stream: dict[str, Any], form: Form, block: int) -> list[np.ndarray]:
         """Return the keys and the fields of the rows of a block."""
         for kind, owner, of, first, count, size, place in self.runs.tolist():
             if (kind, owner, of) == (ord("k"), segment, group) and first <= block < first + count:
                 folder, _, _, fields = self.manifest["arrays"][place]
                 rows = size // 8
         keys = np.frombuffer((self.path / folder / f"keys/c.{block}").read_bytes(), "<i8")[:rows]
-        chunks = [np.frombuffer((self.path / folder / f"{name}/c.{block}.0").read_bytes(), "<f4") for name, _ in fields]
-        return [keys, *(chunk.reshape(-1, width)[:rows] for chunk, width in zip(chunks, widths, strict=True))]
+        found = [keys]
+        for (name, _), (width, dtype) in zip(fields, form, strict=True):
+            chunk = np.frombuffer((self.path / folder / f"{name}/c.{block}.0").read_bytes(), dtype)
+            found.append(chunk.reshape(-1, padded(width, dtype))[:rows, :width])
+        return found
 
 
 def read_table(path: Path, groups: list[list[str]], widths: list[int], table: str) -> dict[int, list[bytes]]:
     """Return the fields of every live row of a table by key, at the newest commit, taken before a visit.
 
     ``groups`` has the names of the tables of each group, ``widths`` the numbers in each field of the table's rows.
+    Numbers of bfloat16 are given as their bits.
     """
     engine = json.loads((path / "store.json").read_text())["engine"]
     files: Any = {"lmdb": LmdbFiles, "zarr": ZarrFiles}[engine](path)
     newest = max(int(name[7:]) for name in files.records if name.startswith("commit/"))
+    spec = next(one for one in read_record(files.records["tables"])[0]["tables"] if one["name"] == table)
+    form = [(width, "<f4") for width in widths]
+    form[0] = widths[0], {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[spec["dtype"]]
     commit, _ = read_record(files.records[f"commit/{newest}"])
     group = next(i for i, names in enumerate(groups) if table in names)
     found: dict[int, list[bytes]] = defaultdict(list)
@@ -95,7 +112,7 @@ def read_table(path: Path, groups: list[list[str]], widths: list[int], table: st
             live = index >= settled[segment] if segment in settled else use >= commit["cursor"][0]
             while live and low < row - sum(rows[place + 1 :]):
                 block, at = divmod(low, stream["block_bytes"] // stream["row_bytes"])
-                keys, *fields = files.rows(segment, group, stream, widths, block)
+                keys, *fields = files.rows(segment, group, stream, form, block)
                 found[int(keys[at])] = [field[at].tobytes() for field in fields]
                 low += 1
     return dict(found)

@@ -50,6 +50,17 @@ def test_a_row_is_the_vector_and_the_optimizer_state(
     assert made.row_bytes == row_bytes
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dim", "row_bytes"), [(1, 8), (4, 24), (5, 32)])
+def test_a_vector_of_16_bits_is_padded_to_words_and_the_state_is_float32(dtype: str, dim: int, row_bytes: int) -> None:
+    """So the state begins at a multiple of 4 bytes; a record keeps the dtype, and another dtype is another group."""
+    made = table(dim=dim, dtype=dtype, optimizer=Adagrad(learning_rate=0.1))
+    assert made.row_bytes == row_bytes
+    assert [field.dtype for field in made.fields] == [dtype, "float32"]
+    assert Table.from_record(json.loads(json.dumps(made.to_record()))) == made
+    assert len(group_tables([made, table(name="other", dim=dim, optimizer=made.optimizer)])) == 2
+
+
 def test_the_table_id_is_the_hash_of_the_name() -> None:
     """Of its UTF-8, whatever else the table has."""
     assert table(name="größe", dim=7).table_id == xxh64("größe".encode())
@@ -86,7 +97,8 @@ def test_a_record_gives_the_same_table_back(optimizer: Optimizer, initializer: A
         ({"initializer": 0}, "must be Uniform, Normal, Zeros or Constant"),
         ({"seed": -1}, "must be 0 .. 2"),
         ({"seed": 2**64}, "must be 0 .. 2"),
-        ({"dtype": "float16"}, "must be 'float32'"),
+        ({"dtype": "float64"}, "must be 'float32', 'bfloat16' or 'float16'"),
+        ({"dtype": "float16", "initializer": Uniform(low=-1e5, high=0.0)}, "low .* is infinite in float16"),
     ],
 )
 def test_a_bad_table_is_refused_in_words(changes: dict[str, Any], words: str) -> None:

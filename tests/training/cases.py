@@ -261,7 +261,9 @@ def smallest_host_budget(store: tc.Store, passes: tc.PassSet, **options: Any) ->
     return int(found[1])
 
 
-def table(name: str, dim: int, optimizer: Any = None, initializer: Any = None, seed: int = 7) -> tc.Table:
+def table(
+    name: str, dim: int, optimizer: Any = None, initializer: Any = None, seed: int = 7, dtype: str = "float32"
+) -> tc.Table:
     """Build a table with usual values."""
     return tc.Table(
         name=name,
@@ -269,4 +271,5 @@ def table(name: str, dim: int, optimizer: Any = None, initializer: Any = None, s
         optimizer=optimizer or tc.Adagrad(learning_rate=0.05),
         initializer=initializer or tc.Uniform(low=-0.1, high=0.1),
         seed=seed,
+        dtype=dtype,
     )

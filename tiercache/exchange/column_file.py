@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.store.vectors import to_bits
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -21,8 +23,12 @@ __all__ = ["ColumnFile", "ColumnFiles"]
 class ColumnFile:
     """A column of a known size on its way into a file, from byte ``offset`` on; several may share a file."""
 
-    def __init__(self, path: Path, *, header: bytes = b"", offset: int | None = None) -> None:
-        """``header`` is written before it; ``offset`` instead leaves what is in the file already."""
+    def __init__(self, path: Path, *, header: bytes = b"", offset: int | None = None, dtype: str = "float32") -> None:
+        """``header`` is written before it; ``offset`` instead leaves what is in the file already.
+
+        ``dtype``: "bfloat16" or "float16" where float32 numbers are written as such.
+        """
+        self._dtype = dtype
         self._file = path.open("wb" if offset is None else "r+b")
         if offset is None:
             self._file.write(header)
@@ -31,6 +37,8 @@ class ColumnFile:
 
     def write(self, values: NDArray[Any]) -> None:
         """Append the bytes of an array, little-endian."""
+        if self._dtype != "float32":
+            values = to_bits(values, self._dtype)
         little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
         self._file.write(little.view(np.uint8).data if little.size else b"")
 

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tiercache.errors import ExchangeError
+from tiercache.store.vectors import from_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Table
 
-__all__ = ["Column", "Columns", "fields_of"]
+__all__ = ["BrainColumn", "Column", "Columns", "fields_of"]
 
 
 class Column(Protocol):
@@ -32,6 +33,20 @@ class Column(Protocol):
 
     def __getitem__(self, rows: slice, /) -> Any:
         """Return rows as an array."""
+
+
+class BrainColumn:
+    """A column of bfloat16, which NumPy does not have: slices are float32."""
+
+    dtype = "bfloat16"
+
+    def __init__(self, shape: tuple[int, ...], bits: Callable[[slice], NDArray[np.uint16]]) -> None:
+        """``bits`` returns the bits of some rows."""
+        self.shape, self._bits = shape, bits
+
+    def __getitem__(self, rows: slice) -> NDArray[np.float32]:
+        """Return rows, exactly as they are."""
+        return from_bits(self._bits(rows), self.dtype)
 
 
 class Columns:
@@ -53,10 +68,11 @@ class Columns:
         """Whether the optimizer state is there, too; True for tables without one."""
         for field in fields_of(table, with_state=self.has_state):
             column = fields[field.name]
-            if column.dtype != np.dtype("<f4") or tuple(column.shape) != (self.rows, field.width):
+            if not _has_dtype(column, field.dtype) or tuple(column.shape) != (self.rows, field.width):
+                allowed = "float32" if field.dtype == "float32" else f"{field.dtype} or float32"
                 raise ExchangeError(
                     f"{field.name} in {place} is {tuple(column.shape)} of {column.dtype}: table {table.name!r} with "
-                    f"{self.rows:,} keys needs ({self.rows}, {field.width}) of float32"
+                    f"{self.rows:,} keys needs ({self.rows}, {field.width}) of {allowed}"
                 )
         self._keys = keys
         self._fields = [fields[field.name] for field in fields_of(table, with_state=self.has_state)]
@@ -84,6 +100,13 @@ def _has_state(place: object, table: Table, fields: Mapping[str, Column]) -> boo
             f"{', '.join(name for name in states if name not in fields)}: give all of it or nothing"
         )
     return found == states
+
+
+def _has_dtype(column: Column, dtype: str) -> bool:
+    """Whether a column is float32, or of a field's own dtype."""
+    if isinstance(column, BrainColumn):
+        return dtype == column.dtype
+    return column.dtype == np.dtype("<f4") or (dtype == "float16" and column.dtype == np.dtype("<f2"))
 
 
 def _copy(values: Any, dtype: str) -> NDArray[Any]:

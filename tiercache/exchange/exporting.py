@@ -65,7 +65,8 @@ def export_store(
         raise ExchangeError(f"{out} exists: give the export a path that is free")
     counts = {table.name: live_rows(store, table.name) for table in wanted}
     out.parent.mkdir(parents=True, exist_ok=True)
-    needed = sum(counts[table.name] * (table.row_bytes + 8) for table in wanted)
+    row_bytes = {table.name: 8 + 4 * sum(field.width for field in table.fields) for table in wanted}
+    needed = sum(counts[table.name] * row_bytes[table.name] for table in wanted)
     needed *= 2 if chosen.name == "torch" else 1  # its vectors lie there twice for a while
     _check_room(out.parent, needed)
     done, total = 0, sum(counts.values())

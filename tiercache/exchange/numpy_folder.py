@@ -1,4 +1,7 @@
-"""NumPy: for each table a folder with ``keys.npy``, ``vector.npy`` and a file for each optimizer state."""
+"""NumPy: for each table a folder with ``keys.npy``, ``vector.npy`` and a file for each optimizer state.
+
+NumPy has float16 and no bfloat16: such vectors are written as float32.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ def write(folder: Path, name: str, table: Table, rows: int, *, with_state: bool)
     """Begin to write ``rows`` rows."""
     place = folder / name
     place.mkdir()
-    fields = [
-        ColumnFile(place / f"{field.name}.npy", header=array_header("<f4", (rows, field.width)))
-        for field in fields_of(table, with_state=with_state)
-    ]
+    fields = []
+    for field in fields_of(table, with_state=with_state):
+        dtype, descr = ("float16", "<f2") if field.dtype == "float16" else ("float32", "<f4")
+        header = array_header(descr, (rows, field.width))
+        fields.append(ColumnFile(place / f"{field.name}.npy", header=header, dtype=dtype))
     return ColumnFiles(ColumnFile(place / "keys.npy", header=array_header("<i8", (rows,))), fields)
 
 

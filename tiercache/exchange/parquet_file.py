@@ -1,7 +1,8 @@
 """Parquet: for each table a file with the columns ``key``, ``vector`` and one for each optimizer state.
 
-``key`` is int64, every field a list of as many floats as it is wide. Values are stored plain: a dictionary would
-make all NaN one. DuckDB, Spark and pandas read it.
+``key`` is int64, every field a list of as many floats as it is wide; vectors of float16 are lists of halffloats,
+those of bfloat16, which Parquet does not have, of floats. Values are stored plain: a dictionary would make all NaN one.
+DuckDB, Spark and pandas read it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from tiercache.errors import ExchangeError
 from tiercache.exchange.columns import fields_of
 from tiercache.passes.durable import sync
+from tiercache.store.vectors import to_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +43,17 @@ def read(folder: Path, name: str, table: Table) -> _ParquetReader:
     return _ParquetReader(folder / f"{name}.parquet", table)
 
 
+def _number_type(field: Field) -> Any:
+    """Return the type that a field's numbers are written in."""
+    import pyarrow as pa
+
+    return pa.float16() if field.dtype == "float16" else pa.float32()
+
+
+def _numbers(field: Field, values: NDArray[np.float32]) -> NDArray[Any]:
+    return to_bits(values, field.dtype).view(np.float16) if field.dtype == "float16" else values
+
+
 class _ParquetWriter:
     """Collects chunks to row groups and writes them."""
 
@@ -51,7 +64,7 @@ class _ParquetWriter:
         self._path, self._fields = path, fields_of(table, with_state=with_state)
         columns = [pa.field("key", pa.int64(), nullable=False)]
         for field in self._fields:
-            item = pa.field("element", pa.float32(), nullable=False)
+            item = pa.field("element", _number_type(field), nullable=False)
             columns.append(pa.field(field.name, pa.list_(item, field.width), nullable=False))
         self._schema = pa.schema(columns)
         self._writer = pq.ParquetWriter(
@@ -85,7 +98,7 @@ class _ParquetWriter:
         keys = pa.array(np.concatenate([keys for keys, _ in self._waiting]))
         arrays = [keys]
         for i, field in enumerate(self._fields):
-            numbers = pa.array(np.concatenate([fields[i].reshape(-1) for _, fields in self._waiting]))
+            numbers = pa.array(_numbers(field, np.concatenate([fields[i].reshape(-1) for _, fields in self._waiting])))
             arrays.append(pa.FixedSizeListArray.from_arrays(numbers, type=self._schema.field(field.name).type))
         self._waiting, self._waiting_bytes = [], 0
         table = pa.Table.from_arrays(arrays, schema=self._schema)
@@ -123,8 +136,10 @@ class _ParquetReader:
         for field in fields_of(table, with_state=self.has_state):
             kind = self._file.schema_arrow.field(field.name).type
             lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-            if not lists or kind.value_type != pa.float32() or getattr(kind, "list_size", field.width) != field.width:
-                raise self._wrong(field.name, f"lists of {field.width} float32")
+            known = lists and kind.value_type in {pa.float32(), _number_type(field)}
+            if not known or getattr(kind, "list_size", field.width) != field.width:
+                allowed = "float32" if field.dtype == "float32" else f"float32 or {_number_type(field)}"
+                raise self._wrong(field.name, f"lists of {field.width} {allowed}")
 
     def chunks(self, chunk_rows: int) -> Iterator[Chunk]:
         """Yield keys and fields, at most ``chunk_rows`` rows at a time, in the order of the file."""

@@ -1,4 +1,5 @@
-"""safetensors: for each table a file with the tensors ``keys`` (I64), ``vector`` and each optimizer state (F32).
+"""safetensors: for each table a file with the tensors ``keys`` (I64), ``vector`` and each optimizer state (F32; vectors
+of 16-bit dtypes BF16 or F16).
 
 The file is the bytes of its header (uint64), the header as JSON, and the tensors' bytes, one behind the other; see
 the format's own page. It is written here, chunk by chunk, because the library wants all tensors in memory.
@@ -13,17 +14,20 @@ import numpy as np
 
 from tiercache.errors import ExchangeError
 from tiercache.exchange.column_file import ColumnFile, ColumnFiles
-from tiercache.exchange.columns import Columns, fields_of
+from tiercache.exchange.columns import BrainColumn, Columns, fields_of
 from tiercache.store.optimizer import optimizer_to_record
+from tiercache.store.vectors import ITEM_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tiercache.exchange.columns import Column
     from tiercache.store.table import Table
 
 __all__ = ["read", "write"]
 
-_DTYPES = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
+_DTYPES = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def write(folder: Path, name: str, table: Table, rows: int, *, with_state: bool) -> ColumnFiles:
@@ -35,8 +39,8 @@ def write(folder: Path, name: str, table: Table, rows: int, *, with_state: bool)
     }
     ends = [8 * rows]
     for field in fields:
-        ends.append(ends[-1] + 4 * rows * field.width)
-        header[field.name] = {"dtype": "F32", "shape": [rows, field.width], "data_offsets": ends[-2:]}
+        ends.append(ends[-1] + ITEM_BYTES[field.dtype] * rows * field.width)
+        header[field.name] = {"dtype": _NAMES[field.dtype], "shape": [rows, field.width], "data_offsets": ends[-2:]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
@@ -44,8 +48,10 @@ def write(folder: Path, name: str, table: Table, rows: int, *, with_state: bool)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(first + ends[-1])
-    columns = [ColumnFile(path, offset=first + start) for start in (0, *ends[:-1])]
-    return ColumnFiles(columns[0], columns[1:])
+    columns = [
+        ColumnFile(path, offset=first + start, dtype=field.dtype) for start, field in zip(ends, fields, strict=False)
+    ]
+    return ColumnFiles(ColumnFile(path, offset=first), columns)
 
 
 def read(folder: Path, name: str, table: Table) -> Columns:
@@ -57,7 +63,7 @@ def read(folder: Path, name: str, table: Table) -> Columns:
     path = folder / f"{name}.safetensors"
     try:
         file: Any = safe_open(path, framework="np")
-        columns = {tensor: _Slices(file.get_slice(tensor)) for tensor in file.keys()}  # noqa: SIM118 - no mapping
+        columns = {tensor: _column(path, file, tensor) for tensor in file.keys()}  # noqa: SIM118 - no mapping
     except FileNotFoundError:
         raise ExchangeError(f"there is no {path}: check the path and the format") from None
     except (SafetensorError, OSError, ValueError) as error:
@@ -65,6 +71,21 @@ def read(folder: Path, name: str, table: Table) -> Columns:
     if "keys" not in columns:
         raise ExchangeError(f"{path} has no tensor 'keys' but {', '.join(map(repr, columns))}: check the format")
     return Columns(path, table, columns.pop("keys"), columns)
+
+
+def _column(path: Path, file: Any, name: str) -> Column:
+    """Return a tensor of a file; bfloat16 comes through torch, as NumPy has none."""
+    found = file.get_slice(name)
+    if found.get_dtype() != "BF16":
+        return _Slices(found)
+    import torch
+    from safetensors import safe_open
+
+    opened: Any = safe_open(path, framework="pt")
+    tensor = opened.get_slice(name)
+    return BrainColumn(
+        tuple(found.get_shape()), lambda rows: tensor[rows].contiguous().view(torch.int16).numpy().view(np.uint16)
+    )
 
 
 class _Slices:

@@ -1,6 +1,7 @@
 """torch: for each table a folder with ``table.pt``, the state dict of an embedding, and ``vocabulary.npy``.
 
-Row i of ``weight`` is the vector of key i of the vocabulary. A state dict of ``nn.Embedding`` has no optimizer state.
+Row i of ``weight``, in the table's dtype, is the vector of key i of the vocabulary. A state dict of ``nn.Embedding``
+has no optimizer state.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from tiercache.errors import ExchangeError
 from tiercache.exchange.column_file import ColumnFile, ColumnFiles
-from tiercache.exchange.columns import Columns
+from tiercache.exchange.columns import BrainColumn, Columns
 from tiercache.exchange.numpy_folder import array_header, map_array
 from tiercache.passes.durable import sync
 
@@ -50,19 +51,26 @@ def read(folder: Path, name: str, table: Table) -> Columns:
     if not isinstance(state, dict) or list(state) != ["weight"] or not isinstance(state["weight"], torch.Tensor):
         names = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
         raise ExchangeError(f"{path} holds {names}: it must be the state dict of an embedding, a tensor 'weight'")
-    if state["weight"].dtype != torch.float32 or state["weight"].layout != torch.strided:
-        raise ExchangeError(f"'weight' in {path} is {state['weight'].dtype}: it must be a dense float32 tensor")
-    weight = state["weight"].detach().numpy()
-    return Columns(path.parent, table, map_array(path.parent / "vocabulary.npy"), {"vector": weight})
+    weight = state["weight"].detach()
+    if weight.dtype not in {torch.float32, getattr(torch, table.dtype)} or weight.layout != torch.strided:
+        allowed = "float32" if table.dtype == "float32" else f"float32 or {table.dtype}"
+        raise ExchangeError(f"'weight' in {path} is {weight.dtype}: it must be a dense {allowed} tensor")
+    vectors: Any = weight
+    if weight.dtype == torch.bfloat16:
+        bits = weight.contiguous().view(torch.int16).numpy().view(np.uint16)
+        vectors = BrainColumn(tuple(weight.shape), lambda rows: bits[rows])
+    else:
+        vectors = weight.numpy()
+    return Columns(path.parent, table, map_array(path.parent / "vocabulary.npy"), {"vector": vectors})
 
 
 class _StateDictWriter:
     """Writes vectors to a file of their own first, which torch then saves from a map: memory stays bounded."""
 
     def __init__(self, place: Path, table: Table, rows: int) -> None:
-        self._place, self._shape = place, (rows, table.dim)
+        self._place, self._shape, self._dtype = place, (rows, table.dim), table.dtype
         vocabulary = ColumnFile(place / "vocabulary.npy", header=array_header("<i8", (rows,)))
-        self._columns = ColumnFiles(vocabulary, [ColumnFile(place / _RAW)])
+        self._columns = ColumnFiles(vocabulary, [ColumnFile(place / _RAW, dtype=table.dtype)])
         self._closed = False
 
     def write(self, chunk: Chunk) -> None:
@@ -75,10 +83,11 @@ class _StateDictWriter:
 
         self._columns.close()
         raw, path = self._place / _RAW, self._place / "table.pt"
-        numbers: Any = np.empty(0, dtype=np.float32)
+        descr = "<f4" if self._dtype == "float32" else "<i2"
+        numbers: Any = np.empty(0, dtype=descr)
         if raw.stat().st_size:
-            numbers = np.memmap(raw, dtype="<f4", mode="r+")
-        weight = torch.from_numpy(numbers).reshape(self._shape)
+            numbers = np.memmap(raw, dtype=descr, mode="r+")
+        weight = torch.from_numpy(numbers).view(getattr(torch, self._dtype)).reshape(self._shape)
         torch.save({"weight": weight}, path)
         sync(path)
         raw.unlink()

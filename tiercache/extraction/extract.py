@@ -22,7 +22,8 @@ from tiercache.kernels.compile import is_cached, prepare
 from tiercache.passes.keyset import KeySet
 from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
 from tiercache.passes.passset import PassSet
-from tiercache.passes.row_budget import SLOT_MAP_BYTES, RowBudget
+from tiercache.passes.row_budget import RowBudget
+from tiercache.passes.row_budget import device_bytes as row_device_bytes
 from tiercache.passes.sample_layout import SampleLayout
 from tiercache.schema import Schema
 from tiercache.sizes import parse_bytes
@@ -82,7 +83,7 @@ def extract(
     out = Path(out)
     options: dict[str, Any] = {
         "schema": schema.digest,
-        "groups": [[[t.name for t in g.tables], g.row_bytes + SLOT_MAP_BYTES] for g in group_tables(schema.tables)],
+        "groups": [[[t.name for t in g.tables], row_device_bytes(g)] for g in group_tables(schema.tables)],
         "device_budget": device_bytes,
         "pass_by": pass_by,
         "align": align,

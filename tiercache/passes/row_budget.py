@@ -10,13 +10,21 @@ from tiercache.store.table import group_tables
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiercache.store.table import Table
+    from tiercache.store.table import Group, Table
 
-__all__ = ["SLOT_MAP_BYTES", "RowBudget"]
+__all__ = ["SLOT_MAP_BYTES", "STREAM_BYTES", "RowBudget", "device_bytes"]
 
 SLOT_MAP_BYTES = 28
 """Bytes on the device for each row beside the row itself: int32 maps from local ids to slots of this visit and the
 next, the order of loading, the orders of the last dump, this one and the next, and spare slots."""
+STREAM_BYTES = 8
+"""Bytes on the device for each row of a 16-bit dtype beside these: its key, which stochastic rounding takes its random
+bits from."""
+
+
+def device_bytes(group: Group) -> int:
+    """Return the bytes on the device of a row of ``group``, with all that stands beside it."""
+    return group.row_bytes + SLOT_MAP_BYTES + (0 if group.dtype == "float32" else STREAM_BYTES)
 
 
 class RowBudget:
@@ -31,7 +39,7 @@ class RowBudget:
         places = {t.name: g.index for g in groups for t in g.tables}
         self.num_bytes = num_bytes
         self._group_of = [places[t.name] for t in sorted(tables, key=lambda table: table.table_id)]
-        self._row_bytes = [group.row_bytes + SLOT_MAP_BYTES for group in groups]
+        self._row_bytes = [device_bytes(group) for group in groups]
         self._high_water = [0] * len(groups)
 
     def needed(self, rows: Sequence[int]) -> int:

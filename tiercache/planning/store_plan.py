@@ -99,7 +99,7 @@ class StorePlan:
 def _block_bytes(group: Group, stream: Stream) -> int:
     """Return the bytes of a block with its keys, in pages for each field: what either engine takes at most."""
     rows = min(stream.block_rows, stream.rows)
-    return sum(paged(4 * field.width * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
+    return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
 def _standing_bytes(groups: tuple[Group, ...], stored: Manifest) -> int:

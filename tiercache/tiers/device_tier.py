@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError
-from tiercache.kernels.arrays import aligned_zeros
+from tiercache.kernels.arrays import NONE_U8, aligned_zeros
+from tiercache.kernels.rounding import set_streams
 from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
-from tiercache.passes.row_budget import SLOT_MAP_BYTES
+from tiercache.passes.row_budget import device_bytes
 from tiercache.sizes import format_bytes
 from tiercache.tiers.rows import GroupRows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from tiercache.planning.next_use import Uses
@@ -53,7 +56,7 @@ class DeviceTier:
         self.capacity_G = [
             max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups))
         ]
-        needs = [rows * (group.row_bytes + SLOT_MAP_BYTES) for rows, group in zip(self.capacity_G, groups, strict=True)]
+        needs = [rows * device_bytes(group) for rows, group in zip(self.capacity_G, groups, strict=True)]
         self.num_bytes = sum(needs)
         if self.num_bytes > budget:
             raise BudgetError(
@@ -69,7 +72,12 @@ class DeviceTier:
             if rows >= 2**31:
                 raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
         self.fields_G = [
-            tuple(aligned_zeros(rows, field.width) for field in group.fields)
+            tuple(aligned_zeros(rows, field.words) for field in group.fields)
+            for rows, group in zip(self.capacity_G, groups, strict=True)
+        ]
+        """The words of each field of a group's rows, (slots, words)."""
+        self._streams_G = [
+            NONE_U8 if group.dtype == "float32" else np.zeros(rows, dtype=np.uint64)
             for rows, group in zip(self.capacity_G, groups, strict=True)
         ]
         self._spare_G: list[NDArray[np.int32]] = []
@@ -111,10 +119,28 @@ class DeviceTier:
             placements.append(Placement(slots, dump_order, order))
         return placements
 
+    def note_keys(
+        self, pass_index: int, placements: list[Placement], keys_of: Callable[[int, int], NDArray[np.int64]]
+    ) -> None:
+        """Note which key stands in which slot, where rows are rounded by it; called when their rows are loaded."""
+        for g, group in enumerate(self._positions.groups):
+            if self._streams_G[g].size:
+                starts = self._positions.table_starts(pass_index, g).tolist()
+                for i, table in enumerate(group.tables):
+                    slots = placements[g].slots_K[starts[i] : starts[i + 1]]
+                    keys = keys_of(pass_index, self._positions.first_table(g) + i)
+                    set_streams(self._streams_G[g], slots, keys, table.table_id, table.seed)
+
     def rows_of(self, pass_index: int, placements: list[Placement]) -> list[GroupRows]:
         """Return what a lookup sees."""
         return [
-            GroupRows.of(group, self.fields_G[g], placements[g].slots_K, self._positions.table_starts(pass_index, g))
+            GroupRows.of(
+                group,
+                self.fields_G[g],
+                placements[g].slots_K,
+                self._positions.table_starts(pass_index, g),
+                streams=self._streams_G[g],
+            )
             for g, group in enumerate(self._positions.groups)
         ]
 

@@ -74,14 +74,20 @@ class Packer:
 class Unpacker:
     """Brings staged rows and rows in host blocks into their slots."""
 
-    def __init__(self, device: DeviceTier, host: HostTier, positions: Positions) -> None:
-        self._device, self._host, self._positions = device, host, positions
+    def __init__(
+        self,
+        device: DeviceTier,
+        host: HostTier,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+    ) -> None:
+        self._device, self._host, self._positions, self._keys_of = device, host, positions, keys_of
 
     def unpack(self, staged: Staged) -> None:
         """Load all rows of a visit that are not on the device yet."""
         plan = staged.plan
         rows_G = [Pieces(group.row_bytes // 4) for group in self._positions.groups]
-        vectors_G = [Pieces(group.fields[0].width) for group in self._positions.groups]
+        vectors_G = [Pieces(group.fields[0].words) for group in self._positions.groups]
         first_G = list(plan.kept_G)
         for load in plan.loads:
             first = first_G[load.group]
@@ -96,14 +102,15 @@ class Unpacker:
             first = pieces.first_row - int(stream.piece_first_row_P[held.first])
             _add(rows_G[pieces.group], first, stream, held.first, held.last, pieces.data)
         for new in staged.rows:
-            one_piece = np.array([0, new.vectors_RD.shape[0]]), np.zeros(1, dtype=np.int64)
-            vectors_G[new.group].add(new.first_row, *one_piece, new.vectors_RD.reshape(-1))
+            one_piece = np.array([0, new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
+            vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
         for g, (fields, group) in enumerate(zip(self._device.fields_G, self._positions.groups, strict=True)):
             slots = staged.placements[g].load_K
             unpack(fields, slots, rows_G[g])
             unpack(fields[:1], slots, vectors_G[g])
             for state, value in zip(fields[1:], initial_values(group), strict=True):
                 state[slots[first_G[g] : first_G[g] + vectors_G[g].num_rows]] = value
+        self._device.note_keys(plan.pass_index, staged.placements, self._keys_of)
 
 
 def _add(pieces: Pieces, first: int, stream: Stream, low: int, high: int, data: NDArray[np.uint8]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tiercache.kernels.arrays import NONE_U8
+from tiercache.kernels.vectors import Vectors
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,16 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Rows of one group: ``fields[f][slot_of_local[first[table] + local id]]``."""
+    """Rows of one group: row ``slot_of_local[first[table] + local id]`` of the vectors and of each state."""
 
-    fields: tuple[NDArray[np.float32], ...]
-    """One (slots, width) array for the vectors and one for each optimizer state."""
+    vectors: Vectors
+    """(slots, dim), in their dtype."""
+    states: tuple[NDArray[np.float32], ...]
+    """One (slots, width) array for each optimizer state."""
     slot_of_local: NDArray[np.int32]
     """The slot of each position."""
     first: dict[str, int]
     """By table: the position of its local id 0."""
     num_local: dict[str, int]
     """By table: how many local ids there are."""
+    streams: NDArray[np.uint64]
+    """Of the row in each slot, where rows of a 16-bit dtype are stepped; else empty."""
 
     @classmethod
     def of(
@@ -35,14 +42,22 @@ class GroupRows:
         fields: tuple[NDArray[np.float32], ...],
         slots: NDArray[np.int32],
         table_starts: NDArray[np.int64],
+        *,
+        streams: NDArray[np.uint64] = NONE_U8,
+        dtype: str | None = None,
     ) -> GroupRows:
-        """Build it from where each table of the group starts."""
+        """Build it from the words of each field and from where each table of the group starts.
+
+        ``dtype``: of the vectors where they are brought in another than the group's.
+        """
         names = [table.name for table in group.tables]
         return cls(
-            fields,
+            Vectors.of(fields[0], group.dim, dtype or group.dtype),
+            fields[1:],
             slots,
             {name: int(table_starts[i]) for i, name in enumerate(names)},
             {name: int(table_starts[i + 1] - table_starts[i]) for i, name in enumerate(names)},
+            streams,
         )
 
 

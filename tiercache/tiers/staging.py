@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import StateError
-from tiercache.kernels.initial import initial_rows
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store.reading import Pieces
-from tiercache.store.table import initializer_code
+from tiercache.tiers.first_vectors import first_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,7 +44,8 @@ class StagedRows:
 
     group: int
     first_row: int
-    vectors_RD: NDArray[np.float32]
+    words_RW: NDArray[np.float32]
+    """The words of each vector."""
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Stager:
 
     def _generate(self, staged: Staged, group: int, first_row: int) -> None:
         plan, spec = staged.plan, self._positions.groups[group]
-        dim = spec.fields[0].width
+        width = spec.fields[0].words
         starts = self._positions.table_starts(plan.pass_index, group)
         order = staged.placements[group].load_K[first_row:]
         first_table = self._positions.first_table(group)
@@ -167,13 +167,13 @@ class Stager:
             low, high = int(cuts[i]), int(cuts[i + 1])
             keys = self._keys_of(plan.pass_index, first_table + i)
             while low < high:
-                room = self._take(staged, 4 * dim)
-                rows = min(high - low, room.size // (4 * dim))
-                vectors = room[: rows * 4 * dim].view(np.float32).reshape(rows, dim)
-                self._room = room[rows * 4 * dim :]
+                room = self._take(staged, 4 * width)
+                rows = min(high - low, room.size // (4 * width))
+                words = room[: rows * 4 * width].view(np.float32).reshape(rows, width)
+                self._room = room[rows * 4 * width :]
                 mine = keys[order[low : low + rows] - starts[i]]
-                initial_rows(mine, table.table_id, table.seed, *initializer_code(table.initializer), vectors)
-                staged.rows.append(StagedRows(group, first_row + low, vectors))
+                first_vectors(table, mine, words)
+                staged.rows.append(StagedRows(group, first_row + low, words))
                 low += rows
 
 

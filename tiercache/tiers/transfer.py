@@ -68,7 +68,7 @@ class Transfer:
         self._keys_of, self._uses_of = keys_of, uses_of
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, positions, keys_of)
-        self._unpacker = Unpacker(device, self.host, positions)
+        self._unpacker = Unpacker(device, self.host, positions, keys_of)
         if has_crc32c():
             store.checksums = crc32c
         if has_reads():

@@ -77,7 +77,7 @@ class TierCache:
         """
         if commit_every < 1:
             raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
-        prepare_kernels()
+        prepare_kernels(store.tables)
         share_threads()
         self.store, self.pass_set = store, passes
         check_tables(store, passes)

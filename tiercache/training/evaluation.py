@@ -12,6 +12,7 @@ from tiercache.kernels.uses import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.sizes import format_bytes
 from tiercache.store.table import initializer_code
+from tiercache.store.vectors import from_words, nearest
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch import read_batches
 
@@ -85,9 +86,9 @@ class RowsNow:
             found = np.nonzero(places >= 0)[0]
             first = int(self._positions.table_starts(self._pass_now, g)[i])
             slots = self._placements[g].slots_K[places[found] + first]
-            for to, have in zip(out, self._device.fields_G[g], strict=False):
-                for part in _chunks(found.size, 4 * have.shape[1]):
-                    to[found[part]] = have[slots[part]]
+            for field, to, have in zip(spec.fields, out, self._device.fields_G[g], strict=False):
+                for part in _chunks(found.size, 4 * field.width):
+                    (to[found[part]],) = from_words((field,), (have[slots[part]],))
             missing[found] = False
         self._from_store(table_name, g, keys, out, missing)
         rest = np.nonzero(missing)[0]
@@ -140,7 +141,7 @@ class RowsNow:
                 np.ascontiguousarray(stand_in[part]), table_spec.table_id, table_spec.seed,
                 *initializer_code(table_spec.initializer), vectors,
             )  # fmt: skip
-            out[0][rest[part]] = vectors
+            out[0][rest[part]] = nearest(vectors, table_spec.dtype)
         for to, field in zip(out[1:], self._positions.groups[g].fields[1:], strict=False):
             to[rest] = field.initial
 
@@ -238,7 +239,7 @@ def _cut(
 def _bring(
     rows_now: RowsNow, source: Pass, positions: Positions, group: int, used: dict[str, NDArray[np.bool_]]
 ) -> GroupRows:
-    """Fetch the vectors of one group's used ids."""
+    """Fetch the vectors of one group's used ids, in float32 whatever their dtype."""
     spec = positions.groups[group]
     starts = positions.table_starts(source.index, group)
     slots = np.full(int(starts[-1]), -1, dtype=np.int32)
@@ -252,4 +253,4 @@ def _bring(
             rows_now.fill(table.name, keys, (vectors[at : at + local.size],))
             slots[starts[i] + local] = np.arange(at, at + local.size, dtype=np.int32)
             at += local.size
-    return GroupRows.of(spec, (vectors,), slots, starts)
+    return GroupRows.of(spec, (vectors,), slots, starts, dtype="float32")

@@ -110,7 +110,7 @@ class PooledLookup:
         self._slots = pool.take((entries.ids.size,), np.int32)
         if not part.bags:
             pool_one(
-                rows.fields[0], rows.slot_of_local, entries.ids, entries.bases, part.cols, out_NT.shape[0],
+                rows.vectors, rows.slot_of_local, entries.ids, entries.bases, part.cols, out_NT.shape[0],
                 out_NT, self._slots,
             )  # fmt: skip
             return
@@ -119,7 +119,7 @@ class PooledLookup:
         self._offset = pool.take((entries.ids.size,), np.int64)
         self._scale = pool.take((entries.ids.size,), np.float32)
         pool_bags(
-            rows.fields[0], rows.slot_of_local, entries.ids, entries.bases, entries.starts, entries.offsets,
+            rows.vectors, rows.slot_of_local, entries.ids, entries.bases, entries.starts, entries.offsets,
             entries.weights, part.modes, part.cols, out_NT, self._slots, self._argmax, self._offset, self._scale,
         )  # fmt: skip
 
@@ -142,7 +142,7 @@ class PooledLookup:
         entries, part = self.entries, self.part
         out = np.empty(entries.ids.size, dtype=np.float32)
         weight_gradient(
-            self.rows.fields[0],
+            self.rows.vectors,
             self._slots,
             entries.starts,
             entries.offsets,
@@ -170,8 +170,8 @@ class RowLookup:
         outs = []
         for f in range(len(self.part.features)):
             mine = self._slots[entries.starts[f] : entries.starts[f + 1]]
-            out = pool.take((mine.size, rows.fields[0].shape[1]), np.float32)
-            gather(rows.fields[0], mine, out)
+            out = pool.take((mine.size, rows.vectors.dim), np.float32)
+            gather(rows.vectors, mine, out)
             outs.append(out)
         return outs
 

@@ -9,8 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.progress import TaskID
 
+    from tiercache.store.table import Table
     from tiercache.tiers.report import VisitReport
 
 REFRESH_SECONDS = 0.2
@@ -96,16 +99,23 @@ class RewriteProgress:
         self._progress.advance(self._tasks[what], rows)
 
 
-def prepare_kernels() -> None:
-    """Compile the CPU kernels where this machine has not compiled them yet, and say so: it takes a minute, once."""
+def prepare_kernels(tables: Iterable[Table] = ()) -> None:
+    """Compile the CPU kernels where this machine has not compiled them yet, and say so: it takes a minute, once.
+
+    Those for 16-bit dtypes are compiled where one of ``tables`` has such a dtype.
+    """
     from tiercache.kernels.compile import is_cached, prepare
 
-    if is_cached():
+    narrow = any(table.dtype != "float32" for table in tables)
+    if is_cached(narrow=narrow):
         return
     console = Console(stderr=True)
     if not console.is_terminal:
         console.print("compiling the CPU kernels of tiercache for this machine (once, a minute) ...")
-        prepare(None)
+        prepare(None, narrow=narrow)
         return
     with console.status("compiling the CPU kernels of tiercache for this machine (once)") as status:
-        prepare(lambda name, done, total: status.update(f"compiling CPU kernels (once): {name}, {done} of {total}"))
+        prepare(
+            lambda name, done, total: status.update(f"compiling CPU kernels (once): {name}, {done} of {total}"),
+            narrow=narrow,
+        )

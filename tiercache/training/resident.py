@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from tiercache.errors import StateError
-from tiercache.kernels.arrays import aligned_zeros
-from tiercache.kernels.initial import initial_rows
+from tiercache.kernels.arrays import NONE_U8, aligned_zeros
 from tiercache.kernels.numbering import KeyNumbers
+from tiercache.kernels.rounding import set_streams
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
-from tiercache.store.table import group_tables, initializer_code
+from tiercache.store.table import group_tables
+from tiercache.store.vectors import from_words
+from tiercache.tiers.first_vectors import first_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.row_optimizer import RowOptimizer
@@ -36,7 +38,7 @@ class ResidentCache:
     """
 
     def __init__(self, passes: PassSet, *, seed: int = 0, order_seed: int | None = None) -> None:
-        prepare_kernels()
+        prepare_kernels(passes.tables)
         share_threads()
         self.pass_set = passes
         self._seed = seed
@@ -49,6 +51,7 @@ class ResidentCache:
             [np.empty(self._positions.num_rows(p, g), dtype=np.int32) for g in range(len(self._groups))]
             for p in range(len(passes.passes))
         ]
+        self._streams_G = [NONE_U8] * len(self._groups)
         self._fields_G = [self._fill(g) for g in range(len(self._groups))]
         self.optimizer = RowOptimizer(self._groups)
         self._visit: Visit | None = None
@@ -68,14 +71,19 @@ class ResidentCache:
             self._first[table.name] = rows
             self._keys[table.name] = names.keys().copy()
             rows += names.count
-        fields = tuple(aligned_zeros(rows, field.width) for field in group.fields)
-        for values, field in zip(fields, group.fields, strict=True):
+        fields = tuple(aligned_zeros(rows, field.words) for field in group.fields)
+        for values, field in zip(fields[1:], group.fields[1:], strict=True):
             if field.initial:
                 values.fill(field.initial)
         for table in group.tables:
             keys, first = self._keys[table.name], self._first[table.name]
-            code = initializer_code(table.initializer)
-            initial_rows(keys, table.table_id, table.seed, *code, fields[0][first : first + keys.size])
+            first_vectors(table, keys, fields[0][first : first + keys.size])
+        if group.dtype != "float32":
+            self._streams_G[g] = np.empty(rows, dtype=np.uint64)
+            for table in group.tables:
+                keys, first = self._keys[table.name], self._first[table.name]
+                slots = np.arange(first, first + keys.size, dtype=np.int32)
+                set_streams(self._streams_G[g], slots, keys, table.table_id, table.seed)
         return fields
 
     def track(self, **objects: Any) -> None:
@@ -91,7 +99,13 @@ class ResidentCache:
             index = self._trained
             p = self._schedule.pass_of(index)
             rows = [
-                GroupRows.of(group, self._fields_G[g], self._slots_PG[p][g], self._positions.table_starts(p, g))
+                GroupRows.of(
+                    group,
+                    self._fields_G[g],
+                    self._slots_PG[p][g],
+                    self._positions.table_starts(p, g),
+                    streams=self._streams_G[g],
+                )
                 for g, group in enumerate(self._groups)
             ]
             view = RowView(rows, self.optimizer.gradients, f"visit {index}")
@@ -127,10 +141,11 @@ class ResidentCache:
         return self._keys[table_name]
 
     def fields(self, table_name: str) -> tuple[NDArray[np.float32], ...]:
-        """Return the vectors and every optimizer state of a table: views of (rows, width)."""
+        """Return vectors and every optimizer state of a table, float32 (rows, width): views, but of 16-bit vectors."""
         g = next(g for g, group in enumerate(self._groups) if table_name in [t.name for t in group.tables])
         first = self._first[table_name]
-        return tuple(field[first : first + self._keys[table_name].size] for field in self._fields_G[g])
+        mine = slice(first, first + self._keys[table_name].size)
+        return from_words(self._groups[g].fields, [words[mine] for words in self._fields_G[g]])
 
     @property
     def tables(self) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.kernels.rounding import make_rounding
 from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.update import (
     Gradients,
@@ -91,7 +92,7 @@ class RowOptimizer:
         self.learning_rates = [float(group.optimizer.learning_rate) for group in groups]
         """One rate for each group."""
         self.steps = 0
-        """Steps applied so far: what Adam's bias correction counts."""
+        """Steps applied so far: Adam's bias correction counts them, and stochastic rounding draws its bits by them."""
         self._sorting, self._buffers = SortBuffers(), UpdateBuffers()
 
     @property
@@ -119,20 +120,22 @@ class RowOptimizer:
         ):
             if pending:
                 slots, gradients = _together(pending, group.dim)
-                self._update(group, view.fields, slots, gradients, rate)
+                self._update(group, view, slots, gradients, rate)
         self.gradients.clear()
 
     def _update(
         self,
         group: Group,
-        fields: tuple[NDArray[np.float32], ...],
+        rows: GroupRows,
         slots: NDArray[np.int32],
         gradients: Gradients,
         rate: float,
     ) -> None:
-        vectors, *states = fields
-        pairs, buffers = sort_slots(slots, vectors.shape[0], self._sorting), self._buffers
+        vectors, states = rows.vectors, rows.states
+        pairs, buffers = sort_slots(slots, vectors.values.shape[0], self._sorting), self._buffers
         shared: dict[str, Any] = {"learning_rate": rate, "decay": group.optimizer.decay}
+        if rows.streams.size:
+            shared["rounding"] = make_rounding(rows.streams, self.steps)
         match group.optimizer:
             case SGD():
                 update_sgd(vectors, pairs, gradients, buffers, **shared)

@@ -1,0 +1,56 @@
+"""Stochastic rounding in slow obvious NumPy: the definition of docs/format.md, "Row dtypes"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.hashing import mix
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MASK = 0xFFFFFFFF
+
+
+def mix_one(number: int) -> int:
+    """Return splitmix64's finaliser of a number."""
+    return int(mix(np.array([number & 0xFFFFFFFFFFFFFFFF], np.uint64))[0])
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Return the words of Philox4x32-10, written out from the paper."""
+    (a, b, c, d), (k, m) = counter, key
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (q >> 32) ^ b ^ k, q & MASK, (p >> 32) ^ d ^ m, p & MASK
+        k, m = (k + 0x9E3779B9) & MASK, (m + 0xBB67AE85) & MASK
+    return a, b, c, d
+
+
+def random_bits(table_id: int, seed: int, key: int, step: int, dim: int) -> NDArray[np.uint32]:
+    """Return 16 random bits for each number of a row."""
+    stream = (key & 0xFFFFFFFFFFFFFFFF) ^ mix_one(seed ^ table_id)
+    words = mix_one(step)
+    out: list[int] = []
+    for block in range(-(-dim // 8)):
+        for word in philox((stream & MASK, stream >> 32, block, 1 << 31), (words & MASK, words >> 32)):
+            out += [word & 0xFFFF, word >> 16]
+    return np.array(out[:dim], np.uint32)
+
+
+def rounded(value: np.float32, noise: int, dtype: str) -> int:
+    """Return the bits of a number rounded to a 16-bit dtype by 16 random bits."""
+    bits = int(np.float32(value).view(np.uint32))
+    sign, size = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
+    if dtype == "bfloat16":
+        if size > 0x7F800000:
+            return sign | size >> 16 | 0x40
+        return sign | (size if size == 0x7F800000 else size + noise) >> 16
+    if size > 0x7F800000:
+        return sign | 0x7E00 | (size >> 13 & 0x3FF)
+    if size < 0x38800000:  # below 2^-14: in steps of 2^-24
+        steps = int(float(np.uint32(size).view(np.float32)) * 2.0**40)
+        return sign | (steps + noise) >> 16
+    return sign | min(((size + (noise >> 3)) >> 13) - (112 << 10), 0x7C00)
