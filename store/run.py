@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tiercache.store.changed import LastChanges
     from tiercache.store.segment import Segment
     from tiercache.store.spill import Rows
+    from tiercache.store.standing import Standing
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
@@ -169,19 +170,20 @@ class LastKeys:
 
 def runs_of(
     store: Store,
+    standing: Standing,
     segments: Iterable[Segment],
     group: Group,
     table: Table,
     choice: Choice | None = None,
     changed: Callable[[], LastChanges] | None = None,
 ) -> list[Run]:
-    """Return the runs of a table in live ranges of ``segments``, by segment and place.
+    """Return the runs of a table in live ranges of ``segments``, which are of ``standing``, by segment and place.
 
     ``changed`` makes for each what remembers one block: they may be read by turns.
     """
     place, runs = group.place(table.name), []
     for segment in segments:
-        stream, live = segment.streams[group.index], store.first_range(segment, group.index)
+        stream, live = segment.streams[group.index], standing.first_range(segment, group.index)
         for ranges, first in zip(stream.ranges[live:], stream.range_first_row_R[live:].tolist(), strict=False):
             if ranges.table_rows[place]:
                 low = first + sum(ranges.table_rows[:place])

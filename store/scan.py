@@ -50,9 +50,8 @@ def live_rows(store: Store, table_name: str) -> int:
     group, table = find_table(store.groups, table_name, store.label)
     standing = store.standing
     segments = standing.named
-    return sum(run.left for run in runs_of(store, segments, group, table)) - stale_rows(
-        standing, segments, group, table
-    )
+    runs = runs_of(store, standing, segments, group, table)
+    return sum(run.left for run in runs) - stale_rows(standing, segments, group, table)
 
 
 def scan(
@@ -112,7 +111,7 @@ def scan_segments(
         raise ValueError(f"{store.label} has no commit yet: publish one first")
     firsts = standing.commit.named
     last = (lambda: LastChanges(store, firsts)) if changed else None
-    runs = runs_of(store, segments, group, table, choice, last)
+    runs = runs_of(store, standing, segments, group, table, choice, last)
     chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
     stale = 0 if choice is not None and alone else stale_rows(standing, segments, group, table)
     if stale:

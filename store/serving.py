@@ -146,7 +146,7 @@ def _count(store: Store, standing: Standing, group: Group, table: Table, since: 
     stale = stale_rows(standing, changed, group, table)
     if choice is None:
         return _rows_in(standing, changed, group, table) - stale
-    runs = runs_of(store, changed, group, table, choice)
+    runs = runs_of(store, standing, changed, group, table, choice)
     return _count_keys(store, runs, group, table, choice) if stale else sum(run.left for run in runs)
 
 

@@ -256,9 +256,7 @@ class StoreMachine(RuleBasedStateMachine):
         store = self._store()
         store.forget()
         assert store.commit is not None
-        since = store.commit.id - since % (store.commit.id + 2)
-        if not any(first <= since <= last for first, last in store.commit.abandoned):
-            self.world.check_changes(store, since)
+        self.world.check_changes(store, store.commit.id - since % (store.commit.id + 2))
 
     @rule()
     def verify(self) -> None:
