@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.disk_raw import Replay, paged
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
 from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store import Cursor, Store
 from tiercache.store.reading import Pieces
@@ -38,9 +39,11 @@ def drop_store(path: Path) -> None:
 
 
 def warm_checksums() -> None:
-    """Compile the checksum before anything is timed."""
+    """Compile the checksum, and the reads with it, before anything is timed."""
     if has_crc32c():
         crc32c([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
+    if has_reads():
+        read_checked([(-1, False, 0)], [(np.zeros(64, np.uint8), np.array([0, 64]))])
 
 
 class HostPages:
@@ -76,6 +79,8 @@ class StoreRun:
         self.store = Store.open(path, tables=[case.table], engine=engine)
         if has_crc32c():
             self.store.checksums = crc32c
+        if has_reads():
+            self.store.read_with(read_checked)
         self.bytes_read = self.bytes_useful = 0
 
     def dump(self, dump: Dump, source: HostPages) -> float:

@@ -1,4 +1,4 @@
-"""Array kernels for the CPU: arrays in, arrays out, no state.
+"""Array kernels for the CPU: arrays in, arrays out, no state. Those of a CUDA device are in the modules `cuda_*`.
 
 Names are loaded when they are first used, for importing numba takes a second.
 """
@@ -14,6 +14,8 @@ _HOME = {
     "SUM": "pooling",
     "UNIFORM": "initial",
     "ZEROS": "initial",
+    "CudaDevice": "cuda",
+    "CudaError": "cuda",
     "Gradients": "gradients",
     "KeyNumbers": "numbering",
     "SortBuffers": "sorting",
@@ -23,6 +25,7 @@ _HOME = {
     "crc32c": "checksum",
     "gather": "gathering",
     "has_crc32c": "checksum",
+    "has_reads": "file_io",
     "hash_keys": "bits",
     "hash_range_bound": "uses",
     "initial_rows": "initial",
@@ -30,11 +33,13 @@ _HOME = {
     "map_slots": "gathering",
     "mix": "bits",
     "one_id_gradients": "gradients",
+    "open_device": "cuda",
     "pack": "rows",
     "philox4x32": "initial",
     "pool_bags": "pooling",
     "pool_one": "gathering",
     "prepare": "compile",
+    "read_checked": "file_io",
     "search_keys": "uses",
     "set_threads": "jit",
     "sort_slots": "sorting",
