@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from tiercache.store.vectors import ITEM_BYTES
 from tiercache.store.zarr_codec import LITTLE, Codec
 from tiercache.store.zarr_shards import Shards, cut
@@ -90,7 +88,7 @@ class Arrays:
             and self.chunk_rows == min(stream.rows, stream.block_rows)
             and len(self.fields) == len(group.fields)
             and all(
-                mine == (field.name, 4 * field.width) for mine, field in zip(self.fields, group.fields, strict=True)
+                mine == (field.name, 4 * field.words) for mine, field in zip(self.fields, group.fields, strict=True)
             )
         )
 
