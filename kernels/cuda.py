@@ -120,6 +120,16 @@ def _spoken(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
+class _ExternalStream:
+    """A stream that someone else made and destroys."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 class CudaDevice:
     """One GPU; make it with `open_device`. Meant for one thread at a time."""
 
@@ -140,6 +150,7 @@ class CudaDevice:
         self._tables: OrderedDict[tuple[int, bytes], Any] = OrderedDict()
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
+        self._streams: dict[int, Any] = {0: cupy.cuda.Stream.null}
 
     def _module(self, name: str) -> Any:
         if name not in self._modules:
@@ -153,9 +164,11 @@ class CudaDevice:
         return self._functions[kernel]
 
     def _current(self) -> tuple[int, Any]:
+        """Return the address of the stream to launch on, and CuPy's view of it."""
         pointer = self._stream() if self._stream is not None else 0
-        stream = self._cupy.cuda.Stream.null if pointer == 0 else self._cupy.cuda.ExternalStream(pointer)
-        return pointer, stream
+        if pointer not in self._streams:
+            self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
+        return pointer, self._streams[pointer]
 
     def prepare(self) -> None:
         """Compile every kernel, or load it from CuPy's cache, before the first batch needs it."""
@@ -200,8 +213,8 @@ class CudaDevice:
         with self._device, self._current()[1]:
             return self._cupy.from_dlpack(array)
 
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
         """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`, on the stream."""
         words = tuple(np.float32(word) if isinstance(word, float) else np.int64(word) for word in arguments)
         with self._device, self._current()[1]:
-            self._function(kernel)((blocks,), (BLOCK_THREADS,), words)
+            self._function(kernel)((blocks,), (BLOCK_THREADS,), words, shared_mem=shared_bytes)

@@ -37,11 +37,14 @@ STRETCH = 256  # part of the definition of the bits
 UPDATE_PART = part_struct(
     ("vectors", "p"), ("first", "p"), ("second", "p"), ("pairs", "p"), ("sums", "p"), ("flat", "p"), ("offsets", "p"),
     ("scales", "p"), ("argmax", "p"), ("cols", "p"), ("num_samples", "l"), ("width", "l"), ("size", "l"),
-    ("num_slots", "l"), ("padded", "l"), ("dim", "i"), ("vec", "i"), ("team", "i"), ("kind", "i"), ("rate", "f"),
-    ("eps", "f"), ("decay", "f"), ("new1", "f"), ("new2", "f"), ("unused", "i"),
+    ("num_slots", "l"), ("padded", "l"), ("dim", "i"), ("vec", "i"), ("team", "i"), ("unused", "i"), ("rate", "f"),
+    ("eps", "f"), ("decay", "f"), ("new1", "f"), ("new2", "f"), ("unused2", "i"),
 )  # fmt: skip
 _TEAM = UPDATE_PART.names.index("team") - 1 if UPDATE_PART.names else 0  # the first task is filled in later
 _PAIRS_OF_TASK = 32
+_KERNELS = {
+    SGD: "update_sgd", ADAGRAD: "update_adagrad", ROWWISE: "update_rowwise_adagrad", ADAM: "update_adam",
+}  # fmt: skip
 
 
 class Gradients(NamedTuple):
@@ -156,19 +159,21 @@ def _part(device: Device, step: Step) -> tuple[tuple[Any, ...], int]:
     part = (
         vectors.address, states[0].address, states[1].address, pairs.address, sums.address, source.flat.address,
         source.offsets.address, source.scales.address, source.argmax.address, cols, num_samples, width, pairs.size,
-        num_slots, padded, dim, vec, team, rule.kind, rule.rate, rule.eps, rule.decay, rule.new1, rule.new2, 0,
+        num_slots, padded, dim, vec, team, 0, rule.rate, rule.eps, rule.decay, rule.new1, rule.new2, 0,
     )  # fmt: skip
     return part, pairs.size
 
 
 def update_many(device: Device, steps: Sequence[Step]) -> None:
-    """Step the rows of several groups, which may have different dims and optimizers, in two launches."""
-    found = [_part(device, step) for step in steps]
-    parts, sizes = [part for part, size in found if size], [size for _, size in found if size]
-    teams = [32 // int(part[_TEAM]) for part in parts]
-    stretches = [-(-(2 * -(-size // STRETCH)) // team) for size, team in zip(sizes, teams, strict=True)]
-    launch_parts(device, "update.sum_stretches", UPDATE_PART, parts, stretches)
-    launch_parts(device, "update.update_rows", UPDATE_PART, parts, [-(-size // _PAIRS_OF_TASK) for size in sizes])
+    """Step the rows of several groups, which may have different dims, in one launch for each optimizer and one more."""
+    found = [(step.rule.kind, *_part(device, step)) for step in steps]
+    found = [(kind, part, size) for kind, part, size in found if size]
+    tasks = [-(-(2 * -(-size // STRETCH)) * int(part[_TEAM]) // 32) for _, part, size in found]
+    launch_parts(device, "update.sum_stretches", UPDATE_PART, [part for _, part, _ in found], tasks)
+    for kind, kernel in _KERNELS.items():
+        parts = [(part, size) for of, part, size in found if of == kind]
+        tasks = [-(-size // _PAIRS_OF_TASK) for _, size in parts]
+        launch_parts(device, f"update.{kernel}", UPDATE_PART, [part for part, _ in parts], tasks)
 
 
 def update_sgd(

@@ -29,7 +29,7 @@ static_assert(sizeof(MapPart) == 80, "as MAP_PART in cuda_gathering.py");
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 gather(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
     for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
-        const GatherPart& part = part_of(parts, num_parts, task);
+        const GatherPart part = part_of(parts, num_parts, task);
         const int64 first = (task - part.first_task) * 32;
         const int count = part.entries - first < 32 ? static_cast<int>(part.entries - first) : 32;
         const int slot = lane_id() < count ? __ldg(part.slots + first + lane_id()) : -1;
@@ -42,7 +42,7 @@ gather(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 map_slots(const MapPart* parts, int64 num_parts, int64 num_tasks) {
     for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
-        const MapPart& part = part_of(parts, num_parts, task);
+        const MapPart part = part_of(parts, num_parts, task);
         const int64 first = part.first + (task - part.first_task) * ENTRIES_OF_MAP_TASK + lane_id();
 #pragma unroll
         for (int i = 0; i < ENTRIES_OF_MAP_TASK; i += 32) {

@@ -39,39 +39,51 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> load_gradient(const flo
     return load_constant<VEC>(from);
 }
 
-// The sum of elements [d, d + VEC) of the gradients of pairs [start, stop), in order.
-template <int VEC>
-__device__ __forceinline__ Lanes<VEC> sum_gradients(
-    const Gradients& source, const uint64* pairs, int64 start, int64 stop, int d) {
-    Lanes<VEC> sum = zero_lanes<VEC>();
+// Where the gradient of a pair's entry begins, and its factor.
+struct __align__(16) Place {
+    int64 begin;  // the complement for max pooling
+    uint32 entry;
+    float scale;
+};
+
+__device__ __forceinline__ Place place_of(const Gradients& source, uint64 pair) {
+    const uint32 entry = entry_of(pair);
+    return {gradient_start(source, entry), entry, source.scales ? __ldg(source.scales + entry) : 1.0f};
+}
+
+// Add elements [d, d + VEC) of the gradients of pairs [start, stop) to `sum`, in order; `find` gives a pair's place.
+template <int VEC, class FIND>
+__device__ __forceinline__ void add_gradients(
+    const Gradients& source, int64 start, int64 stop, int d, Lanes<VEC>& sum, const FIND& find) {
     for (int64 i = start; i < stop; i += GRADIENTS_IN_FLIGHT) {
-        uint32 entries[GRADIENTS_IN_FLIGHT];
-        int64 begins[GRADIENTS_IN_FLIGHT];
+        Place places[GRADIENTS_IN_FLIGHT];
         Lanes<VEC> held[GRADIENTS_IN_FLIGHT];
 #pragma unroll
-        for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) entries[u] = i + u < stop ? entry_of(__ldg(pairs + i + u)) : 0;
-#pragma unroll
-        for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) begins[u] = i + u < stop ? gradient_start(source, entries[u]) : 0;
+        for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) places[u] = find(i + u < stop ? i + u : i);
 #pragma unroll
         for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
-            const int64 place = begins[u] >= 0 ? begins[u] : ~begins[u];
-            held[u] = i + u < stop ? load_gradient<VEC>(source.flat + place + d) : zero_lanes<VEC>();
+            const int64 begin = places[u].begin >= 0 ? places[u].begin : ~places[u].begin;
+            held[u] = i + u < stop ? load_gradient<VEC>(source.flat + begin + d) : zero_lanes<VEC>();
         }
 #pragma unroll
         for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
             if (i + u >= stop) continue;
-            if (begins[u] >= 0) {
-                const float scale = source.scales ? __ldg(source.scales + entries[u]) : 1.0f;
+            if (places[u].begin >= 0) {
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) sum.v[k] += held[u].v[k] * scale;
+                for (int k = 0; k < VEC; ++k) sum.v[k] += held[u].v[k] * places[u].scale;
             } else {
-                const int* won = source.argmax + ~begins[u] + d;
+                const int* won = source.argmax + ~places[u].begin + d;
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
-                    if (static_cast<uint32>(__ldg(won + k)) == entries[u]) sum.v[k] += held[u].v[k];
+                    if (static_cast<uint32>(__ldg(won + k)) == places[u].entry) sum.v[k] += held[u].v[k];
                 }
             }
         }
     }
-    return sum;
+}
+
+template <int VEC>
+__device__ __forceinline__ void add_pairs(
+    const Gradients& source, const uint64* pairs, int64 start, int64 stop, int d, Lanes<VEC>& sum) {
+    add_gradients<VEC>(source, start, stop, d, sum, [&](int64 i) { return place_of(source, __ldg(pairs + i)); });
 }

@@ -58,8 +58,8 @@ class Device(Protocol):
         """Return an array with the device's interface over the memory of one that has only `__dlpack__`."""
         ...
 
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
-        """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`."""
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
+        """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS` with so much dynamic shared memory."""
         ...
 
 

@@ -20,6 +20,6 @@ def test_gather_copies_rows_as_on_the_cpu(dim: int) -> None:
         wanted = np.empty((size, dim), np.float32)
         gathering.gather(vectors, slots, wanted)
         for device in devices():
-            out = device.memory.empty((size, dim), np.float32)
+            out = device.array((size, dim), np.float32)
             cuda_gathering.gather(device, device.place(vectors), device.place(slots), out)
-            assert np.array_equal(out, wanted)
+            assert np.array_equal(device.read(out), wanted)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import Bags, bags, same_bits
-from tests.kernels.shim.device import ORDERS, ShimDevice, devices
+from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.test_pooling import pool
 from tiercache.kernels import cuda_pooling, pooling
 from tiercache.kernels.pooling import MAX, MEAN, SUM
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def outputs(device: ShimDevice, case: Bags, *, scaled: bool = True) -> dict[str, NDArray[Any]]:
+def outputs(device: Any, case: Bags, *, scaled: bool = True) -> dict[str, NDArray[Any]]:
     """Return the arrays that `pool_bags` writes, as tests of the CPU's kernel begin with them."""
     size = case.ids.size
     return {
@@ -31,7 +31,7 @@ def outputs(device: ShimDevice, case: Bags, *, scaled: bool = True) -> dict[str,
     }
 
 
-def group(device: ShimDevice, case: Bags, done: dict[str, Any], ids_dtype: type = np.int32) -> cuda_pooling.Bags:
+def group(device: Any, case: Bags, done: dict[str, Any], ids_dtype: type = np.int32) -> cuda_pooling.Bags:
     """Return a case as a group on the device."""
     return cuda_pooling.Bags(
         device.place(case.vectors), device.place(case.slot_of_local), device.place(case.ids.astype(ids_dtype)),
@@ -44,27 +44,27 @@ def group(device: ShimDevice, case: Bags, done: dict[str, Any], ids_dtype: type 
 @given(bags(), st.sampled_from(ORDERS), st.sampled_from([np.int32, np.int64]))
 def test_bags_pool_as_on_the_cpu(case: Bags, order: str, ids_dtype: type) -> None:
     """Sum, mean, max, weights, empty bags, any dim: the rows and all that is written for the step."""
-    wanted, device = pool(case), ShimDevice(order)
+    wanted, device = pool(case), device_for(order)
     done = outputs(device, case)
     cuda_pooling.pool_many(device, [group(device, case, done, ids_dtype)], done["out"])
     for name, array in wanted.items():
-        assert np.array_equal(done[name].view(np.uint8), array.view(np.uint8)), name
-    device.memory.close()
+        assert np.array_equal(device.read(done[name]).view(np.uint8), array.view(np.uint8)), name
+    device.close()
 
 
 @settings(max_examples=30, deadline=None)
 @given(bags(one_id=True, modes=(SUM,)), st.sampled_from(ORDERS), st.sampled_from([np.int32, np.int64]))
 def test_one_id_per_sample_copies_its_row(case: Bags, order: str, ids_dtype: type) -> None:
     """pool_one writes each id's row to its columns, and its slot, and nothing else."""
-    device = ShimDevice(order)
+    device = device_for(order)
     done = outputs(device, case)
     cuda_pooling.pool_one(
         device, device.place(case.vectors), device.place(case.slot_of_local), device.place(case.ids.astype(ids_dtype)),
         case.bases, case.cols, case.num_samples, done["out"], done["slots"],
     )  # fmt: skip
-    assert same_bits(done["out"], case.pooled())
-    assert np.array_equal(done["slots"], case.slots())
-    device.memory.close()
+    assert same_bits(device.read(done["out"]), case.pooled())
+    assert np.array_equal(device.read(done["slots"]), case.slots())
+    device.close()
 
 
 def test_groups_of_different_dims_pool_in_one_launch() -> None:
@@ -96,7 +96,7 @@ def test_groups_of_different_dims_pool_in_one_launch() -> None:
             col += dim
         cuda_pooling.pool_many(device, groups, out)
         assert device.launches == ["pooling.pool"]
-        assert same_bits(out, wanted)
+        assert same_bits(device.read(out), wanted)
 
 
 @settings(max_examples=30, deadline=None)
@@ -108,14 +108,14 @@ def test_the_gradient_of_a_weight_has_the_cpus_bits(case: Bags, order: str) -> N
     pooling.weight_gradient(
         case.vectors, slots, case.entry_starts, case.offsets, case.modes, case.cols, gradient, wanted
     )
-    device = ShimDevice(order)
+    device = device_for(order)
     out = device.place(np.full(case.ids.size, np.nan, np.float32))
     cuda_pooling.weight_gradient(
         device, device.place(case.vectors), device.place(slots), device.place(case.offsets), case.modes, case.cols,
         device.place(gradient), out,
     )  # fmt: skip
-    assert same_bits(out, wanted)
-    device.memory.close()
+    assert same_bits(device.read(out), wanted)
+    device.close()
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -135,18 +135,18 @@ def test_an_id_outside_its_table_is_found_and_reads_as_zeros(bad: int, where: in
         cuda_pooling.map_slots(device, device.place(wrong), bases, starts, local, slots, limits=limits, bad=found)
         right = np.repeat(bases, [4, 1]) + wrong
         right[[where, 4]] = -1
-        assert slots.tolist() == right.tolist()
+        assert device.read(slots).tolist() == right.tolist()
         assert found.read() == where
         found.forget()
-        out = device.memory.empty((5, 1), np.float32)
+        out = device.array((5, 1), np.float32)
         cuda_pooling.gather(device, device.place(vectors), slots, out)
-        assert out[:, 0].tolist() == (right + 1).tolist()
+        assert device.read(out)[:, 0].tolist() == (right + 1).tolist()
         assert found.read() == -1
 
 
 def test_a_wide_id_beyond_32_bits_is_bad() -> None:
     """Its low half alone would be a good id."""
-    device = ShimDevice()
+    device = device_for("forward")
     ids = device.place(np.array([1, 2**32 + 1], np.int64))
     assert cuda_pooling.check_ids(device, ids, np.array([0, 2]), np.array([7])) == 1
 
@@ -161,8 +161,8 @@ def test_max_pooling_keeps_the_first_of_equals_and_none_of_an_empty_bag() -> Non
     for device in devices():
         done = outputs(device, case)
         cuda_pooling.pool_many(device, [group(device, case, done)], done["out"])
-        assert done["argmax"].tolist() == [[0, 1, 0, 0], [-1, -1, -1, -1]]
-        assert done["out"].tolist() == [[1, 3, 3, 4], [0, 0, 0, 0]]
+        assert device.read(done["argmax"]).tolist() == [[0, 1, 0, 0], [-1, -1, -1, -1]]
+        assert device.read(done["out"]).tolist() == [[1, 3, 3, 4], [0, 0, 0, 0]]
 
 
 def test_arrays_of_another_type_or_shape_are_refused() -> None:

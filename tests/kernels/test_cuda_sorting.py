@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, devices
+from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_for, devices
 from tiercache.kernels import cuda_sorting, sorting
 from tiercache.kernels.launch import source
 
@@ -29,10 +29,10 @@ LOW = np.uint64(2**32 - 1)
 def test_pairs_are_those_of_the_cpu(seed: int, size: int, num_slots: int, skew: int, order: str) -> None:
     """For any number of slots, sizes beside a tile's, uniform and skewed."""
     slots = (np.random.default_rng(seed).random(size) ** skew * num_slots).astype(np.int32)
-    device = ShimDevice(order)
+    device = device_for(order)
     pairs = cuda_sorting.sort_slots(device, device.place(slots), num_slots, cuda_sorting.SortBuffers(device))
-    assert np.array_equal(pairs, sorting.sort_slots(slots, num_slots, sorting.SortBuffers()))
-    device.memory.close()
+    assert np.array_equal(device.read(pairs), sorting.sort_slots(slots, num_slots, sorting.SortBuffers()))
+    device.close()
 
 
 def test_one_slot_keeps_batch_order() -> None:
@@ -40,15 +40,15 @@ def test_one_slot_keeps_batch_order() -> None:
     for device in devices():
         slots = device.place(np.full(10_000, 5, np.int32))
         pairs = cuda_sorting.sort_slots(device, slots, 6, cuda_sorting.SortBuffers(device))
-        assert np.array_equal(pairs & LOW, np.arange(10_000))
+        assert np.array_equal(device.read(pairs) & LOW, np.arange(10_000))
 
 
 def test_more_tiles_than_blocks_sort_too() -> None:
     """Blocks take several tiles each; 35 of them and one lone entry here, on a device with room for 32 blocks."""
-    device = ShimDevice("random")
+    device = device_for("random")
     slots = np.random.default_rng(0).integers(0, 300, 35 * 4096 + 1).astype(np.int32)
     pairs = cuda_sorting.sort_slots(device, device.place(slots), 300, cuda_sorting.SortBuffers(device))
-    assert np.array_equal(pairs & LOW, np.argsort(slots, kind="stable"))
+    assert np.array_equal(device.read(pairs) & LOW, np.argsort(slots, kind="stable"))
 
 
 def test_entries_without_a_row_come_last() -> None:
@@ -56,19 +56,19 @@ def test_entries_without_a_row_come_last() -> None:
     slots = np.array([3, -1, 0, 10, 9, 2**31 - 1, 0, -(2**31)], np.int32)
     for device in devices():
         pairs = cuda_sorting.sort_slots(device, device.place(slots), 10, cuda_sorting.SortBuffers(device))
-        assert (pairs & LOW).tolist() == [2, 6, 0, 4, 1, 3, 5, 7]
-        assert (pairs >> np.uint64(32)).tolist() == [0, 0, 3, 9, 10, 10, 10, 10]
+        assert (device.read(pairs) & LOW).tolist() == [2, 6, 0, 4, 1, 3, 5, 7]
+        assert (device.read(pairs) >> np.uint64(32)).tolist() == [0, 0, 3, 9, 10, 10, 10, 10]
 
 
 def test_buffers_are_reused_for_smaller_steps() -> None:
     """A small step after a large one sorts right and takes no new memory."""
-    device, rng = ShimDevice(), np.random.default_rng(0)
+    device, rng = device_for("forward"), np.random.default_rng(0)
     buffers = cuda_sorting.SortBuffers(device)
     cuda_sorting.sort_slots(device, device.place(rng.integers(0, 100, 5000).astype(np.int32)), 100, buffers)
     held = buffers.nbytes
     slots = rng.integers(0, 100, 50).astype(np.int32)
     pairs = cuda_sorting.sort_slots(device, device.place(slots), 100, buffers)
-    assert np.array_equal(pairs & LOW, np.argsort(slots, kind="stable"))
+    assert np.array_equal(device.read(pairs) & LOW, np.argsort(slots, kind="stable"))
     assert buffers.nbytes == held
 
 

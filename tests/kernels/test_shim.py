@@ -11,7 +11,34 @@ from tests.kernels.test_cuda_pooling import group, outputs
 from tiercache.kernels import cuda_gathering, cuda_pooling
 from tiercache.kernels.pooling import SUM
 
-KERNEL = 'extern "C" __global__ void gather(int64* a, int64* b, int64 n) {{ const int i = threadIdx.x; {body} }}'
+TURN = "__shared__ int64 s[256]; s[i] = a[i]; {wait} b[i] = s[i / 32 * 32 + (i + {step}) % 32];"
+BODIES = {
+    "write_before": "if (i == 0) b[-1] = 5;",
+    "outside_shared": (
+        "__shared__ int64 s[256]; __shared__ int64 t[256]; t[i] = 0; s[i + a[1]] = a[i]; __syncthreads(); b[i] = s[i];"
+    ),
+    "without_first_write": "__shared__ int64 s[256]; b[i] = s[i];",
+    "dynamic": "DYNAMIC_SHARED(int64, s); s[i] = a[i]; __syncthreads(); b[i] = s[255 - i];",
+    "two_barriers": "if (i < 7) __syncthreads(); else __syncwarp();",
+    "part_of_a_mask": "if (i < 7) __ballot_sync(ALL_LANES, 1);",
+    "not_in_its_mask": "__shfl_sync(1u, i, 0);",
+    "xor_5": "b[i] = __shfl_xor_sync(ALL_LANES, a[i], 5);",
+    "lane_9_of_8": "b[i] = __shfl_sync(ALL_LANES, a[i], 9, 8);",
+    "up_3": "b[i] = __shfl_up_sync(ALL_LANES, a[i], 3);",
+    "down_3": "b[i] = __shfl_down_sync(ALL_LANES, a[i], 3);",
+    "ballot": "b[i] = __ballot_sync(ALL_LANES, i % 3 == 0);",
+    "match": "b[i] = __match_any_sync(ALL_LANES, i % 16);",
+    "add": "b[i] = atomicAdd((unsigned long long*)a, 1ULL);",
+    **{
+        f"turn_{step}_{name}": TURN.format(wait=wait, step=step)
+        for step in (1, 31)
+        for name, wait in (("block", "__syncthreads();"), ("warp", "__syncwarp();"), ("none", ""))
+    },
+}
+KERNELS = "".join(
+    f'extern "C" __global__ void {name}(int64* a, int64* b, int64 n) {{ const int i = threadIdx.x; {body} }}\n'
+    for name, body in BODIES.items()
+)
 
 
 def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
@@ -24,12 +51,12 @@ def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
     return ShimDevice(order, changed=changed)
 
 
-def run(body: str, order: str, size: int = 256) -> np.ndarray:
+def run(kernel: str, order: str, size: int = 256, shared_bytes: int = 0) -> np.ndarray:
     """Run one block of a small kernel on ``a`` = 0, 1, 2 ... and return ``b``."""
-    device = ShimDevice(order, changed=lambda _, text: text.split("struct Ids")[0] + KERNEL.format(body=body))
+    device = ShimDevice(order, changed=lambda _, text: text.split("struct Ids")[0] + KERNELS)
     a, b = device.place(np.arange(size)), device.empty(size, np.int64)
     b[...] = -1
-    device.launch("gathering.gather", 1, (a.ctypes.data, b.ctypes.data, size))
+    device.launch(f"gathering.{kernel}", 1, (a.ctypes.data, b.ctypes.data, size), shared_bytes)
     return b.copy()
 
 
@@ -38,7 +65,7 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
     rng = np.random.default_rng(0)
     vectors, slots = rng.standard_normal((50, dim)).astype(np.float32), rng.integers(0, 50, 40).astype(np.int32)
     slots[[3, 4]] = 0, 49
-    out = device.memory.empty((40, dim), np.float32)
+    out = device.array((40, dim), np.float32)
     cuda_gathering.gather(device, device.place(vectors), device.place(slots), out)
     assert np.array_equal(out, vectors[slots])
 
@@ -67,28 +94,31 @@ def test_an_index_before_an_array_is_caught() -> None:
 def test_a_write_beside_an_array_that_hits_no_guard_is_caught() -> None:
     """Before an array that ends at its guard there is rubbish, and nobody may change it."""
     with pytest.raises(AssertionError, match="wrote beside an array"):
-        run("if (i == 0) b[-1] = 5;", "forward")
+        run("write_before", "forward")
 
 
 def test_an_index_outside_shared_memory_is_caught() -> None:
     """Also where it would hit another variable."""
-    body = (
-        "__shared__ int64 s[256]; __shared__ int64 t[256]; t[i] = 0; s[i + a[1]] = a[i]; __syncthreads(); b[i] = s[i];"
-    )
     with pytest.raises(KernelError, match="thread 255: an index is outside its array in shared or local memory"):
-        run(body, "forward")
+        run("outside_shared", "forward")
 
 
-@pytest.mark.parametrize("wait", ["__syncthreads();", "__syncwarp();"])
-def test_a_missing_barrier_changes_results_in_some_order(wait: str) -> None:
+def test_dynamic_shared_memory_has_the_size_that_the_launch_gives() -> None:
+    """2048 bytes hold 256 words; with less, the last is outside."""
+    for order in ORDERS:
+        assert np.array_equal(run("dynamic", order, shared_bytes=2048), np.arange(256)[::-1])
+    with pytest.raises(KernelError, match="thread 254: address 0x"):
+        run("dynamic", "forward", shared_bytes=2032)
+
+
+@pytest.mark.parametrize("wait", ["block", "warp"])
+@pytest.mark.parametrize("step", [1, 31])
+def test_a_missing_barrier_changes_results_in_some_order(wait: str, step: int) -> None:
     """Each thread reads its neighbour's word: without the barrier it is not there yet in some order of threads."""
-    around = "i / 32 * 32 + (i + {step}) % 32"
-    for step in (1, 31):
-        body = f"__shared__ int64 s[256]; s[i] = a[i]; {{wait}} b[i] = s[{around.format(step=step)}];"
-        place = np.arange(256)
-        wanted = place // 32 * 32 + (place + step) % 32
-        assert all(np.array_equal(run(body.format(wait=wait), order), wanted) for order in ORDERS)
-        assert not all(np.array_equal(run(body.format(wait=""), order), wanted) for order in ORDERS)
+    place = np.arange(256)
+    wanted = place // 32 * 32 + (place + step) % 32
+    assert all(np.array_equal(run(f"turn_{step}_{wait}", order), wanted) for order in ORDERS)
+    assert not all(np.array_equal(run(f"turn_{step}_none", order), wanted) for order in ORDERS)
 
 
 def test_a_missing_barrier_in_a_kernel_of_ours_is_caught() -> None:
@@ -113,18 +143,16 @@ def test_a_missing_barrier_in_a_kernel_of_ours_is_caught() -> None:
 
 def test_shared_memory_does_not_keep_what_a_block_before_left() -> None:
     """A kernel that relies on zeros in shared memory is found."""
-    assert (
-        run("__shared__ int64 s[256]; b[i] = s[i];", "forward") == np.uint64(0xA5A5A5A5A5A5A5A5).view(np.int64)
-    ).all()
+    assert (run("without_first_write", "forward") == np.uint64(0xA5A5A5A5A5A5A5A5).view(np.int64)).all()
 
 
 def test_threads_that_wait_at_different_places_are_told() -> None:
     """Half a block at a barrier, a lane missing from a mask: no test hangs."""
-    for body in ("if (i < 7) __syncthreads(); else __syncwarp();", "if (i < 7) __ballot_sync(ALL_LANES, 1);"):
+    for kernel in ("two_barriers", "part_of_a_mask"):
         with pytest.raises(KernelError, match="threads wait for each other without end"):
-            run(body, "forward")
+            run(kernel, "forward")
     with pytest.raises(KernelError, match="whose mask does not name it"):
-        run("__shfl_sync(1u, i, 0);", "random")
+        run("not_in_its_mask", "random")
 
 
 def test_warp_operations_do_what_cudas_do() -> None:
@@ -132,10 +160,10 @@ def test_warp_operations_do_what_cudas_do() -> None:
     i = np.arange(256)
     lane = i % 32
     for order in ORDERS:
-        assert np.array_equal(run("b[i] = __shfl_xor_sync(ALL_LANES, a[i], 5);", order), i ^ 5)
-        assert np.array_equal(run("b[i] = __shfl_sync(ALL_LANES, a[i], 9, 8);", order), i // 8 * 8 + 1)
-        assert np.array_equal(run("b[i] = __shfl_up_sync(ALL_LANES, a[i], 3);", order), np.where(lane < 3, i, i - 3))
-        assert np.array_equal(run("b[i] = __shfl_down_sync(ALL_LANES, a[i], 3);", order), np.where(lane > 28, i, i + 3))
-        assert (run("b[i] = __ballot_sync(ALL_LANES, i % 3 == 0);", order)[:32] == 0x49249249).all()
-        assert np.array_equal(run("b[i] = __match_any_sync(ALL_LANES, i % 16);", order), 0x10001 << lane % 16)
-        assert sorted(run("b[i] = atomicAdd((unsigned long long*)a, 1ULL);", order)) == list(range(256))
+        assert np.array_equal(run("xor_5", order), i ^ 5)
+        assert np.array_equal(run("lane_9_of_8", order), i // 8 * 8 + 1)
+        assert np.array_equal(run("up_3", order), np.where(lane < 3, i, i - 3))
+        assert np.array_equal(run("down_3", order), np.where(lane > 28, i, i + 3))
+        assert (run("ballot", order)[:32] == 0x49249249).all()
+        assert np.array_equal(run("match", order), 0x10001 << lane % 16)
+        assert sorted(run("add", order)) == list(range(256))

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from tests.kernels.shim.memory import GuardedMemory
 from tiercache.kernels.launch import BLOCK_THREADS, source
@@ -46,6 +48,8 @@ def _folder() -> Path:
 @functools.cache
 def compiled(text: str) -> ctypes.CDLL:
     """Return the library of a kernel source, compiled when first asked for."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++, which compiles CUDA sources for the CPU, is not installed")
     names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", text)
     calls = "".join(
         f'extern "C" const char* run_{name}(void** words, const unsigned* grid, const unsigned* block, size_t shared,'
@@ -99,7 +103,7 @@ class ShimDevice:
         """Return a NumPy array over the memory of another library's."""
         return np.from_dlpack(array)
 
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[float]) -> None:
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
         """Run a kernel to its end.
 
         Raises KernelError.
@@ -121,15 +125,32 @@ class ShimDevice:
             ctypes.c_uint64,
         ]
         grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(BLOCK_THREADS, 1, 1)
-        trouble = run(words, grid, block, 0, self._order, self._seed)
+        trouble = run(words, grid, block, shared_bytes, self._order, self._seed)
         if trouble is not None:
             raise KernelError(f"{kernel}: {trouble.decode()}")
         self.memory.check()
 
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array of rubbish in guarded memory, of any shape."""
+        return self.memory.empty(shape, dtype)
 
-def devices() -> Iterator[ShimDevice]:
-    """Give a device for each order of threads; what one did wrong beside its arrays is found at its end."""
-    for order in ORDERS:
-        device = ShimDevice(order)
+    def close(self) -> None:
+        """Give the arrays back."""
+        self.memory.close()
+
+
+def device_for(order: str) -> Any:
+    """Return the device that parity is tested on: the shim with an order of threads, or the GPU of `make test-gpu`."""
+    if not os.environ.get("TIERCACHE_TEST_GPU"):
+        return ShimDevice(order)
+    from tests.kernels.gpu import GpuDevice
+
+    return GpuDevice()
+
+
+def devices() -> Iterator[Any]:
+    """Give a device for each order of threads, one after another; a GPU has an order of its own."""
+    for order in ORDERS[:1] if os.environ.get("TIERCACHE_TEST_GPU") else ORDERS:
+        device = device_for(order)
         yield device
-        device.memory.close()
+        device.close()

@@ -2,8 +2,8 @@
 //
 // A fibre runs until it waits: at __syncthreads, or at a warp's operation until all lanes of its mask are there. Which
 // runs next is the order of the launch: by thread number, from the last to the first, or drawn anew from a seed each
-// time. So what one thread reads of another's without a barrier is there in one order and missing in the next. Shared
-// memory is filled with rubbish before each block. A bad address, a wait that cannot end and a lane that is not in its
+// time; blocks take turns in it too. So what one thread reads of another's without a barrier is there in one order and
+// missing in the next. Shared memory is filled with rubbish before each block. A bad address, a wait that cannot end and a lane that is not in its
 // own mask end the launch with a sentence. What this cannot see: races between blocks that are ordered by chance on a
 // GPU, and the memory model.
 
@@ -16,10 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
-#include <string>
 #include <sys/mman.h>
-#include <tuple>
 #include <type_traits>
 #include <unistd.h>
 #include <utility>
@@ -287,7 +284,18 @@ inline void on_signal(int number, siginfo_t* info, void*) {
     fail(sentence);
 }
 
-inline void run_block(Order order, std::mt19937_64& random, size_t shared_bytes) {
+struct Random {
+    uint64_t state;
+
+    uint64_t operator()() {  // splitmix64
+        uint64_t z = state += 0x9E3779B97F4A7C15u;
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+        return z ^ z >> 31;
+    }
+};
+
+inline void run_block(Order order, Random& random, size_t shared_bytes) {
     const unsigned threads = block_size.x * block_size.y * block_size.z;
     if (__start_shim_shared) memset(__start_shim_shared, 0xA5, __stop_shim_shared - __start_shim_shared);
     if (shared_bytes) memset(dynamic_shared, 0xA5, shared_bytes);
@@ -353,7 +361,7 @@ inline const char* run(void (*kernel)(void**), void** words, const unsigned* gri
         dynamic_shared = shared_memory + (256 << 10) - (shared_bytes + 15) / 16 * 16;
     }
     body = kernel, arguments = words;
-    std::mt19937_64 random(seed);
+    Random random{seed};
     stack_t old_stack, stack = {};
     stack.ss_sp = alternate, stack.ss_size = sizeof alternate;
     sigaltstack(&stack, &old_stack);
@@ -363,8 +371,10 @@ inline const char* run(void (*kernel)(void**), void** words, const unsigned* gri
     trouble[0] = 0;
     if (!sigsetjmp(way_out, 1)) {
         const uint64_t blocks = static_cast<uint64_t>(grid[0]) * grid[1] * grid[2];
-        for (uint64_t i = 0; i < blocks; ++i) {
-            const uint64_t at = order == REVERSED ? blocks - 1 - i : i;
+        std::vector<uint64_t> turns(blocks);
+        for (uint64_t i = 0; i < blocks; ++i) turns[i] = order == REVERSED ? blocks - 1 - i : i;
+        for (uint64_t i = blocks; order == RANDOM && i > 1; --i) std::swap(turns[i - 1], turns[random() % i]);
+        for (const uint64_t at : turns) {
             block_index = {static_cast<unsigned>(at % grid[0]), static_cast<unsigned>(at / grid[0] % grid[1]),
                            static_cast<unsigned>(at / grid[0] / grid[1])};
             run_block(static_cast<Order>(order), random, shared_bytes);
