@@ -145,6 +145,18 @@ class CudaMachine(_OnDevice):
             taken.append(float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1e3 / _CALLS_OF_SAMPLE)
         return statistics.median(taken)
 
+    def pinned(self, num_bytes: int) -> Any:
+        """Return pinned host memory, which has the same address on the GPU."""
+        return self._cupy.cuda.alloc_pinned_memory(num_bytes)
+
+    def copy_over_link(self, pinned: Any, array: Any, way: str) -> None:
+        """Copy an array "to_host" or "from_host" by the copy engine."""
+        runtime = self._cupy.cuda.runtime
+        if way == "to_host":
+            runtime.memcpyAsync(pinned.ptr, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, 0)
+        else:
+            runtime.memcpyAsync(array.data.ptr, pinned.ptr, array.nbytes, runtime.memcpyHostToDevice, 0)
+
     def forget(self) -> None:
         """Give what no array needs back to the GPU: torch has a pool of its own."""
         importlib.import_module("torch").cuda.empty_cache()

@@ -15,7 +15,8 @@ in, order and places out); index_build 24 bytes a key and 16 a place; index_find
 
 Keys: ms_OPERATION[_DIM], bytes_OPERATION[_DIM], share_OPERATION[_DIM]; share_gather, share_pool, share_update,
 share_pack and share_unpack are the least over dims (and pools, and optimizers). ms_torch_OPTIMIZER_DIM,
-ms_step_OPTIMIZER_DIM; speedup_vs_torch is the least over dims of Adagrad.
+ms_step_OPTIMIZER_DIM; speedup_vs_torch is the least over dims of Adagrad. On a GPU link_share_rows_to_host_DIM and
+_from_host_DIM: packing P vectors into pinned host memory and unpacking them, as a share of the link's own copy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from benchmarks.kernel_cases import FULL, QUICK, TINY, Batch, Case, Size, id_cases, row_cases
+from benchmarks.kernel_link import over_link
 from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
+from benchmarks.kernel_steps import our_step
 from benchmarks.machine import Goal, console, environment, report
 from tiercache.kernels import cuda
 
@@ -90,6 +93,7 @@ def measure_all(machine: Machine, size: Size) -> dict[str, Any]:
         for case in row_cases(machine, batch, dim):
             record |= measure(machine, case, f"_{dim}", copied, size.samples)
         if isinstance(machine, CudaMachine):
+            record |= over_link(machine, batch, dim)
             record |= _against_torch(machine, batch, dim)
     for key, names in LEAST_OVER.items():
         record[key] = min(record[f"share_{name}_{dim}"] for name in names for dim in size.dims)
@@ -99,7 +103,7 @@ def measure_all(machine: Machine, size: Size) -> dict[str, Any]:
 
 
 def _against_torch(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
-    from benchmarks.kernel_peers import our_step, torch_step
+    from benchmarks.kernel_peers import torch_step
 
     record: dict[str, Any] = {}
     for optimizer in PEER_OPTIMIZERS:
@@ -126,6 +130,9 @@ def dry(record: dict[str, Any]) -> None:
     for dim in TINY.dims:
         for case in (*id_cases(machine, batch), *row_cases(machine, batch, dim)):
             case.call()
+            ran += 1
+        for optimizer in PEER_OPTIMIZERS:
+            our_step(machine, batch, dim, optimizer)()
             ran += 1
     record |= {"operations_run_by_the_shim": ran, "kernels_run_by_the_shim": len(set(machine.device.launches))}
     console.print(
@@ -191,6 +198,10 @@ def _table(record: dict[str, Any], size: Size) -> Table:
         table.add_row(name, _cell(record, name), *("" for _ in size.dims[1:]))
     for name in (n.removesuffix(of_dims[0]) for n in names if n.endswith(of_dims[0])):
         table.add_row(name, *(_cell(record, f"{name}_{dim}") for dim in size.dims))
+    for way in ("to_host", "from_host"):
+        shares = [record.get(f"link_share_rows_{way}_{dim}") for dim in size.dims]
+        if None not in shares:
+            table.add_row(f"rows {way.replace('_', ' ')}, of the link", *(f"{share:.2f}" for share in shares))
     rates = (f"{record[f'copy_bytes_per_second_{dim}'] / 1e9:.1f} GB/s" for dim in size.dims)
     table.add_row("a copy", *rates)
     for optimizer in PEER_OPTIMIZERS:
