@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.shim.device import ORDERS, ShimDevice, devices
+from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.test_key_index import keys_of_hashes
 from tiercache.kernels import bucketing, cuda_bucketing
 from tiercache.kernels.bits import hash_keys
@@ -53,10 +53,10 @@ def test_a_key_belongs_to_the_rank_whose_range_has_its_hash(num_owners: int) -> 
     owners = np.empty(keys.size, np.int16)
     bucketing.key_owners(keys, table_id, num_owners, owners)
     assert owners.tolist() == wanted
-    device = ShimDevice()
+    device = device_for("forward")
     there = device.empty(keys.size, np.int16)
     cuda_bucketing.key_owners(device, device.place(keys), table_id, num_owners, there)
-    assert there.tolist() == wanted
+    assert device.read(there).tolist() == wanted
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,12 +85,12 @@ def test_keys_stand_by_owner_in_batch_order(
     done = rooms(keys.size, num_owners)
     bucketing.bucket_keys(keys, table_ids, starts, num_owners, *done)
     assert_buckets(owners, num_owners, done)
-    device = ShimDevice(order)
+    device = device_for(order)
     there = tuple(device.place(array) for array in rooms(keys.size, num_owners))
     buffers = cuda_bucketing.BucketBuffers(device)
     cuda_bucketing.bucket_keys(device, device.place(keys), table_ids, starts, num_owners, *there, buffers)
-    assert all(np.array_equal(a, b) for a, b in zip(there, done, strict=True))
-    device.memory.close()
+    assert all(np.array_equal(device.read(a), b) for a, b in zip(there, done, strict=True))
+    device.close()
 
 
 @pytest.mark.parametrize("num_owners", [1, 5, 1024])
@@ -116,12 +116,12 @@ def test_local_ids_stand_by_owner_and_bad_ones_behind_all(num_owners: int) -> No
                 device, device.place(ids.astype(dtype)), bases, limits, starts, device.place(owner_of_local),
                 num_owners, *there, cuda_bucketing.BucketBuffers(device),
             )  # fmt: skip
-            assert all(np.array_equal(a, b) for a, b in zip(there, done, strict=True))
+            assert all(np.array_equal(device.read(a), b) for a, b in zip(there, done, strict=True))
 
 
 def test_buffers_of_a_large_batch_serve_a_small_one() -> None:
     """No memory is taken for a batch that is smaller than one before."""
-    device = ShimDevice()
+    device = device_for("forward")
     buffers = cuda_bucketing.BucketBuffers(device)
     table_ids = np.zeros(1, np.uint64)
     held = 0
@@ -131,7 +131,7 @@ def test_buffers_of_a_large_batch_serve_a_small_one() -> None:
         cuda_bucketing.bucket_keys(device, device.place(keys), table_ids, np.array([0, size]), 3, *there, buffers)
         done = rooms(size, 3)
         bucketing.bucket_keys(keys, table_ids, np.array([0, size]), 3, *done)
-        assert all(np.array_equal(a, b) for a, b in zip(there, done, strict=True))
+        assert all(np.array_equal(device.read(a), b) for a, b in zip(there, done, strict=True))
         held = held or buffers.nbytes
         assert buffers.nbytes == held > 0
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, same_bits
-from tests.kernels.shim.device import ORDERS, ShimDevice, devices
+from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tiercache.kernels import cuda_initial
 from tiercache.kernels.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
 
@@ -30,11 +30,11 @@ def test_rows_have_the_cpus_bits(
     keys: list[int], table_id: int, seed: int, dim: int, kind: int, low: float, high: float, order: str
 ) -> None:
     """Uniform, zeros and constant; side by side and straight into slots, where other rows stay as they are."""
-    device, rng = ShimDevice(order), np.random.default_rng(0)
+    device, rng = device_for(order), np.random.default_rng(0)
     wanted = np.full((len(keys), dim), np.nan, np.float32)
     given_keys = np.array(keys, np.int64)
     initial_rows(given_keys, table_id, seed, kind, low, high, wanted)
-    out, placed = device.memory.empty(wanted.shape, np.float32), device.place(given_keys)
+    out, placed = device.array(wanted.shape, np.float32), device.place(given_keys)
     cuda_initial.initial_rows(device, placed, table_id, seed, kind, low, high, out)
     assert same_bits(device.read(out), wanted)
     slots = rng.permutation(len(keys) + 5)[: len(keys)].astype(np.int32)
@@ -44,7 +44,7 @@ def test_rows_have_the_cpus_bits(
     there = device.place(rows)
     cuda_initial.initial_rows(device, placed, table_id, seed, kind, low, high, there, device.place(slots))
     assert same_bits(device.read(there), expected)
-    device.memory.close()
+    device.close()
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -53,25 +53,25 @@ def test_normal_rows_are_close_to_the_cpus(dim: int) -> None:
     keys, wanted = np.random.default_rng(dim).integers(-(2**62), 2**62, 90), np.empty((90, dim), np.float32)
     initial_rows(keys, 5, 6, NORMAL, 1.0, 2.0, wanted)
     for device in devices():
-        out = device.memory.empty(wanted.shape, np.float32)
+        out = device.array(wanted.shape, np.float32)
         cuda_initial.initial_rows(device, device.place(keys), 5, 6, NORMAL, 1.0, 2.0, out)
         np.testing.assert_allclose(device.read(out), wanted, rtol=0, atol=1e-5)
 
 
 def test_tables_of_different_dims_are_made_in_one_launch() -> None:
     """Each as if it were made alone; one of them has no new keys, another rows of no elements."""
-    rng, device = np.random.default_rng(0), ShimDevice("random")
+    rng, device = np.random.default_rng(0), device_for("random")
     tables, wanted = [], []
     for dim, size, kind in ((4, 33, UNIFORM), (7, 0, UNIFORM), (0, 5, ZEROS), (130, 9, CONSTANT), (65, 64, UNIFORM)):
         keys, out = rng.integers(0, 2**40, size), np.empty((size, dim), np.float32)
         initial_rows(keys, dim, 3, kind, -0.5, 0.5, out)
         wanted.append(out)
-        there = device.memory.empty(out.shape, np.float32)
+        there = device.array(out.shape, np.float32)
         tables.append(cuda_initial.NewRows(device.place(keys), dim, 3, kind, -0.5, 0.5, there))
     cuda_initial.initial_many(device, tables)
     assert device.launches == ["initial.initial_rows"]
-    assert all(same_bits(table.out, right) for table, right in zip(tables, wanted, strict=True))
-    device.memory.close()
+    assert all(same_bits(device.read(table.out), right) for table, right in zip(tables, wanted, strict=True))
+    device.close()
 
 
 @pytest.mark.parametrize("dim", [1, 3, 64])

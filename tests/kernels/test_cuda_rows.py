@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS
-from tests.kernels.shim.device import ORDERS, ShimDevice, devices
+from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.test_rows import pieces_of
 from tiercache.kernels import cuda_rows, rows
 
 
-def mapped(array: np.ndarray, *, writable: bool = True) -> cuda_rows.Mapped:
+def mapped(device: Any, array: Any, *, writable: bool = True) -> cuda_rows.Mapped:
     """Give an array by its address, as pinned host memory is given."""
-    return cuda_rows.Mapped(array.__array_interface__["data"][0], array.size, array, writable)
+    return cuda_rows.Mapped(getattr(array, device.interface)["data"][0], array.size, array, writable)
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,7 +32,7 @@ def test_pieces_are_packed_as_on_the_cpu_and_unpacked_into_their_slots(
     seed: int, widths: list[int], arrays: list[list[int]], gap: int, order: str
 ) -> None:
     """Any widths and sizes of pieces, at any float; what lies between pieces and in other slots stays as it is."""
-    rng, device = np.random.default_rng(seed), ShimDevice(order)
+    rng, device = np.random.default_rng(seed), device_for(order)
     num_rows, row_floats = sum(map(sum, arrays)), sum(widths)
     fields = tuple(rng.standard_normal((num_rows + 3, w)).astype(np.float32) for w in widths)
     slots = rng.permutation(num_rows + 3).astype(np.int32)
@@ -43,23 +45,24 @@ def test_pieces_are_packed_as_on_the_cpu_and_unpacked_into_their_slots(
         out = device.place(filled)
         wanted.append(filled)
         packed.append(out)
-        there.add(begun, first, offset, mapped(out) if number == 1 else out)
-        back_pieces.add(begun, first, offset, mapped(out, writable=False) if number == 1 else out)
+        there.add(begun, first, offset, mapped(device, out) if number == 1 else out)
+        back_pieces.add(begun, first, offset, mapped(device, out, writable=False) if number == 1 else out)
         here.add(begun, first, offset, filled)
         begun += int(first[-1])
     rows.pack(fields, slots, places, here)
     placed = tuple(device.place(field) for field in fields)
     cuda_rows.pack(device, placed, device.place(slots), device.place(places), there)
     for out, expected in zip(packed, wanted, strict=True):
-        assert np.array_equal(out, expected, equal_nan=True)
+        assert np.array_equal(device.read(out), expected, equal_nan=True)
     assert len(device.launches) == (1 if num_rows and row_floats else 0)
     targets = slots[places]
     back = tuple(device.place(np.full_like(field, -1)) for field in fields)
     cuda_rows.unpack(device, back, device.place(targets), back_pieces)
-    for field, copy in zip(fields, back, strict=True):
+    for field, there_now in zip(fields, back, strict=True):
+        copy = device.read(there_now)
         assert np.array_equal(copy[targets], field[targets])
         assert (copy[np.setdiff1d(np.arange(num_rows + 3), targets)] == -1).all()
-    device.memory.close()
+    device.close()
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -69,15 +72,15 @@ def test_one_large_piece_is_shared_by_all_warps(dim: int) -> None:
     fields = [rng.standard_normal((3000, width)).astype(np.float32) for width in (dim, 1)]
     slots, first = rng.permutation(3000).astype(np.int32), np.array([0, 3000])
     wanted = np.concatenate([field[slots].reshape(-1) for field in fields])
-    device = ShimDevice("random", seed=dim)
+    device = device_for("random")
     out, back = device.empty(wanted.size, np.float32), [device.place(np.zeros_like(field)) for field in fields]
     pieces = cuda_rows.Pieces(device, dim + 1)
     pieces.add(0, first, np.zeros(1, np.int64), out)
     cuda_rows.pack(device, [device.place(field) for field in fields], device.place(slots), None, pieces)
     assert np.array_equal(device.read(out), wanted)
     cuda_rows.unpack(device, back, device.place(slots), pieces)
-    assert all(np.array_equal(field, copy) for field, copy in zip(fields, back, strict=True))
-    device.memory.close()
+    assert all(np.array_equal(field, device.read(copy)) for field, copy in zip(fields, back, strict=True))
+    device.close()
 
 
 def test_slot_minus_one_packs_zeros_and_unpacks_nothing() -> None:
@@ -102,7 +105,7 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
     for data, at, said in (
         (np.zeros(11, np.float32), 0, "ends behind the 11 floats"),
         (np.zeros(12, np.float32), -1, "ends behind the 12 floats"),
-        (mapped(np.zeros(11, np.float32)), 0, "ends behind the 11 floats"),
+        (mapped(device, np.zeros(11, np.float32)), 0, "ends behind the 11 floats"),
         (cuda_rows.Mapped(1026, 99, None), 0, "a multiple of 4"),
         (np.zeros(12, np.float64), 0, "float64"),
     ):
@@ -119,7 +122,7 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
         cuda_rows.unpack(device, field * 2, slots, pieces)
     frozen = np.zeros(12, np.float32)
     frozen.flags.writeable = False
-    for data in (frozen, mapped(frozen, writable=False)):
+    for data in (frozen, mapped(device, frozen, writable=False)):
         pieces = cuda_rows.Pieces(device, 4)
         pieces.add(0, first, np.array([0]), data)
         with pytest.raises(ValueError, match="read-only"):

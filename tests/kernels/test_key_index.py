@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.shim.device import ORDERS, ShimDevice, devices
+from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tiercache.kernels import cuda_key_index
 from tiercache.kernels.bits import hash_keys
 from tiercache.kernels.key_index import KeyIndex, KeySet, Missing
@@ -40,13 +42,13 @@ KEYS = st.one_of(SMALL, SAME_HOME)
 BATCHES = st.lists(st.tuples(st.integers(0, 2), st.lists(KEYS, max_size=20)), max_size=6)
 
 
-def both(room: int, device: ShimDevice) -> tuple[KeyIndex, cuda_key_index.KeyIndex]:
+def both(room: int, device: Any) -> tuple[KeyIndex, cuda_key_index.KeyIndex]:
     """Return an empty index of each kind."""
     return KeyIndex(room, TABLE_IDS), cuda_key_index.KeyIndex(device, room, TABLE_IDS)
 
 
 def check(
-    index: KeyIndex, there: cuda_key_index.KeyIndex, device: ShimDevice, known: dict[tuple[int, int], int],
+    index: KeyIndex, there: cuda_key_index.KeyIndex, device: Any, known: dict[tuple[int, int], int],
     asked: list[tuple[int, list[int]]],
 ) -> None:  # fmt: skip
     """Ask both for the same keys, some of them missing, and compare with the dict."""
@@ -71,7 +73,7 @@ def test_an_index_answers_as_a_dict_in_which_the_least_position_wins(
     inserted: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], order: str, seed: int
 ) -> None:
     """Several tables with equal keys and equal hashes, both reserved keys, keys given twice, any order of threads."""
-    device, rng = ShimDevice(order, seed), np.random.default_rng(seed)
+    device, rng = device_for(order), np.random.default_rng(seed)
     index, there = both(120, device)
     known: dict[tuple[int, int], int] = {}
     for table, batch in inserted:
@@ -83,7 +85,7 @@ def test_an_index_answers_as_a_dict_in_which_the_least_position_wins(
         there.insert(table, device.place(keys), device.place(positions))
     assert index.count == there.count == sum(len(batch) for _, batch in inserted)
     check(index, there, device, known, [*asked, *inserted])
-    device.memory.close()
+    device.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, 12, 13, 819, 3276])
@@ -159,7 +161,7 @@ def test_threads_that_overtake_each_other_lose_no_key(planted: bool) -> None:
         there.build([KeySet(0, device.place(keys), 0)])
         there.find(device.place(keys), np.array([0, keys.size]), np.zeros(1, np.int64), found)
         assert np.array_equal(found, np.arange(keys.size)) != planted
-        device.memory.close()
+        device.close()
 
 
 def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special() -> None:
@@ -173,7 +175,7 @@ def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special()
 
 def test_missing_keys_add_up_until_they_are_forgotten() -> None:
     """Two searches of a batch make one count, and the least entry of both."""
-    device = ShimDevice()
+    device = device_for("forward")
     there, missing = cuda_key_index.KeyIndex(device, 4, TABLE_IDS), cuda_key_index.MissingKeys(device)
     there.build([KeySet(0, device.place(np.array([8])), 0)])
     one = np.zeros(1, np.int64)
