@@ -3,7 +3,8 @@
 // A launch does the work of several tables, which may have different dims: an array of parts describes them. Work is
 // cut into tasks of one warp; part p has the tasks from parts[p].first_task to that of the next. The lanes of a warp
 // work in teams: a team is a power of two of lanes, enough to hold one row or all 32, and takes one row at a time.
-// Each lane of a team holds VEC neighbouring elements: 4, in one access of 16 bytes, where dim and addresses allow, or 1.
+// Each lane of a team holds VEC neighbouring elements: 4, in one access of 16 bytes, where dim and addresses allow, or 1;
+// 8 where a kernel only copies or adds rows of 16-bit numbers.
 //
 // Kernels take int64, float and pointers only, and use no library. They are compiled without fused multiply-add, so
 // that their bits are those of the CPU's kernels wherever the order of additions is the same.
@@ -60,8 +61,12 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> load_lanes(const float*
 }
 
 template <int VEC> __device__ __forceinline__ void store_lanes(float* to, const Lanes<VEC>& lanes) {
-    if constexpr (VEC == 4) {
-        __stcg(reinterpret_cast<float4*>(to), make_float4(lanes.v[0], lanes.v[1], lanes.v[2], lanes.v[3]));
+    if constexpr (VEC % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < VEC; i += 4) {
+            const float4 four = make_float4(lanes.v[i], lanes.v[i + 1], lanes.v[i + 2], lanes.v[i + 3]);
+            __stcg(reinterpret_cast<float4*>(to + i), four);
+        }
     } else {
         __stcg(to, lanes.v[0]);
     }
@@ -110,34 +115,4 @@ template <class PART> __device__ __forceinline__ const PART& part_of(const PART*
         else high = middle;
     }
     return parts[low];
-}
-
-#define ROWS_IN_FLIGHT 4
-
-// Copy up to 32 rows to `to`, `stride` elements apart: lane i holds the slot of row i, -1 for zeros.
-template <int VEC>
-__device__ __forceinline__ void copy_rows(
-    const float* vectors, int slot, int count, int dim, int team, float* to, int64 stride) {
-    const int teams = 32 / team, own = lane_id() % team, first = lane_id() / team;
-    for (int turn = 0; turn < count; turn += teams * ROWS_IN_FLIGHT) {
-        int64 from[ROWS_IN_FLIGHT];
-#pragma unroll
-        for (int u = 0; u < ROWS_IN_FLIGHT; ++u) {
-            const int row = turn + u * teams + first;
-            const int taken = __shfl_sync(ALL_LANES, slot, row % 32);
-            from[u] = row < count ? taken * static_cast<int64>(dim) : -1;
-        }
-        for (int d = own * VEC; d < dim; d += team * VEC) {
-            Lanes<VEC> held[ROWS_IN_FLIGHT];
-#pragma unroll
-            for (int u = 0; u < ROWS_IN_FLIGHT; ++u) {
-                held[u] = from[u] >= 0 ? load_constant<VEC>(vectors + from[u] + d) : zero_lanes<VEC>();
-            }
-#pragma unroll
-            for (int u = 0; u < ROWS_IN_FLIGHT; ++u) {
-                const int row = turn + u * teams + first;
-                if (row < count) store_lanes<VEC>(to + row * stride + d, held[u]);
-            }
-        }
-    }
 }
