@@ -55,7 +55,7 @@ def rows_at(device: Device, vectors: Any, name: str = "vectors", *, written: boo
     """
     if not isinstance(vectors, Vectors):
         seen = view(device, name, vectors, np.float32, 2, written=written)
-        return RowsAt(seen.address, *seen.shape, "", 0)
+        return RowsAt(seen.address, seen.shape[0], seen.shape[1], "", 0)
     seen = view(device, name, vectors.words, np.float32, 2, written=written)
     if vectors.dtype not in _DTYPES:
         raise ValueError(f"{name} are of dtype {vectors.dtype}: rows are kept in {', '.join(_DTYPES)}.")
@@ -63,7 +63,9 @@ def rows_at(device: Device, vectors: Any, name: str = "vectors", *, written: boo
     words = vectors.dim if is_wide else (vectors.dim + 1) // 2
     if seen.shape[1] != words:
         raise ValueError(f"{name} of {vectors.dtype} and dim {vectors.dim} have {seen.shape[1]} words, not {words}.")
-    return RowsAt(seen.address, seen.shape[0], vectors.dim, "" if is_wide else "_narrow", vectors.dtype == "float16")
+    return RowsAt(
+        seen.address, seen.shape[0], vectors.dim, "" if is_wide else "_narrow", int(vectors.dtype == "float16")
+    )
 
 
 def by_width(parts: Sequence[tuple[RowsAt, Part, int]]) -> Iterator[tuple[str, list[Part], list[int]]]:
