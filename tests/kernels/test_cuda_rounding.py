@@ -88,10 +88,19 @@ def test_a_step_of_bags_has_the_cpus_bits(
     noise = cuda_rounding.make_rounding(device, device.place(streams), applied)
     step(device, optimizer, there, states_there, done["slots"], described_there, noise, decay)
     step(None, optimizer, held, state, done["slots"], described, rounding.make_rounding(streams, applied), decay)
-    assert np.array_equal(bits_on(device, there), held.values)
+    assert same_but_nan(bits_on(device, there), held.values, dtype)
     for one, other in zip(states_there, state, strict=True):
-        assert same_bits(device.read(one), other)
+        assert same_but_nan(device.read(one), other)
     device.close()
+
+
+def same_but_nan(found: NDArray[Any], wanted: NDArray[Any], dtype: str = "float32") -> bool:
+    """Tell whether all but NaN, whose sign is the processor's, have the same bits."""
+    numbers_found, numbers_wanted = (
+        bits if dtype == "float32" else from_bits(np.ascontiguousarray(bits), dtype) for bits in (found, wanted)
+    )
+    nan = np.isnan(numbers_wanted)
+    return bool(np.array_equal(np.isnan(numbers_found), nan)) and found[~nan].tobytes() == wanted[~nan].tobytes()
 
 
 @pytest.mark.parametrize("dim", [1, 8, 130, 132])
@@ -165,10 +174,8 @@ def test_any_float32_is_rounded_as_on_the_cpu(dtype: str, dim: int) -> None:
         held, sorting.sort_slots(slots, len(values), sorting.SortBuffers()), update.one_id_gradients(-values, cols),
         update.UpdateBuffers(), **by_one, rounding=rounding.make_rounding(streams, 9),
     )  # fmt: skip
-    found, wanted = bits_on(device, there)[:, :dim], held.values[:, :dim]
-    nan = np.isnan(values)
-    assert np.array_equal(found[~nan], wanted[~nan])
-    assert np.isnan(from_bits(np.ascontiguousarray(found[nan]), dtype)).all()
+    assert np.isnan(values).sum() > 5
+    assert same_but_nan(bits_on(device, there)[:, :dim], held.values[:, :dim], dtype)
     device.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.kernels.cases import DIMS, Bags, bags, same_bits
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.test_cuda_pooling import outputs
+from tests.kernels.test_pooling import pool
 from tests.kernels.test_rows import pieces_of
 from tests.kernels.test_vectors import DTYPES, F4, SEED, TABLE_ID, narrow
 from tiercache.kernels import cuda_initial, cuda_pooling, cuda_rows, gathering, initial, pooling, rows
@@ -78,11 +80,8 @@ def test_gather_reads_numbers_as_on_the_cpu(dim: int) -> None:
 @given(bags(), st.sampled_from(ORDERS), st.sampled_from(DTYPES), st.sampled_from([np.int32, np.int64]))
 def test_bags_pool_as_on_the_cpu(case: Bags, order: str, dtype: str, ids_dtype: type) -> None:
     """Sum, mean, max, weights, empty bags, any dim: the rows, all that is written for the step, weights' gradients."""
-    held, device, wanted = narrow(case.vectors, dtype), device_for(order), outputs(ShimDevice(), case)
-    pooling.pool_bags(
-        held, case.slot_of_local, case.ids, case.bases, case.entry_starts, case.offsets, case.weights, case.modes,
-        case.cols, *wanted.values(),
-    )  # fmt: skip
+    held, device = narrow(case.vectors, dtype), device_for(order)
+    wanted = pool(dataclasses.replace(case, vectors=held))
     done, placed, offsets = outputs(device, case), place(device, held, dtype), device.place(case.offsets)
     cuda_pooling.pool_bags(
         device, placed, device.place(case.slot_of_local), device.place(case.ids.astype(ids_dtype)), case.bases, offsets,
@@ -103,15 +102,14 @@ def test_bags_pool_as_on_the_cpu(case: Bags, order: str, dtype: str, ids_dtype: 
 @given(bags(one_id=True, modes=(SUM,)), st.sampled_from(ORDERS), st.sampled_from(DTYPES))
 def test_one_id_per_sample_reads_its_row(case: Bags, order: str, dtype: str) -> None:
     """pool_one writes each id's row to its columns, and its slot, and nothing else."""
-    device, done = device_for(order), outputs(ShimDevice(), case)
-    held = narrow(case.vectors, dtype)
-    there = outputs(device, case)
-    shared = case.bases, case.cols, case.num_samples
-    pooling.pool_one(held, case.slot_of_local, case.ids, *shared, done["out"], done["slots"])
+    device, held = device_for(order), narrow(case.vectors, dtype)
+    there, shared = outputs(device, case), (case.bases, case.cols, case.num_samples)
+    wanted, slots = np.zeros((case.num_samples, case.width), F4), np.empty(case.ids.size, np.int32)
+    pooling.pool_one(held, case.slot_of_local, case.ids, *shared, wanted, slots)
     placed = place(device, held, dtype), device.place(case.slot_of_local), device.place(case.ids)
     cuda_pooling.pool_one(device, *placed, *shared, there["out"], there["slots"])
-    assert same_bits(device.read(there["out"]), done["out"])
-    assert np.array_equal(device.read(there["slots"]), done["slots"])
+    assert same_bits(device.read(there["out"]), wanted)
+    assert np.array_equal(device.read(there["slots"]), slots)
     device.close()
 
 
