@@ -20,7 +20,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 _OPTIONS = ("-std=c++17", "-fmad=false")  # a fused multiply-add would give other bits than the CPU's kernels
 _OLDEST = (8, 0)
-_KEPT_TABLES = 256
+_KEPT_TABLES, _KEPT_BYTES = 256, 64 << 10  # 16 MiB of a GPU at most
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
 
 
@@ -191,9 +192,13 @@ class CudaDevice:
     def put(self, array: NDArray[Any]) -> Any:
         """Return a copy on the device, which nobody may write to.
 
-        The tables of one step are those of the step before where buffers are reused, so recent ones are kept.
+        The tables of one step are those of the step before where buffers are reused, so recent ones are kept. Large
+        ones are those of a switch, and no two switches have the same.
         """
         pointer, stream = self._current()
+        if array.nbytes > _KEPT_BYTES:
+            with self._device, stream:
+                return self._cupy.asarray(array)
         key = (pointer, array.tobytes())
         if key not in self._tables:
             with self._device, stream:
@@ -209,7 +214,14 @@ class CudaDevice:
             return np.asarray(self._cupy.asnumpy(self._cupy.asarray(array)))  # synchronize!
 
     def adopt(self, array: Any) -> Any:
-        """Return a CuPy array over the memory of an array that has only `__dlpack__`."""
+        """Return a CuPy array over the memory of an array that has only `__dlpack__`.
+
+        Raises ValueError when it is not in a GPU's memory: CuPy would copy it, and results would go to the copy.
+        """
+        if array.__dlpack_device__()[0] not in _DLPACK_CUDA:
+            raise ValueError(
+                f"an array of type {type(array).__name__} lies in host memory: move it to the CUDA device."
+            )
         with self._device, self._current()[1]:
             return self._cupy.from_dlpack(array)
 

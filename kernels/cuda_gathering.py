@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
-from tiercache.kernels.cuda_vectors import MOST, by_width, rows_at
-from tiercache.kernels.launch import Device, View, access, launch_parts, part_struct, view
+from tiercache.kernels.cuda_vectors import by_width, rows_at
+from tiercache.kernels.launch import Device, View, access, launch_parts, on_device, part_struct, view
 
 __all__ = ["BadEntry", "Gathered", "check_ids", "gather", "gather_many", "map_slots"]
 
@@ -56,8 +56,8 @@ class BadEntry:
 
 def view_ids(device: Device, ids: Any) -> tuple[View, bool]:
     """Return where ids lie, and whether they are int64."""
-    described = getattr(ids, device.interface, None)
-    wide = described is not None and np.dtype(described["typestr"]) == np.int64
+    ids = on_device(device, "ids", ids)
+    wide = np.dtype(getattr(ids, device.interface)["typestr"]) == np.int64
     return view(device, "ids", ids, np.int64 if wide else np.int32), wide
 
 
@@ -92,7 +92,7 @@ def gather_many(device: Device, tables: Sequence[Gathered]) -> None:
         dim = vectors.dim
         if out.shape != (slots.size, dim):
             raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
-        vec, team = access(dim, *vectors.wide, out.address, narrow=vectors.narrow, most=MOST)
+        vec, team = access(dim, *vectors.wide, out.address, narrow=vectors.narrow)
         part = vectors.address, slots.address, out.address, slots.size, dim, vec, team, vectors.is_half
         parts.append((vectors, part, -(-slots.size // _GATHER_TASK)))
     for suffix, some, tasks in by_width(parts):

@@ -20,7 +20,7 @@ from tiercache.kernels.cuda_gathering import (
     map_slots,
     view_ids,
 )
-from tiercache.kernels.cuda_vectors import MOST, RowsAt, by_width, rows_at
+from tiercache.kernels.cuda_vectors import RowsAt, by_width, rows_at
 from tiercache.kernels.launch import Device, View, access, given, launch_parts, part_struct, view
 
 __all__ = [
@@ -125,7 +125,7 @@ def _group_parts(device: Device, group: Bags, vectors: RowsAt, out: View) -> lis
     parts = []
     for f in range(num_features):
         first = out.address + 4 * int(cols[f])
-        vec, team = access(dim, *vectors.wide, first, columns=width, narrow=vectors.narrow, most=MOST)
+        vec, team = access(dim, *vectors.wide, first, columns=width, narrow=vectors.narrow)
         bags = offsets + 8 * f * num_samples if offsets else 0
         parts.append(
             (vectors.address, ids.address, local.address, slots.address, word, bases[f], limits[f], int(wide), bags,

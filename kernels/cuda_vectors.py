@@ -10,10 +10,8 @@ import numpy as np
 
 from tiercache.kernels.launch import Device, Part, view
 
-__all__ = ["MOST", "RowsAt", "Vectors", "by_width", "rows_at"]
+__all__ = ["RowsAt", "Vectors", "by_width", "rows_at"]
 
-MOST = 8
-"""Elements of one access where kernels only copy or add rows of 16 bits: 16 bytes of them. 8, or 4: 16 of float32."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

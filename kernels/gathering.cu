@@ -11,7 +11,7 @@ struct GatherPart {
     float* out;  // (entries, dim)
     int64 entries;
     int dim;
-    int vec;  // elements of one access: 4 or 1, or 8 of 16 bits
+    int vec;  // elements of one access: 4 or 1
     int team;  // lanes of one row
     int is_half;
 };
@@ -37,12 +37,6 @@ __device__ __forceinline__ void gather_parts(const GatherPart* parts, int64 num_
         float* to = part.out + first * part.dim;
         const T* vectors = static_cast<const T*>(part.vectors);
         const int is_half = part.is_half, dim = part.dim, team = part.team;
-        if constexpr (sizeof(T) == 2) {
-            if (part.vec == 8) {
-                copy_rows<8>(vectors, is_half, slot, count, dim, team, to, dim);
-                continue;
-            }
-        }
         if (part.vec == 4) copy_rows<4>(vectors, is_half, slot, count, dim, team, to, dim);
         else copy_rows<1>(vectors, is_half, slot, count, dim, team, to, dim);
     }
@@ -53,7 +47,8 @@ gather(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
     gather_parts<float>(parts, num_parts, num_tasks);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+// Four blocks on a multiprocessor, as without being told for float32.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 4)
 gather_narrow(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
     gather_parts<uint16>(parts, num_parts, num_tasks);
 }

@@ -3,8 +3,7 @@
 // A launch does the work of several tables, which may have different dims: an array of parts describes them. Work is
 // cut into tasks of one warp; part p has the tasks from parts[p].first_task to that of the next. The lanes of a warp
 // work in teams: a team is a power of two of lanes, enough to hold one row or all 32, and takes one row at a time.
-// Each lane of a team holds VEC neighbouring elements: 4, in one access of 16 bytes, where dim and addresses allow, or 1;
-// 8 where a kernel only copies or adds rows of 16-bit numbers.
+// A lane of a team holds VEC neighbouring elements: 4, in one access of 16 bytes, where dim and addresses allow, or 1.
 //
 // Kernels take int64, float and pointers only, and use no library. They are compiled without fused multiply-add, so
 // that their bits are those of the CPU's kernels wherever the order of additions is the same.
@@ -61,12 +60,8 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> load_lanes(const float*
 }
 
 template <int VEC> __device__ __forceinline__ void store_lanes(float* to, const Lanes<VEC>& lanes) {
-    if constexpr (VEC % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < VEC; i += 4) {
-            const float4 four = make_float4(lanes.v[i], lanes.v[i + 1], lanes.v[i + 2], lanes.v[i + 3]);
-            __stcg(reinterpret_cast<float4*>(to + i), four);
-        }
+    if constexpr (VEC == 4) {
+        __stcg(reinterpret_cast<float4*>(to), make_float4(lanes.v[0], lanes.v[1], lanes.v[2], lanes.v[3]));
     } else {
         __stcg(to, lanes.v[0]);
     }

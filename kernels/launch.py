@@ -83,10 +83,7 @@ def view(device: Device, name: str, array: Any, dtype: DTypeLike, ndim: int = 1,
     Raises ValueError when its dtype, number of dimensions or memory order is another, or when a kernel would write to a
     read-only array.
     """
-    if not hasattr(array, device.interface):
-        if not hasattr(array, "__dlpack__"):
-            raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
-        array = device.adopt(array)
+    array = on_device(device, name, array)
     described = getattr(array, device.interface)
     shape = tuple(int(length) for length in described["shape"])
     found = np.dtype(described["typestr"])
@@ -103,6 +100,18 @@ def view(device: Device, name: str, array: Any, dtype: DTypeLike, ndim: int = 1,
     if written and read_only:
         raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
     return View(int(address), shape, array)
+
+
+def on_device(device: Device, name: str, array: Any) -> Any:
+    """Return an array that tells its address: itself, or what the device makes of one that has only `__dlpack__`.
+
+    Raises ValueError for anything else.
+    """
+    if hasattr(array, device.interface):
+        return array
+    if not hasattr(array, "__dlpack__"):
+        raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
+    return device.adopt(array)
 
 
 def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype[Any]") -> bool:
@@ -143,15 +152,14 @@ def blocks_for(device: Device, warps: int) -> int:
     return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_processors * _BLOCKS_PER_PROCESSOR))
 
 
-def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = None, most: int = 4) -> tuple[int, int]:
+def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = None) -> tuple[int, int]:
     """Return (vec, team): elements of one access and lanes of one row.
 
     Four elements where rows of `dim` at all addresses, `columns` elements further on, begin at multiples of 16 bytes.
-    Those at address `narrow` have 2 bytes an element; with `most` 8 they are taken in 16 bytes, too, where they lie so.
+    Those at address `narrow` have 2 bytes an element, so that 8 are enough.
     """
-    fits = columns % 4 == 0 and all(address % 16 == 0 for address in addresses)
-    vecs = (4,) if narrow is None else [vec for vec in (8, 4) if vec <= most and narrow % (2 * vec) == 0]
-    vec = next((vec for vec in vecs if fits and dim % vec == 0), 1)
+    aligned = all(address % 16 == 0 for address in addresses) and (narrow is None or narrow % 8 == 0)
+    vec = 4 if dim % 4 == 0 and columns % 4 == 0 and aligned else 1
     lanes = max(1, -(-dim // vec))
     return vec, min(32, 1 << (lanes - 1).bit_length())
 

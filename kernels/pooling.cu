@@ -153,12 +153,6 @@ __device__ __forceinline__ void pool_parts(const PoolPart* parts, int64 num_part
         const PoolPart& part = part_of(parts, num_parts, task);
         const int64 first = (task - part.first_task) * 32;
         const int count = part.num_samples - first < 32 ? static_cast<int>(part.num_samples - first) : 32;
-        if constexpr (sizeof(T) == 2) {
-            if (part.vec == 8) {
-                pool_samples<T, 8>(part, first, count);
-                continue;
-            }
-        }
         if (part.vec == 4) pool_samples<T, 4>(part, first, count);
         else pool_samples<T, 1>(part, first, count);
     }
@@ -176,7 +170,8 @@ pool_narrow(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
 
 // Row times gradient of each entry, summed as the CPU's kernel sums: 16 sums, added by halves.
 template <class T, int VEC>
-__device__ __forceinline__ void weigh_bags(const PoolPart& part, const float* gradient, float* out, int64 first, int count) {
+__device__ __forceinline__ void weigh_bags(
+    const PoolPart& part, const float* gradient, float* out, int64 first, int count) {
     const int team = part.team, own = lane_id() % team;
     const uint32 mask = team_mask(team);
     for (int n = lane_id() / team; n < count; n += 32 / team) {
@@ -189,7 +184,8 @@ __device__ __forceinline__ void weigh_bags(const PoolPart& part, const float* gr
                 const int d = start + own * VEC;
                 Lanes<VEC> products = zero_lanes<VEC>();
                 if (d < part.dim && slot >= 0) {
-                    const T* row = static_cast<const T*>(part.vectors) + slot * static_cast<int64>(stride_of<T>(part.dim));
+                    const T* vectors = static_cast<const T*>(part.vectors);
+                    const T* row = vectors + slot * static_cast<int64>(stride_of<T>(part.dim));
                     products = widen<VEC>(load_packed<VEC>(row + d), part.is_half);
                     const Lanes<VEC> factors = load_constant<VEC>(at + d);
 #pragma unroll

@@ -3,7 +3,9 @@
 //
 // Kernels that read vectors are templates on T, float or uint16, and have an instantiation for each: what is not for
 // float32 is not in its machine code. bfloat16 and float16 share one, and `is_half` says which it is: the few
-// instructions more hide behind the memory. Rows of 16 bits begin at words, so they stand an even number apart.
+// instructions more hide behind the memory. Rows of 16 bits begin at words, so they stand an even number apart. A lane
+// takes 4 numbers in 8 bytes, as one access to outputs, gradients and states has 4: with 8 numbers, the stores of a warp
+// would leave gaps, and pooling would take more registers than let four blocks share a multiprocessor.
 
 #pragma once
 #include "lanes.cuh"
@@ -40,12 +42,8 @@ template <int VEC> __device__ __forceinline__ Packed<float, VEC> load_written(co
 
 // For rows that this kernel does not write.
 template <int VEC> __device__ __forceinline__ Packed<uint16, VEC> load_packed(const uint16* from) {
-    static_assert(VEC == 8 || VEC == 4 || VEC == 1, "16, 8 or 2 bytes");
     Packed<uint16, VEC> packed;
-    if constexpr (VEC == 8) {
-        const uint4 four = __ldg(reinterpret_cast<const uint4*>(from));
-        packed.words[0] = four.x, packed.words[1] = four.y, packed.words[2] = four.z, packed.words[3] = four.w;
-    } else if constexpr (VEC == 4) {
+    if constexpr (VEC == 4) {
         const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
         packed.words[0] = two.x, packed.words[1] = two.y;
     } else {
@@ -56,7 +54,6 @@ template <int VEC> __device__ __forceinline__ Packed<uint16, VEC> load_packed(co
 
 // For rows that it writes.
 template <int VEC> __device__ __forceinline__ Packed<uint16, VEC> load_written(const uint16* from) {
-    static_assert(VEC == 4 || VEC == 1, "8 or 2 bytes: as many numbers as one access to their state has");
     Packed<uint16, VEC> packed;
     if constexpr (VEC == 4) {
         const uint2 two = __ldcg(reinterpret_cast<const uint2*>(from));
@@ -93,8 +90,8 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> widen(const Packed<uint
 #define HALF_INFINITY 0x7C00u
 #define INFINITE 0x7F800000u
 
-// The 16 bits of a number that is rounded to `brain` or `half`, without sign; NaN keeps its upper bits. Without branches,
-// as lanes seldom agree.
+// The 16 bits of a number that is rounded to `brain` or `half`, which lack its sign; NaN keeps its upper bits. Without
+// branches, as lanes seldom agree.
 __device__ __forceinline__ uint32 finish(uint32 bits, uint32 brain, uint32 half, int is_half) {
     const uint32 size = bits & 0x7FFFFFFFu;
     half = half < HALF_INFINITY ? half : HALF_INFINITY;
@@ -138,7 +135,6 @@ __device__ __forceinline__ void store_rounded(float* to, const Lanes<VEC>& lanes
 template <int VEC>
 __device__ __forceinline__ void store_rounded(
     uint16* to, const Lanes<VEC>& lanes, int d, uint64 stream, uint64 step, int is_half) {
-    static_assert(VEC == 4 || VEC == 1, "half a block of the generator at most");
     const Words drawn = philox(static_cast<uint32>(stream), static_cast<uint32>(stream >> 32),
                                static_cast<uint32>(d / 8), 0x80000000u, static_cast<uint32>(step),
                                static_cast<uint32>(step >> 32));

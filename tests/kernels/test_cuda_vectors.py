@@ -18,8 +18,8 @@ from tests.kernels.test_rows import pieces_of
 from tests.kernels.test_vectors import DTYPES, F4, SEED, TABLE_ID, narrow
 from tiercache.kernels import cuda_initial, cuda_pooling, cuda_rows, gathering, initial, pooling, rows
 from tiercache.kernels.cuda_vectors import Vectors
-from tiercache.kernels.pooling import MAX, MEAN, SUM
-from tiercache.store.vectors import from_bits, nearest, to_bits
+from tiercache.kernels.pooling import MAX, SUM
+from tiercache.store.vectors import from_bits, to_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,9 +43,9 @@ def bits_on(device: Any, placed: Vectors) -> NDArray[np.uint16]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [1, 4, 8, 37])
+@pytest.mark.parametrize("dim", [1, 4, 37])
 def test_every_number_of_16_bits_is_read_exactly(dtype: str, dim: int) -> None:
-    """All 65,536 bit patterns, by accesses of 2, 8 and 16 bytes: subnormals, infinities and NaN too."""
+    """All 65,536 bit patterns, by accesses of 2 and 8 bytes: subnormals, infinities and NaN too."""
     bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // dim), dim))
     padded = np.zeros((bits.shape[0], dim + dim % 2), np.uint16)
     padded[:, :dim] = bits
@@ -246,25 +246,3 @@ def test_vectors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="of dtype int8: rows are kept in float32, bfloat16, float16"):
         cuda_pooling.gather(device, Vectors(np.zeros((2, 3), F4), 5, "int8"), slots, out)
     assert device.launches == []
-
-
-@pytest.mark.parametrize("mode", [SUM, MEAN, MAX])
-def test_pooling_by_4_numbers_an_access_has_the_bits_of_8(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`MOST` is a choice of speed alone."""
-    rng, device = np.random.default_rng(0), device_for("random")
-    held = narrow(nearest(rng.standard_normal((9, 24)).astype(F4), "float16"), "float16")
-    case = Bags(
-        40, 24, [9], np.array([mode], np.int8), np.arange(0, 121, 3), rng.integers(0, 9, 120).astype(np.int32),
-        np.empty(0, F4), np.arange(9, dtype=np.int32), np.zeros((9, 24), F4), 0,
-    )  # fmt: skip
-    seen = []
-    for most in (8, 4):
-        monkeypatch.setattr(cuda_pooling, "MOST", most)
-        done = outputs(device, case)
-        cuda_pooling.pool_bags(
-            device, place(device, held, "float16"), device.place(case.slot_of_local), device.place(case.ids),
-            case.bases, device.place(case.offsets), None, case.modes, case.cols, *done.values(),
-        )  # fmt: skip
-        seen.append([device.read(array).tobytes() for array in done.values()])
-    assert seen[0] == seen[1]
-    device.close()
