@@ -24,6 +24,7 @@ from tiercache.training.dense_state import DenseState
 from tiercache.training.evaluation import Evaluation, RowsNow
 from tiercache.training.matching import check_environment, check_features, check_schedule, check_tables
 from tiercache.training.progress import TrainingProgress, prepare_kernels
+from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
@@ -102,13 +103,11 @@ class TierCache:
             self._keys_of,
             self._uses.of,
             schedule_digest=self._schedule.digest,
-            environment={
-                "threads": torch.get_num_threads(),
-                "cpu": platform.processor() or platform.machine(),
-            },
+            environment={"threads": torch.get_num_threads(), "cpu": platform.processor() or platform.machine()},
         )
         self.dense = DenseState()
         self.optimizer = RowOptimizer(store.groups)
+        self._raw = RawKeys(passes.schema, store.groups, self.rows_now, lambda: self.optimizer.steps)
         self._hooks: list[Any] = []
         self._visit: Visit | None = None
         self._run: object = None
@@ -376,6 +375,7 @@ class TierCache:
             source=self.pass_set.passes[plan.pass_index],
             rows=rows,
             seed=self._seed,
+            raw=self._raw,
             first_sample=first_sample,
             order=self.store.commit.settings.get("order") if first_sample and self.store.commit else None,
             before_batch=self._before_batch,
