@@ -17,6 +17,7 @@ from tiercache.kernels import (
     gathering,
     gradients,
     initial,
+    key_index,
     pooling,
     rounding,
     rows,
@@ -126,6 +127,12 @@ def _switch() -> None:
     switch.permutation(0, _I8.copy())
 
 
+def _index() -> None:
+    index = key_index.KeyIndex(2, _I8.view(np.uint64))
+    index.insert(0, _I8, _I4)
+    index.find(_I8, _BOUNDS, _I8[:1], _I4.copy())
+
+
 def _read_samples() -> None:
     words, starts, ids = np.zeros(8, np.int32), _I8[:1], _I4.copy()
     samples.gather_rows(words, starts, 16, _I8, np.empty((2, 2), np.int32))
@@ -140,6 +147,7 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("hash keys", _hash),
     ("initial rows", _start_rows),
     ("number keys", _number),
+    ("index keys", _index),
     ("read samples", _read_samples),
     ("find uses", _find_uses),
     ("switch passes", _switch),

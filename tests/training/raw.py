@@ -9,13 +9,47 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tests.training.cases import Net
+from tests.training.cases import Net, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from tests.training.cases import Case
+
+
+LOW, HIGH = -(1 << 63), (1 << 63) - 1
+PASS_KEYS = [[1, -2, 3, LOW + 2], [3, 4, HIGH, -1], [5, -6, 1, 0]]
+TABLES = (
+    table("a", 5, tc.SGD(learning_rate=0.5)),
+    table("b", 5, tc.SGD(learning_rate=0.5), seed=1),
+    table("c", 3, tc.SGD(learning_rate=0.5), tc.Constant(value=0.25), dtype="float16"),
+)
+SCHEMA = tc.Schema(
+    tables=TABLES,
+    features=(
+        tc.Feature(name="one", table="a"),
+        tc.Feature(name="bag", table="a", hotness="ragged"),
+        tc.Feature(name="pair", table="b", hotness="fixed", length=2),
+        tc.Feature(name="c", table="c", hotness="ragged"),
+    ),
+)
+UNIVERSE = sorted({key for keys in PASS_KEYS for key in keys} | {77, -77, LOW + 3, HIGH - 1})
+Rows = dict[str, dict[int, "NDArray[np.float32]"]]
+
+
+def own_keys(p: int) -> dict[str, Any]:
+    """Return a batch of all keys of a pass."""
+    keys, n = np.array(PASS_KEYS[p]), len(PASS_KEYS[p])
+    ones = keys, np.arange(n + 1)
+    return {"one": keys, "bag": ones, "pair": np.stack([keys, keys], 1), "c": ones}
+
+
+def write_passes(folder: Path) -> tc.PassSet:
+    """Write the three passes, the same keys in each table."""
+    return tc.write_key_sets(folder, SCHEMA, [dict.fromkeys("abc", keys) for keys in PASS_KEYS])
 
 
 def key_sets(folder: Path, samples: tc.PassSet) -> tc.PassSet:

@@ -6,23 +6,23 @@ Legend: of a group in a batch: R rows of the visit that it looks up, M rows for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from tiercache.errors import KeyNotInPassError
+from tiercache.errors import BudgetError, KeyNotInPassError
 from tiercache.kernels.initial import initial_rows
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.kernels.pooling import gather
-from tiercache.kernels.uses import search_keys
 from tiercache.passes.samples import FeatureIds
+from tiercache.sizes import format_bytes
 from tiercache.store.table import initializer_code
 from tiercache.store.vectors import nearest
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch import Batch
+from tiercache.training.key_finder import KeyFinder
 from tiercache.training.raw_keys import feature_keys
 from tiercache.training.row_optimizer import RowGradients
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from tiercache.training.row_optimizer import Pending
 
 Missing = Literal["error", "zero", "init", "load"]
+SCRATCH_BYTES = 40  # for each row that is read, beside it
 MISSING = ("error", "zero", "init", "load")
-_SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun
 
 
 class RowReader(Protocol):
@@ -51,19 +51,29 @@ class RowReader(Protocol):
 
 
 class RawKeys:
-    """Makes the batches of raw keys of one cache; on the training thread.
-
-    A key is searched in the mapped key set of its pass, which takes no memory: keys stand in hash order, so a search is
-    an interpolation.
-    """
+    """Makes the batches of raw keys of one cache; on the training thread."""
 
     def __init__(
-        self, schema: Schema, groups: Sequence[Group], rows_now: Callable[[], RowReader], steps: Callable[[], int]
+        self,
+        schema: Schema,
+        groups: Sequence[Group],
+        rows_now: Callable[[], RowReader],
+        steps: Callable[[], int],
+        index_room: int | None = None,
     ) -> None:
-        """rows_now: a reader of rows as of now. steps: how often rows were stepped so far."""
+        """rows_now: a reader of rows as of now. steps: how often rows were stepped so far.
+
+        index_room: bytes that an index of keys may take, None: any number.
+        """
         self._schema, self._groups = schema, tuple(groups)
         self._rows_now, self._steps = rows_now, steps
-        self._tables = {table.name: table for group in groups for table in group.tables}
+        self._table_of = {feature.name: feature.table for feature in schema.features}
+        self._finder = KeyFinder([table for group in groups for table in group.tables], index_room)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index of keys."""
+        return self._finder.index_bytes
 
     def batch(
         self,
@@ -81,16 +91,56 @@ class RawKeys:
         if missing not in MISSING:
             raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
         num_samples, features = feature_keys(self._schema, keys, weights)
-        places = self._find(source, features)
-        lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
-        if lacking and missing == "error":
-            self._refuse(
-                next(f.name for f in self._schema.features if f.name in lacking), features, places, rows, number
+        places = self._finder.find(source, features, self._table_of)
+        if missing == "error":
+            self._refuse_missing(features, places, rows, number)
+        return self._make(num_samples, features, places, rows, missing, label, dense)
+
+    def evaluate(
+        self,
+        keys: Mapping[str, Any],
+        budget: int,
+        *,
+        weights: Mapping[str, Any] | None = None,
+        label: Any = None,
+        dense: Any = None,
+    ) -> Batch:
+        """Return a batch outside any visit: ``TierCache.evaluation_batch`` promises it."""
+        num_samples, features = feature_keys(self._schema, keys, weights)
+        wanted = 0
+        for group in self._groups:
+            for table in group.tables:
+                mine = [features[name].keys for name, looked_up in self._table_of.items() if looked_up == table.name]
+                wanted += np.unique(np.concatenate(mine)).size * (4 * table.dim + SCRATCH_BYTES) if mine else 0
+        if wanted > budget:
+            raise BudgetError(
+                f"the rows of {num_samples:,} samples take {format_bytes(wanted)}, but eval_budget is "
+                f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget, which holds it)"
             )
-        ids = {
-            name: FeatureIds(places[name].astype(np.int32), feature.offsets, feature.weights)
-            for name, feature in features.items()
-        }
+        empty = [
+            GroupRows.of(
+                group, (np.empty((0, group.dim), np.float32),), np.empty(0, np.int32),
+                np.zeros(len(group.tables) + 1, np.int64), dtype="float32",
+            )
+            for group in self._groups
+        ]  # fmt: skip
+        nowhere = {name: np.full(feature.keys.size, -1, np.int32) for name, feature in features.items()}
+        rows = RowView(empty, None, "an evaluation of raw keys")
+        return self._make(num_samples, features, nowhere, rows, "load", label, dense)
+
+    def _make(
+        self,
+        num_samples: int,
+        features: dict[str, FeatureKeys],
+        places: dict[str, NDArray[np.int32]],
+        rows: RowView,
+        missing: Missing,
+        label: Any,
+        dense: Any,
+    ) -> Batch:
+        """Return the batch of keys with these local ids; -1: what ``missing`` says."""
+        ids = {name: FeatureIds(places[name], feature.offsets, feature.weights) for name, feature in features.items()}
+        lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
         if lacking:
             rows = self._with_rows_of_missing(rows, features, places, lacking, missing, ids)
         return Batch(
@@ -101,53 +151,32 @@ class RawKeys:
             num_samples=num_samples,
         )
 
-    def _find(self, source: Pass, features: dict[str, FeatureKeys]) -> dict[str, NDArray[np.int64]]:
-        """Return the local id of every key, -1 where the pass does not have it."""
-        places = {name: np.empty(feature.keys.size, np.int64) for name, feature in features.items()}
-        threads = torch.get_num_threads()
-        total = sum(found.size for found in places.values())
-        step = max(1, -(-total // threads)) if total >= _SHARED_KEYS else max(1, total)
-        parts = [(name, slice(low, low + step)) for name, found in places.items() for low in range(0, found.size, step)]
-
-        def search(part: tuple[str, slice]) -> None:
-            name, span = part
-            table = self._tables[self._schema.feature(name).table]
-            search_keys(source.keys(table.name), table.table_id, features[name].keys[span], places[name][span])
-
-        if step >= total or threads == 1:
-            for part in parts:
-                search(part)
-        else:
-            for table in {self._schema.feature(name).table for name in features}:
-                source.keys(table)  # mapped here, once
-            with ThreadPoolExecutor(threads, thread_name_prefix="tiercache-search") as pool:
-                list(pool.map(search, parts))
-        return places
-
-    def _refuse(
+    def _refuse_missing(
         self,
-        name: str,
         features: dict[str, FeatureKeys],
-        places: dict[str, NDArray[np.int64]],
+        places: dict[str, NDArray[np.int32]],
         rows: RowView,
         number: int,
     ) -> None:
-        at = int(np.argmax(places[name] < 0))
-        key, table = int(features[name].keys[at]), self._schema.feature(name).table
-        raise KeyNotInPassError(
-            f"batch {number} of {rows.name} has the key {key} of table {table!r} at entry {at} of feature {name!r}, "
-            "and the key set of its pass lacks it: give samples of this pass, write key sets that have all keys, or "
-            "choose missing='load', 'init' or 'zero', which train no row for it",
-            table=table,
-            key=key,
-            batch=number,
-        )
+        for name, found in places.items():
+            if not found.size or int(found.min()) >= 0:
+                continue
+            at = int(np.argmax(found < 0))
+            key, table = int(features[name].keys[at]), self._table_of[name]
+            raise KeyNotInPassError(
+                f"batch {number} of {rows.name} has the key {key} of table {table!r} at entry {at} of feature "
+                f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
+                "all keys, or choose missing='load', 'init' or 'zero', which train no row for it",
+                table=table,
+                key=key,
+                batch=number,
+            )
 
     def _with_rows_of_missing(
         self,
         rows: RowView,
         features: dict[str, FeatureKeys],
-        places: dict[str, NDArray[np.int64]],
+        places: dict[str, NDArray[np.int32]],
         lacking: set[str],
         missing: Missing,
         ids: dict[str, FeatureIds],
@@ -188,7 +217,7 @@ class RawKeys:
         table: Table,
         names: list[str],
         features: dict[str, FeatureKeys],
-        places: dict[str, NDArray[np.int64]],
+        places: dict[str, NDArray[np.int32]],
         numbers: dict[str, NDArray[np.int32]],
         first: int,
         missing: Missing,
