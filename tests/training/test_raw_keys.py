@@ -264,3 +264,27 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
         cache.evaluation_batch({"one": [1], "bag": ([], [0, 0]), "pair": [[1, 1]], "c": ([], [0, 0])})
         with pytest.raises(tc.TierCacheError, match="give smaller batches"):
             cache.evaluation_batch(keys)
+
+
+def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path) -> None:
+    """A reorganised store trains the new key sets; keys of both days have the rows that the first day left."""
+    days = [write_passes(tmp_path / "one")]
+    days.append(tc.write_key_sets(tmp_path / "two", SCHEMA, [dict.fromkeys("abc", k) for k in ([1, 5, 1000], [3, 9])]))
+    with tc.Store.open(tmp_path / "model.tc", tables=TABLES) as store:
+        for passes in days:
+            tc.reorganise(store, passes)
+            with tiered(store, passes) as cache:
+                before = {t.name: cache.rows_now().fields(t.name, np.array([1, 5, 1000]))[0] for t in TABLES}
+                bag = tc.TieredEmbeddingBag(cache)
+                for visit in cache.passes(epochs=1):
+                    keys = {t: passes.passes[visit.pass_index].keys(t) for t in "abc"}
+                    n = keys["a"].size
+                    ones = {t: (k, np.arange(n + 1)) for t, k in keys.items()}
+                    pair = np.stack([keys["b"], keys["b"]], 1)
+                    batch = visit.batch({"one": keys["a"], "bag": ones["a"], "pair": pair, "c": ones["c"]})
+                    bag(batch).sum().backward()
+                    cache.step()
+    for spec in TABLES:
+        fresh = np.array([initial_row(spec, key) for key in (1, 5, 1000)])
+        assert np.array_equal(before[spec.name][2], fresh[2])
+        assert not np.array_equal(before[spec.name][:2], fresh[:2])
