@@ -58,7 +58,7 @@ CASE = Case(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(drawn: tuple[Case, dict[str, Any]]) -> None:
     """In memory and on the tiers, whatever the features, budgets, commits inside visits and a restart."""
