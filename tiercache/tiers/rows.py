@@ -65,7 +65,7 @@ class RowView:
     """The rows that batches of one visit look up, and where their gradients go (nowhere in an evaluation)."""
 
     def __init__(self, groups: Sequence[GroupRows], gradients: RowGradients | None, name: str) -> None:
-        self.groups = tuple(groups)
+        self.groups: Sequence[GroupRows] = tuple(groups)
         self.gradients = gradients
         self.name = name
         self.ended = False

@@ -24,12 +24,13 @@ from tiercache.training.dense_state import DenseState
 from tiercache.training.evaluation import Evaluation, RowsNow
 from tiercache.training.matching import check_environment, check_features, check_schedule, check_tables
 from tiercache.training.progress import TrainingProgress, prepare_kernels
+from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.tiers.transfer import StateBytes
+    from tiercache.training.batch import Batch
 
 
 class TierCache:
@@ -65,10 +67,11 @@ class TierCache:
     ) -> None:
         """Plan the budgets.
 
-        device_budget: bytes ("64MiB") for rows and slot maps. host_budget: bytes of anonymous memory for dump,
-        staging, cached rows, one write transaction and evaluation. eval_budget: bytes of it reserved for rows of
-        evaluation passes; a sixteenth where not given. store_budget: bytes that the store may come to take, checked
-        here and, with the dense state, before training; it stops no write, as Store.open's max_bytes does.
+        device_budget: bytes ("64MiB") for rows and slot maps, and for an index of raw keys where they leave room.
+        host_budget: bytes of anonymous memory for dump, staging, cached rows, one write transaction and evaluation.
+        eval_budget: bytes of it reserved for rows of evaluation passes; a sixteenth where not given. store_budget:
+        bytes that the store may come to take, checked here and, with the dense state, before training; it stops no
+        write, as Store.open's max_bytes does.
         commit_every: visits between commits. seed: of the shuffling of batches. order_seed: None trains the passes of
         every epoch in their order, a number in a seeded one. progress: whether a bar shows; None: on a terminal.
 
@@ -102,13 +105,12 @@ class TierCache:
             self._keys_of,
             self._uses.of,
             schedule_digest=self._schedule.digest,
-            environment={
-                "threads": torch.get_num_threads(),
-                "cpu": platform.processor() or platform.machine(),
-            },
+            environment={"threads": torch.get_num_threads(), "cpu": platform.processor() or platform.machine()},
         )
         self.dense = DenseState()
         self.optimizer = RowOptimizer(store.groups)
+        room = parse_bytes(device_budget) - self._device.num_bytes
+        self._raw = RawKeys(passes.schema, store.groups, self.rows_now, lambda: self.optimizer.steps, room)
         self._hooks: list[Any] = []
         self._visit: Visit | None = None
         self._run: object = None
@@ -251,6 +253,14 @@ class TierCache:
         check_features(self.pass_set, passes)
         yield from Evaluation.slices(passes, self.rows_now(), self._budget.evaluation)
 
+    def evaluation_batch(self, keys: Mapping[str, Any], **others: Any) -> Batch:
+        """Return a read-only batch of raw keys, as ``Visit.batch`` takes them, at any moment between batches.
+
+        Rows are as of now, as in ``evaluation``, read for this batch alone. Raises BudgetError where its unique keys
+        have more rows than ``eval_budget`` holds.
+        """
+        return self._raw.evaluate(keys, self._budget.evaluation, **others)
+
     def rows_now(self) -> RowsNow:
         """Return a reader of any rows as of now; used between batches, before the next one is trained.
 
@@ -304,8 +314,8 @@ class TierCache:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of rows and slot maps on the device."""
-        return self._device.num_bytes
+        """Bytes of rows, slot maps and, once raw keys were looked up, of the index of keys on the device."""
+        return self._device.num_bytes + self._raw.index_bytes
 
     @property
     def host_bytes_peak(self) -> int:
@@ -324,17 +334,9 @@ class TierCache:
         visit, sample = self._cursor
         stored = {v: segment.streams for v, segment in segments_by_visit(self.store).items()}
         return Planner(
-            self._schedule,
-            self._positions,
-            self._uses.of,
-            self._budget,
-            start=visit,
-            within=sample > 0,
-            commit_every=self._commit_every,
-            end=end,
-            stored=stored,
-            sizes=self._sizes if sizes is None else sizes,
-        )
+            self._schedule, self._positions, self._uses.of, self._budget, start=visit, within=sample > 0,
+            commit_every=self._commit_every, end=end, stored=stored, sizes=self._sizes if sizes is None else sizes,
+        )  # fmt: skip
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
@@ -365,17 +367,15 @@ class TierCache:
         assert report is not None
         assert plan.visit == index
         self.optimizer.discard()
-        rows = RowView(
-            self._device.rows_of(plan.pass_index, self._transfer.placements),
-            self.optimizer.gradients,
-            f"visit {index}",
-        )
+        groups = self._device.rows_of(plan.pass_index, self._transfer.placements)
+        rows = RowView(groups, self.optimizer.gradients, f"visit {index}")
         self._visit = Visit(
             index=index,
             epoch=plan.epoch,
             source=self.pass_set.passes[plan.pass_index],
             rows=rows,
             seed=self._seed,
+            raw=self._raw,
             first_sample=first_sample,
             order=self.store.commit.settings.get("order") if first_sample and self.store.commit else None,
             before_batch=self._before_batch,

@@ -173,7 +173,7 @@ class TieredEmbedding(nn.Module):
             outs = _RowFunction.apply(self._anchor, RowLookup(part, batch))  # type: ignore[no-untyped-call]
             for name, out in zip(part.features, outs, strict=True):
                 spec = self._specs[name]
-                found[name] = out.view(batch.num_samples, spec.length, -1) if spec.hotness == "fixed" else out
+                found[name] = out.view(batch.num_samples, spec.length, out.shape[1]) if spec.hotness == "fixed" else out
         return {name: found[name] for name in self.features}
 
 

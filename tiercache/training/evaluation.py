@@ -192,6 +192,7 @@ class Evaluation:
 
         positions = Positions.of(passes, rows_now.groups)  # type: ignore[arg-type]
         for source in passes.passes:
+            source.check_samples()
             first = 0
             while first < source.samples:
                 last, used = _cut(source, first, positions, budget, passes.schema.features)

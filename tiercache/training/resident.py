@@ -11,6 +11,7 @@ from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_U8, aligned_zeros
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.kernels.rounding import set_streams
+from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.store.table import group_tables
@@ -18,6 +19,7 @@ from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.progress import prepare_kernels
+from tiercache.training.raw_batch import RawKeys, initial_vectors
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
@@ -54,6 +56,7 @@ class ResidentCache:
         self._streams_G = [NONE_U8] * len(self._groups)
         self._fields_G = [self._fill(g) for g in range(len(self._groups))]
         self.optimizer = RowOptimizer(self._groups)
+        self._raw = RawKeys(passes.schema, self._groups, self.rows_now, lambda: self.optimizer.steps)
         self._visit: Visit | None = None
         self._trained = 0
 
@@ -111,7 +114,7 @@ class ResidentCache:
             view = RowView(rows, self.optimizer.gradients, f"visit {index}")
             self._visit = Visit(
                 index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=view,
-                seed=self._seed,
+                seed=self._seed, raw=self._raw,
             )  # fmt: skip
             try:
                 yield self._visit
@@ -147,6 +150,15 @@ class ResidentCache:
         mine = slice(first, first + self._keys[table_name].size)
         return from_words(self._groups[g].fields, [words[mine] for words in self._fields_G[g]])
 
+    def rows_now(self) -> ResidentRows:
+        """Return a reader of any rows as of now."""
+        return ResidentRows(self, self._visited())
+
+    def _visited(self) -> list[int]:
+        """Return the passes trained so far, that of the visit included."""
+        last = self._trained + (self._visit is not None)
+        return sorted({self._schedule.pass_of(index) for index in range(min(last, 2 * self._schedule.num_passes))})
+
     @property
     def tables(self) -> tuple[Any, ...]:
         """The tables trained."""
@@ -161,3 +173,32 @@ class ResidentCache:
     def schema(self) -> Any:
         """The schema of the pass set."""
         return self.pass_set.schema
+
+
+class ResidentRows:
+    """Reads rows as of now, with the promises of RowsNow: a key that was not trained yet has no row of its own."""
+
+    def __init__(self, cache: ResidentCache, visited: list[int]) -> None:
+        self._cache, self._visited = cache, visited
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the fields of ``keys`` to the arrays of ``out``, (n, width) each."""
+        cache = self._cache
+        table = next(t for t in cache.tables if t.name == table_name)
+        mine, fields = cache.keys(table_name), cache.fields(table_name)
+        order = np.argsort(mine)
+        trained = np.zeros(mine.size, dtype=bool)
+        for p in self._visited:
+            trained[order[np.searchsorted(mine, cache.pass_set.passes[p].keys(table_name), sorter=order)]] = True
+        shared = np.nonzero(mine == OOV_KEY)[0]
+        at = order[np.minimum(np.searchsorted(mine, keys, sorter=order), mine.size - 1)] if mine.size else keys * 0
+        found = (mine[at] == keys) & trained[at] if mine.size else np.zeros(keys.size, dtype=bool)
+        if shared.size:
+            at, found = np.where(found, at, shared[0]), np.ones(keys.size, dtype=bool)
+        for to, have in zip(out, fields, strict=False):
+            to[found] = have[at[found]]
+        if not found.all():
+            rest = np.nonzero(~found)[0]
+            out[0][rest] = initial_vectors(table, np.ascontiguousarray(keys[rest]))
+            for to, field in zip(out[1:], table.fields[1:], strict=False):
+                to[rest] = field.initial
