@@ -1,0 +1,220 @@
+"""The CUDA device: kernels compiled by NVRTC and launched through CuPy. The only module that imports CuPy.
+
+CuPy is imported when a device is opened or a kernel compiled, never before.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from tiercache.kernels.launch import BLOCK_THREADS, Argument, source
+
+__all__ = ["ARCHITECTURES", "CudaDevice", "CudaError", "compile_all", "compile_cubin", "open_device", "sources"]
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+"""What every kernel is compiled for in the tests; a GPU gets what its own architecture needs."""
+
+_OPTIONS = ("-std=c++17", "-fmad=false")  # a fused multiply-add would give other bits than the CPU's kernels
+_OLDEST = (8, 0)
+_KEPT_TABLES = 256
+_INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
+
+
+class CudaError(RuntimeError):
+    """A CUDA device cannot be used; the sentence says what was found and what to install."""
+
+
+def sources() -> tuple[str, ...]:
+    """Return the names of all kernel sources."""
+    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.cu")))
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise CudaError(f"CuPy cannot be imported ({error}): {_INSTALL}.") from error
+    return cupy
+
+
+def _nvrtc() -> Any:
+    _import_cupy()
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise CudaError(f"NVRTC, CUDA's compiler, cannot be loaded ({said}): {_INSTALL}.") from error
+    return nvrtc
+
+
+def compile_cubin(name: str, architecture: str) -> bytes:
+    """Compile `name`.cu to machine code for an architecture such as "sm_90"; needs NVRTC, no driver and no GPU.
+
+    Raises CudaError when NVRTC is missing, or with the compiler's log.
+    """
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*_OPTIONS, f"-arch={architecture}"))
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        raise CudaError(f"{name}.cu does not compile for {architecture}: {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def compile_all(architecture: str) -> dict[str, bytes]:
+    """Compile every kernel source for an architecture; returns the machine code of each."""
+    return {name: compile_cubin(name, architecture) for name in sources()}
+
+
+def open_device(
+    index: int = 0, *, stream: Callable[[], int] | None = None, allocate: Callable[[int], Any] | None = None
+) -> "CudaDevice":
+    """Return GPU `index`.
+
+    stream: gives the address of the stream to launch on, asked at every launch (torch's current one, so that kernels
+    come in order with the model's); the default is CUDA's default stream. allocate: gives memory of so many bytes with
+    `__cuda_array_interface__` (torch's caching allocator); the default is CuPy's pool.
+    Raises CudaError with what is missing.
+    """
+    cupy = _import_cupy()
+    runtime = cupy.cuda.runtime
+    wanted = runtime.runtimeGetVersion()
+    try:
+        driver = runtime.driverGetVersion()
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        driver, count = _driver_version(runtime), 0
+        if driver == 0:
+            raise CudaError(
+                f"no NVIDIA driver was found: install one that supports CUDA {wanted // 1000}, or use device='cpu'."
+            ) from error
+        if driver // 1000 < wanted // 1000:
+            raise CudaError(
+                f"the NVIDIA driver supports CUDA {_spoken(driver)}, and CuPy was built for CUDA {_spoken(wanted)}: "
+                f"{_INSTALL}, or update the driver."
+            ) from error
+    if count == 0:
+        raise CudaError("the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device='cpu'.")
+    if not 0 <= index < count:
+        raise CudaError(f"there is no GPU {index}: the driver shows {count}, counted from 0.")
+    _nvrtc()
+    return CudaDevice(cupy, index, stream, allocate)
+
+
+def _driver_version(runtime: Any) -> int:
+    try:
+        return int(runtime.driverGetVersion())
+    except runtime.CUDARuntimeError:
+        return 0
+
+
+def _spoken(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+class _ExternalStream:
+    """A stream that someone else made and destroys."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+class CudaDevice:
+    """One GPU; make it with `open_device`. Meant for one thread at a time."""
+
+    interface = "__cuda_array_interface__"
+
+    def __init__(
+        self, cupy: Any, index: int, stream: Callable[[], int] | None, allocate: Callable[[int], Any] | None
+    ) -> None:
+        self._cupy, self._device, self._stream, self._allocate = cupy, cupy.cuda.Device(index), stream, allocate
+        attributes = self._device.attributes
+        self.num_processors = int(attributes["MultiProcessorCount"])
+        capability = (int(attributes["ComputeCapabilityMajor"]), int(attributes["ComputeCapabilityMinor"]))
+        if capability < _OLDEST:
+            raise CudaError(
+                f"GPU {index} has compute capability {capability[0]}.{capability[1]}: at least "
+                f"{_OLDEST[0]}.{_OLDEST[1]} is needed, or use device='cpu'."
+            )
+        self._tables: OrderedDict[tuple[int, bytes], Any] = OrderedDict()
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
+        self._streams: dict[int, Any] = {0: cupy.cuda.Stream.null}
+
+    def _module(self, name: str) -> Any:
+        if name not in self._modules:
+            self._modules[name] = self._cupy.RawModule(code=source(name), options=_OPTIONS)
+        return self._modules[name]
+
+    def _function(self, kernel: str) -> Any:
+        if kernel not in self._functions:
+            name, function = kernel.split(".")
+            self._functions[kernel] = self._module(name).get_function(function)
+        return self._functions[kernel]
+
+    def _current(self) -> tuple[int, Any]:
+        """Return the address of the stream to launch on, and CuPy's view of it."""
+        pointer = self._stream() if self._stream is not None else 0
+        if pointer not in self._streams:
+            self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
+        return pointer, self._streams[pointer]
+
+    def prepare(self) -> None:
+        """Compile every kernel, or load it from CuPy's cache, before the first batch needs it."""
+        with self._device:
+            for name in sources():
+                self._module(name).compile()
+
+    def empty(self, size: int, dtype: DTypeLike) -> Any:
+        """Return an uninitialised array of one axis."""
+        dtype = np.dtype(dtype)
+        if self._allocate is None:
+            with self._device, self._current()[1]:
+                return self._cupy.empty(size, dtype)
+        nbytes = max(size * dtype.itemsize, 1)
+        owner = self._allocate(nbytes)
+        address = owner.__cuda_array_interface__["data"][0]
+        memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner, self._device.id)
+        return self._cupy.ndarray(size, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def put(self, array: NDArray[Any]) -> Any:
+        """Return a copy on the device, which nobody may write to.
+
+        The tables of one step are those of the step before where buffers are reused, so recent ones are kept.
+        """
+        pointer, stream = self._current()
+        key = (pointer, array.tobytes())
+        if key not in self._tables:
+            with self._device, stream:
+                self._tables[key] = self._cupy.asarray(array)
+            if len(self._tables) > _KEPT_TABLES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return self._tables[key]
+
+    def read(self, array: Any) -> NDArray[Any]:
+        """Wait for all that was launched on the stream and return a copy of a small array."""
+        with self._device, self._current()[1]:
+            return np.asarray(self._cupy.asnumpy(self._cupy.asarray(array)))  # synchronize!
+
+    def adopt(self, array: Any) -> Any:
+        """Return a CuPy array over the memory of an array that has only `__dlpack__`."""
+        with self._device, self._current()[1]:
+            return self._cupy.from_dlpack(array)
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
+        """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`, on the stream."""
+        words = tuple(np.float32(word) if isinstance(word, float) else np.int64(word) for word in arguments)
+        with self._device, self._current()[1]:
+            self._function(kernel)((blocks,), (BLOCK_THREADS,), words, shared_mem=shared_bytes)

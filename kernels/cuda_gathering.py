@@ -1,0 +1,147 @@
+"""Lookup without arithmetic on a CUDA device: `gathering`, with the same meaning of every argument.
+
+Large arrays lie on the device; those of a feature each (bases, limits, entry_starts) are NumPy arrays. Ids are int32 or
+int64. Slot -1 stands for no row and reads as zeros: an id that is not in its table gets it, so that no lookup reads
+memory of someone else, and the smallest such entry is kept in a `BadEntry`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect
+from tiercache.kernels.launch import Device, View, access, launch_parts, part_struct, view
+
+__all__ = ["BadEntry", "Gathered", "check_ids", "gather", "gather_many", "map_slots"]
+
+IDS = (("ids", "p"), ("slot_of_local", "p"), ("slots", "p"), ("bad", "p"), ("base", "l"), ("limit", "l"), ("wide", "l"))
+GATHER_PART = part_struct(
+    ("vectors", "p"), ("slots", "p"), ("out", "p"), ("entries", "l"),
+    ("dim", "i"), ("vec", "i"), ("team", "i"), ("unused", "i"),
+)  # fmt: skip
+MAP_PART = part_struct(*IDS, ("first", "l"), ("last", "l"))
+_GATHER_TASK, _MAP_TASK = 32, 256  # entries
+
+
+class Gathered(NamedTuple):
+    """One table's part of `gather_many`: as `gather`'s arguments."""
+
+    vectors: Any
+    slots: Any
+    out: Any
+
+
+class BadEntry:
+    """The smallest entry of a batch whose id is not in its table: kept on the device, read when somebody asks.
+
+    A lookup that is given one adds to it, and waits for nothing.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._word = device, device.empty(1, np.uint64)
+        self.address = view(device, "bad", self._word, np.uint64, written=True).address
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new batch."""
+        self._device.launch("gathering.forget_bad", 1, (self.address, 1))
+
+    def read(self) -> int:
+        """Wait for the lookups and return the entry, -1 where all ids were good."""
+        return int(self._device.read(self._word).view(np.int64)[0])
+
+
+def view_ids(device: Device, ids: Any) -> tuple[View, bool]:
+    """Return where ids lie, and whether they are int64."""
+    described = getattr(ids, device.interface, None)
+    wide = described is not None and np.dtype(described["typestr"]) == np.int64
+    return view(device, "ids", ids, np.int64 if wide else np.int32), wide
+
+
+def limits_of(
+    bases: NDArray[np.int64], limits: NDArray[np.int64] | None, num_local: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return bases and limits as they must be; without limits an id may reach to the last local position.
+
+    Raises ValueError where a table would end behind it.
+    """
+    bases = expect("bases", bases, np.int64)
+    limits = num_local - bases if limits is None else expect("limits", limits, np.int64)
+    if limits.shape != bases.shape:
+        raise ValueError(f"{limits.size} limits do not fit {bases.size} bases: each feature has one of both.")
+    if bases.size and (int(bases.min()) < 0 or int(limits.min()) < 0 or int((bases + limits).max()) > num_local):
+        raise ValueError(f"a feature's table ends behind the {num_local} local positions.")
+    return bases, limits
+
+
+def gather(device: Device, vectors: Any, slots: Any, out: Any) -> None:
+    """Write the row in each slot (E,) of `vectors` (S, D) to `out` (E, D)."""
+    gather_many(device, [Gathered(vectors, slots, out)])
+
+
+def gather_many(device: Device, tables: Sequence[Gathered]) -> None:
+    """Do `gather` for several tables, which may have different dims, in one launch."""
+    parts, tasks = [], []
+    for table in tables:
+        vectors = view(device, "vectors", table.vectors, np.float32, 2)
+        slots = view(device, "slots", table.slots, np.int32)
+        out = view(device, "out", table.out, np.float32, 2, written=True)
+        dim = vectors.shape[1]
+        if out.shape != (slots.size, dim):
+            raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
+        vec, team = access(dim, vectors.address, out.address)
+        parts.append((vectors.address, slots.address, out.address, slots.size, dim, vec, team, 0))
+        tasks.append(-(-slots.size // _GATHER_TASK))
+    launch_parts(device, "gathering.gather", GATHER_PART, parts, tasks)
+
+
+def _map(
+    device: Device,
+    ids: Any,
+    bases: NDArray[np.int64],
+    limits: NDArray[np.int64],
+    entry_starts: NDArray[np.int64],
+    local: View,
+    slots: int,
+    bad: BadEntry | None,
+) -> None:
+    seen, wide = view_ids(device, ids)
+    starts = expect("entry_starts", entry_starts, np.int64)
+    if starts.size != bases.size + 1 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > seen.size:
+        raise ValueError(f"{bases.size} features and {seen.size} ids do not fit entry starts {starts.tolist()}.")
+    parts, tasks = [], []
+    for base, limit, first, last in zip(bases, limits, starts[:-1], starts[1:], strict=True):
+        word = bad.address if bad is not None else 0
+        parts.append((seen.address, local.address, slots, word, base, limit, int(wide), first, last))
+        tasks.append(-(-int(last - first) // _MAP_TASK))
+    launch_parts(device, "gathering.map_slots", MAP_PART, parts, tasks)
+
+
+def map_slots(
+    device: Device,
+    ids: Any,
+    bases: NDArray[np.int64],
+    entry_starts: NDArray[np.int64],
+    slot_of_local: Any,
+    slots: Any,
+    *,
+    limits: NDArray[np.int64] | None = None,
+    bad: BadEntry | None = None,
+) -> None:
+    """Write each entry's slot to `slots` (E,): that of local position `bases[f]` + id, -1 where the id is bad."""
+    local = view(device, "slot_of_local", slot_of_local, np.int32)
+    to = view(device, "slots", slots, np.int32, written=True)
+    bases, limits = limits_of(bases, limits, local.size)
+    if to.size != view_ids(device, ids)[0].size:
+        raise ValueError(f"{to.size} slots cannot hold those of {view_ids(device, ids)[0].size} ids.")
+    _map(device, ids, bases, limits, entry_starts, local, to.address, bad)
+
+
+def check_ids(device: Device, ids: Any, entry_starts: NDArray[np.int64], limits: NDArray[np.int64]) -> int:
+    """Return the first entry whose id is not in [0, limit of its feature); -1 where all are. Waits for the device."""
+    bad = BadEntry(device)
+    limits = expect("limits", limits, np.int64)
+    _map(device, ids, np.zeros_like(limits), limits, entry_starts, View(0, (0,), None), 0, bad)
+    return bad.read()

@@ -1,0 +1,249 @@
+"""One optimizer step of the rows of a batch on a CUDA device: `update`, with the same meaning of every argument.
+
+Legend: S slots, E entries, D dim, N samples, F features, T width of the gradient's rows.
+
+Each row's gradients are summed in batch order; above 256 entries the sum is that of the sums of stretches of 256, in
+order, so that many blocks share a hot row. The bits depend on the batch alone, and up to 256 entries a row they are
+those of the CPU's kernels.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect
+from tiercache.kernels.launch import Device, View, access, given, launch_parts, part_struct, view
+from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rule, make_rule
+
+__all__ = [
+    "STRETCH",
+    "Gradients",
+    "Step",
+    "UpdateBuffers",
+    "bag_gradients",
+    "one_id_gradients",
+    "update_adagrad",
+    "update_adam",
+    "update_many",
+    "update_rowwise_adagrad",
+    "update_sgd",
+]
+
+STRETCH = 256  # part of the definition of the bits
+
+UPDATE_PART = part_struct(
+    ("vectors", "p"), ("first", "p"), ("second", "p"), ("pairs", "p"), ("sums", "p"), ("flat", "p"), ("offsets", "p"),
+    ("scales", "p"), ("argmax", "p"), ("cols", "p"), ("num_samples", "l"), ("width", "l"), ("size", "l"),
+    ("num_slots", "l"), ("padded", "l"), ("dim", "i"), ("vec", "i"), ("team", "i"), ("unused", "i"), ("rate", "f"),
+    ("eps", "f"), ("decay", "f"), ("new1", "f"), ("new2", "f"), ("unused2", "i"),
+)  # fmt: skip
+_TEAM = UPDATE_PART.names.index("team") - 1 if UPDATE_PART.names else 0  # the first task is filled in later
+_PAIRS_OF_TASK = 32
+_KERNELS = {
+    SGD: "update_sgd", ADAGRAD: "update_adagrad", ROWWISE: "update_rowwise_adagrad", ADAM: "update_adam",
+}  # fmt: skip
+
+
+class Gradients(NamedTuple):
+    """Where each entry's gradient lies. Make one with `one_id_gradients` or `bag_gradients`."""
+
+    flat: View
+    """The gradient of the pooled output, (N, T)."""
+    offsets: View
+    """Per entry, the place of its first element (the complement for max pooling); empty for one id per sample."""
+    scales: View
+    """Per entry, the factor of its gradient; empty: 1."""
+    argmax: View
+    """Per element of the output, the entry that was largest; empty where nothing is max-pooled."""
+    cols: NDArray[np.int64]
+
+
+_NONE = View(0, (0,), None)
+_NO_COLS = np.empty(0, np.int64)
+
+
+def one_id_gradients(device: Device, gradient: Any, cols: NDArray[np.int64]) -> Gradients:
+    """Describe the gradient (N, T) of `pool_one`'s output, or with N = E and cols = [0] that of `gather`'s."""
+    flat = view(device, "gradient", gradient, np.float32, 2)
+    return Gradients(flat, _NONE, _NONE, _NONE, expect("cols", cols, np.int64))
+
+
+def bag_gradients(
+    device: Device, gradient: Any, entry_offset: Any, entry_scale: Any = None, argmax: Any = None
+) -> Gradients:
+    """Describe the gradient (N, T) of `pool_bags`' output by what that call wrote."""
+    flat = view(device, "gradient", gradient, np.float32, 2)
+    offsets = view(device, "entry_offset", entry_offset, np.int64)
+    scales = view(device, "entry_scale", entry_scale, np.float32) if given(entry_scale) else _NONE
+    if scales.size not in {0, offsets.size}:
+        raise ValueError(f"entry_scale has {scales.size} elements for {offsets.size} entries: give one each, or none.")
+    largest = view(device, "argmax", argmax, np.int32, 2) if given(argmax) else _NONE
+    if largest.size and largest.shape != flat.shape:
+        raise ValueError(f"argmax has shape {largest.shape}, the gradient {flat.shape}: they must be equal.")
+    return Gradients(flat, offsets, scales, largest, _NO_COLS)
+
+
+class UpdateBuffers:
+    """Scratch of the updates of one group, kept between steps and grown when a step is larger than all before."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._size = device, -1
+        self.sums: Any = None
+
+    def reserve(self, num_entries: int, dim: int) -> int:
+        """Make room for a step of `num_entries` entries; returns the elements of a row of sums."""
+        padded = (dim + 3) // 4 * 4
+        size = 2 * -(-num_entries // STRETCH) * padded
+        if self._size < size:
+            self.sums, self._size = self._device.empty(size, np.float32), size
+        return padded
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return max(0, 4 * self._size)
+
+
+class Step(NamedTuple):
+    """One group's part of `update_many`. `first` and `second` are the states, None where the rule has none."""
+
+    vectors: Any
+    first: Any
+    second: Any
+    pairs: Any
+    gradients: Gradients
+    buffers: UpdateBuffers
+    rule: Rule
+
+
+def _part(device: Device, step: Step) -> tuple[tuple[Any, ...], int]:
+    """Return a group's part and how many entries it has."""
+    vectors = view(device, "vectors", step.vectors, np.float32, 2, written=True)
+    num_slots, dim = vectors.shape
+    widths = {SGD: (0, 0), ADAGRAD: (dim, 0), ROWWISE: (1, 0), ADAM: (dim, dim)}[step.rule.kind]
+    states = []
+    for name, state, width in zip(
+        ("the first state", "the second state"), (step.first, step.second), widths, strict=True
+    ):
+        seen = view(device, name, state, np.float32, 2, written=True) if width else _NONE
+        if width and seen.shape != (num_slots, width):
+            raise ValueError(
+                f"{name} has shape {seen.shape}: vectors of shape {vectors.shape} need {(num_slots, width)}."
+            )
+        states.append(seen)
+    pairs, source = view(device, "pairs", step.pairs, np.uint64), step.gradients
+    num_samples, width = source.flat.shape
+    if source.offsets.size:
+        if source.offsets.size != pairs.size:
+            raise ValueError(f"gradients describe {source.offsets.size} entries, but {pairs.size} were sorted.")
+    elif num_samples * source.cols.size != pairs.size:
+        raise ValueError(
+            f"{pairs.size} entries were sorted, but the gradient has {num_samples} samples of {source.cols.size} "
+            "features: every sample has one id per feature here."
+        )
+    elif source.cols.size and not 0 <= source.cols.min() <= source.cols.max() <= width - dim:
+        raise ValueError(f"cols must lie in [0, {width - dim}] for rows of {dim} in width {width}.")
+    if pairs.size == 0:
+        return (), 0
+    padded = step.buffers.reserve(pairs.size, dim)
+    sums = view(device, "sums", step.buffers.sums, np.float32, written=True)
+    fields = [vectors.address, *(state.address for state in states if state.size and state.shape[1] == dim)]
+    vec, team = access(dim, *fields, sums.address)
+    cols = 0
+    if source.cols.size:
+        cols = view(device, "cols", device.put(source.cols.view(np.uint8)), np.uint8).address
+    rule = step.rule
+    part = (
+        vectors.address, states[0].address, states[1].address, pairs.address, sums.address, source.flat.address,
+        source.offsets.address, source.scales.address, source.argmax.address, cols, num_samples, width, pairs.size,
+        num_slots, padded, dim, vec, team, 0, rule.rate, rule.eps, rule.decay, rule.new1, rule.new2, 0,
+    )  # fmt: skip
+    return part, pairs.size
+
+
+def update_many(device: Device, steps: Sequence[Step]) -> None:
+    """Step the rows of several groups, which may have different dims, in one launch for each optimizer and one more."""
+    found = [(step.rule.kind, *_part(device, step)) for step in steps]
+    found = [(kind, part, size) for kind, part, size in found if size]
+    tasks = [-(-(2 * -(-size // STRETCH)) * int(part[_TEAM]) // 32) for _, part, size in found]
+    launch_parts(device, "update.sum_stretches", UPDATE_PART, [part for _, part, _ in found], tasks)
+    for kind, kernel in _KERNELS.items():
+        parts = [(part, size) for of, part, size in found if of == kind]
+        tasks = [-(-size // _PAIRS_OF_TASK) for _, size in parts]
+        launch_parts(device, f"update.{kernel}", UPDATE_PART, [part for part, _ in parts], tasks)
+
+
+def update_sgd(
+    device: Device,
+    vectors: Any,
+    pairs: Any,
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    learning_rate: float,
+    decay: float = 0.0,
+) -> None:
+    """Change each row that `pairs` (from `sort_slots`) names: row -= rate * g, with g += decay * row before."""
+    rule = make_rule(SGD, learning_rate, 0.0, decay)
+    update_many(device, [Step(vectors, None, None, pairs, gradients, buffers, rule)])
+
+
+def update_adagrad(
+    device: Device,
+    vectors: Any,
+    sums: Any,
+    pairs: Any,
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    learning_rate: float,
+    eps: float = 1e-10,
+    decay: float = 0.0,
+) -> None:
+    """Per element: sum += g * g; row -= rate * g / (sqrt(sum) + eps). `sums` is (S, D)."""
+    rule = make_rule(ADAGRAD, learning_rate, eps, decay)
+    update_many(device, [Step(vectors, sums, None, pairs, gradients, buffers, rule)])
+
+
+def update_rowwise_adagrad(
+    device: Device,
+    vectors: Any,
+    sums: Any,
+    pairs: Any,
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    learning_rate: float,
+    eps: float = 1e-8,
+    decay: float = 0.0,
+) -> None:
+    """Per row: sum += mean(g * g); row -= rate / (sqrt(sum) + eps) * g. `sums` is (S, 1)."""
+    rule = make_rule(ROWWISE, learning_rate, eps, decay)
+    update_many(device, [Step(vectors, sums, None, pairs, gradients, buffers, rule)])
+
+
+def update_adam(
+    device: Device,
+    vectors: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    pairs: Any,
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    step: int,
+    learning_rate: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    decay: float = 0.0,
+) -> None:
+    """Adam on the rows of the batch only, as torch.optim.SparseAdam; `step` counts applied steps from 1."""
+    if step < 1:
+        raise ValueError(f"step is {step}: the first applied step is 1.")
+    rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+    rule = make_rule(ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
+    update_many(device, [Step(vectors, exp_avg, exp_avg_sq, pairs, gradients, buffers, rule)])

@@ -1,0 +1,62 @@
+// Lookup without arithmetic: from local ids to slots, from slots to rows. Slot -1 reads as zeros.
+
+#include "ids.cuh"
+#include "lanes.cuh"
+
+struct GatherPart {
+    int64 first_task;  // a task is 32 entries
+    const float* vectors;  // (S, dim)
+    const int* slots;  // (entries,)
+    float* out;  // (entries, dim)
+    int64 entries;
+    int dim;
+    int vec;  // elements of one access: 4 or 1
+    int team;  // lanes of one row
+    int unused;
+};
+static_assert(sizeof(GatherPart) == 56, "as GATHER_PART in cuda_gathering.py");
+
+struct MapPart {
+    int64 first_task;  // a task is 256 entries
+    Ids ids;  // slots may be null: then ids are only checked
+    int64 first;
+    int64 last;
+};
+static_assert(sizeof(MapPart) == 80, "as MAP_PART in cuda_gathering.py");
+
+#define ENTRIES_OF_MAP_TASK 256
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+gather(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
+    for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
+        const GatherPart part = part_of(parts, num_parts, task);
+        const int64 first = (task - part.first_task) * 32;
+        const int count = part.entries - first < 32 ? static_cast<int>(part.entries - first) : 32;
+        const int slot = lane_id() < count ? __ldg(part.slots + first + lane_id()) : -1;
+        float* to = part.out + first * part.dim;
+        if (part.vec == 4) copy_rows<4>(part.vectors, slot, count, part.dim, part.team, to, part.dim);
+        else copy_rows<1>(part.vectors, slot, count, part.dim, part.team, to, part.dim);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+map_slots(const MapPart* parts, int64 num_parts, int64 num_tasks) {
+    for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
+        const MapPart part = part_of(parts, num_parts, task);
+        const int64 first = part.first + (task - part.first_task) * ENTRIES_OF_MAP_TASK + lane_id();
+#pragma unroll
+        for (int i = 0; i < ENTRIES_OF_MAP_TASK; i += 32) {
+            if (first + i < part.last) {
+                const int slot = slot_of_entry(part.ids, first + i);
+                if (part.ids.slots) part.ids.slots[first + i] = slot;
+            }
+        }
+    }
+}
+
+// Before ids are checked: no bad entry is known.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) forget_bad(uint64* bad, int64 count) {
+    for (int64 i = blockIdx.x * static_cast<int64>(blockDim.x) + threadIdx.x; i < count; i += 32 * num_warps()) {
+        bad[i] = ~0ull;
+    }
+}

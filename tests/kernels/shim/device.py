@@ -1,0 +1,156 @@
+"""A device that runs the kernels' sources on the CPU, with the launches that a GPU gets."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.shim.memory import GuardedMemory
+from tiercache.kernels.launch import BLOCK_THREADS, source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+ORDERS = ("forward", "reversed", "random")
+HEADER = Path(__file__).with_name("shim.h")
+FLAGS = (
+    "-std=c++17", "-O1", "-shared", "-fPIC", "-x", "c++", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
+    "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error",
+)  # fmt: skip
+
+
+class KernelError(Exception):
+    """A kernel did what would have been wrong on a GPU: which block and thread, and what."""
+
+
+@functools.cache
+def _folder() -> Path:
+    """Return where this session's libraries lie; two sessions of tests share none."""
+    folder = Path(tempfile.mkdtemp(prefix="tiercache-shim-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def compiled(text: str) -> ctypes.CDLL:
+    """Return the library of a kernel source, compiled when first asked for."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++, which compiles CUDA sources for the CPU, is not installed")
+    names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", text)
+    calls = "".join(
+        f'extern "C" const char* run_{name}(void** words, const unsigned* grid, const unsigned* block, size_t shared,'
+        f" int order, uint64_t seed) {{ return shim::run([](void** w) {{ shim::call({name}, w); }}, words, grid, block,"
+        " shared, order, seed); }\n"
+        for name in names
+    )
+    whole = f'#include "{HEADER}"\n{text}\n{calls}'
+    stem = _folder() / hashlib.sha256((whole + HEADER.read_text()).encode()).hexdigest()[:24]
+    stem.with_suffix(".cpp").write_text(whole)
+    done = subprocess.run(
+        ["g++", *FLAGS, str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+class ShimDevice:
+    """A Device whose kernels run in this process; its arrays are NumPy arrays made by `place` and `empty`.
+
+    ``order``: how the threads of a block take turns. ``changed`` edits a source before it is compiled: so errors are
+    planted. One multiprocessor, so that small launches have more work than warps.
+    """
+
+    interface = "__array_interface__"
+    num_processors = 1
+
+    def __init__(self, order: str = "forward", seed: int = 0, changed: Callable[[str, str], str] | None = None) -> None:
+        self.memory = GuardedMemory(at_end=order != "reversed")
+        self.launches: list[str] = []
+        self._order, self._seed, self._changed = ORDERS.index(order), seed, changed
+
+    def place(self, array: Any) -> NDArray[Any]:
+        """Return a copy of an array in guarded memory."""
+        return self.memory.place(np.ascontiguousarray(array))
+
+    def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array of rubbish in guarded memory."""
+        return self.memory.empty((size,), dtype)
+
+    def put(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy of a small array in guarded memory."""
+        return self.place(array)
+
+    def read(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy of an array."""
+        return array.copy()
+
+    def adopt(self, array: Any) -> NDArray[Any]:
+        """Return a NumPy array over the memory of another library's."""
+        return np.from_dlpack(array)
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
+        """Run a kernel to its end.
+
+        Raises KernelError.
+        """
+        name, function = kernel.split(".")
+        self.launches.append(kernel)
+        text = source(name)
+        library = compiled(self._changed(name, text) if self._changed else text)
+        held = [ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int64(a) for a in arguments]
+        words = (ctypes.c_void_p * len(held))(*(ctypes.addressof(word) for word in held))
+        run = getattr(library, f"run_{function}")
+        run.restype = ctypes.c_char_p
+        run.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_uint64,
+        ]
+        grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(BLOCK_THREADS, 1, 1)
+        trouble = run(words, grid, block, shared_bytes, self._order, self._seed)
+        if trouble is not None:
+            raise KernelError(f"{kernel}: {trouble.decode()}")
+        self.memory.check()
+
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array of rubbish in guarded memory, of any shape."""
+        return self.memory.empty(shape, dtype)
+
+    def close(self) -> None:
+        """Give the arrays back."""
+        self.memory.close()
+
+
+def device_for(order: str) -> Any:
+    """Return the device that parity is tested on: the shim with an order of threads, or the GPU of `make test-gpu`."""
+    if not os.environ.get("TIERCACHE_TEST_GPU"):
+        return ShimDevice(order)
+    from tests.kernels.gpu import GpuDevice
+
+    return GpuDevice()
+
+
+def devices() -> Iterator[Any]:
+    """Give a device for each order of threads, one after another; a GPU has an order of its own."""
+    for order in ORDERS[:1] if os.environ.get("TIERCACHE_TEST_GPU") else ORDERS:
+        device = device_for(order)
+        yield device
+        device.close()

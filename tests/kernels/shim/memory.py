@@ -1,0 +1,68 @@
+"""Arrays between pages that nobody may touch, so that an index outside an array is caught."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+_PAGE = mmap.PAGESIZE
+_RUBBISH = 0xA5
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class GuardedMemory:
+    """Arrays of one test. Each ends (``at_end``) or begins at a page that cannot be touched.
+
+    The other side is rubbish, and `check` tells whether somebody wrote there. Arrays are numbers after `close` no more.
+    """
+
+    def __init__(self, *, at_end: bool) -> None:
+        self.at_end = at_end
+        self._blocks: list[tuple[int, int, int, int]] = []  # mapping, its bytes, array, its bytes
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array full of rubbish."""
+        dtype = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        room = max(1, -(-nbytes // _PAGE)) * _PAGE
+        mapping = _LIBC.mmap(None, room + 2 * _PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        assert mapping not in {None, 2**64 - 1}
+        inside = mapping + _PAGE
+        assert _LIBC.mprotect(inside, room, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+        ctypes.memset(inside, _RUBBISH, room)
+        address = inside + room - nbytes if self.at_end else inside
+        self._blocks.append((mapping, room + 2 * _PAGE, address, nbytes))
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        return np.frombuffer(memory, dtype).reshape(shape) if nbytes else np.empty(shape, dtype)
+
+    def place(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy of an array."""
+        copy = self.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def check(self) -> None:
+        """Raise AssertionError where somebody wrote beside an array."""
+        for mapping, nbytes, address, size in self._blocks:
+            first, last = mapping + _PAGE, mapping + nbytes - _PAGE
+            for begin, end in ((first, address), (address + size, last)):
+                beside = ctypes.string_at(begin, end - begin)
+                assert beside.count(_RUBBISH) == len(beside), f"a kernel wrote beside an array of {size} bytes."
+
+    def close(self) -> None:
+        """Give the memory back: arrays of it must not be used again."""
+        for mapping, nbytes, _, _ in self._blocks:
+            _LIBC.munmap(mapping, nbytes)
+        self._blocks.clear()

@@ -1,0 +1,107 @@
+"""The CUDA device: compiled for every architecture without a GPU; what is missing is said in a sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiercache.kernels import cuda, launch
+
+ROOT = Path(__file__).parents[2]
+needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+
+
+@needs_cupy
+@pytest.mark.parametrize("architecture", cuda.ARCHITECTURES)
+def test_every_kernel_compiles_to_machine_code(architecture: str) -> None:
+    """NVRTC needs neither driver nor GPU; a cubin is an ELF file."""
+    cubins = cuda.compile_all(architecture)
+    assert set(cubins) == {path.stem for path in (ROOT / "kernels").glob("*.cu")}
+    assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
+
+
+@needs_cupy
+def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log names file and line as they are on disk."""
+    broken = launch.source("gathering").replace("int64 first_task;", "int64 first_task; no_such_type x;", 1)
+    monkeypatch.setattr(cuda, "source", lambda _: broken)
+    with pytest.raises(cuda.CudaError, match=r"gathering\.cu\(6\).*no_such_type"):
+        cuda.compile_cubin("gathering", "sm_90")
+
+
+def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a device is the first thing that needs CuPy."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(cuda.CudaError, match=r"CuPy cannot be imported .*install tiercache\[cuda13\]"):
+        cuda.open_device()
+    with pytest.raises(cuda.CudaError, match="CuPy cannot be imported"):
+        cuda.compile_cubin("gathering", "sm_90")
+
+
+class Runtime:
+    """CuPy's runtime where CUDA 13 was built in and the driver is another."""
+
+    class CUDARuntimeError(Exception):
+        """As CuPy's."""
+
+    def __init__(self, driver: int, devices: int | None) -> None:
+        self.driver, self.devices = driver, devices
+
+    def runtimeGetVersion(self) -> int:  # noqa: N802 - CuPy's name
+        """13.2."""
+        return 13020
+
+    def driverGetVersion(self) -> int:  # noqa: N802 - CuPy's name
+        """What the driver supports, 0 without one."""
+        return self.driver
+
+    def getDeviceCount(self) -> int:  # noqa: N802 - CuPy's name
+        """Fails where the driver cannot serve this runtime."""
+        if self.devices is None:
+            raise self.CUDARuntimeError
+        return self.devices
+
+
+@pytest.mark.parametrize(
+    ("driver", "devices", "index", "said"),
+    [
+        (0, None, 0, "no NVIDIA driver was found: install one that supports CUDA 13"),
+        (12040, None, 0, "the NVIDIA driver supports CUDA 12.4, and CuPy was built for CUDA 13.2"),
+        (13000, None, 0, "shows no GPU"),
+        (13000, 0, 0, "shows no GPU"),
+        (13000, 2, 2, "there is no GPU 2: the driver shows 2"),
+    ],
+)
+def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, driver: int, devices: int | None, index: int, said: str
+) -> None:
+    """No driver, one that is too old, no GPU, another index: a sentence each."""
+
+    class Cupy:
+        class cuda:  # noqa: N801 - CuPy's name
+            runtime = Runtime(driver, devices)
+
+    monkeypatch.setattr(cuda, "_import_cupy", lambda: Cupy)
+    with pytest.raises(cuda.CudaError, match=said):
+        cuda.open_device(index)
+
+
+def test_importing_tiercache_or_the_launch_side_imports_no_cupy() -> None:
+    """CuPy is imported when a device is asked for."""
+    code = (
+        "import sys, tiercache, tiercache.kernels.cuda, tiercache.kernels.cuda_gathering;"
+        "print([name for name in sys.modules if name.startswith('cupy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_wheel_ships_the_sources() -> None:
+    """Sources lie beside the modules and are read from there."""
+    assert "gathering" in cuda.sources()
+    assert '#line 1 "lanes.cuh"' in launch.source("gathering")
+    assert '#include "' not in launch.source("gathering")

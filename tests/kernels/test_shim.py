@@ -1,0 +1,169 @@
+"""The shim finds what it is there to find: each error is planted, and would go unseen without it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kernels.cases import Bags, same_bits
+from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice
+from tests.kernels.test_cuda_pooling import group, outputs
+from tiercache.kernels import cuda_gathering, cuda_pooling
+from tiercache.kernels.pooling import SUM
+
+TURN = "__shared__ int64 s[256]; s[i] = a[i]; {wait} b[i] = s[i / 32 * 32 + (i + {step}) % 32];"
+BODIES = {
+    "write_before": "if (i == 0) b[-1] = 5;",
+    "outside_shared": (
+        "__shared__ int64 s[256]; __shared__ int64 t[256]; t[i] = 0; s[i + a[1]] = a[i]; __syncthreads(); b[i] = s[i];"
+    ),
+    "without_first_write": "__shared__ int64 s[256]; b[i] = s[i];",
+    "dynamic": "DYNAMIC_SHARED(int64, s); s[i] = a[i]; __syncthreads(); b[i] = s[255 - i];",
+    "two_barriers": "if (i < 7) __syncthreads(); else __syncwarp();",
+    "part_of_a_mask": "if (i < 7) __ballot_sync(ALL_LANES, 1);",
+    "not_in_its_mask": "__shfl_sync(1u, i, 0);",
+    "xor_5": "b[i] = __shfl_xor_sync(ALL_LANES, a[i], 5);",
+    "lane_9_of_8": "b[i] = __shfl_sync(ALL_LANES, a[i], 9, 8);",
+    "up_3": "b[i] = __shfl_up_sync(ALL_LANES, a[i], 3);",
+    "down_3": "b[i] = __shfl_down_sync(ALL_LANES, a[i], 3);",
+    "ballot": "b[i] = __ballot_sync(ALL_LANES, i % 3 == 0);",
+    "match": "b[i] = __match_any_sync(ALL_LANES, i % 16);",
+    "add": "b[i] = atomicAdd((unsigned long long*)a, 1ULL);",
+    **{
+        f"turn_{step}_{name}": TURN.format(wait=wait, step=step)
+        for step in (1, 31)
+        for name, wait in (("block", "__syncthreads();"), ("warp", "__syncwarp();"), ("none", ""))
+    },
+}
+KERNELS = "".join(
+    f'extern "C" __global__ void {name}(int64* a, int64* b, int64 n) {{ const int i = threadIdx.x; {body} }}\n'
+    for name, body in BODIES.items()
+)
+
+
+def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
+    """Return a device whose sources have ``new`` in the place of ``old``."""
+
+    def changed(_: str, text: str) -> str:
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in the source."
+        return text.replace(old, new)
+
+    return ShimDevice(order, changed=changed)
+
+
+def run(kernel: str, order: str, size: int = 256, shared_bytes: int = 0) -> np.ndarray:
+    """Run one block of a small kernel on ``a`` = 0, 1, 2 ... and return ``b``."""
+    device = ShimDevice(order, changed=lambda _, text: text.split("struct Ids")[0] + KERNELS)
+    a, b = device.place(np.arange(size)), device.empty(size, np.int64)
+    b[...] = -1
+    device.launch(f"gathering.{kernel}", 1, (a.ctypes.data, b.ctypes.data, size), shared_bytes)
+    return b.copy()
+
+
+def gather(device: ShimDevice, dim: int = 8) -> None:
+    """Gather 40 rows of 50."""
+    rng = np.random.default_rng(0)
+    vectors, slots = rng.standard_normal((50, dim)).astype(np.float32), rng.integers(0, 50, 40).astype(np.int32)
+    slots[[3, 4]] = 0, 49
+    out = device.array((40, dim), np.float32)
+    cuda_gathering.gather(device, device.place(vectors), device.place(slots), out)
+    assert np.array_equal(out, vectors[slots])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if (row < count) store_lanes", "if (row <= count) store_lanes"),
+        ("load_constant<VEC>(vectors + from[u] + d)", "load_constant<VEC>(vectors + from[u] + dim + d)"),
+        ("lane_id() < count ?", "true ?"),
+    ],
+)
+def test_an_index_behind_an_array_is_caught(old: str, new: str) -> None:
+    """A write one row too far, a read one row too far, entries that are not there: told with block and thread."""
+    gather(planted(old, old))
+    with pytest.raises(KernelError, match=r"gathering\.gather: block \d+, thread \d+: address 0x\w+ is outside"):
+        gather(planted(old, new))
+
+
+def test_an_index_before_an_array_is_caught() -> None:
+    """The reversed order has arrays that begin where memory begins."""
+    with pytest.raises(KernelError, match="is outside every array"):
+        gather(planted("vectors + from[u] + d)", "vectors + from[u] - dim + d)", "reversed"))
+
+
+def test_a_write_beside_an_array_that_hits_no_guard_is_caught() -> None:
+    """Before an array that ends at its guard there is rubbish, and nobody may change it."""
+    with pytest.raises(AssertionError, match="wrote beside an array"):
+        run("write_before", "forward")
+
+
+def test_an_index_outside_shared_memory_is_caught() -> None:
+    """Also where it would hit another variable."""
+    with pytest.raises(KernelError, match="thread 255: an index is outside its array in shared or local memory"):
+        run("outside_shared", "forward")
+
+
+def test_dynamic_shared_memory_has_the_size_that_the_launch_gives() -> None:
+    """2048 bytes hold 256 words; with less, the last is outside."""
+    for order in ORDERS:
+        assert np.array_equal(run("dynamic", order, shared_bytes=2048), np.arange(256)[::-1])
+    with pytest.raises(KernelError, match="thread 254: address 0x"):
+        run("dynamic", "forward", shared_bytes=2032)
+
+
+@pytest.mark.parametrize("wait", ["block", "warp"])
+@pytest.mark.parametrize("step", [1, 31])
+def test_a_missing_barrier_changes_results_in_some_order(wait: str, step: int) -> None:
+    """Each thread reads its neighbour's word: without the barrier it is not there yet in some order of threads."""
+    place = np.arange(256)
+    wanted = place // 32 * 32 + (place + step) % 32
+    assert all(np.array_equal(run(f"turn_{step}_{wait}", order), wanted) for order in ORDERS)
+    assert not all(np.array_equal(run(f"turn_{step}_none", order), wanted) for order in ORDERS)
+
+
+def test_a_missing_barrier_in_a_kernel_of_ours_is_caught() -> None:
+    """Lanes pool slots that other lanes mapped: the parity test of bags fails in some order."""
+    case = Bags(
+        32, 4, [9], np.array([SUM], np.int8), np.arange(0, 99, 3), np.arange(96, dtype=np.int32) % 9,
+        np.empty(0, np.float32), np.arange(9, dtype=np.int32), np.ones((9, 4), np.float32), 0,
+    )  # fmt: skip
+
+    def agrees(device: ShimDevice) -> bool:
+        done = outputs(device, case)
+        try:
+            cuda_pooling.pool_many(device, [group(device, case, done)], done["out"])
+        except KernelError:
+            return False
+        return same_bits(done["out"], case.pooled())
+
+    barrier = "__syncwarp();  // from here on"
+    assert all(agrees(planted(barrier, barrier, order)) for order in ORDERS)
+    assert not all(agrees(planted(barrier, "// from here on", order)) for order in ORDERS)
+
+
+def test_shared_memory_does_not_keep_what_a_block_before_left() -> None:
+    """A kernel that relies on zeros in shared memory is found."""
+    assert (run("without_first_write", "forward") == np.uint64(0xA5A5A5A5A5A5A5A5).view(np.int64)).all()
+
+
+def test_threads_that_wait_at_different_places_are_told() -> None:
+    """Half a block at a barrier, a lane missing from a mask: no test hangs."""
+    for kernel in ("two_barriers", "part_of_a_mask"):
+        with pytest.raises(KernelError, match="threads wait for each other without end"):
+            run(kernel, "forward")
+    with pytest.raises(KernelError, match="whose mask does not name it"):
+        run("not_in_its_mask", "random")
+
+
+def test_warp_operations_do_what_cudas_do() -> None:
+    """Shuffles within a width, ballots, equal values: against NumPy, in every order."""
+    i = np.arange(256)
+    lane = i % 32
+    for order in ORDERS:
+        assert np.array_equal(run("xor_5", order), i ^ 5)
+        assert np.array_equal(run("lane_9_of_8", order), i // 8 * 8 + 1)
+        assert np.array_equal(run("up_3", order), np.where(lane < 3, i, i - 3))
+        assert np.array_equal(run("down_3", order), np.where(lane > 28, i, i + 3))
+        assert (run("ballot", order)[:32] == 0x49249249).all()
+        assert np.array_equal(run("match", order), 0x10001 << lane % 16)
+        assert sorted(run("add", order)) == list(range(256))
