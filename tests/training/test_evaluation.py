@@ -194,7 +194,7 @@ def test_evaluation_is_cut_into_slices_within_its_budget(
         store = tc.Store.open(tmp_path / f"{budget}.tc", tables=CASE.tables)
         with store, tiered(store, passes, eval_budget=budget) as cache:
             pieces = [
-                (piece.num_samples, sum(rows.fields[0].nbytes for rows in piece._rows.groups))
+                (piece.num_samples, sum(rows.vectors.values.nbytes for rows in piece._rows.groups))
                 for piece in cache.evaluation(others)
             ]
         counts[budget] = len(pieces)
