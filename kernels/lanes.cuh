@@ -46,22 +46,24 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> load_constant(const flo
     return lanes;
 }
 
+// For rows that this kernel writes: they are used once, so the first-level cache is passed over. (What a part points to
+// is a generic address for the compiler; these say that it is global memory.)
 template <int VEC> __device__ __forceinline__ Lanes<VEC> load_lanes(const float* from) {
     Lanes<VEC> lanes;
     if constexpr (VEC == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from);
+        const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
         lanes.v[0] = four.x, lanes.v[1] = four.y, lanes.v[2] = four.z, lanes.v[3] = four.w;
     } else {
-        lanes.v[0] = *from;
+        lanes.v[0] = __ldcg(from);
     }
     return lanes;
 }
 
 template <int VEC> __device__ __forceinline__ void store_lanes(float* to, const Lanes<VEC>& lanes) {
     if constexpr (VEC == 4) {
-        *reinterpret_cast<float4*>(to) = make_float4(lanes.v[0], lanes.v[1], lanes.v[2], lanes.v[3]);
+        __stcg(reinterpret_cast<float4*>(to), make_float4(lanes.v[0], lanes.v[1], lanes.v[2], lanes.v[3]));
     } else {
-        *to = lanes.v[0];
+        __stcg(to, lanes.v[0]);
     }
 }
 

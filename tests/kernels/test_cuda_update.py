@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, Bags, bags, same_bits
-from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
+from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_for, devices
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import F4, OPTIMIZERS, RATE, STEP, states
 from tests.kernels.test_update import update as update_on_cpu
@@ -159,6 +159,28 @@ def test_groups_of_different_dims_step_in_two_launches() -> None:
     for step, right in zip(steps, wanted, strict=True):
         assert same_bits(device.read(step.vectors), right[0])
         assert same_bits(device.read(step.first), right[1])
+
+
+def test_the_step_needs_its_barrier() -> None:
+    """Lanes read places that other lanes looked up: without the barrier the rows are wrong in some order."""
+    rng, cols, barrier = np.random.default_rng(0), np.zeros(1, np.int64), "__syncwarp();  // from here on"
+    slots, gradient = rng.integers(0, 40, 200).astype(np.int32), rng.standard_normal((200, 8)).astype(F4)
+    wanted = update_on_cpu("sgd", np.zeros((40, 8), F4), [], slots, update.one_id_gradients(gradient, cols))
+
+    def agrees(order: str, kept: str) -> bool:
+        def changed(name: str, text: str) -> str:
+            assert name != "update" or text.count(barrier) == 1
+            return text.replace(barrier, kept)
+
+        device = ShimDevice(order, changed=changed)
+        described = cuda_update.one_id_gradients(device, device.place(gradient), cols)
+        try:
+            return same_bits(update_on(device, "sgd", [np.zeros((40, 8), F4)], slots, described)[0], wanted[0])
+        except KernelError:
+            return False
+
+    assert all(agrees(order, barrier) for order in ORDERS)
+    assert not all(agrees(order, "// from here on") for order in ORDERS)
 
 
 def test_arrays_that_do_not_belong_together_are_refused() -> None:
