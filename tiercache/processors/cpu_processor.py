@@ -98,7 +98,8 @@ class CpuMover:
         """No: the reader thread makes new rows ahead of time."""
         return False
 
-    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array, keys_there: Array) -> None:
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
         """Never called."""
         raise AssertionError("the reader makes the rows of a CPU")
 

@@ -116,8 +116,12 @@ class Mover(Protocol):
         """Whether new rows of a table are made on the device, from 8 bytes of key each, with the defined bits."""
         ...
 
-    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array, keys_there: Array) -> None:
-        """Write the initial vectors of keys (n,) to their slots (n,); ``keys_there`` has room for the keys."""
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Write the initial vectors of keys (n,) to their slots (n,), or to rows (n, words) where these are None.
+
+        ``keys_there``: room for the keys on the device, None: beside the budget.
+        """
         ...
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:

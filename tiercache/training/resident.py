@@ -100,7 +100,11 @@ class ResidentCache:
             mover.set_rows(values, None, field.initial)
         for table in group.tables:
             keys, first = self._keys[table.name], self._first[table.name]
-            mover.write(arrays.fields[0][first : first + keys.size], _first_vectors(table, keys))
+            vectors = arrays.fields[0][first : first + keys.size]
+            if mover.generates(table):
+                mover.generate(table, keys, vectors, None, None)
+            else:
+                mover.write(vectors, _first_vectors(table, keys))
         if group.dtype != "float32":
             self._streams_G[g] = np.empty(rows, dtype=np.uint64)
             for table in group.tables:
