@@ -8,11 +8,13 @@ TierCacheError
  ├─ BudgetError      something does not fit into the memory that it was given
  ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
  └─ ExchangeError    an export or import cannot be done, or files to import are not what they should be
+CudaError            (a RuntimeError) a GPU cannot be used: says what was found and what to install
 
 All but TierCacheError itself are ValueErrors too. ExchangeWarning tells of files and state that an export or import
 leaves out. StoreError and its tree come from `tiercache.store.errors`.
 """
 
+from tiercache.kernels.cuda import CudaError
 from tiercache.store.errors import (
     CorruptBlockError,
     CorruptStoreError,
@@ -30,6 +32,7 @@ __all__ = [
     "BudgetError",
     "CorruptBlockError",
     "CorruptStoreError",
+    "CudaError",
     "ExchangeError",
     "ExchangeWarning",
     "ExtractionError",

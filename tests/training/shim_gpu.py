@@ -111,6 +111,7 @@ class ShimGpu:
         self.kernels, self.free_bytes = _Kernels(order), free_bytes
         self.locked: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
+        self._moved: list[tuple[int, int]] = []  # host memory that may still be in use
 
     def prepare(self) -> None:
         """Sources are compiled when they are launched."""
@@ -132,9 +133,9 @@ class ShimGpu:
         there.copy_(pinned)
         return there
 
-    def copy(self, host: torch.Tensor, there: torch.Tensor) -> None:
-        """Take what the host has now."""
-        taken = host.clone()
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Take what the host has now; what is lasting, when it is done."""
+        taken = host if lasting else host.clone()
         self.kernels.do(lambda: there.copy_(taken))
 
     def download(self, tensor: torch.Tensor) -> NDArray[np.float32]:
@@ -146,9 +147,11 @@ class ShimGpu:
         """Refuse what a GPU could not reach."""
         begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
         reach = {**self.locked, **self._pinned}
-        assert any(address <= begin and end <= address + size for address, size in reach.items()), (
-            "memory is not locked"
-        )
+        inside = any(address <= begin and end <= address + size for address, size in reach.items())
+        assert inside, "a kernel is given host memory that is not locked"
+        if not self.kernels.deferred:
+            self._moved.clear()
+        self._moved.append((begin, end))
         return begin
 
     def room(self) -> tuple[int, int]:
@@ -162,8 +165,11 @@ class ShimGpu:
 
     def unlock(self, address: int) -> None:
         """Refuse what is not locked, and what the moves may still use."""
-        assert not self.kernels.deferred, "pages are unlocked while rows may still be moving"
-        del self.locked[address]
+        last = address + self.locked.pop(address)
+        moved = self._moved if self.kernels.deferred else []
+        assert not any(begin < last and address < end for begin, end in moved), (
+            "rows may still move through these pages"
+        )
 
     @contextmanager
     def moving(self) -> Iterator[None]:

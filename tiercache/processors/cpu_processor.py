@@ -78,6 +78,10 @@ class CpuMover:
         """Return a moment that is over."""
         return Done()
 
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return fresh memory."""
+        return np.empty(count, dtype=np.int32)
+
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
         """Return the indices as they are."""
         return indices
@@ -131,6 +135,11 @@ class CpuProcessor:
     def __init__(self) -> None:
         self.mover = CpuMover()
         self._sorting, self._updates = SortBuffers(), UpdateBuffers()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Buffers of the pool, which all trainings of a process share."""
+        return POOL.num_bytes
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Nothing: the kernels are compiled by `kernels.compile.prepare`, whatever the device."""

@@ -126,9 +126,14 @@ class CudaMover:
         """Wait for all streams."""
         self._gpu.rest()
 
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return pinned memory."""
+        indices: NDArray[np.int32] = self._gpu.pinned((count,), torch.int32).numpy()
+        return indices
+
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
-        """Copy them."""
-        return self._copy(indices, into)
+        """Copy them; nobody waits where they are pinned."""
+        return self._copy(indices, into, lasting=True)
 
     def pieces(self, row_floats: int) -> HostPieces:
         """Return none yet."""
@@ -181,10 +186,11 @@ class CudaMover:
             gather(self._gpu.kernels, field, there, found)
         return self._gpu.download(found)
 
-    def _copy(self, host: NDArray[Any], there: Array) -> Array:
-        """Copy a host array, which may change once this returns, to the first elements of a tensor."""
+    def _copy(self, host: NDArray[Any], there: Array, *, lasting: bool = False) -> Array:
+        """Copy a host array to the first elements of a tensor; it may change once this returns, or is ``lasting``."""
         part = there[: host.size]
-        self._gpu.copy(torch.from_numpy(host if host.flags.writeable else host.copy()), part)
+        source = torch.from_numpy(host if host.flags.writeable else host.copy())
+        self._gpu.copy(source, part, lasting=lasting and host.flags.writeable)
         return part
 
 
@@ -196,6 +202,11 @@ class CudaProcessor:
         self.name = f"{gpu.name} (CUDA)"
         self._sorting: dict[int, cuda_sorting.SortBuffers] = {}
         self._updates: dict[int, cuda_update.UpdateBuffers] = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Buffers of sorting and stepping; outputs and gradients are torch's."""
+        return sum(held.nbytes for held in (*self._sorting.values(), *self._updates.values()))
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""

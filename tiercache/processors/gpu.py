@@ -55,8 +55,11 @@ class Gpu(Protocol):
         """Return a copy on the device; nobody waits for it."""
         ...
 
-    def copy(self, host: torch.Tensor, there: torch.Tensor) -> None:
-        """Copy to the device on the current stream; ``host`` may change once this returns."""
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Copy to the device on the current stream.
+
+        ``host`` may change once this returns; where it is ``lasting``, only when the stream has come so far.
+        """
         ...
 
     def download(self, tensor: torch.Tensor) -> NDArray[np.float32]:
@@ -102,7 +105,7 @@ class Gpu(Protocol):
 
 class _Event:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -134,9 +137,9 @@ class CudaGpu:
         """Copy on the current stream."""
         return pinned.to(self.device, non_blocking=True)
 
-    def copy(self, host: torch.Tensor, there: torch.Tensor) -> None:
-        """Copy from memory of any kind."""
-        there.copy_(host)
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Copy from memory of any kind; what is not pinned is read before this returns anyway."""
+        there.copy_(host, non_blocking=lasting)
 
     def download(self, tensor: torch.Tensor) -> NDArray[np.float32]:
         """Copy by way of torch."""

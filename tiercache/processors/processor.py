@@ -96,8 +96,15 @@ class Mover(Protocol):
         """Return the present moment of the moving."""
         ...
 
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return host memory for indices, from which `place` is quick. Any thread."""
+        ...
+
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
-        """Return indices on the device, in the first elements of ``into`` where the device has memory of its own."""
+        """Return indices on the device, in the first elements of ``into`` where the device has memory of its own.
+
+        They must stay as they are until a mark taken behind this call has passed.
+        """
         ...
 
     def pieces(self, row_floats: int) -> Pieces:
@@ -157,6 +164,11 @@ class Processor(Protocol):
     @property
     def mover(self) -> Mover:
         """What moves rows to it and from it."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What is kept on the device from batch to batch, beside the budget."""
         ...
 
     def prepare(self, tables: Sequence[Table]) -> None:

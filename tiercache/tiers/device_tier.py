@@ -109,8 +109,7 @@ class DeviceTier:
             span = self._positions.span(plan.pass_index, g)
             prev_gap = uses.prev_gap[plan.pass_index][span]
             rows = span.stop - span.start
-            slots = np.empty(rows, dtype=np.int32)
-            order = np.empty(rows, dtype=np.int32)
+            slots, order = self._mover.indices(rows), self._mover.indices(rows)
             if before is None or before_uses is None or before_pass is None:
                 nothing = np.empty(0, dtype=np.int32)
                 kept = assign_slots(nothing, nothing, np.zeros(rows, dtype=np.int32), self._spare_G[g], slots)
@@ -123,7 +122,7 @@ class DeviceTier:
             else:
                 limit = min(plan.visit + 1, uses.longest)
                 stable_order_by_gap(prev_gap, limit, order)
-            dump_order = np.empty(rows, dtype=np.int32)
+            dump_order = self._mover.indices(rows)
             stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)
             placements.append(Placement(slots, dump_order, order))
         return placements

@@ -308,6 +308,11 @@ class TierCache:
         return self._device.num_bytes
 
     @property
+    def scratch_bytes(self) -> int:
+        """Bytes kept on the device from batch to batch, beside ``device_bytes``."""
+        return self._processor.scratch_bytes
+
+    @property
     def host_bytes_peak(self) -> int:
         """The most bytes of rows the host held so far."""
         return self._memory.peak_bytes
