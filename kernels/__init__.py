@@ -1,4 +1,4 @@
-"""Array kernels for the CPU: arrays in, arrays out, no state.
+"""Array kernels for the CPU: arrays in, arrays out, no state. Those of a CUDA device are in the modules `cuda_*`.
 
 Names are loaded when they are first used, for importing numba takes a second.
 """
@@ -14,6 +14,8 @@ _HOME = {
     "SUM": "pooling",
     "UNIFORM": "initial",
     "ZEROS": "initial",
+    "CudaDevice": "cuda",
+    "CudaError": "cuda",
     "Gradients": "gradients",
     "KeyIndex": "key_index",
     "KeyNumbers": "numbering",
@@ -35,6 +37,7 @@ _HOME = {
     "map_slots": "gathering",
     "mix": "bits",
     "one_id_gradients": "gradients",
+    "open_device": "cuda",
     "pack": "rows",
     "philox4x32": "initial",
     "pool_bags": "pooling",

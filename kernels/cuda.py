@@ -22,6 +22,7 @@ _OPTIONS = ("-std=c++17", "-fmad=false")  # a fused multiply-add would give othe
 _OLDEST = (8, 0)
 _PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
 _KEPT_TABLES = 256
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
 
 
@@ -210,7 +211,14 @@ class CudaDevice:
             return np.asarray(self._cupy.asnumpy(self._cupy.asarray(array)))  # synchronize!
 
     def adopt(self, array: Any) -> Any:
-        """Return a CuPy array over the memory of an array that has only `__dlpack__`."""
+        """Return a CuPy array over the memory of an array that has only `__dlpack__`.
+
+        Raises ValueError when it is not in a GPU's memory: CuPy would copy it, and results would go to the copy.
+        """
+        if array.__dlpack_device__()[0] not in _DLPACK_CUDA:
+            raise ValueError(
+                f"an array of type {type(array).__name__} lies in host memory: move it to the CUDA device."
+            )
         with self._device, self._current()[1]:
             return self._cupy.from_dlpack(array)
 

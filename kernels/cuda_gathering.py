@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
-from tiercache.kernels.launch import Device, View, access, launch_parts, part_struct, view
+from tiercache.kernels.launch import Device, View, access, launch_parts, on_device, part_struct, view
 
 __all__ = ["BadEntry", "Gathered", "check_ids", "gather", "gather_many", "map_slots"]
 
@@ -55,8 +55,8 @@ class BadEntry:
 
 def view_ids(device: Device, ids: Any) -> tuple[View, bool]:
     """Return where ids lie, and whether they are int64."""
-    described = getattr(ids, device.interface, None)
-    wide = described is not None and np.dtype(described["typestr"]) == np.int64
+    ids = on_device(device, "ids", ids)
+    wide = np.dtype(getattr(ids, device.interface)["typestr"]) == np.int64
     return view(device, "ids", ids, np.int64 if wide else np.int32), wide
 
 

@@ -83,10 +83,7 @@ def view(device: Device, name: str, array: Any, dtype: DTypeLike, ndim: int = 1,
     Raises ValueError when its dtype, number of dimensions or memory order is another, or when a kernel would write to a
     read-only array.
     """
-    if not hasattr(array, device.interface):
-        if not hasattr(array, "__dlpack__"):
-            raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
-        array = device.adopt(array)
+    array = on_device(device, name, array)
     described = getattr(array, device.interface)
     shape = tuple(int(length) for length in described["shape"])
     found = np.dtype(described["typestr"])
@@ -103,6 +100,18 @@ def view(device: Device, name: str, array: Any, dtype: DTypeLike, ndim: int = 1,
     if written and read_only:
         raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
     return View(int(address), shape, array)
+
+
+def on_device(device: Device, name: str, array: Any) -> Any:
+    """Return an array that tells its address: itself, or what the device makes of one that has only `__dlpack__`.
+
+    Raises ValueError for anything else.
+    """
+    if hasattr(array, device.interface):
+        return array
+    if not hasattr(array, "__dlpack__"):
+        raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
+    return device.adopt(array)
 
 
 def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype[Any]") -> bool:

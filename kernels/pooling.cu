@@ -150,7 +150,8 @@ pool(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
 
 // Row times gradient of each entry, summed as the CPU's kernel sums: 16 sums, added by halves.
 template <int VEC>
-__device__ __forceinline__ void weigh_bags(const PoolPart& part, const float* gradient, float* out, int64 first, int count) {
+__device__ __forceinline__ void weigh_bags(
+    const PoolPart& part, const float* gradient, float* out, int64 first, int count) {
     const int team = part.team, own = lane_id() % team;
     const uint32 mask = team_mask(team);
     for (int n = lane_id() / team; n < count; n += 32 / team) {

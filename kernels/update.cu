@@ -5,8 +5,8 @@
 // or on the number of blocks. (The CPU's kernels do so above 8192 pairs: up to STRETCH pairs the bits are theirs.)
 //
 // Stretches of long runs are summed first, by sum_stretches, to a row of `sums` each: that with number 2c for one that
-// goes on in the c-th STRETCH of all pairs, 2c + 1 for the first of its run. No two stretches share a number: a long run
-// has at most one beginning and one stretch that goes on among STRETCH pairs, and they are of different kinds.
+// begins among the c-th STRETCH pairs and goes on with its run, 2c + 1 for the first of its run. No two stretches share
+// a number: among STRETCH pairs at most one long run begins, and at most one goes on.
 
 #include "gradients.cuh"
 #include "lanes.cuh"
@@ -56,7 +56,7 @@ __device__ __forceinline__ bool same_row(const UpdatePart& part, int64 place, ui
     return place < part.size && slot_of(__ldg(part.pairs + place)) == slot;
 }
 
-// Where the run of `slot` that holds `from` ends, if it ends within STRETCH pairs from there; else the pair behind them.
+// Where the run of `slot` that holds `from` ends, if that is within STRETCH pairs from there; else the place behind.
 __device__ __forceinline__ int64 end_within_stretch(const UpdatePart& part, int64 from, uint32 slot) {
     const int64 last = from + STRETCH < part.size ? from + STRETCH : part.size;
     return lower_bound(part.pairs, slot + 1ull, from, last);

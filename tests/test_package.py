@@ -94,6 +94,10 @@ def test_wheel_and_sdist_hold_the_linked_folders(built: Path) -> None:
         members = sdist.getnames()
     assert any(name.endswith("tiercache/kernels/update.py") for name in members)
     assert any(name.endswith("tiercache/store/store.py") for name in members)
+    sources = {f"tiercache/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.cu*")}
+    assert len(sources) > 2
+    assert sources <= set(names), "a CUDA source is compiled on the user's machine"
+    assert all(any(member.endswith(source) for member in members) for source in sources)
 
 
 @pytest.mark.parametrize("module", ["tiercache", "tiercache.store", "tiercache.kernels"])

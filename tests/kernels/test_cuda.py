@@ -100,8 +100,10 @@ def test_importing_tiercache_or_the_launch_side_imports_no_cupy() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_the_wheel_ships_the_sources() -> None:
-    """Sources lie beside the modules and are read from there."""
-    assert "gathering" in cuda.sources()
-    assert '#line 1 "lanes.cuh"' in launch.source("gathering")
-    assert '#include "' not in launch.source("gathering")
+def test_a_source_is_one_text_with_its_headers_in_place() -> None:
+    """Each header once, with the lines and names of its file for the compiler's messages."""
+    for name in cuda.sources():
+        text = launch.source(name)
+        assert '#include "' not in text
+        assert text.count('#line 1 "lanes.cuh"') == 1
+        assert text.startswith(f'#line 1 "{name}.cu"')

@@ -168,6 +168,14 @@ def test_an_array_that_is_not_on_the_device_is_refused(cupy: Cupy) -> None:
         cuda_sorting.sort_slots(device, [1, 2], 3, cuda_sorting.SortBuffers(device))
 
 
+def test_an_array_in_host_memory_is_refused(cupy: Cupy) -> None:
+    """CuPy would copy it, and what a kernel writes would be lost."""
+    out = np.zeros((3, 4), np.float32)
+    arrays = [cupy.shim.place(a).view(OnDevice) for a in (np.ones((5, 4), np.float32), np.zeros(3, np.int32))]
+    with opened(cupy) as (device, _), pytest.raises(ValueError, match="ndarray lies in host memory"):
+        cuda_gathering.gather(device, *arrays, out)
+
+
 def test_an_array_that_has_only_dlpack_is_taken_without_a_copy() -> None:
     """The kernel writes to the memory of its owner."""
 
@@ -186,6 +194,8 @@ def test_an_array_that_has_only_dlpack_is_taken_without_a_copy() -> None:
     out = device.place(np.zeros((3, 4), np.float32))
     cuda_gathering.gather(device, *(Exported(array) for array in (vectors, slots, out)))
     assert (out == 1).all()
+    ids = Exported(device.place(np.array([1, 2**32 + 1], np.int64)))
+    assert cuda_gathering.check_ids(device, ids, np.array([0, 2]), np.array([7])) == 1
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

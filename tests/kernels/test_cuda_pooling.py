@@ -40,7 +40,7 @@ def group(device: Any, case: Bags, done: dict[str, Any], ids_dtype: type = np.in
     )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(bags(), st.sampled_from(ORDERS), st.sampled_from([np.int32, np.int64]))
 def test_bags_pool_as_on_the_cpu(case: Bags, order: str, ids_dtype: type) -> None:
     """Sum, mean, max, weights, empty bags, any dim: the rows and all that is written for the step."""
@@ -52,7 +52,7 @@ def test_bags_pool_as_on_the_cpu(case: Bags, order: str, ids_dtype: type) -> Non
     device.close()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(bags(one_id=True, modes=(SUM,)), st.sampled_from(ORDERS), st.sampled_from([np.int32, np.int64]))
 def test_one_id_per_sample_copies_its_row(case: Bags, order: str, ids_dtype: type) -> None:
     """pool_one writes each id's row to its columns, and its slot, and nothing else."""
@@ -99,7 +99,7 @@ def test_groups_of_different_dims_pool_in_one_launch() -> None:
         assert same_bits(device.read(out), wanted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(bags(modes=(SUM, MEAN)), st.sampled_from(ORDERS))
 def test_the_gradient_of_a_weight_has_the_cpus_bits(case: Bags, order: str) -> None:
     """Sixteen sums, added by halves: for any dim, aligned or not."""

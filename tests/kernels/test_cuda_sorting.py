@@ -18,7 +18,7 @@ BARRIER = re.compile(r"__sync(?:threads|warp)\(\);(?!  // and the next turn)")
 LOW = np.uint64(2**32 - 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     size=st.sampled_from([0, 1, 2, 100, 4095, 4096, 4097, 9000]),

@@ -47,7 +47,7 @@ def update_on(
     return [device.read(field) for field in done]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     case=bags(),
     optimizer=st.sampled_from(OPTIMIZERS),

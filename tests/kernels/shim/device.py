@@ -58,7 +58,7 @@ def compiled(text: str) -> ctypes.CDLL:
         for name in names
     )
     whole = f'#include "{HEADER}"\n{text}\n{calls}'
-    stem = _folder() / hashlib.sha256((whole + HEADER.read_text()).encode()).hexdigest()[:24]
+    stem = _folder() / hashlib.sha256(whole.encode()).hexdigest()[:24]
     stem.with_suffix(".cpp").write_text(whole)
     done = subprocess.run(
         ["g++", *FLAGS, str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))],
