@@ -20,8 +20,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 _OPTIONS = ("-std=c++17", "-fmad=false")  # a fused multiply-add would give other bits than the CPU's kernels
 _OLDEST = (8, 0)
+_KEPT_TABLES, _KEPT_BYTES = 256, 64 << 10  # 16 MiB of a GPU at most
 _PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
-_KEPT_TABLES = 256
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
 
@@ -193,9 +193,13 @@ class CudaDevice:
     def put(self, array: NDArray[Any]) -> Any:
         """Return a copy on the device, which nobody may write to.
 
-        The tables of one step are those of the step before where buffers are reused, so recent ones are kept.
+        The tables of one step are those of the step before where buffers are reused, so recent ones are kept. Large
+        ones are those of a switch, and no two switches have the same.
         """
         pointer, stream = self._current()
+        if array.nbytes > _KEPT_BYTES:
+            with self._device, stream:
+                return self._cupy.asarray(array)
         key = (pointer, array.tobytes())
         if key not in self._tables:
             with self._device, stream:

@@ -15,7 +15,7 @@ from tiercache.kernels.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_
 MASK = 2**64 - 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=70, unique=True),
     table_id=st.integers(0, MASK),

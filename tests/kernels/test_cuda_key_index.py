@@ -67,7 +67,7 @@ def check(
     assert missing.read() == told
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(inserted=BATCHES, asked=BATCHES, order=st.sampled_from(ORDERS), seed=st.integers(0, 99))
 def test_an_index_answers_as_a_dict_in_which_the_least_position_wins(
     inserted: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], order: str, seed: int

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
-from tests.kernels.test_key_index import keys_of_hashes
+from tests.kernels.test_cuda_key_index import keys_of_hashes
 from tiercache.kernels import bucketing, cuda_bucketing
 from tiercache.kernels.bits import hash_keys
 
@@ -59,7 +59,7 @@ def test_a_key_belongs_to_the_rank_whose_range_has_its_hash(num_owners: int) -> 
     assert device.read(there).tolist() == wanted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     sizes=st.lists(st.sampled_from([0, 1, 2, 31, 255, 256, 257, 700]), min_size=1, max_size=4),
