@@ -52,6 +52,7 @@ class _Kernels(ShimDevice):
         self.deferring = False
         self._lock = threading.RLock()
         self._tables: OrderedDict[bytes, NDArray[Any]] = OrderedDict()
+        self._needed: list[NDArray[Any]] = []  # by launches that were deferred
 
     def put(self, array: NDArray[Any]) -> NDArray[Any]:
         """Keep the recent ones, as a GPU does."""
@@ -59,8 +60,10 @@ class _Kernels(ShimDevice):
         if key not in self._tables:
             self._tables[key] = self.place(array)
             if len(self._tables) > 64:
-                self._held = self._tables.popitem(last=False)  # a launch that was deferred may still read it
+                self._tables.popitem(last=False)
         self._tables.move_to_end(key)
+        if self.deferring:
+            self._needed.append(self._tables[key])
         return self._tables[key]
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -86,6 +89,7 @@ class _Kernels(ShimDevice):
         with self._lock:
             while self.deferred:
                 self.deferred.pop(0)()
+            self._needed.clear()
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
         """Run a kernel, now or later."""

@@ -215,10 +215,15 @@ def test_a_writer_that_does_not_wait_for_the_pack_is_caught(tmp_path: Path, monk
     passes = case.cut(tmp_path / "passes")
     expected = result_of_resident(cache := tc.ResidentCache(passes, device=shim()), train(cache, case))
     monkeypatch.setattr(_Mark, "wait", lambda _: None)
-    with open_store(tmp_path / "x", case, "memory") as store, pytest.raises((AssertionError, CorruptBlockError)):
-        with tiered(store, passes, device=shim()) as tiers:
-            model = train(tiers, case)
-        assert_same_bits(result_of(store, passes, model), expected)
+
+    def train_and_compare() -> None:
+        with open_store(tmp_path / "x", case, "memory") as store:
+            with tiered(store, passes, device=shim()) as tiers:
+                model = train(tiers, case)
+            assert_same_bits(result_of(store, passes, model), expected)
+
+    with pytest.raises((AssertionError, CorruptBlockError)):
+        train_and_compare()
 
 
 def test_pages_are_locked_while_they_are_held_and_only_then() -> None:

@@ -206,7 +206,8 @@ class CudaProcessor:
     @property
     def scratch_bytes(self) -> int:
         """Buffers of sorting and stepping; outputs and gradients are torch's."""
-        return sum(held.nbytes for held in (*self._sorting.values(), *self._updates.values()))
+        sorting = sum(held.nbytes for held in self._sorting.values())
+        return sorting + sum(held.nbytes for held in self._updates.values())
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""
