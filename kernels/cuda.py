@@ -238,7 +238,7 @@ class CudaDevice:
             except runtime.CUDARuntimeError as error:
                 raise CudaError(
                     f"{num_bytes:,} bytes of host memory cannot be locked for the GPU ({error}): lower host_budget, or "
-                    "raise the limit of locked memory (ulimit -l)."
+                    "raise what the system lets a process lock."
                 ) from error
             if runtime.pointerGetAttributes(address).devicePointer != address:
                 runtime.hostUnregister(address)

@@ -131,7 +131,8 @@ class CudaGpu:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Take it from torch's caching allocator of host memory, which waits for copies before it gives it again."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        with torch.cuda.device(self.device):  # a thread begins on GPU 0, where this would make a context
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
         """Copy on the current stream."""
