@@ -247,6 +247,22 @@ def test_pages_are_locked_while_they_are_held_and_only_then() -> None:
     assert not gpu.locked
 
 
+def test_the_device_tier_is_one_allocation_within_the_budget(tmp_path: Path) -> None:
+    """Fields, slots, orders and keys of all groups, each from a cache line on; a budget of a byte less is refused."""
+    case = Case(tables=(table("a", 5), table("b", 3)), specs=SPECS, num_keys=500)
+    passes = case.cut(tmp_path / "passes")
+    with open_store(tmp_path / "x", case, "memory") as store:
+        with tiered(store, passes, device=cuda_device()) as cache:
+            parts = [part for arrays in cache._device.arrays_G for part in (*arrays.fields, *arrays[1:])]
+            need = cache.device_bytes
+        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+        assert parts[0].untyped_storage().nbytes() <= need
+        assert all(part.data_ptr() % 128 == 0 for part in parts)
+        tiered(store, passes, device=cuda_device(), device_budget=need).close()
+        with pytest.raises(BudgetError, match="the passes need"):
+            tiered(store, passes, device=cuda_device(), device_budget=need - 1)
+
+
 def test_a_gpu_with_too_little_memory_is_told_in_bytes(tmp_path: Path) -> None:
     """Needed and free bytes, and which budget fits; nothing is written."""
     case = Case(tables=(table("a", 64),), specs=SPECS[:1])
