@@ -57,10 +57,10 @@ class Training:
 
     @property
     def schema(self) -> tc.Schema:
-        """Two tables of two row layouts; one shared by two features, one looked up by lists."""
+        """Two tables of two row layouts, float32 and bfloat16; one shared by two features, one looked up by lists."""
         rowwise, normal = tc.RowWiseAdagrad(learning_rate=0.05), tc.Normal(mean=0.0, std=0.1)
         item = tc.Table(name="item", dim=32, optimizer=self.optimizer, initializer=tc.Uniform(low=-0.1, high=0.1))
-        user = tc.Table(name="user", dim=16, optimizer=rowwise, initializer=normal)
+        user = tc.Table(name="user", dim=16, optimizer=rowwise, initializer=normal, dtype="bfloat16")
         features = (
             tc.Feature(name="item", columns=("item",), table="item"),
             tc.Feature(name="last", columns=("last",), table="item"),
@@ -131,7 +131,7 @@ class WatchedStore(tc.Store):
 
 def prepare() -> None:
     """Be a child process that compiles what was not compiled yet, so that no training is timed doing it."""
-    prepare_kernels()
+    prepare_kernels(TRAININGS[0].schema.tables)
 
 
 def run(training: Training, data: Path, folder: Path, ledger_path: Path, process: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import numpy as np
 from benchmarks.disk_raw import Replay, paged
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
 from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store import Cursor, Store
 from tiercache.store.reading import Pieces
@@ -37,9 +39,11 @@ def drop_store(path: Path) -> None:
 
 
 def warm_checksums() -> None:
-    """Compile the checksum before anything is timed."""
+    """Compile the checksum, and the reads with it, before anything is timed."""
     if has_crc32c():
         crc32c([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
+    if has_reads():
+        read_checked([(-1, False, 0)], [(np.zeros(64, np.uint8), np.array([0, 64]))])
 
 
 class HostPages:
@@ -75,6 +79,8 @@ class StoreRun:
         self.store = Store.open(path, tables=[case.table], engine=engine)
         if has_crc32c():
             self.store.checksums = crc32c
+        if has_reads():
+            self.store.read_with(read_checked)
         self.bytes_read = self.bytes_useful = 0
 
     def dump(self, dump: Dump, source: HostPages) -> float:
@@ -163,9 +169,13 @@ class Seconds:
     ours: dict[str, list[float]] = field(default_factory=dict)
 
     def turn(self, raw: Callable[[], float], runs: Sequence[tuple[str, Callable[[], float]]]) -> None:
-        """Let the bare disk and each engine do it once, every second time in the opposite order."""
+        """Let the bare disk and each engine do it once, every second time in the opposite order.
+
+        Each begins when the disk has done what the one before left to it: names of files that were deleted, say.
+        """
         calls = [("", raw), *runs]
         for name, call in calls if len(self.raw) % 2 == 0 else calls[::-1]:
+            os.sync()
             (self.ours.setdefault(name, []) if name else self.raw).append(call())
 
     def figures(self, what: str, suffix: str = "") -> dict[str, float]:

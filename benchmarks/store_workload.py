@@ -59,6 +59,10 @@ class Note(Protocol):
         """Take down the number of a commit."""
 
 
+class StoreChangedError(Exception):
+    """A reader sees another commit than it opened."""
+
+
 class BrokenSourceError(Exception):
     """A dump's blocks ended in an error, as a step wanted it."""
 
@@ -83,6 +87,9 @@ class Step:
     """Whether a dump is made and forgotten before."""
     broken: bool = False
     """Whether a dump fails half-way before."""
+    reader: bool = False
+    """Whether a reader opens the store before, and reads all of its commit two commits later; not with LMDB, of which a
+    process opens an environment once."""
     compact: bool = False
     """Whether nothing is dumped and the store is compacted, which is the commit: no visit comes after it."""
 
@@ -99,11 +106,11 @@ STEPS = (
     Step(visits=(0,), stable=True),
     Step(visits=(1,), sample=3, transaction_bytes=1),
     Step(visits=(1,), sample=9, state_bytes=9000),
-    Step(visits=(1,), transaction_bytes=500),
+    Step(visits=(1,), transaction_bytes=500, reader=True),
     Step(visits=(2,), forget=True, state_bytes=0),
     Step(visits=(3, 4), stable=True, transaction_bytes=100_000),
     Step(visits=(5,), reopen=True, broken=True, state_bytes=(4 << 20) + 5000),
-    Step(visits=(6,), stable=True, transaction_bytes=200_000),
+    Step(visits=(6,), stable=True, transaction_bytes=200_000, reader=True),
     Step(visits=(7,), sample=5, reopen=True),
     Step(visits=(7, 8), forget=True, state_bytes=300_000),
     Step(compact=True),
@@ -118,12 +125,18 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
     Where a disk is full, ``relieve`` makes room; the store goes on as it is, or is opened again if that returns True.
     """
     store = _open(path, engine, relieve)
+    reader: Store | None = None
     try:
         first = stands(store) + 1
         for number in range(first, len(STEPS)):
             if STEPS[number].reopen and number > first:
                 store.close()
                 store = _open(path, engine, relieve)
+            if reader is not None and number == stands(reader) + 3:
+                _check_reader(reader)
+                reader = None
+            if STEPS[number].reader and number and engine == "zarr":
+                reader = Store.open(path, mode="r")
             try:
                 take(store, number, note)
             except StoreFullError as error:
@@ -142,6 +155,17 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
                 take(store, number, note)
     finally:
         store.close()
+        if reader is not None:
+            reader.close()
+
+
+def _check_reader(reader: Store) -> None:
+    """Raise StoreChangedError unless a reader's commit is as it was; then close it."""
+    try:
+        for sentence in problems(reader):
+            raise StoreChangedError(sentence)
+    finally:
+        reader.close()
 
 
 def _open(path: Path, engine: str, relieve: Callable[[StoreFullError], bool] | None) -> Store:

@@ -15,6 +15,7 @@ from tiercache.kernels import (
     bits,
     bucketing,
     checksum,
+    file_io,
     gathering,
     gradients,
     initial,
@@ -113,6 +114,11 @@ def _check() -> None:
         checksum.crc32c([(np.zeros(8, np.uint8), np.array([0, 8]))])
 
 
+def _read_files() -> None:
+    if file_io.has_reads():
+        file_io.read_checked([(-1, False, 0)], [(np.zeros(8, np.uint8), np.array([0, 8]))])
+
+
 def _find_uses() -> None:
     passes = np.zeros(1, np.int64)
     uses.sweep_uses(_I4, _BOUNDS, 1, passes, passes, passes, _I4.copy(), _I4.copy())
@@ -161,6 +167,7 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("find uses", _find_uses),
     ("switch passes", _switch),
     ("checksums", _check),
+    ("read files", _read_files),
     ("move rows", _move),
     ("look up", _look_up),
     ("pool", _pool),
@@ -192,7 +199,9 @@ def is_cached(*, narrow: bool = False) -> bool:
 
     `narrow`: also those for 16-bit dtypes.
     """
-    needed = [kernel for kernel in KERNELS if kernel is not checksum._crc32c or checksum.has_crc32c()]
+    left_out = [] if checksum.has_crc32c() else [checksum._crc32c]
+    left_out += [] if file_io.has_reads() else [file_io._read_checked]
+    needed = [kernel for kernel in KERNELS if kernel not in left_out]
     return all(_is_compiled(kernel, narrow=False) for kernel in needed) and (
         not narrow or all(_is_compiled(kernel, narrow=True) for kernel in _READING)
     )

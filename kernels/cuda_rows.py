@@ -105,8 +105,8 @@ def _move(kernel: str, device: Device, fields: Sequence[Any], slots: Any, order:
 def pack(device: Device, fields: Sequence[Any], slots: Any, order: Any, pieces: Pieces) -> None:
     """Write rows to pieces, in an order.
 
-    fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces; slots: the
-    slot of each row; -1 is packed as zeros.
+    fields: (S, W) each, in the order of a row's fields; of Vectors, their words. order (R,): the row at each place of
+    the pieces; slots: the slot of each row; -1 is packed as zeros.
     """
     _move("rows.pack", device, fields, slots, order, pieces)
 

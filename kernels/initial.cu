@@ -2,6 +2,7 @@
 
 #include "lanes.cuh"
 #include "philox.cuh"
+#include "vectors.cuh"
 
 #define ZEROS 0
 #define CONSTANT 1
@@ -12,7 +13,7 @@ struct NewRows {
     int64 first_task;  // a task is 32 rows
     const int64* keys;  // (rows,); null where no key is needed
     const int* slots;  // (rows,), -1 is passed over; or null: row i goes to place i
-    float* out;  // (S, dim)
+    void* out;  // (S, dim) float32, or 16-bit numbers
     int64 rows;
     uint64 stream;
     int dim;
@@ -20,7 +21,7 @@ struct NewRows {
     int kind;
     float a;  // the constant, the low end or the mean
     float b;  // the span or the deviation
-    int unused;
+    int is_half;
 };
 static_assert(sizeof(NewRows) == 72, "as NEW_PART in cuda_initial.py");
 
@@ -42,9 +43,39 @@ __device__ __forceinline__ Lanes<4> elements_of(const NewRows& part, int64 row, 
     return lanes;
 }
 
+__device__ __forceinline__ void write_elements(
+    const NewRows& part, float* to, const Lanes<4>& lanes, int count) {
+    if (part.vec == 4) {
+        store_lanes<4>(to, lanes);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (j < count) to[j] = lanes.v[j];
+        }
+    }
+}
+
+// Rounded to the nearest, in words: what is behind the last element of a row is zero.
+__device__ __forceinline__ void write_elements(
+    const NewRows& part, uint16* to, const Lanes<4>& lanes, int count) {
+    uint32 words[2];
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+        const uint32 lower = round_to_nearest(lanes.v[j], part.is_half);
+        words[j / 2] = lower | (j + 1 < count ? round_to_nearest(lanes.v[j + 1], part.is_half) << 16 : 0u);
+    }
+    uint32* at = reinterpret_cast<uint32*>(to);
+    if (part.vec == 4) {
+        __stcg(reinterpret_cast<uint2*>(at), make_uint2(words[0], words[1]));
+    } else {
+        at[0] = words[0];
+        if (count > 2) at[1] = words[1];
+    }
+}
+
 // Four elements make one run of the generator and one access; a warp's lanes take them side by side.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-initial_rows(const NewRows* parts, int64 num_parts, int64 num_tasks) {
+template <class T>
+__device__ __forceinline__ void make_rows(const NewRows* parts, int64 num_parts, int64 num_tasks) {
     for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
         const NewRows& part = part_of(parts, num_parts, task);
         const int64 first = (task - part.first_task) * 32;
@@ -55,15 +86,18 @@ initial_rows(const NewRows* parts, int64 num_parts, int64 num_tasks) {
             const int64 slot = part.slots ? __ldg(part.slots + first + row) : first + row;
             if (slot < 0) continue;
             const Lanes<4> lanes = elements_of(part, first + row, block);
-            float* to = part.out + slot * part.dim + 4 * block;
-            if (part.vec == 4) {
-                store_lanes<4>(to, lanes);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (4 * block + j < part.dim) to[j] = lanes.v[j];
-                }
-            }
+            T* to = static_cast<T*>(part.out) + slot * stride_of<T>(part.dim) + 4 * block;
+            write_elements(part, to, lanes, part.dim - 4 * block);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+initial_rows(const NewRows* parts, int64 num_parts, int64 num_tasks) {
+    make_rows<float>(parts, num_parts, num_tasks);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+initial_rows_narrow(const NewRows* parts, int64 num_parts, int64 num_tasks) {
+    make_rows<uint16>(parts, num_parts, num_tasks);
 }

@@ -10,7 +10,7 @@ from tiercache.kernels.arrays import expect, same_length
 from tiercache.kernels.bits import mix
 from tiercache.kernels.jit import inlined, serial
 
-__all__ = ["CONSTANT", "NORMAL", "UNIFORM", "ZEROS", "initial_rows", "philox", "philox4x32"]
+__all__ = ["CONSTANT", "NORMAL", "UNIFORM", "ZEROS", "initial_rows", "philox4x32"]
 
 ZEROS, CONSTANT, UNIFORM, NORMAL = range(4)
 
@@ -19,8 +19,7 @@ _HALF = np.uint64(32)
 
 
 @inlined
-def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
-    """Return the four words of Philox4x32-10 as uint64: for kernels."""
+def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
     for _ in range(10):
         p0, p1 = (c0 & _LOW) * np.uint64(0xD2511F53), (c2 & _LOW) * np.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _LOW, (p0 >> _HALF) ^ c3 ^ k1, p0 & _LOW
@@ -30,7 +29,7 @@ def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 @serial
 def _philox_one(counter, key, out):  # type: ignore[no-untyped-def]
-    out[0], out[1], out[2], out[3] = philox(counter[0], counter[1], counter[2], counter[3], key[0], key[1])
+    out[0], out[1], out[2], out[3] = _philox(counter[0], counter[1], counter[2], counter[3], key[0], key[1])
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -48,7 +47,7 @@ def _unit(word):  # type: ignore[no-untyped-def]
 
 @inlined
 def _uniform_words(key, block, k0, k1):  # type: ignore[no-untyped-def]
-    return philox(key & _LOW, key >> _HALF, block & _LOW, block >> _HALF, k0, k1)
+    return _philox(key & _LOW, key >> _HALF, block & _LOW, block >> _HALF, k0, k1)
 
 
 @inlined

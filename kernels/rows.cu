@@ -1,7 +1,9 @@
 // Rows between slots and pieces: what a pass switch copies. A piece is field-major: all its vectors, then all of each
-// state, at a plain address: device memory, or pinned host memory that the device sees.
+// state, at a plain address: device memory, or pinned host memory that the device sees. Rows move as words of 4 bytes:
+// vectors of 16 bits are not looked at.
 
 #include "lanes.cuh"
+#include "vectors.cuh"
 
 struct Piece {
     int64 first_task;  // a task is 32 rows of one field
@@ -51,7 +53,7 @@ __device__ __forceinline__ int team_of(int accesses) { return accesses > 16 ? 32
 template <int VEC>
 __device__ __forceinline__ void move_rows(const Field& field, float* at, int slot, int count, bool packing) {
     const int width = static_cast<int>(field.width), team = team_of((width + VEC - 1) / VEC);
-    if (packing) copy_rows<VEC>(field.values, slot, count, width, team, at, width);
+    if (packing) copy_rows<VEC>(field.values, 0, slot, count, width, team, at, width);
     else scatter_rows<VEC>(at, slot, count, width, team, field.values);
 }
 

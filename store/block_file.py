@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tiercache.store.engine import Source
 from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
 from tiercache.store.free_space import FreeSpace
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_room, full_disk
@@ -96,14 +97,21 @@ class BlockFile:
             self.space.use(place.offset, place.pages)
         self.trim()
 
+    def source(self, place: Place | None, offset: int, out: NDArray[np.uint8]) -> Source | None:
+        """Say where the bytes lie that ``read`` would fill ``out`` with; None where the block has no such bytes."""
+        if place is None or offset + out.size > place.size:
+            return None
+        direct = self._direct_for(place.offset + offset, out)
+        handle = self._handle if direct is None else direct
+        return Source(handle, in_pages=direct is not None, offset=place.offset + offset)
+
     def read(self, offset: int, out: NDArray[np.uint8]) -> None:
         """Fill ``out`` with the bytes from ``offset`` on. Raises BlockReadError.
 
         A large range goes past the page cache where ``out`` lies in its page as ``offset`` lies in its own.
         """
-        done = 0
-        if out.size >= _DIRECT_BYTES and (out.ctypes.data - offset) % PAGE_BYTES == 0 and self._direct is not None:
-            done = self._read_direct(self._direct, offset, out)
+        direct = self._direct_for(offset, out)
+        done = 0 if direct is None else self._read_direct(direct, offset, out)
         while done < out.size:
             try:
                 count = os.preadv(self._handle, [out[done:].data], offset + done)
@@ -122,7 +130,7 @@ class BlockFile:
         place = self._take(data.nbytes)
         source, direct = data.reshape(-1).view(np.uint8), 0
         try:
-            if source.size >= _DIRECT_BYTES and source.ctypes.data % PAGE_BYTES == 0:
+            if source.size >= _DIRECT_BYTES and _address(source) % PAGE_BYTES == 0:
                 direct = source.size // PAGE_BYTES * PAGE_BYTES
                 self._enqueue(source[:direct].data, place.offset)
                 if not stable:
@@ -191,6 +199,10 @@ class BlockFile:
             return os.open(self.path, os.O_CLOEXEC | os.O_DIRECT | (os.O_RDONLY if readonly else os.O_RDWR))
         except (OSError, AttributeError):
             return None
+
+    def _direct_for(self, offset: int, out: NDArray[np.uint8]) -> int | None:
+        """Return what to read from past the page cache, or None."""
+        return self._direct if out.size >= _DIRECT_BYTES and (_address(out) - offset) % PAGE_BYTES == 0 else None
 
     def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
         """Read whole pages, those at both ends beside ``out``; returns how many bytes of ``out`` are there."""
@@ -309,3 +321,7 @@ class BlockFile:
         if count < PAGE_BYTES:
             raise self._failed(OSError(errno.EIO, "it took less than a page"))
         return count // PAGE_BYTES * PAGE_BYTES
+
+
+def _address(array: NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])  # a third of what array.ctypes takes

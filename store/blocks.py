@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.engine import Source
     from tiercache.store.segment import Segment
     from tiercache.store.table import Group
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     """Bytes, and bounds (R + 1, rising) of runs of them."""
     Checksums = Callable[[Sequence[Part]], NDArray[np.uint32]]
     """What computes the checksums of pieces: ``piece_checksums``, or what does the same faster."""
+    Reads = Callable[[Sequence[Source], Sequence[Part]], tuple[NDArray[np.int64], NDArray[np.uint32]]]
+    """What fills each part from its source at once: bytes read of each, or -errno, and the checksums of all runs."""
 
 ROWS, KEYS, STATE = b"r", b"k", b"s"
 _NAME = struct.Struct(">cQII")

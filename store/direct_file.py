@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from typing import TYPE_CHECKING
 
 from tiercache.store.errors import BlockReadError
-from tiercache.store.huge_pages import huge_pages
+from tiercache.store.huge_pages import HUGE_BYTES, huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -29,28 +29,37 @@ def paged(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def write_file(path: Path, buffer: NDArray[np.uint8], size: int) -> None:
+def write_file(path: str, buffer: NDArray[np.uint8], size: int, over: str | None = None) -> None:
     """Make a file of the first ``size`` bytes of ``huge_pages``, its whole pages past the page cache.
 
-    The rest goes through it: cutting a file that was written in whole pages costs the kernel a read. It is not synced.
-    Raises OSError, after which a part of the file may be there.
+    With ``over``, the path of a file that nobody needs and that has the pages, this becomes that file, and its room on
+    the disk stays. The last page goes through the page cache: cutting a file that was written in whole pages past it
+    costs the kernel a read. It is not synced. Raises OSError, after which a part of the file may be there.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    if over is None:
+        handle = os.open(path, flags | os.O_CREAT | os.O_TRUNC, 0o644)
+    else:
+        os.rename(over, path)  # noqa: PTH104  hundreds in a commit
+        handle = os.open(path, flags)
     try:
-        done = _write_direct(path, buffer[: size // PAGE_BYTES * PAGE_BYTES])
-        while done < size:
-            done += os.pwrite(handle, buffer[done : min(size, done + _STEP_BYTES)].data, done)
+        done = _write_direct(handle, buffer[: size // PAGE_BYTES * PAGE_BYTES])
+        end = size if over is None else paged(size)  # a page that is written in part is read first
+        while done < end:
+            done += os.pwrite(handle, buffer[done : min(end, done + _STEP_BYTES)].data, done)
+        if over is not None:
+            os.ftruncate(handle, size)
     finally:
         os.close(handle)
 
 
-def _write_direct(path: Path, pages: NDArray[np.uint8]) -> int:
+def _write_direct(handle: int, pages: NDArray[np.uint8]) -> int:
     """Write whole pages; returns how many bytes of them were written, 0 where the file system cannot."""
-    if not pages.size:
+    if not pages.size or not hasattr(os, "O_DIRECT"):
         return 0
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except (OSError, AttributeError):
+        fcntl.fcntl(handle, fcntl.F_SETFL, os.O_DIRECT)
+    except OSError:
         return 0
     try:
         return os.pwrite(handle, pages.data, 0) // PAGE_BYTES * PAGE_BYTES
@@ -59,7 +68,7 @@ def _write_direct(path: Path, pages: NDArray[np.uint8]) -> int:
             return 0
         raise
     finally:
-        os.close(handle)
+        fcntl.fcntl(handle, fcntl.F_SETFL, 0)
 
 
 class RangeReader:
@@ -67,90 +76,93 @@ class RangeReader:
 
     def __init__(self) -> None:
         self._mine = threading.local()
+        self._direct = getattr(os, "O_DIRECT", 0)
 
-    def read(self, ranges: Sequence[tuple[Path, int, int, int]]) -> list[NDArray[np.uint8]]:
+    def read(self, ranges: Sequence[tuple[str, int, int, int]]) -> list[NDArray[np.uint8]]:
         """Return the bytes [start, stop) of each (path, start, stop, size of the file).
 
         They stand in memory that this thread's next call uses again. Raises BlockReadError for a file that is not
         there or has another size.
         """
-        handles: list[int] = []
-        try:
-            for path, start, stop, size in ranges:
-                handles.append(_open(path, size))
-                if stop - start < _DIRECT_BYTES:
-                    # Nothing beside the range, but at once: the disk fetches it while longer ranges are read.
-                    _advise(handles[-1], start, stop, early=len(ranges) > 1)
-            found: dict[int, NDArray[np.uint8]] = {}
-            for i in sorted(range(len(ranges)), key=lambda i: ranges[i][1] - ranges[i][2]):
-                path, start, stop, _ = ranges[i]
-                found[i] = self._read(handles[i], path, start, stop, i)
-            return [found[i] for i in range(len(ranges))]
-        finally:
-            for handle in handles:
-                os.close(handle)
+        # What goes with a long range is as cold as that; alone, the page cache may have it.
+        direct = any(stop - start >= _DIRECT_BYTES for _, start, stop, _ in ranges)
+        room = self._room(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
+        found = []
+        for path, start, stop, size in ranges:
+            low = start - start % PAGE_BYTES
+            part, room = room[: paged(stop - low)], room[paged(stop - low) :]
+            self._read(path, low, start, stop, size, part, direct=direct)
+            found.append(part[start - low : stop - low])
+        return found
 
-    def _read(self, handle: int, path: Path, start: int, stop: int, place: int) -> NDArray[np.uint8]:
-        low = start - start % PAGE_BYTES
-        buffer = self._buffer(place, stop - low)
-        done = self._read_direct(handle, path, low, stop, buffer) if stop - start >= _DIRECT_BYTES else 0
-        done = max(done, start - low)
-        while done < stop - low:
+    def _read(
+        self, path: str, low: int, start: int, stop: int, size: int, part: NDArray[np.uint8], *, direct: bool
+    ) -> None:
+        """Fill whole pages of memory with those of a file from ``low`` on, at least the bytes [start, stop)."""
+        try:
+            handle = self._open(path, direct=direct)
             try:
-                count = os.preadv(handle, [buffer[done : stop - low].data], low + done)
-            except OSError as error:
-                raise BlockReadError(f"cannot be read ({error})") from error
-            if count == 0:
-                raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
-            done += count
-        return buffer[start - low : stop - low]
-
-    @staticmethod
-    def _read_direct(handle: int, path: Path, low: int, stop: int, buffer: NDArray[np.uint8]) -> int:
-        """Read whole pages from a page on; returns how many bytes are there."""
-        try:
-            direct = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except (OSError, AttributeError):
-            return 0
-        try:
-            return min(stop - low, os.preadv(direct, [buffer[: paged(stop - low)].data], low))
+                if (seen := os.lseek(handle, 0, os.SEEK_END)) != size:
+                    raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
+                done = _fill(handle, part, low) if direct else start - low
+                if done < stop - low:
+                    _fill_cached(handle, path, part[: stop - low], low, done)
+            finally:
+                os.close(handle)
+        except FileNotFoundError:
+            raise BlockReadError(f"is missing, as there is no {path}") from None
         except OSError as error:
-            if error.errno == errno.EINVAL:
-                return 0
             raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
-        finally:
-            os.close(direct)
 
-    def _buffer(self, place: int, num_bytes: int) -> NDArray[np.uint8]:
-        held: dict[int, NDArray[np.uint8]] = self._mine.__dict__.setdefault("held", {})
-        if place not in held or held[place].size < num_bytes:
-            held[place] = huge_pages(num_bytes)
-        return held[place]
+    def _open(self, path: str, *, direct: bool) -> int:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (self._direct if direct else 0))
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            self._direct = 0  # the file system has none
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _room(self, num_bytes: int) -> NDArray[np.uint8]:
+        held: NDArray[np.uint8] | None = getattr(self._mine, "held", None)
+        if held is None or held.size < num_bytes:
+            held = self._mine.held = huge_pages(max(num_bytes, HUGE_BYTES))
+        return held
 
 
-def _advise(handle: int, start: int, stop: int, *, early: bool) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, start, stop - start, os.POSIX_FADV_RANDOM)
-        if early:
-            os.posix_fadvise(handle, start, stop - start, os.POSIX_FADV_WILLNEED)
-
-
-def _open(path: Path, size: int) -> int:
+def _fill(handle: int, pages: NDArray[np.uint8], low: int) -> int:
+    """Read whole pages past the page cache; returns how many bytes are there."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise BlockReadError(f"is missing, as there is no {path}") from None
+        return os.preadv(handle, [pages.data], low)
     except OSError as error:
-        raise BlockReadError(f"cannot be read ({error})") from error
-    seen = os.fstat(handle).st_size
-    if seen != size:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+
+
+def _fill_cached(handle: int, path: str, out: NDArray[np.uint8], low: int, done: int) -> None:
+    """Read the rest of a range through the page cache, and nothing beside it."""
+    fcntl.fcntl(handle, fcntl.F_SETFL, 0)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, low + done, out.size - done, os.POSIX_FADV_RANDOM)
+    while done < out.size:
+        count = os.preadv(handle, [out[done:].data], low + done)
+        if count == 0:
+            raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
+        done += count
+
+
+def sync_file(path: str) -> None:
+    """Return when the bytes of a file and its length are durable. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(handle)
+    finally:
         os.close(handle)
-        raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
-    return handle
 
 
-def sync_path(path: Path) -> None:
-    """Return when a file, or the names in a folder, are durable. Raises OSError."""
+def sync_folder(path: str) -> None:
+    """Return when the names in a folder are durable. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

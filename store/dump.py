@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.blocks import KEYS, ROWS, block_name, checksum, segment_names
+from tiercache.store.blocks import KEYS, ROWS, block_name, segment_names
 from tiercache.store.engine import Form
 from tiercache.store.segment import Segment
 
@@ -56,7 +56,7 @@ class Dump:
         self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
         self._largest = max((_block_bytes(stream) for stream in segment.streams), default=0)
         self._written = 0
-        self._unsealed: list[tuple[int, int, NDArray[np.uint8]]] = []
+        self._unsealed: list[Block] = []
         self._unsealed_bytes = 0
         self._sealer: ThreadPoolExecutor
         self._seals: list[Future[None]] = []
@@ -90,14 +90,13 @@ class Dump:
         while self._missing and (not self._written or self._written + self._largest <= self._limit):
             group, block, data, keys = self._next()
             self._check(group, block, data, keys)
-            self._unsealed.append((group, block, data))
-            self._unsealed_bytes += data.size
+            self._unsealed.append((group, block, data, keys))
+            self._unsealed_bytes += data.size + keys.nbytes
             if not self._stable:
                 self._seal(self._unsealed)
                 self._unsealed = []
             elif self._unsealed_bytes >= _SEAL_BYTES:
                 self._seal_meanwhile()
-            self.segment.key_checksums[group][block] = checksum(keys.view(np.uint8))
             self._written += data.size + 8 * keys.size
             self.rows += keys.size
             self.row_bytes += data.size
@@ -134,14 +133,16 @@ class Dump:
         unsealed, self._unsealed, self._unsealed_bytes = self._unsealed, [], 0
         self._seals.append(self._sealer.submit(self._seal, unsealed))
 
-    def _seal(self, unsealed: list[tuple[int, int, NDArray[np.uint8]]]) -> None:
-        """Compute the checksums of blocks, by one computation."""
+    def _seal(self, unsealed: list[Block]) -> None:
+        """Compute the checksums of blocks and of their keys, by one computation."""
         parts, targets = [], []
-        for group, block, data in unsealed:
+        for group, block, data, keys in unsealed:
             stream = self.segment.streams[group]
             low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
             parts.append((data, stream.piece_offset_P[low : high + 1] - stream.piece_offset_P[low]))
             targets.append(self.segment.checksums[group][low:high])
+            parts.append((keys.view(np.uint8), np.array([0, keys.nbytes])))
+            targets.append(self.segment.key_checksums[group][block : block + 1])
         sums, begin = self._checksums(parts), 0
         for target in targets:
             target[:] = sums[begin : begin + target.size]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from typing import Any
 
     import numpy as np
@@ -77,3 +78,33 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give up every resource; a second time does nothing."""
+
+
+class Wanted(NamedTuple):
+    """Bytes of a block that are to be read."""
+
+    name: bytes
+    offset: int
+    out: NDArray[np.uint8]
+
+
+class Source(NamedTuple):
+    """Where bytes of a block lie."""
+
+    handle: int
+    """Of an open file."""
+    in_pages: bool
+    """Whether whole pages must be read; then bytes are wanted where they lie in their page as in that of the file."""
+    offset: int
+    """Of the file."""
+
+
+@runtime_checkable
+class LocatingEngine(Protocol):
+    """An engine that keeps blocks as they are in files, so that many can be read at once by whoever asks."""
+
+    def locate(self, wanted: Sequence[Wanted]) -> AbstractContextManager[list[Source | None]]:
+        """Say where wanted bytes lie; nothing is written over them, and no file is closed, within the context.
+
+        None: ``read`` says why not. Raises StoreClosedError.
+        """

@@ -23,21 +23,21 @@ from tiercache.store.engine import Contents
 from tiercache.store.errors import (
     BlockReadError,
     CorruptStoreError,
-    StoreClosedError,
     StoreError,
     StoreInUseError,
 )
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
+from tiercache.store.gate import Gate
 from tiercache.store.lmdb_file import LmdbFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import Block, Form
+    from tiercache.store.engine import Block, Form, Source, Wanted
 
 DATA, BLOCKS = "data.mdb", "blocks.bin"
 _BLOCK, _FREED, _RECORD = b"b", b"f", b"r"
@@ -60,12 +60,9 @@ class LmdbEngine:
         self.path = path
         self._data = path / DATA
         self._readonly = readonly
-        self._state = threading.Condition()
-        self._closed = self._unsynced = False
-        self._writes = 0
-        self._reads: list[int] = []
-        """The newest transaction at the begin of each read that goes on."""
-        self._newest = 0
+        self._unsynced, self._gate = False, Gate(f"the store at {path}")
+        self._one_at_a_time = threading.Lock()
+        """A transaction serves one thread at a time."""
         if create and self._data.exists() and self._data.stat().st_size < 8192:
             self._data.unlink()  # a creation that was killed before LMDB's first write
         if not create:
@@ -76,7 +73,7 @@ class LmdbEngine:
             if not readonly:
                 self._env.sync(True)  # a commit that is seen is durable before what it freed is written over
             self._first = self._begin_checked()
-            self._newest = self._first.id()
+            self._gate.advance(self._first.id())
             self._file = BlockFile(path / BLOCKS, readonly=readonly, max_bytes=max_bytes)
             # All places by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
             self._places: dict[bytes, Place] = {}
@@ -120,8 +117,7 @@ class LmdbEngine:
 
     def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
         """Read from the file at the block's place."""
-        seen = self._begin()
-        try:
+        with self._gate.reading():
             # A read begins before it looks for the place, and a place is dropped before the transaction that frees it:
             # so nothing is written over a place that is found before the read ends.
             place = self._places.get(name)
@@ -130,8 +126,12 @@ class LmdbEngine:
             if offset + out.size > place.size:
                 raise BlockReadError(f"ends at byte {place.size:,} of {offset + out.size:,}")
             self._file.read(place.offset + offset, out)
-        finally:
-            self._end(seen)
+
+    @contextmanager
+    def locate(self, wanted: Sequence[Wanted]) -> Iterator[list[Source | None]]:
+        """Look up places as ``read`` does, all within one read."""
+        with self._gate.reading():
+            yield [self._file.source(self._places.get(name), offset, out) for name, offset, out in wanted]
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Sync the file; then name new blocks, set records and give up dead blocks in one transaction.
@@ -162,8 +162,7 @@ class LmdbEngine:
             # An interrupt may come when the transaction is done, or when nothing of it is.
             newest = int(self._env.info()["last_txnid"]) if number != _NO_TRANSACTION else 0
             if newest >= number:
-                with self._state:
-                    self._newest = newest
+                self._gate.advance(newest)
                 if freed:
                     self._freed[number] = freed
                 self._fresh, self._replaced, self._settled = {}, [], []
@@ -177,25 +176,21 @@ class LmdbEngine:
     def contents(self) -> Contents:
         """Return all records, and the names and sizes of all blocks."""
         blocks = {name: place.size for name, place in self._places.items()}
-        seen = self._begin()
-        try:
-            if not self._readonly:
-                with self._env.begin() as txn:
-                    return Contents({name.decode(): bytes(value) for name, value in _items(txn, _RECORD)}, blocks)
-            with self._state:  # a transaction serves one thread at a time
-                return Contents({name.decode(): bytes(value) for name, value in _items(self._first, _RECORD)}, blocks)
-        except lmdb.Error as error:
-            raise self._translate(error) from error
-        finally:
-            self._end(seen)
+        with self._gate.reading():
+            try:
+                if not self._readonly:
+                    with self._env.begin() as txn:
+                        return Contents({name.decode(): bytes(value) for name, value in _items(txn, _RECORD)}, blocks)
+                with self._one_at_a_time:
+                    records = {name.decode(): bytes(value) for name, value in _items(self._first, _RECORD)}
+                    return Contents(records, blocks)
+            except lmdb.Error as error:
+                raise self._translate(error) from error
 
     def close(self) -> None:
         """Close environment and file, once reads and writes in other threads have ended."""
-        with self._state:
-            if self._closed:
-                return
-            self._closed = True
-            self._state.wait_for(lambda: not self._reads and not self._writes)
+        if not self._gate.close():
+            return
         if self._readonly:
             self._first.abort()
         self._file.close()
@@ -320,45 +315,23 @@ class LmdbEngine:
 
     def _oldest_reader(self) -> int:
         """Return the transaction that the oldest reader sees, in this process or another; the newest without one."""
-        with self._state:
-            oldest = min([self._newest, *self._reads])
+        oldest = self._gate.oldest()
         for line in self._env.readers().splitlines()[1:]:
             seen = line.split()[-1]
             if seen.isdigit():
                 oldest = min(oldest, int(seen))
         return oldest
 
-    def _begin(self) -> int:
-        """Keep the file open, and what is read unchanged, until ``_end``."""
-        with self._state:
-            if self._closed:
-                raise StoreClosedError(f"the store at {self.path} is closed: open it again")
-            self._reads.append(self._newest)
-            return self._newest
-
-    def _end(self, seen: int) -> None:
-        with self._state:
-            self._reads.remove(seen)
-            if self._closed:
-                self._state.notify_all()
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Keep the file open until this ends, and turn errors of LMDB into the store's."""
         if self._readonly:
             raise ValueError(f"the store at {self.path} is open for reading: open it with mode='a' to write")
-        with self._state:
-            if self._closed:
-                raise StoreClosedError(f"the store at {self.path} is closed: open it again")
-            self._writes += 1
-        try:
-            yield
-        except lmdb.Error as error:
-            raise self._translate(error) from error
-        finally:
-            with self._state:
-                self._writes -= 1
-                self._state.notify_all()
+        with self._gate.writing():
+            try:
+                yield
+            except lmdb.Error as error:
+                raise self._translate(error) from error
 
     def _translate(self, error: lmdb.Error) -> StoreError:
         cause = OSError(getattr(error, "code", 0), str(error))

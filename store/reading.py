@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.blocks import KEYS, ROWS, block_name, checksum, corrupt_block, piece_checksums
-from tiercache.store.engine import Form
+from tiercache.store.engine import Form, LocatingEngine, Wanted
 from tiercache.store.errors import BlockReadError, CorruptStoreError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.blocks import Checksums
+    from tiercache.store.blocks import Checksums, Part, Reads
     from tiercache.store.commit import Commit
     from tiercache.store.counters import Counters
     from tiercache.store.engine import Engine
@@ -26,10 +26,15 @@ if TYPE_CHECKING:
 
 
 _SHORT_READS, _LONG_READS = 4, 2
-"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked."""
+"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked.
+
+Where a thread reads many without the interpreter, more threads cost nothing and the disk is busier.
+"""
 _LONG_BYTES = 512 << 10
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
+_BATCH_BYTES, _SHARES = 16 << 20, 4
+"""The most that is read by one call of ``reads``, which cannot be interrupted; calls of each thread where less is."""
 
 
 class Pieces(NamedTuple):
@@ -42,14 +47,34 @@ class Pieces(NamedTuple):
     out: NDArray[np.uint8]
 
 
+class _Span(NamedTuple):
+    """Pieces [low, high) of one block: what one read of the engine fills."""
+
+    wanted: Wanted
+    bounds: NDArray[np.int64]
+    """(high - low + 1,): where each piece begins in ``out``, and its end."""
+    segment: Segment
+    group: int
+    block: int
+    low: int
+    high: int
+
+    @property
+    def part(self) -> Part:
+        """The bytes to fill and to check."""
+        return self.wanted.out, self.bounds
+
+
 class BlockReader:
     """Reads pieces, keys and dense state from an engine; from any thread."""
 
     def __init__(self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters) -> None:
         self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
+        self._locating = engine if isinstance(engine, LocatingEngine) else None
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.checksums: Checksums = piece_checksums
+        self.reads: Reads | None = None
 
     def close(self) -> None:
         """End the threads; what they read is read to its end."""
@@ -62,18 +87,22 @@ class BlockReader:
         """Read and check all of ``wanted``: see ``Store.load``."""
         for pieces in wanted:
             self._expect(pieces)
+        num_bytes = sum(pieces.out.size for pieces in wanted)
+        together = self.reads is not None and self._locating is not None
         if at_once is None:
-            num_bytes = sum(pieces.out.size for pieces in wanted)
-            at_once = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) else _SHORT_READS
-        if min(at_once, len(wanted)) < 2:
-            self._work(iter(wanted))
+            at_once = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) and not together else _SHORT_READS
+        batches = [[pieces] for pieces in wanted]
+        if together:
+            batches = _batches(wanted, min(num_bytes // (_SHARES * max(1, at_once)), _BATCH_BYTES))
+        if min(at_once, len(batches)) < 2:
+            self._work(iter(batches))
             return
-        left = _Shared(wanted)
+        left = _Shared(batches)
         try:
             with self._lock:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(_SHORT_READS, thread_name_prefix="tiercache-reads")
-                jobs = [self._threads.submit(self._share, left) for _ in range(min(at_once, len(wanted)))]
+                jobs = [self._threads.submit(self._share, left) for _ in range(min(at_once, len(batches)))]
             wait(jobs)
         finally:
             left.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not
@@ -84,20 +113,25 @@ class BlockReader:
         with left:
             self._work(left)
 
-    def _work(self, wanted: Iterator[Pieces]) -> None:
+    def _work(self, batches: Iterator[Sequence[Pieces]]) -> None:
         """Read what comes next until nothing does, and check it."""
-        read, size = list[Pieces](), 0
+        read, size = list[_Span](), 0
         try:
-            for pieces in wanted:
-                self._read(pieces)
-                read.append(pieces)
-                size += pieces.out.size
+            for batch in batches:
+                spans = [span for pieces in batch for span in self._spans(pieces)]
+                if self._read_at_once(spans):
+                    continue
+                for span in spans:
+                    self._block(*span.wanted, span.segment, span.group, span.block)
+                    size += span.wanted.out.size
+                self._count(spans)
+                read += spans
                 if size >= _CHECK_BYTES:
                     self._check(read)
                     read, size = [], 0
             self._check(read)
         except BaseException:
-            for _ in wanted:
+            for _ in batches:
                 pass  # the others need not read what is of no use now
             raise
 
@@ -112,36 +146,59 @@ class BlockReader:
         if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
 
-    def _read(self, pieces: Pieces) -> None:
-        """Fill ``out``, by one read of the engine for each block."""
+    def _spans(self, pieces: Pieces) -> Iterator[_Span]:
+        """Cut pieces where blocks end."""
         segment, group, low, high, out = pieces
-        if low == high:
-            return
         stream = segment.streams[group]
-        offset = stream.piece_offset_P
-        first, last = int(stream.piece_block_P[low]), int(stream.piece_block_P[high - 1])
-        start, begin = int(offset[low] - offset[stream.block_piece_B[first]]), 0
-        for block in range(first, last + 1):
-            end = min(out.size, int(offset[stream.block_piece_B[block + 1]] - offset[low]))
-            self._block(block_name(ROWS, segment.id, group, block), start, out[begin:end], segment, group, block)
-            begin, start = end, 0
-        self._counters.add(row_bytes_read=out.size, rows_read=out.size // stream.row_bytes, reads=last + 1 - first)
+        offset, at = stream.piece_offset_P, 0
+        while low < high:
+            block = int(stream.piece_block_P[low])
+            first, last = stream.block_piece_B[block : block + 2].tolist()
+            last = min(high, last)
+            bounds = offset[low : last + 1] - offset[low]
+            end = at + int(bounds[-1])
+            wanted = Wanted(block_name(ROWS, segment.id, group, block), int(offset[low] - offset[first]), out[at:end])
+            yield _Span(wanted, bounds, segment, group, block, low, last)
+            low, at = last, end
 
-    def _check(self, read: Sequence[Pieces]) -> None:
-        """Check pieces that were read, all by one computation. Raises CorruptBlockError."""
-        parts = []
-        for segment, group, low, high, out in read:
-            offset = segment.streams[group].piece_offset_P
-            parts.append((out, offset[low : high + 1] - offset[low]))
-        seen, begin = self.checksums(parts), 0
-        for segment, group, low, high, _ in read:
-            mine, expected = seen[begin : begin + high - low], segment.checksums[group][low:high]
-            if not np.array_equal(mine, expected):
-                i = int(np.argmax(mine != expected))
-                block = int(segment.streams[group].piece_block_P[low + i])
-                words = f"has checksum {mine[i]:08x} in piece {low + i}"
-                raise corrupt_block(self._label, segment, self._groups[group], block, words, int(expected[i]))
-            begin += high - low
+    def _read_at_once(self, spans: Sequence[_Span]) -> bool:
+        """Read and check all by one call; False where that cannot be: reading one by one says what is wrong."""
+        if self.reads is None or self._locating is None or not spans:
+            return False
+        with self._locating.locate([span.wanted for span in spans]) as sources:
+            located = [source for source in sources if source is not None]
+            if len(located) < len(spans):
+                return False
+            done, sums = self.reads(located, [span.part for span in spans])
+        if done.tolist() != [span.wanted.out.size for span in spans]:
+            return False
+        self._count(spans)
+        self._compare(spans, sums)
+        return True
+
+    def _count(self, spans: Sequence[_Span]) -> None:
+        num_bytes = [span.wanted.out.size for span in spans]
+        rows = sum(
+            size // span.segment.streams[span.group].row_bytes for size, span in zip(num_bytes, spans, strict=True)
+        )
+        self._counters.add(row_bytes_read=sum(num_bytes), rows_read=rows, reads=len(spans))
+
+    def _check(self, spans: Sequence[_Span]) -> None:
+        """Check spans that were read, all by one computation. Raises CorruptBlockError."""
+        if spans:
+            self._compare(spans, self.checksums([span.part for span in spans]))
+
+    def _compare(self, spans: Sequence[_Span], sums: NDArray[np.uint32]) -> None:
+        expected = np.concatenate([span.segment.checksums[span.group][span.low : span.high] for span in spans])
+        if np.array_equal(sums, expected):
+            return
+        at = int(np.argmax(sums != expected))
+        words, wanted = f"has checksum {sums[at]:08x}", int(expected[at])
+        for span in spans:
+            if at < span.high - span.low:
+                words += f" in piece {span.low + at}"
+                raise corrupt_block(self._label, span.segment, self._groups[span.group], span.block, words, wanted)
+            at -= span.high - span.low
 
     def keys(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
         """Return the keys of the rows of one block. Raises CorruptBlockError."""
@@ -184,15 +241,15 @@ class BlockReader:
 class _Shared:
     """What several threads take from, one after another; each is at work within it."""
 
-    def __init__(self, wanted: Sequence[Pieces]) -> None:
-        self._left = iter(wanted)
+    def __init__(self, batches: Sequence[Sequence[Pieces]]) -> None:
+        self._left = iter(batches)
         self._at_work = 0
         self._changed = threading.Condition()
 
     def __iter__(self) -> _Shared:
         return self
 
-    def __next__(self) -> Pieces:
+    def __next__(self) -> Sequence[Pieces]:
         with self._changed:
             return next(self._left)
 
@@ -218,3 +275,15 @@ class _Shared:
                 interruption = error
         if interruption is not None:
             raise interruption
+
+
+def _batches(wanted: Sequence[Pieces], most_bytes: int) -> list[list[Pieces]]:
+    """Cut into batches of more than ``most_bytes`` each, but for the last."""
+    batches, size = [list[Pieces]()], 0
+    for pieces in wanted:
+        if size > most_bytes:
+            batches.append([])
+            size = 0
+        batches[-1].append(pieces)
+        size += pieces.out.size
+    return batches

@@ -53,15 +53,18 @@ def lookup(
         raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
     if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
-    distinct, which = np.unique(keys.astype(np.int64), return_inverse=True)
+    keys = keys.astype(np.int64, copy=False)
+    distinct, which = np.unique(keys, return_inverse=True)
+    twice = distinct.size < keys.size
+    asked = distinct if twice else keys
     absent, fields = steady(
-        store, lambda standing: _find(store, standing, group, table, distinct, missing, progress or (lambda *_: None))
+        store, lambda standing: _find(store, standing, group, table, asked, missing, progress or (lambda *_: None))
     )
     if missing == "initial":
-        for values, first in zip(fields, initial_rows(table, distinct[absent]), strict=True):
+        for values, first in zip(fields, initial_rows(table, asked[absent]), strict=True):
             values[absent] = first
     named = zip(table.fields, fields, strict=True)
-    return {field.name: values[which] for field, values in named}
+    return {field.name: values[which] if twice else values for field, values in named}
 
 
 def _find(
@@ -69,23 +72,24 @@ def _find(
     standing: Standing,
     group: Group,
     table: Table,
-    distinct: NDArray[np.int64],
+    asked: NDArray[np.int64],
     missing: str,
     progress: Progress,
 ) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
-    """Return which of the keys have no row, and the fields of all, zeros for those, where the store stood."""
+    """Return which of the keys, all different, have no row, and the fields of all, zeros for those, where it stood."""
     swept = _counted("keys", _rows_in(standing, standing.segments, group, table), progress)
-    ids, rows = locate_at(store, standing, {table.name: distinct}, after=-1, progress=swept)[table.name]
+    ids, rows = locate_at(store, standing, {table.name: asked}, after=-1, progress=swept)[table.name]
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
-        shown = ", ".join(map(str, distinct[absent[:3]].tolist())) + (", ..." if absent.size > 3 else "")
+        gone = np.sort(asked[absent])
+        shown = ", ".join(map(str, gone[:3].tolist())) + (", ..." if gone.size > 3 else "")
         raise KeyMissingError(
-            f"{absent.size:,} of {distinct.size:,} keys have no row in table {table.name!r} of {store.label} "
+            f"{absent.size:,} of {asked.size:,} keys have no row in table {table.name!r} of {store.label} "
             f"({shown}): leave them out, or ask for missing='initial' or missing='zeros'",
             table=table.name,
-            keys=distinct[absent],
+            keys=gone,
         )
-    read = _counted("rows", distinct.size - absent.size, progress)
+    read = _counted("rows", asked.size - absent.size, progress)
     return absent, read_found(store, group.index, ids, rows, standing=standing, progress=read)
 
 

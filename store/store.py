@@ -23,12 +23,11 @@ from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.blocks import Checksums
+    from tiercache.store.blocks import Checksums, Reads
     from tiercache.store.commit import Commit
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
@@ -52,8 +51,7 @@ class Store:
         self.tables = opened.tables
         """In the order of unsigned table ids."""
         self.groups = group_tables(opened.tables)
-        self.counters = Counters()
-        self.mode = mode
+        self.counters, self.mode = Counters(), mode
         self._opened, self._engine = opened, opened.engine
         self._reader = BlockReader(self._engine, self.groups, self.label, self.counters)
         self._pid, self._closed = os.getpid(), False
@@ -113,9 +111,7 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -130,6 +126,10 @@ class Store:
     @checksums.setter
     def checksums(self, checksums: Checksums) -> None:
         self._reader.checksums = checksums
+
+    def read_with(self, reads: Reads | None) -> None:
+        """Have ``reads`` fill and check many pieces by one call, where the engine keeps them in files (None: none)."""
+        self._reader.reads = reads
 
     @property
     def commit(self) -> Commit | None:

@@ -33,13 +33,20 @@ def vector_words(dim: int, dtype: str) -> int:
 
 
 def to_bits(values: Floats, dtype: str) -> Bits:
-    """Round float32 numbers to the nearest of a 16-bit dtype, ties to even; NaN stays NaN, and becomes quiet."""
+    """Round float32 numbers to the nearest of a 16-bit dtype, ties to even; NaN becomes quiet, with its upper bits."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    is_nan = np.isnan(values)
     if dtype == "float16":
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return np.asarray(values, np.float32).astype(np.float16).view(np.uint16) | _quiet(values, 0x0200)
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)))
-    return (np.where(np.isnan(values), bits, rounded) >> np.uint32(16)).astype(np.uint16) | _quiet(values, 0x0040)
+            out = np.ascontiguousarray(values, np.float32).astype(np.float16).view(np.uint16)
+        nan = (
+            (bits >> np.uint32(16) & np.uint32(0x8000)) | (bits >> np.uint32(13) & np.uint32(0x3FF)) | np.uint32(0x7E00)
+        )
+    else:
+        out = (bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+        nan = bits >> np.uint32(16) | np.uint32(0x0040)
+    out[is_nan] = nan[is_nan]
+    return out
 
 
 def from_bits(bits: Bits, dtype: str) -> Floats:
@@ -84,7 +91,3 @@ def from_words(fields: Sequence[Field], words: Sequence[Floats]) -> tuple[Floats
         else from_bits(np.ascontiguousarray(values).view(np.uint16)[:, : field.width], field.dtype)
         for field, values in zip(fields, words, strict=True)
     )
-
-
-def _quiet(values: Floats, bit: int) -> Bits:
-    return np.where(np.isnan(values), np.uint16(bit), np.uint16(0))

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from tiercache.store.vectors import ITEM_BYTES
 from tiercache.store.zarr_codec import LITTLE, Codec
 from tiercache.store.zarr_shards import Shards, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.store.engine import Form
@@ -78,6 +77,20 @@ class Arrays:
             folder=folder, rows=stream.rows, chunk_rows=chunk_rows, fields=fields,
             compression=compression, inner_rows=inner_rows,
         )  # fmt: skip
+
+    def fit(self, form: Form) -> bool:
+        """Whether they are those of the rows of ``form``. Called for each read."""
+        group, stream = form
+        if self.compression is not None or group.compression is not None:
+            return self == Arrays.of(self.folder, form)
+        return (
+            self.rows == stream.rows
+            and self.chunk_rows == min(stream.rows, stream.block_rows)
+            and len(self.fields) == len(group.fields)
+            and all(
+                mine == (field.name, 4 * field.words) for mine, field in zip(self.fields, group.fields, strict=True)
+            )
+        )
 
     def key(self, array: str, block: int) -> str:
         """Return the name of the chunk that holds one block of an array."""
@@ -138,38 +151,42 @@ def split(stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, ou
     ``field_at`` is the byte of a row at which the field begins; ``out`` has the field's bytes of all rows.
     """
     first = int(stream.block_first_row_B[block])
-    for here, there in _parts(stream, first, data, field_at, out):
+    for begin, count, length in _alike(stream, first, data):
+        here, there = _places(begin, count, length, stream.row_bytes, data, field_at, out)
         there[:] = here
 
 
-def merge(stream: Stream, first: int, data: NDArray[np.uint8], field_at: int, field: NDArray[np.uint8]) -> None:
-    """Put one field of the rows from row ``first`` of a stream on, where a piece begins, where it stands in ``data``.
+def merge(stream: Stream, first: int, data: NDArray[np.uint8], fields: Sequence[NDArray[np.uint8]]) -> None:
+    """Put all fields of the rows from row ``first`` of a stream on, where a piece begins, where they stand in ``data``.
 
     The opposite of ``split``: ``data`` has the bytes of whole pieces.
     """
-    for here, there in _parts(stream, first, data, field_at, field):
-        here[:] = there
+    for begin, count, length in _alike(stream, first, data):
+        at = 0
+        for field in fields:
+            here, there = _places(begin, count, length, stream.row_bytes, data, at, field)
+            here[:] = there
+            at += field.size * stream.row_bytes // data.size
 
 
-def _parts(
-    stream: Stream, first: int, data: NDArray[np.uint8], field_at: int, field: NDArray[np.uint8]
-) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-    """Yield the places of a field in ``data`` and in ``field``, together for all neighbours of equal length."""
-    row_bytes = stream.row_bytes
-    rows = data.size // row_bytes
-    if not rows:
-        return
-    field_bytes = field.size // rows
-    low, high = np.searchsorted(stream.piece_first_row_P, (first, first + rows)).tolist()
-    lengths = stream.piece_rows_P[low:high]
-    cuts = [0, *(np.nonzero(np.diff(lengths))[0] + 1).tolist(), high - low]
-    at = 0
-    for begin, end in pairwise(cuts):
-        count, length = end - begin, int(lengths[begin])
-        pieces = data[at * row_bytes : (at + count * length) * row_bytes].reshape(count, length * row_bytes)
-        mine = field[at * field_bytes : (at + count * length) * field_bytes].reshape(count, length * field_bytes)
-        yield pieces[:, length * field_at : length * (field_at + field_bytes)], mine
-        at += count * length
+def _alike(stream: Stream, first: int, data: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
+    """Yield (row in ``data``, pieces, rows of each) of all neighbours of equal length."""
+    rows, begin = data.size // stream.row_bytes, 0
+    low, high = stream.piece_first_row_P.searchsorted((first, first + rows)).tolist()
+    for length, same in groupby(stream.piece_rows_P[low:high].tolist()):
+        count = sum(1 for _ in same)
+        yield begin, count, length
+        begin += count * length
+
+
+def _places(
+    begin: int, count: int, length: int, row_bytes: int, data: NDArray[np.uint8], at: int, field: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return where a field of ``count`` pieces of ``length`` rows, from row ``begin`` on, is in ``data`` and alone."""
+    field_bytes, end = field.size * row_bytes // data.size, begin + count * length
+    pieces = data[begin * row_bytes : end * row_bytes].reshape(count, length * row_bytes)
+    mine = field[begin * field_bytes : end * field_bytes].reshape(count, length * field_bytes)
+    return pieces[:, length * at : length * (at + field_bytes)], mine
 
 
 def group_node(attributes: dict[str, Any] | None = None) -> bytes:

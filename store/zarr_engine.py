@@ -4,12 +4,12 @@ A commit is a manifest, a small object that names all records and blocks; the ne
 itself, was made durable before it got its name, and is never written again: a block of the same name gets objects of
 other names. So a commit is there with all it names or not at all, and a manifest that is not whole is damage. An object
 stays as long as a manifest names it that is the newest, or that a reader in another process has open; the rest is
-deleted, at the next commit or opening.
+deleted, at the next commit or opening, or its file is written over by a new object once no read in this process began
+when a commit named it.
 """
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,11 @@ import numpy as np
 
 from tiercache.store.blocks import KEYS
 from tiercache.store.engine import Contents
-from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreClosedError, StoreError, StoreFullError
+from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 from tiercache.store.full_disk import ROOM_FOR_RECORDS
+from tiercache.store.gate import Gate
 from tiercache.store.reader_mark import ReaderMark
+from tiercache.store.spare_files import FOLDER, SpareFiles
 from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge
 from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject, manifest_numbers
 from tiercache.store.zarr_objects import Objects
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.engine import Block, Form
 
-FOLDERS = ("manifests", "segments", "blocks", "records")
+FOLDERS = ("manifests", "segments", "blocks", "records", FOLDER)
 """Manifests first: what they name is there before they are, and is listed after them."""
 _LOOKS = 100
 """How often the newest manifest is looked for, where a writer replaces it meanwhile."""
@@ -55,22 +57,24 @@ class ZarrEngine:
         self._objects, self._readonly, self._max_bytes = Objects(store), readonly, max_bytes
         root = self._objects.root
         self._label = f"the store at {root}" if root is not None else f"the store in {self._objects.store}"
-        self._closed = self._unsynced = False
-        self._state = threading.Condition()
-        self._reads = self._writes = 0
+        self._unsynced, self._gate = False, Gate(self._label)
         readers = None if root is None else root / "readers"
         self._mark = ReaderMark(readers) if readonly and readers is not None else None
         self._writer = ChunkWriter(self._objects, self._label)
-        self._sweep = Sweep(self._writer, readers)
+        if root is not None:
+            self._objects.spares = SpareFiles(root, self._gate.oldest)
+        self._sweep = Sweep(self._writer, readers, self._objects.spares)
         try:
             self._manifest, listed = self._newest(create=create)
             if self._mark is not None:
                 self._mark.set(self._manifest.number)
+            self._gate.advance(self._manifest.number)
             self._next = max([self._manifest.number, *manifest_numbers(listed)]) + 1
             # All blocks by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
             self._blocks = dict(self._manifest.blocks)
             self._fresh: dict[bytes, BlockObjects] = {}
             self._wrong = self._damaged(listed)
+            self._last: Arrays | None = None
             self._dirty: set[str] = set()
             """Objects that are not durable yet."""
             if not readonly:
@@ -108,14 +112,14 @@ class ZarrEngine:
         for name in written.keys() & self._fresh.keys():
             replaced.update(self._fresh[name].chunks(name))
         self._sweep.add(made)
-        self._sweep.give(replaced)
+        self._sweep.give(replaced, self._next)
         self._dirty |= made.keys()
         self._fresh |= written
         self._blocks |= written
 
     def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
         """Read the rows' bytes from each chunk of the block."""
-        with self._reading():
+        with self._gate.reading():
             block = self._blocks.get(name)
             if block is None:
                 raise BlockReadError("is missing")
@@ -125,7 +129,7 @@ class ZarrEngine:
                 (key, _), *_ = block.chunks(name)
                 out[:] = self._objects.ranges([Span(key, offset, offset + out.size, block.size)])[0]
                 return
-            if form is None or block.arrays != Arrays.of(block.arrays.folder, form):
+            if form is None or not block.arrays.fit(form):
                 raise BlockReadError("stands in arrays of another form")  # sizes and memory go by what they say
             keys, index = name[:1] == KEYS, int.from_bytes(name[-4:], "big")
             row_bytes = 8 if keys else sum(size for _, size in block.arrays.fields)
@@ -135,11 +139,7 @@ class ZarrEngine:
             if len(found) == 1:
                 out[:] = found[0]
                 return
-            first += int(form.stream.block_first_row_B[index])
-            at = 0
-            for (_, size), field in zip(block.arrays.fields, found, strict=True):
-                merge(form.stream, first, out, at, field)
-                at += size
+            merge(form.stream, first + int(form.stream.block_first_row_B[index]), out, found)
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Write and sync the records' objects, then the manifest; then delete what nobody needs, beside what follows.
@@ -176,13 +176,13 @@ class ZarrEngine:
                     self._publish(fresh, made, gone)
                 else:
                     self._withdraw(fresh.key, made)
-            self._sweep.run()
+            self._sweep.run(shrink=shrink)
             if shrink:
                 self._sweep.wait()
 
     def contents(self) -> Contents:
         """Return all records, and the names and sizes of all blocks; damaged ones with what is there of them."""
-        with self._reading():
+        with self._gate.reading():
             records = {}
             for name, record in self._manifest.records.items():
                 data = self._objects.get(record.key)
@@ -198,12 +198,11 @@ class ZarrEngine:
 
     def close(self) -> None:
         """Let the commit go, once reads and writes in other threads have ended."""
-        with self._state:
-            if self._closed:
-                return
-            self._closed = True
-            self._state.wait_for(lambda: not self._reads and not self._writes)
+        if not self._gate.close():
+            return
         self._writer.close()
+        if self._objects.spares is not None:
+            self._objects.spares.shrink()
         if self._mark is not None:
             self._mark.release()
 
@@ -267,7 +266,7 @@ class ZarrEngine:
                 self._sweep.hold(number, None)
         named = self._manifest.named() | {f"segments/{NODE}": None}
         self._sweep.add(listed)
-        self._sweep.give({key: size for key, size in listed.items() if key not in named})
+        self._sweep.give({key: size for key, size in listed.items() if key not in named}, self._manifest.number)
         self._sweep.run()
         self._sweep.wait()
         self._objects.tidy("segments")
@@ -281,12 +280,18 @@ class ZarrEngine:
             arrays = None
             if form is not None:
                 segment, group = (int.from_bytes(name[a:b], "big") for a, b in ((1, 9), (9, 13)))
-                arrays = Arrays.of(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
+                arrays = self._arrays(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
                 self._sweep.leave(arrays.folder)
             block = BlockObjects(size, version if arrays is None else 0, arrays)
             if not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
                 return block
             version += 1
+
+    def _arrays(self, folder: str, form: Form) -> Arrays:
+        """Return the arrays of a stream, mostly those of the block before: one object for all its blocks."""
+        if self._last is None or self._last.folder != folder or not self._last.fit(form):
+            self._last = Arrays.of(folder, form)
+        return self._last
 
     def _describe(self, arrays: Arrays, form: Form, made: dict[str, int | None]) -> None:
         """Write what tells readers of Zarr about the arrays, where it is not there yet."""
@@ -318,16 +323,22 @@ class ZarrEngine:
 
     def _check_room(self, size: int, held: int | None) -> int | None:
         """Return the bytes held with ``size`` more, where they are bounded. Raises StoreFullError."""
-        if held is not None and self._max_bytes is not None and held + size > self._max_bytes:
-            raise StoreFullError(
-                needed_bytes=size,
-                limit=f"the blocks of {self._label} take {held:,} and may hold {self._max_bytes:,}",
-                advice="raise max_bytes",
-            )
+        spares = self._objects.spares
+        if held is not None and self._max_bytes is not None:
+            if held + size > self._max_bytes:
+                raise StoreFullError(
+                    needed_bytes=size,
+                    limit=f"the blocks of {self._label} take {held:,} and may hold {self._max_bytes:,}",
+                    advice="raise max_bytes",
+                )
+            if spares is not None:
+                spares.shrink(self._max_bytes - held - size)
         try:
             self._writer.check_room(size)
         except StoreFullError:
-            self._sweep.wait()  # what is being deleted may make the room
+            self._sweep.wait()  # what is being deleted may make the room, and what was kept
+            if spares is not None:
+                spares.shrink()
             self._writer.check_room(size)
         return None if held is None else held + size
 
@@ -344,19 +355,21 @@ class ZarrEngine:
         before, self._manifest = self._manifest, fresh
         self._sweep.add(made)
         self._sweep.hold(before.number, before)
-        self._sweep.give({before.key: None})
-        self._sweep.give({r.key: r.size for name, r in before.records.items() if fresh.records.get(name) != r})
+        unneeded: dict[str, int | None] = {before.key: None}
+        unneeded |= {r.key: r.size for name, r in before.records.items() if fresh.records.get(name) != r}
         for name, block in (*before.blocks.items(), *gone.items()):
             if fresh.blocks.get(name) != block:
-                self._sweep.give(block.chunks(name))
+                unneeded |= dict(block.chunks(name))
+        self._sweep.give(unneeded, fresh.number)
         self._blocks, self._fresh, self._dirty = dict(fresh.blocks), {}, set()
+        self._gate.advance(fresh.number)  # from now on no read finds what it freed
         self._wrong = {
             name: size for name, size in self._wrong.items() if fresh.blocks.get(name) == before.blocks[name]
         }
 
     def _withdraw(self, key: str, made: dict[str, int | None]) -> None:
         """Take back a manifest that is not durable; the records that it names go after it."""
-        self._sweep.give(made)
+        self._sweep.give(made, self._next)
         if key in made:
             try:
                 self._objects.delete([key])
@@ -369,32 +382,11 @@ class ZarrEngine:
         try:
             self._objects.delete(made)
         except OSError:
-            self._sweep.give(made)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._state:
-            if self._closed:
-                raise StoreClosedError(f"{self._label} is closed: open it again")
-            self._reads += 1
-        try:
-            yield
-        finally:
-            with self._state:
-                self._reads -= 1
-                self._state.notify_all()
+            self._sweep.give(made, self._next)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         if self._readonly:
             raise ValueError(f"{self._label} is open for reading: open it with mode='a' to write")
-        with self._state:
-            if self._closed:
-                raise StoreClosedError(f"{self._label} is closed: open it again")
-            self._writes += 1
-        try:
+        with self._gate.writing():
             yield
-        finally:
-            with self._state:
-                self._writes -= 1
-                self._state.notify_all()

@@ -82,7 +82,7 @@ class Manifest:
         named |= {record.key: record.size for record in self.records.values()}
         for name, block in self.blocks.items():
             named |= dict(block.chunks(name))
-        for arrays in {block.arrays for block in self.blocks.values() if block.arrays is not None}:
+        for arrays in _arrays(self.blocks):
             segment = arrays.folder.rpartition("/")[0]
             arrays_keys = (f"{arrays.folder}/{array}/{NODE}" for array in (KEY_ARRAY, *dict(arrays.fields)))
             named |= dict.fromkeys([f"{segment}/{NODE}", f"{arrays.folder}/{NODE}", *arrays_keys])
@@ -94,14 +94,14 @@ class Manifest:
             raise StoreError(
                 f"a commit names {len(self.blocks):,} blocks and may name {MOST_BLOCKS:,}: dump larger blocks"
             )
-        arrays = list(dict.fromkeys(block.arrays for block in self.blocks.values() if block.arrays is not None))
+        arrays = list(_arrays(self.blocks))
         values = {
             "number": self.number,
             "records": {name: list(record) for name, record in self.records.items()},
             "arrays": [_array_values(a) for a in arrays],
             "blocks": [[n.hex(), b.size, b.version] for n, b in sorted(self.blocks.items()) if not _regular(n, b)],
         }
-        runs = list(_runs(self.blocks, {a: i for i, a in enumerate(arrays)}))
+        runs = list(_runs(self.blocks, arrays))
         columns = {"runs": np.array(runs, np.int64).reshape(-1)}
         lengths = [size for name, block in sorted(self.blocks.items()) for size in block.lengths]
         if any(a.compression for a in arrays):
@@ -148,13 +148,22 @@ def _regular(name: bytes, block: BlockObjects) -> bool:
     return block.arrays is not None or (len(name) == _NAME.size and name[1] < 128)
 
 
-def _runs(blocks: dict[bytes, BlockObjects], place: dict[Arrays, int]) -> Iterator[tuple[int, ...]]:
+def _arrays(blocks: Mapping[bytes, BlockObjects]) -> dict[Arrays, None]:
+    """Return all arrays that blocks stand in, each once; most blocks share the object with others, which is faster."""
+    return dict.fromkeys({id(b.arrays): b.arrays for b in blocks.values() if b.arrays is not None}.values())
+
+
+def _runs(blocks: dict[bytes, BlockObjects], arrays: list[Arrays]) -> Iterator[tuple[int, ...]]:
     """Yield (kind, owner, group, first block, blocks, bytes of each, arrays or -1 - version) of neighbours alike."""
-    rows = []
+    rows, place = [], {a: i for i, a in enumerate(arrays)}
+    known: dict[int, int] = {}
     for name, block in sorted(blocks.items()):
         if _regular(name, block):
             kind, owner, group, index = _NAME.unpack(name)
-            where = -1 - block.version if block.arrays is None else place[block.arrays]
+            if block.arrays is None:
+                where = -1 - block.version
+            elif (where := known.get(id(block.arrays), -1)) < 0:
+                where = known[id(block.arrays)] = place[block.arrays]
             rows.append((kind[0], owner, group, index, block.size, where))
     for _, same in groupby(enumerate(rows), lambda pair: (*pair[1][:3], pair[1][3] - pair[0], *pair[1][4:])):
         run = [row for _, row in same]

@@ -19,7 +19,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
-from tiercache.store.direct_file import RangeReader, sync_path, write_file
+from tiercache.store.direct_file import RangeReader, sync_file, sync_folder, write_file
 from tiercache.store.errors import BlockReadError
 from tiercache.store.huge_pages import huge_pages
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.spare_files import SpareFiles
     from tiercache.store.zarr_arrays import Span
 
 LEFTOVER = ".partial"
@@ -39,16 +40,17 @@ class DiskStore(LocalStore):
 
     def __init__(self, root: Path | str, *, read_only: bool = False) -> None:
         super().__init__(root, read_only=read_only)
-        self._reader = RangeReader()
+        self._reader, self._place = RangeReader(), f"{self.root}/"
 
-    def put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
-        """Write the first bytes of ``huge_pages`` as an object that nobody knows yet."""
-        path = self.root / key
+    def put(self, key: str, buffer: NDArray[np.uint8], size: int, spare: str | None = None) -> None:
+        """Write the first bytes of ``huge_pages`` as an object that nobody knows yet, over ``spare`` where given."""
+        path = self._place + key
         try:
-            write_file(path, buffer, size)
+            write_file(path, buffer, size, spare)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, buffer, size)
+            (self.root / key).parent.mkdir(parents=True, exist_ok=True)
+            there = spare is not None and Path(spare).exists()  # whoever tidies up may delete it
+            write_file(path, buffer, size, spare if there else None)
 
     def publish(self, key: str, data: bytes) -> None:
         """Write an object under another name, sync it, and give it its name."""
@@ -57,7 +59,7 @@ class DiskStore(LocalStore):
         buffer[: len(data)] = np.frombuffer(data, np.uint8)
         try:
             self.put(draft, buffer, len(data))
-            sync_path(self.root / draft)
+            sync_file(self._place + draft)
             (self.root / draft).replace(self.root / key)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -66,7 +68,7 @@ class DiskStore(LocalStore):
 
     def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
         """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
-        return self._reader.read([(self.root / span.key, *span[1:]) for span in spans])
+        return self._reader.read([(self._place + key, start, stop, size) for key, start, stop, size in spans])
 
 
 class Objects:
@@ -77,6 +79,8 @@ class Objects:
         if isinstance(store, LocalStore) and not isinstance(store, DiskStore):
             store = DiskStore(store.root, read_only=store.read_only)
         self.store: Store = DiskStore(store) if isinstance(store, Path) else store
+        self.spares: SpareFiles | None = None
+        """What new objects are written over, where the owner keeps some."""
         self._prototype = default_buffer_prototype()
 
     @property
@@ -87,7 +91,7 @@ class Objects:
     def put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
         """Write the first ``size`` bytes of ``huge_pages`` as an object that nobody knows yet. Raises OSError."""
         if isinstance(self.store, DiskStore):
-            self.store.put(key, buffer, size)
+            self.store.put(key, buffer, size, None if self.spares is None else self.spares.take(size))
         else:
             self.set(key, buffer[:size].tobytes())
 
@@ -139,14 +143,21 @@ class Objects:
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are gone already are no error. Raises OSError."""
         if isinstance(self.store, DiskStore):
+            root = self.store.root
             for key in keys:
-                (self.store.root / key).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{root}/{key}")  # noqa: PTH108  hundreds in a commit
         else:
             sync(self._delete(list(keys)))
 
     async def _delete(self, keys: list[str]) -> None:
         for key in keys:
             await self.store.delete(key)
+
+    def spare(self, key: str, freed: int) -> None:
+        """Keep an object that commit ``freed`` gave up as a spare, where there are some. Raises OSError."""
+        if self.spares is not None:
+            self.spares.keep(f"{self.root}/{key}", freed)
 
     def delete_folder(self, folder: str) -> None:
         """Delete everything below a name."""
@@ -175,9 +186,9 @@ class Objects:
     def sync_folder(self, folder: str) -> None:
         """Return when the names in a folder are durable. Raises OSError."""
         if isinstance(self.store, DiskStore):
-            sync_path(self.store.root / folder)
+            sync_folder(f"{self.store.root}/{folder}")
 
-    def durable_paths(self, keys: Iterable[str]) -> tuple[list[Path], list[Path]]:
+    def durable_paths(self, keys: Iterable[str]) -> tuple[list[str], list[str]]:
         """Return the files, and then the folders, that are to be synced so that objects last.
 
         Elsewhere than on a local disk objects last when they are written.
@@ -190,12 +201,16 @@ class Objects:
             while folder not in folders:
                 folders.add(folder)
                 folder = folder.rpartition("/")[0]
-        return [self.store.root / key for key in files], [self.store.root / folder for folder in sorted(folders)]
+        root = f"{self.store.root}/"
+        return [root + key for key in files], [root + folder for folder in sorted(folders)]
 
     @staticmethod
-    def sync_path(path: Path) -> None:
-        """Return when a file, or the names in a folder, are durable. Raises OSError."""
-        sync_path(path)
+    def sync(files: Iterable[str], folders: Iterable[str]) -> None:
+        """Return when the bytes of files, and the names in folders, are durable. Raises OSError."""
+        for path in files:
+            sync_file(path)
+        for path in folders:
+            sync_folder(path)
 
 
 def _walk(root: str, folder: str) -> dict[str, int | None]:

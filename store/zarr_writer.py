@@ -16,7 +16,7 @@ from tiercache.store.huge_pages import huge_pages
 from tiercache.store.zarr_arrays import split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
     from tiercache.store.zarr_objects import Objects
 
-_THREADS = 4
-_BUFFERS = 6
+_THREADS = 8
+_BUFFERS = 14
 """Chunks that are in memory at once."""
 
 
@@ -85,16 +85,16 @@ class ChunkWriter:
     def sync(self, keys: Iterable[str]) -> None:
         """Return when objects are durable, with their names and folders. Raises StoreFullError and StoreError."""
         files, folders = self._objects.durable_paths(keys)
-        for paths in (files, folders):
-            parts = [paths[i::_THREADS] for i in range(_THREADS)]
-            jobs = [self._pool.submit(self._sync, part) for part in parts if part]
+        nothing: list[str] = []
+        for parts in ([(files[i::_THREADS], nothing) for i in range(_THREADS)], [(nothing, folders)]):
+            jobs = [self._pool.submit(self._sync, *part) for part in parts if any(part)]
             wait(jobs)
             for job in jobs:
                 job.result()
 
-    def delete(self, keys: list[str], folders: list[str]) -> Future[None]:
-        """Delete objects and folders meanwhile."""
-        return self._pool.submit(self._delete, keys, folders)
+    def delete(self, keys: list[str], folders: list[str], spares: Sequence[tuple[str, int]] = ()) -> Future[None]:
+        """Delete objects and folders meanwhile; first ``spares``, each with the commit that freed it, become such."""
+        return self._pool.submit(self._delete, keys, folders, spares)
 
     def close(self) -> None:
         """Finish what goes on."""
@@ -135,12 +135,13 @@ class ChunkWriter:
         finally:
             self._buffers.put(buffer)
 
-    def _sync(self, paths: list[Path]) -> None:
+    def _sync(self, files: list[str], folders: list[str]) -> None:
         with self.translated(ROOM_FOR_RECORDS):
-            for path in paths:
-                self._objects.sync_path(path)
+            self._objects.sync(files, folders)
 
-    def _delete(self, keys: list[str], folders: list[str]) -> None:
+    def _delete(self, keys: list[str], folders: list[str], spares: Sequence[tuple[str, int]]) -> None:
+        for key, freed in spares:
+            self._objects.spare(key, freed)
         self._objects.delete(keys)
         for folder in folders:
             self._objects.delete_folder(folder)

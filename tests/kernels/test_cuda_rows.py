@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS
-from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
+from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_for, devices
 from tests.kernels.test_large import DIM, LAST, NUM_SLOTS, reserved
 from tests.kernels.test_rows import pieces_of
 from tiercache.kernels import cuda_initial, cuda_rows, rows
@@ -126,6 +126,23 @@ def test_slot_minus_one_packs_zeros_and_unpacks_nothing() -> None:
         back = device.place(np.full((3, 4), 7, np.float32))
         cuda_rows.unpack(device, [back], device.place(slots), pieces)
         assert device.read(back).tolist() == [[0, 1, 2, 3], [7, 7, 7, 7], [8, 9, 10, 11]]
+
+
+def test_an_access_of_16_bytes_that_is_not_aligned_is_caught() -> None:
+    """A piece at any float, taken for one at a multiple of 16 bytes: a GPU would stop, and so does the shim."""
+
+    def changed(_: str, text: str) -> str:
+        assert text.count("reinterpret_cast<uint64>(at) | ") == 1
+        return text.replace("reinterpret_cast<uint64>(at) | ", "")
+
+    def pack(device: ShimDevice) -> None:
+        pieces, values = cuda_rows.Pieces(device, 8), device.place(np.zeros((3, 8), np.float32))
+        pieces.add(0, np.array([0, 3]), np.array([1]), device.empty(28, np.float32))
+        cuda_rows.pack(device, [values], device.place(np.arange(3, dtype=np.int32)), None, pieces)
+
+    pack(ShimDevice())
+    with pytest.raises(KernelError, match="an access not aligned"):
+        pack(ShimDevice(changed=changed))
 
 
 def test_pieces_that_do_not_fit_are_refused() -> None:

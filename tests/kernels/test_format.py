@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.kernels.stochastic import random_bits, rounded
 from tiercache.kernels.bits import hash_keys, mix, xxh64, xxh64_words
+from tiercache.kernels.gradients import one_id_gradients
 from tiercache.kernels.initial import NORMAL, UNIFORM, initial_rows, philox4x32
+from tiercache.kernels.rounding import make_rounding, set_streams
+from tiercache.kernels.sorting import SortBuffers, sort_slots
+from tiercache.kernels.update import UpdateBuffers, update_sgd
+from tiercache.kernels.vectors import Vectors
 from tiercache.passes.keyset import KeySet, write_key_set
 from tiercache.planning.schedule import Schedule
 from tiercache.store import hashing
+from tiercache.store.vectors import to_bits
 from tiercache.training.batch import sample_order
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -76,6 +83,31 @@ def test_initial_rows_have_the_bits_of_the_page(name: str, kind: int, a: float, 
     out = np.empty((len(cells), 6), np.float32)
     initial_rows(np.array([int(row[0]) for row in cells]), ITEM, SEED, kind, a, b, out)
     assert out.view(np.uint32).tolist() == [[int(x, 16) for x in re.findall(r"0x\w+", row[2])] for row in cells]
+
+
+def test_random_bits_of_steps_are_those_of_the_page() -> None:
+    """By what a kernel does to a row of zeros, against the slow definition."""
+    for key, step, bits in rows_below("| key | step | random bits of elements 0 to 7 |"):
+        wanted = [int(x, 16) for x in re.findall(r"0x\w+", bits)]
+        assert random_bits(ITEM, SEED, int(key), int(step), 8).tolist() == wanted
+        held = Vectors.of(np.zeros((1, 4), np.float32), 8, "bfloat16")
+        streams = np.zeros(1, np.uint64)
+        set_streams(streams, np.zeros(1, np.int32), np.array([int(key)]), ITEM, SEED)
+        gradient = -np.full((1, 8), 0x3F807FFF, np.uint32).view(np.float32)
+        pairs = sort_slots(np.zeros(1, np.int32), 1, SortBuffers())
+        described, rounding = one_id_gradients(gradient, np.zeros(1, np.int64)), make_rounding(streams, int(step))
+        update_sgd(held, pairs, described, UpdateBuffers(), learning_rate=1.0, rounding=rounding)
+        assert held.values[0].tolist() == [0x3F80 + (0x7FFF + r >> 16) for r in wanted]
+
+
+def test_numbers_are_rounded_as_on_the_page() -> None:
+    """To the nearest by the store, stochastically by the slow definition that the kernels are held to."""
+    header = "| float32 | nearest bfloat16 | nearest float16 | random bits | bfloat16 | float16 |"
+    for cells in rows_below(header):
+        bits, *nearest, noise, brain, half = (int(cell, 16) for cell in cells)
+        number = np.array([bits], np.uint32).view(np.float32)
+        assert [int(to_bits(number, dtype)[0]) for dtype in ("bfloat16", "float16")] == nearest
+        assert [rounded(number[0], noise, dtype) for dtype in ("bfloat16", "float16")] == [brain, half]
 
 
 def test_passes_and_samples_have_the_orders_of_the_page() -> None:

@@ -20,7 +20,7 @@ from tiercache.kernels.rounding import make_rounding, set_streams
 from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.update import UpdateBuffers, update_adagrad, update_adam, update_rowwise_adagrad, update_sgd
 from tiercache.kernels.vectors import Vectors, expect_vectors, read
-from tiercache.store.vectors import from_bits, to_bits
+from tiercache.store.vectors import from_bits, nearest, to_bits
 
 F4 = np.float32
 DTYPES = ("bfloat16", "float16")
@@ -229,6 +229,23 @@ def test_the_mean_of_many_roundings_is_the_number(dtype: str) -> None:
         assert 0 < abs(found.astype(np.float64).mean() - float(F4(value))) < 5 * deviation
         nearest = float(from_bits(to_bits(np.array([value], F4), dtype), dtype)[0])
         assert abs(nearest - float(F4(value))) > 50 * deviation
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_far_below_a_unit_in_the_last_place_add_up(dtype: str) -> None:
+    """A thousand numbers of 1 take 64 steps of 2^-14: on the mean they go 2^-8 far; rounded to the nearest, nowhere."""
+    dim, slots = 1000, np.zeros(1, np.int32)
+    held, streams = narrow(np.ones((1, dim), F4), dtype), np.zeros(1, np.uint64)
+    set_streams(streams, slots, np.array([5]), TABLE_ID, SEED)
+    one_step = F4(2.0**-14)
+    for applied in range(1, 65):
+        pairs = sort_slots(slots, 1, SortBuffers())
+        how = pairs, one_id_gradients(np.full((1, dim), one_step, F4), np.zeros(1, np.int64)), UpdateBuffers()
+        update_sgd(held, *how, learning_rate=1.0, rounding=make_rounding(streams, applied))
+    assert nearest(np.array([1 - one_step], F4), dtype)[0] == 1
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]  # below 1
+    deviation = np.sqrt(64 * 2.0**-14 * unit / dim)
+    assert abs(numbers(held, dtype).astype(np.float64).mean() - (1 - 2.0**-8)) < 5 * deviation
 
 
 def test_another_seed_table_key_or_step_has_other_random_bits() -> None:

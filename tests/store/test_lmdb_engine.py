@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.store.big import BIG, dump, load, publish
+from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.store import LmdbEngine, Store, StoreError, verify
 from tiercache.store.lmdb_file import LmdbFile
 
@@ -90,8 +91,10 @@ def test_no_read_touches_the_map(big: Store) -> None:
     assert int(said) < 1000
 
 
-def test_a_reader_beside_the_writer_sees_whole_blocks(big: Store) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_reader_beside_the_writer_sees_whole_blocks(big: Store, *, at_once: bool) -> None:
     """Ranges read on one thread while another dumps, commits and frees are always what was written."""
+    big.read_with(read_checked if at_once and has_reads() else None)
     stored = {v: dump(big, v, {40 + v: 64, v + 1: 64}) for v in range(3)}
     publish(big, 3)
     kept = [segment for segment in big.segments if segment.visit < 3]

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from tiercache.store.testing.world import World
 from tiercache.store.zarr_objects import DiskStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tiercache.store import Segment, Table
 
@@ -219,14 +220,13 @@ def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: py
     engine.write([(b"a", np.zeros(10, np.uint8), None)])
     from tiercache.store import zarr_objects
 
-    sync = zarr_objects.sync_path
-
-    def failing(path: Path) -> None:
-        if at == "file" or "manifests" in str(path):
+    def failing(sync: Callable[[str], None], path: str) -> None:
+        if at == "file" or "manifests" in path:
             raise OSError(5, "the disk broke")
         sync(path)
 
-    monkeypatch.setattr(zarr_objects, "sync_path", failing)
+    for name in ("sync_file", "sync_folder"):
+        monkeypatch.setattr(zarr_objects, name, partial(failing, getattr(zarr_objects, name)))
     with pytest.raises(StoreError, match=r"cannot be written .*the disk broke"):
         engine.commit({"r": b"2"}, [])
     monkeypatch.undo()

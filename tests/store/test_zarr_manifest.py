@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,8 +17,6 @@ from tiercache.store.zarr_arrays import Arrays
 from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tiercache.store import Table
 
 
@@ -110,25 +110,26 @@ def test_a_damaged_manifest_that_a_reader_has_open_keeps_every_object(store: Sto
 def test_a_manifest_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its name before the commit returns; one that cannot be synced leaves nothing."""
     engine, seen = ZarrEngine(tmp_path, create=True), []
-    sync = zarr_objects.sync_path
+    syncs = {name: getattr(zarr_objects, name) for name in ("sync_file", "sync_folder")}
 
-    def watching(path: Path) -> None:
-        seen.append((path.name, sorted(entry.name for entry in (tmp_path / "manifests").iterdir())))
-        sync(path)
+    def watching(name: str, path: str) -> None:
+        seen.append((Path(path).name, sorted(entry.name for entry in (tmp_path / "manifests").iterdir())))
+        syncs[name](path)
 
     (tmp_path / "manifests").mkdir()
-    monkeypatch.setattr(zarr_objects, "sync_path", watching)
+    for name in syncs:
+        monkeypatch.setattr(zarr_objects, name, partial(watching, name))
     engine.commit({"r": b"1"}, [])
     (draft,) = {name for name, _ in seen if name.startswith("1.") and name.endswith(".partial")}
     assert seen.index((draft, [draft])) < seen.index(("manifests", ["1"]))
     assert all(name != "1" or names == ["1"] for name, names in seen)
 
-    def failing(path: Path) -> None:
-        if path.name.endswith(".partial"):
+    def failing(path: str) -> None:
+        if path.endswith(".partial"):
             raise OSError(5, "the disk broke")
-        sync(path)
+        syncs["sync_file"](path)
 
-    monkeypatch.setattr(zarr_objects, "sync_path", failing)
+    monkeypatch.setattr(zarr_objects, "sync_file", failing)
     with pytest.raises(StoreError, match="the disk broke"):
         engine.commit({"r": b"2"}, [])
     assert [file.name for file in (tmp_path / "manifests").iterdir()] == ["1"]

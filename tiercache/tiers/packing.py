@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from tiercache.tiers.device_tier import initial_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from tiercache.tiers.device_tier import DeviceTier
     from tiercache.tiers.host_tier import HostTier
     from tiercache.tiers.staging import Staged
+
+
+_KEY_ROWS = 1 << 17
+"""Whose keys are looked up at once, if that is more than a block: each look-up gives the interpreter away."""
 
 
 class Packer:
@@ -49,21 +54,25 @@ class Packer:
             self._mover.pack(arrays.fields, self._device.slots_G[group], placed, pieces)
 
     def keys(
-        self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream, block: int
-    ) -> NDArray[np.int64]:
-        """Return the keys of a block in the order of its rows."""
-        first, last = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
-        positions = order[first:last]
-        starts = self._positions.table_starts(pass_index, group)
-        first_table = self._positions.first_table(group)
-        if len(starts) == 2:
-            return np.asarray(self._keys_of(pass_index, first_table)[positions])
-        tables = np.searchsorted(starts, positions, side="right") - 1
-        keys = np.empty(positions.size, dtype=np.int64)
-        for i in np.unique(tables):
-            mine = tables == i
-            keys[mine] = self._keys_of(pass_index, first_table + int(i))[positions[mine] - starts[i]]
-        return keys
+        self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream
+    ) -> Iterator[NDArray[np.int64]]:
+        """Yield the keys of each block in the order of its rows; of many blocks they are looked up together."""
+        starts, first_table = self._positions.table_starts(pass_index, group), self._positions.first_table(group)
+        keys_T = [np.asarray(self._keys_of(pass_index, first_table + i)) for i in range(len(starts) - 1)]
+        first_row, at_once = stream.block_first_row_B.tolist(), max(1, _KEY_ROWS // stream.block_rows)
+        for block in range(0, stream.num_blocks, at_once):
+            cuts = first_row[block : block + at_once + 1]
+            positions = order[cuts[0] : cuts[-1]]
+            if len(keys_T) == 1:
+                keys = keys_T[0][positions]
+            else:
+                keys = np.empty(positions.size, dtype=np.int64)
+                tables = np.searchsorted(starts, positions, side="right") - 1
+                for i in np.unique(tables):
+                    mine = tables == i
+                    keys[mine] = keys_T[i][positions[mine] - starts[i]]
+            for first, last in pairwise(cuts):
+                yield keys[first - cuts[0] : last - cuts[0]]
 
 
 class Unpacker:

@@ -161,7 +161,9 @@ class Stager:
                 room = self._take(staged, first_bytes, inside)
             else:
                 room = self._take(staged, first_bytes)
-            last = min(end, int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1)
+            last = end
+            if offset[end] - offset[piece] > room.size:
+                last = int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1
             num_bytes = int(offset[last] - offset[piece])
             data, self._room = room[:num_bytes], room[num_bytes:]
             self._wanted.append(Pieces(segment, group, piece, last, data))
@@ -211,4 +213,6 @@ class Stager:
 
 def _from(room: NDArray[np.uint8], in_page: int | None) -> NDArray[np.uint8]:
     """Leave out the bytes before the first that stands so far behind a page as ``in_page`` does."""
-    return room if in_page is None else room[(in_page - room.ctypes.data) % PAGE_BYTES :]
+    if in_page is None:
+        return room
+    return room[(in_page - int(room.__array_interface__["data"][0])) % PAGE_BYTES :]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.planning.budget import paged
 from tiercache.planning.host_plan import Held
 from tiercache.store import Cursor
@@ -73,6 +74,8 @@ class Transfer:
         self._unpacker = Unpacker(device, mover, self.host, positions, keys_of)
         if has_crc32c():
             store.checksums = crc32c
+        if has_reads():
+            store.read_with(read_checked)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=_yield_to_training)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=_yield_to_training)
         self._segments: dict[int, Segment] = {}
@@ -182,11 +185,11 @@ class Transfer:
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
             scratch = self._mover.scratch(paged(self._budget.block))
             for g, stream in enumerate(streams):
-                for b in range(stream.num_blocks):
+                for b, keys in enumerate(self._packer.keys(plan.pass_index, g, orders[g], stream)):
                     data = scratch[: int(stream.block_bytes_B[b])]
                     self._packer.pack(g, orders[g], stream, [(b, data)])
                     self._mover.mark().wait()
-                    yield g, b, data, self._packer.keys(plan.pass_index, g, orders[g], stream, b)
+                    yield g, b, data, keys
 
         def write() -> None:
             room = self._budget.transaction - paged(self._budget.block)  # scratch is part of the share
@@ -238,9 +241,11 @@ class Transfer:
             plan.visit,
             plan.dumps,
             (
-                (g, b, region.data, self._packer.keys(plan.pass_index, g, order, stream, b))
+                (g, b, region.data, keys)
                 for g, stream, regions, order in dumped
-                for b, region in enumerate(regions)
+                for b, (region, keys) in enumerate(
+                    zip(regions, self._packer.keys(plan.pass_index, g, order, stream), strict=True)
+                )
             ),
             stable=True,
             transaction_bytes=self._budget.transaction,
