@@ -33,7 +33,8 @@ def say(words: str) -> None:
 def run(command: list[str], **variables: str) -> int:
     """Run a command from the root of the checkout."""
     say(" ".join([*(f"{name}={value}" for name, value in variables.items()), *command]))
-    return subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, **variables}).returncode
+    ended = subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, **variables}).returncode
+    return abs(ended)  # a signal is negative
 
 
 def pytest(*arguments: str) -> list[str]:
