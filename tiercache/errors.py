@@ -9,11 +9,13 @@ TierCacheError
  ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
  ├─ ExchangeError    an export or import cannot be done, or files to import are not what they should be
  └─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
+ CudaError            (a RuntimeError) a GPU cannot be used: says what was found and what to install
 
 All but TierCacheError itself are ValueErrors too, and KeyNotInPassError an IndexError in place of it. ExchangeWarning
 tells of files and state that an export or import leaves out. StoreError and its tree: `tiercache.store.errors`.
 """
 
+from tiercache.kernels.cuda import CudaError
 from tiercache.store.errors import (
     CorruptBlockError,
     CorruptStoreError,
@@ -31,6 +33,7 @@ __all__ = [
     "BudgetError",
     "CorruptBlockError",
     "CorruptStoreError",
+    "CudaError",
     "ExchangeError",
     "ExchangeWarning",
     "ExtractionError",

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import torch
 
-from tiercache.errors import BudgetError, KeyNotInPassError
+from tiercache.errors import BudgetError, KeyNotInPassError, StateError
 from tiercache.kernels.initial import initial_rows
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.kernels.pooling import gather
 from tiercache.passes.samples import FeatureIds
+from tiercache.processors.cpu_processor import CpuProcessor, places_of
 from tiercache.sizes import format_bytes
 from tiercache.store.table import initializer_code
 from tiercache.store.vectors import nearest
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 
     from tiercache.passes.keybatch import FeatureKeys
     from tiercache.passes.passset import Pass
+    from tiercache.processors.entries import Pending
+    from tiercache.processors.processor import Processor
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
-    from tiercache.training.row_optimizer import Pending
 
 Missing = Literal["error", "zero", "init", "load"]
 SCRATCH_BYTES = 40  # for each row that is read, beside it
@@ -59,6 +61,7 @@ class RawKeys:
         groups: Sequence[Group],
         rows_now: Callable[[], RowReader],
         steps: Callable[[], int],
+        processor: Processor,
         index_room: int | None = None,
     ) -> None:
         """rows_now: a reader of rows as of now. steps: how often rows were stepped so far.
@@ -66,7 +69,7 @@ class RawKeys:
         index_room: bytes that an index of keys may take, None: any number.
         """
         self._schema, self._groups = schema, tuple(groups)
-        self._rows_now, self._steps = rows_now, steps
+        self._rows_now, self._steps, self._processor = rows_now, steps, processor
         self._table_of = {feature.name: feature.table for feature in schema.features}
         self._finder = KeyFinder([table for group in groups for table in group.tables], index_room)
 
@@ -106,6 +109,7 @@ class RawKeys:
         dense: Any = None,
     ) -> Batch:
         """Return a batch outside any visit: ``TierCache.evaluation_batch`` promises it."""
+        self._refuse_gpu("evaluation_batch() reads rows of raw keys")
         num_samples, features = feature_keys(self._schema, keys, weights)
         wanted = 0
         for group in self._groups:
@@ -125,7 +129,7 @@ class RawKeys:
             for group in self._groups
         ]  # fmt: skip
         nowhere = {name: np.full(feature.keys.size, -1, np.int32) for name, feature in features.items()}
-        rows = RowView(empty, None, "an evaluation of raw keys")
+        rows = RowView(empty, None, "an evaluation of raw keys", self._processor)
         return self._make(num_samples, features, nowhere, rows, "load", label, dense)
 
     def _make(
@@ -142,14 +146,29 @@ class RawKeys:
         ids = {name: FeatureIds(places[name], feature.offsets, feature.weights) for name, feature in features.items()}
         lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
         if lacking:
+            self._refuse_gpu(f"missing={missing!r} reads rows of keys that the pass lacks")
             rows = self._with_rows_of_missing(rows, features, places, lacking, missing, ids)
         return Batch(
-            label=_numbers("label", label, (num_samples,)) if label is not None else torch.empty(0),
-            dense=_numbers("dense", dense, (num_samples, -1)) if dense is not None else torch.empty(num_samples, 0),
+            label=self._bring("label", label, torch.empty(0), (num_samples,)),
+            dense=self._bring("dense", dense, torch.empty(num_samples, 0), (num_samples, -1)),
             ids=ids,
             rows=rows,
             num_samples=num_samples,
         )
+
+    def _bring(self, what: str, given: Any, absent: torch.Tensor, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
+        """Return numbers on the device; ``absent`` where none were given."""
+        found = absent if given is None else _numbers(what, given, shape)
+        if found.device == self._processor.device:
+            return found
+        return self._processor.tensor(self._processor.bring(found.numpy()))
+
+    def _refuse_gpu(self, what: str) -> None:
+        if not isinstance(self._processor, CpuProcessor):
+            raise StateError(
+                f"{what} beside the device, which only device='cpu' does so far: look up keys of the pass alone, with "
+                "missing='error', or train on the CPU"
+            )
 
     def _refuse_missing(
         self,
@@ -282,7 +301,7 @@ class _RawRows(RowView):
     def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
         slots = {g: rows.slots_R for g, rows in added.items()}
         gradients = None if visit.gradients is None else _HeldGradients(visit.gradients, slots)
-        super().__init__((), gradients, visit.name)
+        super().__init__((), gradients, visit.name, visit.processor)
         self.groups = _Groups(visit, added)
         self._visit = visit
 
@@ -334,8 +353,8 @@ class _HeldGradients(RowGradients):
             replace(
                 pending,
                 slots=slots_R[pending.slots[kept]],
-                offset=pending.offsets()[kept],
-                scale=pending.scale[kept] if pending.scale.size else pending.scale,
+                places=places_of(pending)[kept],
+                scales=pending.scales[kept] if pending.scales.size else pending.scales,
                 argmax=argmax,
             ),
         )
