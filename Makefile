@@ -1,10 +1,11 @@
-# make demo: the main job on real data.  make test: what CI runs.  Both set up .venv themselves.
+# make demo: the main job on real data.  make test: what CI runs.  make test-gpu: on a CUDA GPU; its dry form without.
+# All set up .venv themselves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long lint install clean
+.PHONY: demo test test-long test-gpu lint install clean
 
 install: $(VENV)/.dev
 
@@ -37,6 +38,9 @@ test: lint
 
 test-long: lint
 	$(BIN)/python -m pytest --durations=15
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m tests.gpu
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo

@@ -13,11 +13,13 @@ from numba.core.registry import cpu_target
 
 from tiercache.kernels import (
     bits,
+    bucketing,
     checksum,
     file_io,
     gathering,
     gradients,
     initial,
+    key_index,
     pooling,
     rounding,
     rows,
@@ -132,6 +134,19 @@ def _switch() -> None:
     switch.permutation(0, _I8.copy())
 
 
+def _index() -> None:
+    index = key_index.KeyIndex(2, _I8.view(np.uint64))
+    index.insert(0, _I8, _I4)
+    index.find(_I8, _BOUNDS, _I8[:1], _I4.copy())
+
+
+def _bucket() -> None:
+    owners, starts = np.zeros(2, np.int16), np.zeros(2, np.int64)
+    bucketing.key_owners(_I8, 0, 1, owners)
+    bucketing.bucket_keys(_I8, _I8[:1].view(np.uint64), _BOUNDS, 1, _I4.copy(), _I4.copy(), starts)
+    bucketing.bucket_ids(_I4, _I8[:1], _BOUNDS[1:], _BOUNDS, owners, 1, _I4.copy(), _I4.copy(), starts)
+
+
 def _read_samples() -> None:
     words, starts, ids = np.zeros(8, np.int32), _I8[:1], _I4.copy()
     samples.gather_rows(words, starts, 16, _I8, np.empty((2, 2), np.int32))
@@ -146,6 +161,8 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("hash keys", _hash),
     ("initial rows", _start_rows),
     ("number keys", _number),
+    ("index keys", _index),
+    ("bucket ids", _bucket),
     ("read samples", _read_samples),
     ("find uses", _find_uses),
     ("switch passes", _switch),

@@ -20,7 +20,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 _OPTIONS = ("-std=c++17", "-fmad=false")  # a fused multiply-add would give other bits than the CPU's kernels
 _OLDEST = (8, 0)
-_KEPT_TABLES = 256
+_KEPT_TABLES, _KEPT_BYTES = 256, 64 << 10  # 16 MiB of a GPU at most
+_PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
 
@@ -192,9 +193,13 @@ class CudaDevice:
     def put(self, array: NDArray[Any]) -> Any:
         """Return a copy on the device, which nobody may write to.
 
-        The tables of one step are those of the step before where buffers are reused, so recent ones are kept.
+        The tables of one step are those of the step before where buffers are reused, so recent ones are kept. Large
+        ones are those of a switch, and no two switches have the same.
         """
         pointer, stream = self._current()
+        if array.nbytes > _KEPT_BYTES:
+            with self._device, stream:
+                return self._cupy.asarray(array)
         key = (pointer, array.tobytes())
         if key not in self._tables:
             with self._device, stream:
@@ -220,6 +225,29 @@ class CudaDevice:
             )
         with self._device, self._current()[1]:
             return self._cupy.from_dlpack(array)
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """Register pages of host memory, which kernels then read and write at the address they have. Any thread.
+
+        Raises CudaError where the system gives no more locked memory, or the device sees the pages elsewhere.
+        """
+        runtime = self._cupy.cuda.runtime
+        with self._device:
+            try:
+                runtime.hostRegister(address, num_bytes, _PORTABLE | _MAPPED)
+            except runtime.CUDARuntimeError as error:
+                raise CudaError(
+                    f"{num_bytes:,} bytes of host memory cannot be locked for the GPU ({error}): lower host_budget, or "
+                    "raise what the system lets a process lock."
+                ) from error
+            if runtime.pointerGetAttributes(address).devicePointer != address:
+                runtime.hostUnregister(address)
+                raise CudaError("this GPU cannot reach host memory at the host's addresses: use device='cpu'.")
+
+    def unlock(self, address: int) -> None:
+        """Undo a `lock` that began at this address. Any thread."""
+        with self._device:
+            self._cupy.cuda.runtime.hostUnregister(address)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
         """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`, on the stream."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
+from tiercache.kernels.cuda_vectors import by_width, rows_at
 from tiercache.kernels.launch import Device, View, access, launch_parts, on_device, part_struct, view
 
 __all__ = ["BadEntry", "Gathered", "check_ids", "gather", "gather_many", "map_slots"]
@@ -19,7 +20,7 @@ __all__ = ["BadEntry", "Gathered", "check_ids", "gather", "gather_many", "map_sl
 IDS = (("ids", "p"), ("slot_of_local", "p"), ("slots", "p"), ("bad", "p"), ("base", "l"), ("limit", "l"), ("wide", "l"))
 GATHER_PART = part_struct(
     ("vectors", "p"), ("slots", "p"), ("out", "p"), ("entries", "l"),
-    ("dim", "i"), ("vec", "i"), ("team", "i"), ("unused", "i"),
+    ("dim", "i"), ("vec", "i"), ("team", "i"), ("is_half", "i"),
 )  # fmt: skip
 MAP_PART = part_struct(*IDS, ("first", "l"), ("last", "l"))
 _GATHER_TASK, _MAP_TASK = 32, 256  # entries
@@ -77,24 +78,25 @@ def limits_of(
 
 
 def gather(device: Device, vectors: Any, slots: Any, out: Any) -> None:
-    """Write the row in each slot (E,) of `vectors` (S, D) to `out` (E, D)."""
+    """Write the row in each slot (E,) of `vectors`, an array (S, D) of float32 or Vectors, to `out` (E, D)."""
     gather_many(device, [Gathered(vectors, slots, out)])
 
 
 def gather_many(device: Device, tables: Sequence[Gathered]) -> None:
-    """Do `gather` for several tables, which may have different dims, in one launch."""
-    parts, tasks = [], []
+    """Do `gather` for several tables, which may have different dims, in one launch, or one for each width."""
+    parts = []
     for table in tables:
-        vectors = view(device, "vectors", table.vectors, np.float32, 2)
+        vectors = rows_at(device, table.vectors)
         slots = view(device, "slots", table.slots, np.int32)
         out = view(device, "out", table.out, np.float32, 2, written=True)
-        dim = vectors.shape[1]
+        dim = vectors.dim
         if out.shape != (slots.size, dim):
             raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
-        vec, team = access(dim, vectors.address, out.address)
-        parts.append((vectors.address, slots.address, out.address, slots.size, dim, vec, team, 0))
-        tasks.append(-(-slots.size // _GATHER_TASK))
-    launch_parts(device, "gathering.gather", GATHER_PART, parts, tasks)
+        vec, team = access(dim, *vectors.wide, out.address, narrow=vectors.narrow)
+        part = vectors.address, slots.address, out.address, slots.size, dim, vec, team, vectors.is_half
+        parts.append((vectors, part, -(-slots.size // _GATHER_TASK)))
+    for suffix, some, tasks in by_width(parts):
+        launch_parts(device, f"gathering.gather{suffix}", GATHER_PART, some, tasks)
 
 
 def _map(

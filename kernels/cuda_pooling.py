@@ -20,6 +20,7 @@ from tiercache.kernels.cuda_gathering import (
     map_slots,
     view_ids,
 )
+from tiercache.kernels.cuda_vectors import RowsAt, by_width, rows_at
 from tiercache.kernels.launch import Device, View, access, given, launch_parts, part_struct, view
 
 __all__ = [
@@ -43,7 +44,7 @@ SUM, MEAN, MAX = range(3)
 POOL_PART = part_struct(
     ("vectors", "p"), *IDS, ("offsets", "p"), ("weights", "p"), ("out", "p"), ("argmax", "p"), ("entry_offset", "p"),
     ("entry_scale", "p"), ("first_entry", "l"), ("num_samples", "l"), ("width", "l"), ("col", "l"),
-    ("dim", "i"), ("vec", "i"), ("team", "i"), ("mode", "i"),
+    ("dim", "i"), ("vec", "i"), ("team", "i"), ("mode", "i"), ("is_half", "i"), ("unused", "i"),
 )  # fmt: skip
 _SAMPLES_OF_TASK = 32
 
@@ -91,12 +92,11 @@ def _optional(
     return seen.address
 
 
-def _group_parts(device: Device, group: Bags, out: View) -> list[tuple[Any, ...]]:
-    vectors = view(device, "vectors", group.vectors, np.float32, 2)
+def _group_parts(device: Device, group: Bags, vectors: RowsAt, out: View) -> list[tuple[Any, ...]]:
     local = view(device, "slot_of_local", group.slot_of_local, np.int32)
     ids, wide = view_ids(device, group.ids)
     slots = view(device, "slots", group.slots, np.int32, written=True)
-    (num_samples, width), dim = out.shape, vectors.shape[1]
+    (num_samples, width), dim = out.shape, vectors.dim
     cols = _columns(group.cols, dim, width)
     bases, limits = limits_of(group.bases, group.limits, local.size)
     num_features = same_length(bases=bases, cols=cols)
@@ -124,12 +124,13 @@ def _group_parts(device: Device, group: Bags, out: View) -> list[tuple[Any, ...]
     word = group.bad.address if group.bad is not None else 0
     parts = []
     for f in range(num_features):
-        vec, team = access(dim, vectors.address, out.address + 4 * int(cols[f]), columns=width)
+        first = out.address + 4 * int(cols[f])
+        vec, team = access(dim, *vectors.wide, first, columns=width, narrow=vectors.narrow)
         bags = offsets + 8 * f * num_samples if offsets else 0
         parts.append(
             (vectors.address, ids.address, local.address, slots.address, word, bases[f], limits[f], int(wide), bags,
              weights, out.address, argmax if modes[f] == MAX else 0, entry_offset, entry_scale, f * num_samples,
-             num_samples, width, cols[f], dim, vec, team, modes[f])
+             num_samples, width, cols[f], dim, vec, team, modes[f], vectors.is_half, 0)
         )  # fmt: skip
     return parts
 
@@ -137,12 +138,15 @@ def _group_parts(device: Device, group: Bags, out: View) -> list[tuple[Any, ...]
 def pool_many(device: Device, groups: Sequence[Bags], out: Any) -> None:
     """Pool several groups, which may have different dims, into their columns of `out` (N, T), in one launch.
 
-    Offsets are not checked: they must rise from 0 to the number of ids.
+    One for each width of vectors. Offsets are not checked: they must rise from 0 to the number of ids.
     """
     to = view(device, "out", out, np.float32, 2, written=True)
-    parts = [part for group in groups for part in _group_parts(device, group, to)]
-    tasks = [-(-to.shape[0] // _SAMPLES_OF_TASK)] * len(parts)
-    launch_parts(device, "pooling.pool", POOL_PART, parts, tasks)
+    tasks, parts = -(-to.shape[0] // _SAMPLES_OF_TASK), []
+    for group in groups:
+        vectors = rows_at(device, group.vectors)
+        parts += [(vectors, part, tasks) for part in _group_parts(device, group, vectors, to)]
+    for suffix, some, counts in by_width(parts):
+        launch_parts(device, f"pooling.pool{suffix}", POOL_PART, some, counts)
 
 
 def pool_one(
@@ -209,9 +213,9 @@ def weight_gradient(
 
     Call it before the step. Not for MAX features: what is written for them means nothing.
     """
-    rows, taken = view(device, "vectors", vectors, np.float32, 2), view(device, "slots", slots, np.int32)
+    rows, taken = rows_at(device, vectors), view(device, "slots", slots, np.int32)
     grad, to = view(device, "gradient", gradient, np.float32, 2), view(device, "out", out, np.float32, written=True)
-    (num_samples, width), dim = grad.shape, rows.shape[1]
+    (num_samples, width), dim = grad.shape, rows.dim
     cols, modes = _columns(cols, dim, width), expect("modes", modes, np.int8)
     num_features = same_length(modes=modes, cols=cols)
     if taken.size != to.size:
@@ -219,10 +223,10 @@ def weight_gradient(
     bags = _optional(device, "offsets", offsets, np.int64, (num_features * num_samples + 1,))
     parts = []
     for f in range(num_features):
-        vec, team = access(dim, rows.address, grad.address + 4 * int(cols[f]), columns=width)
+        vec, team = access(dim, *rows.wide, grad.address + 4 * int(cols[f]), columns=width, narrow=rows.narrow)
         parts.append(
             (rows.address, 0, 0, taken.address, 0, 0, 0, 0, bags + 8 * f * num_samples, 0, grad.address, 0, 0,
-             to.address, 0, num_samples, width, cols[f], dim, vec, team, modes[f])
+             to.address, 0, num_samples, width, cols[f], dim, vec, team, modes[f], rows.is_half, 0)
         )  # fmt: skip
     tasks = [-(-num_samples // _SAMPLES_OF_TASK)] * num_features
-    launch_parts(device, "pooling.weight_gradient", POOL_PART, parts, tasks)
+    launch_parts(device, f"pooling.weight_gradient{rows.suffix}", POOL_PART, parts, tasks)

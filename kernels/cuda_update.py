@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
+from tiercache.kernels.cuda_rounding import NO_ROUNDING, Rounding
+from tiercache.kernels.cuda_vectors import RowsAt, by_width, rows_at
 from tiercache.kernels.launch import Device, View, access, given, launch_parts, part_struct, view
 from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rule, make_rule
 
@@ -36,9 +38,9 @@ STRETCH = 256  # part of the definition of the bits
 
 UPDATE_PART = part_struct(
     ("vectors", "p"), ("first", "p"), ("second", "p"), ("pairs", "p"), ("sums", "p"), ("flat", "p"), ("offsets", "p"),
-    ("scales", "p"), ("argmax", "p"), ("cols", "p"), ("num_samples", "l"), ("width", "l"), ("size", "l"),
-    ("num_slots", "l"), ("padded", "l"), ("dim", "i"), ("vec", "i"), ("team", "i"), ("unused", "i"), ("rate", "f"),
-    ("eps", "f"), ("decay", "f"), ("new1", "f"), ("new2", "f"), ("unused2", "i"),
+    ("scales", "p"), ("argmax", "p"), ("cols", "p"), ("num_samples", "l"), ("width", "l"), ("streams", "p"),
+    ("step", "p"), ("size", "l"), ("num_slots", "l"), ("padded", "l"), ("dim", "i"), ("vec", "i"), ("team", "i"),
+    ("is_half", "i"), ("rate", "f"), ("eps", "f"), ("decay", "f"), ("new1", "f"), ("new2", "f"), ("unused", "i"),
 )  # fmt: skip
 _TEAM = UPDATE_PART.names.index("team") - 1 if UPDATE_PART.names else 0  # the first task is filled in later
 _PAIRS_OF_TASK = 32
@@ -108,7 +110,10 @@ class UpdateBuffers:
 
 
 class Step(NamedTuple):
-    """One group's part of `update_many`. `first` and `second` are the states, None where the rule has none."""
+    """One group's part of `update_many`. `first` and `second` are the states, None where the rule has none.
+
+    vectors: an array (S, D) of float32, or Vectors; those of 16-bit dtypes are rounded by `rounding`.
+    """
 
     vectors: Any
     first: Any
@@ -117,12 +122,19 @@ class Step(NamedTuple):
     gradients: Gradients
     buffers: UpdateBuffers
     rule: Rule
+    rounding: Rounding = NO_ROUNDING
 
 
-def _part(device: Device, step: Step) -> tuple[tuple[Any, ...], int]:
-    """Return a group's part and how many entries it has."""
-    vectors = view(device, "vectors", step.vectors, np.float32, 2, written=True)
-    num_slots, dim = vectors.shape
+def _part(device: Device, step: Step) -> tuple[RowsAt, tuple[Any, ...], int]:
+    """Return a group's vectors, its part and how many entries it has."""
+    vectors = rows_at(device, step.vectors, written=True)
+    num_slots, dim, streams = vectors.num_slots, vectors.dim, 0
+    if vectors.suffix:
+        if step.rounding.streams.size != num_slots:
+            raise ValueError(
+                f"{num_slots} rows of a 16-bit dtype are rounded by {step.rounding.streams.size} streams: give each."
+            )
+        streams = step.rounding.streams.address
     widths = {SGD: (0, 0), ADAGRAD: (dim, 0), ROWWISE: (1, 0), ADAM: (dim, dim)}[step.rule.kind]
     states = []
     for name, state, width in zip(
@@ -131,7 +143,7 @@ def _part(device: Device, step: Step) -> tuple[tuple[Any, ...], int]:
         seen = view(device, name, state, np.float32, 2, written=True) if width else _NONE
         if width and seen.shape != (num_slots, width):
             raise ValueError(
-                f"{name} has shape {seen.shape}: vectors of shape {vectors.shape} need {(num_slots, width)}."
+                f"{name} has shape {seen.shape}: {num_slots} vectors of dim {dim} need {(num_slots, width)}."
             )
         states.append(seen)
     pairs, source = view(device, "pairs", step.pairs, np.uint64), step.gradients
@@ -147,33 +159,37 @@ def _part(device: Device, step: Step) -> tuple[tuple[Any, ...], int]:
     elif source.cols.size and not 0 <= source.cols.min() <= source.cols.max() <= width - dim:
         raise ValueError(f"cols must lie in [0, {width - dim}] for rows of {dim} in width {width}.")
     if pairs.size == 0:
-        return (), 0
+        return vectors, (), 0
     padded = step.buffers.reserve(pairs.size, dim)
     sums = view(device, "sums", step.buffers.sums, np.float32, written=True)
-    fields = [vectors.address, *(state.address for state in states if state.size and state.shape[1] == dim)]
-    vec, team = access(dim, *fields, sums.address)
+    fields = [*vectors.wide, *(state.address for state in states if state.size and state.shape[1] == dim)]
+    vec, team = access(dim, *fields, sums.address, narrow=vectors.narrow)
     cols = 0
     if source.cols.size:
         cols = view(device, "cols", device.put(source.cols.view(np.uint8)), np.uint8).address
     rule = step.rule
     part = (
         vectors.address, states[0].address, states[1].address, pairs.address, sums.address, source.flat.address,
-        source.offsets.address, source.scales.address, source.argmax.address, cols, num_samples, width, pairs.size,
-        num_slots, padded, dim, vec, team, 0, rule.rate, rule.eps, rule.decay, rule.new1, rule.new2, 0,
+        source.offsets.address, source.scales.address, source.argmax.address, cols, num_samples, width, streams,
+        step.rounding.key, pairs.size, num_slots, padded, dim, vec, team, vectors.is_half, rule.rate, rule.eps,
+        rule.decay, rule.new1, rule.new2, 0,
     )  # fmt: skip
-    return part, pairs.size
+    return vectors, part, pairs.size
 
 
 def update_many(device: Device, steps: Sequence[Step]) -> None:
-    """Step the rows of several groups, which may have different dims, in one launch for each optimizer and one more."""
+    """Step the rows of several groups, which may have different dims.
+
+    One launch for each optimizer, two where some of its vectors have 16 bits, and one more.
+    """
     found = [(step.rule.kind, *_part(device, step)) for step in steps]
-    found = [(kind, part, size) for kind, part, size in found if size]
-    tasks = [-(-(2 * -(-size // STRETCH)) * int(part[_TEAM]) // 32) for _, part, size in found]
-    launch_parts(device, "update.sum_stretches", UPDATE_PART, [part for _, part, _ in found], tasks)
+    found = [one for one in found if one[-1]]
+    tasks = [-(-(2 * -(-size // STRETCH)) * int(part[_TEAM]) // 32) for *_, part, size in found]
+    launch_parts(device, "update.sum_stretches", UPDATE_PART, [part for *_, part, _ in found], tasks)
     for kind, kernel in _KERNELS.items():
-        parts = [(part, size) for of, part, size in found if of == kind]
-        tasks = [-(-size // _PAIRS_OF_TASK) for _, size in parts]
-        launch_parts(device, f"update.{kernel}", UPDATE_PART, [part for part, _ in parts], tasks)
+        parts = [(vectors, part, -(-size // _PAIRS_OF_TASK)) for of, vectors, part, size in found if of == kind]
+        for suffix, some, tasks in by_width(parts):
+            launch_parts(device, f"update.{kernel}{suffix}", UPDATE_PART, some, tasks)
 
 
 def update_sgd(
@@ -185,10 +201,14 @@ def update_sgd(
     *,
     learning_rate: float,
     decay: float = 0.0,
+    rounding: Rounding = NO_ROUNDING,
 ) -> None:
-    """Change each row that `pairs` (from `sort_slots`) names: row -= rate * g, with g += decay * row before."""
+    """Change each row that `pairs` (from `sort_slots`) names: row -= rate * g, with g += decay * row before.
+
+    vectors (S, D) of float32, or Vectors; those of 16-bit dtypes are rounded by `rounding`, here and below.
+    """
     rule = make_rule(SGD, learning_rate, 0.0, decay)
-    update_many(device, [Step(vectors, None, None, pairs, gradients, buffers, rule)])
+    update_many(device, [Step(vectors, None, None, pairs, gradients, buffers, rule, rounding)])
 
 
 def update_adagrad(
@@ -202,10 +222,11 @@ def update_adagrad(
     learning_rate: float,
     eps: float = 1e-10,
     decay: float = 0.0,
+    rounding: Rounding = NO_ROUNDING,
 ) -> None:
     """Per element: sum += g * g; row -= rate * g / (sqrt(sum) + eps). `sums` is (S, D)."""
     rule = make_rule(ADAGRAD, learning_rate, eps, decay)
-    update_many(device, [Step(vectors, sums, None, pairs, gradients, buffers, rule)])
+    update_many(device, [Step(vectors, sums, None, pairs, gradients, buffers, rule, rounding)])
 
 
 def update_rowwise_adagrad(
@@ -219,10 +240,11 @@ def update_rowwise_adagrad(
     learning_rate: float,
     eps: float = 1e-8,
     decay: float = 0.0,
+    rounding: Rounding = NO_ROUNDING,
 ) -> None:
     """Per row: sum += mean(g * g); row -= rate / (sqrt(sum) + eps) * g. `sums` is (S, 1)."""
     rule = make_rule(ROWWISE, learning_rate, eps, decay)
-    update_many(device, [Step(vectors, sums, None, pairs, gradients, buffers, rule)])
+    update_many(device, [Step(vectors, sums, None, pairs, gradients, buffers, rule, rounding)])
 
 
 def update_adam(
@@ -240,10 +262,11 @@ def update_adam(
     beta2: float = 0.999,
     eps: float = 1e-8,
     decay: float = 0.0,
+    rounding: Rounding = NO_ROUNDING,
 ) -> None:
     """Adam on the rows of the batch only, as torch.optim.SparseAdam; `step` counts applied steps from 1."""
     if step < 1:
         raise ValueError(f"step is {step}: the first applied step is 1.")
     rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
     rule = make_rule(ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
-    update_many(device, [Step(vectors, exp_avg, exp_avg_sq, pairs, gradients, buffers, rule)])
+    update_many(device, [Step(vectors, exp_avg, exp_avg_sq, pairs, gradients, buffers, rule, rounding)])

@@ -111,33 +111,3 @@ template <class PART> __device__ __forceinline__ const PART& part_of(const PART*
     }
     return parts[low];
 }
-
-#define ROWS_IN_FLIGHT 4
-
-// Copy up to 32 rows to `to`, `stride` elements apart: lane i holds the slot of row i, -1 for zeros.
-template <int VEC>
-__device__ __forceinline__ void copy_rows(
-    const float* vectors, int slot, int count, int dim, int team, float* to, int64 stride) {
-    const int teams = 32 / team, own = lane_id() % team, first = lane_id() / team;
-    for (int turn = 0; turn < count; turn += teams * ROWS_IN_FLIGHT) {
-        int64 from[ROWS_IN_FLIGHT];
-#pragma unroll
-        for (int u = 0; u < ROWS_IN_FLIGHT; ++u) {
-            const int row = turn + u * teams + first;
-            const int taken = __shfl_sync(ALL_LANES, slot, row % 32);
-            from[u] = row < count ? taken * static_cast<int64>(dim) : -1;
-        }
-        for (int d = own * VEC; d < dim; d += team * VEC) {
-            Lanes<VEC> held[ROWS_IN_FLIGHT];
-#pragma unroll
-            for (int u = 0; u < ROWS_IN_FLIGHT; ++u) {
-                held[u] = from[u] >= 0 ? load_constant<VEC>(vectors + from[u] + d) : zero_lanes<VEC>();
-            }
-#pragma unroll
-            for (int u = 0; u < ROWS_IN_FLIGHT; ++u) {
-                const int row = turn + u * teams + first;
-                if (row < count) store_lanes<VEC>(to + row * stride + d, held[u]);
-            }
-        }
-    }
-}

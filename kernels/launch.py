@@ -137,9 +137,9 @@ def source(name: str) -> str:
         lines = [f'#line 1 "{file}"']
         for number, line in enumerate((folder / file).read_text(encoding="utf-8").splitlines(), 1):
             header = re.fullmatch(r'#include "(\w+\.cuh)"', line)
-            if header is None:
-                lines.append("" if line == "#pragma once" else line)
-            elif header[1] not in done:
+            if header is None or header[1] in done:
+                lines.append("" if header or line == "#pragma once" else line)
+            else:
                 done.add(header[1])
                 lines += [*expand(header[1]), f'#line {number + 1} "{file}"']
         return lines
@@ -152,12 +152,14 @@ def blocks_for(device: Device, warps: int) -> int:
     return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_processors * _BLOCKS_PER_PROCESSOR))
 
 
-def access(dim: int, *addresses: int, columns: int = 0) -> tuple[int, int]:
+def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = None) -> tuple[int, int]:
     """Return (vec, team): elements of one access and lanes of one row.
 
     Four elements where rows of `dim` at all addresses, `columns` elements further on, begin at multiples of 16 bytes.
+    Those at address `narrow` have 2 bytes an element, so that 8 are enough.
     """
-    vec = 4 if dim % 4 == 0 and columns % 4 == 0 and all(address % 16 == 0 for address in addresses) else 1
+    aligned = all(address % 16 == 0 for address in addresses) and (narrow is None or narrow % 8 == 0)
+    vec = 4 if dim % 4 == 0 and columns % 4 == 0 and aligned else 1
     lanes = max(1, -(-dim // vec))
     return vec, min(32, 1 << (lanes - 1).bit_length())
 

@@ -4,6 +4,7 @@
 
 #include "ids.cuh"
 #include "lanes.cuh"
+#include "vectors.cuh"
 
 #define SUM 0
 #define MEAN 1
@@ -11,7 +12,7 @@
 
 struct PoolPart {  // one feature
     int64 first_task;  // a task is 32 samples
-    const float* vectors;  // (S, dim)
+    const void* vectors;  // (S, dim) float32, or 16-bit numbers
     Ids ids;
     const int64* offsets;  // (num_samples + 1,): where the feature's bags begin; null where each sample has one id
     const float* weights;  // (E,), or null: 1
@@ -27,8 +28,10 @@ struct PoolPart {  // one feature
     int vec;
     int team;
     int mode;
+    int is_half;
+    int unused;
 };
-static_assert(sizeof(PoolPart) == 168, "as POOL_PART in cuda_pooling.py");
+static_assert(sizeof(PoolPart) == 176, "as POOL_PART in cuda_pooling.py");
 
 #define ENTRIES_IN_FLIGHT 4
 
@@ -37,30 +40,33 @@ __device__ __forceinline__ float weight_of(const PoolPart& part, int64 entry) {
 }
 
 // Elements [d, d + VEC) of the rows of entries [first, last), as many as are in flight at a time; zeros behind.
-template <int VEC>
+template <class T, int VEC>
 __device__ __forceinline__ void load_entries(
-    const PoolPart& part, int64 first, int64 last, int d, Lanes<VEC> (&rows)[ENTRIES_IN_FLIGHT]) {
+    const PoolPart& part, int64 first, int64 last, int d, Packed<T, VEC> (&rows)[ENTRIES_IN_FLIGHT]) {
+    const T* vectors = static_cast<const T*>(part.vectors);
     int slots[ENTRIES_IN_FLIGHT];
 #pragma unroll
     for (int u = 0; u < ENTRIES_IN_FLIGHT; ++u) slots[u] = first + u < last ? part.ids.slots[first + u] : -1;
 #pragma unroll
     for (int u = 0; u < ENTRIES_IN_FLIGHT; ++u) {
-        rows[u] = slots[u] >= 0 ? load_constant<VEC>(part.vectors + slots[u] * static_cast<int64>(part.dim) + d)
-                                : zero_lanes<VEC>();
+        rows[u] = slots[u] >= 0 ? load_packed<VEC>(vectors + slots[u] * static_cast<int64>(stride_of<T>(part.dim)) + d)
+                                : zero_packed<T, VEC>();
     }
 }
 
-template <int VEC> __device__ __forceinline__ Lanes<VEC> sum_bag(const PoolPart& part, int64 first, int64 last, int d) {
+template <class T, int VEC>
+__device__ __forceinline__ Lanes<VEC> sum_bag(const PoolPart& part, int64 first, int64 last, int d) {
     Lanes<VEC> sum = zero_lanes<VEC>();
     for (int64 e = first; e < last; e += ENTRIES_IN_FLIGHT) {
-        Lanes<VEC> rows[ENTRIES_IN_FLIGHT];
-        load_entries<VEC>(part, e, last, d, rows);
+        Packed<T, VEC> rows[ENTRIES_IN_FLIGHT];
+        load_entries<T, VEC>(part, e, last, d, rows);
 #pragma unroll
         for (int u = 0; u < ENTRIES_IN_FLIGHT; ++u) {
             if (e + u < last) {
                 const float weight = weight_of(part, e + u);
+                const Lanes<VEC> row = widen<VEC>(rows[u], part.is_half);
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) sum.v[i] += rows[u].v[i] * weight;
+                for (int i = 0; i < VEC; ++i) sum.v[i] += row.v[i] * weight;
             }
         }
     }
@@ -72,21 +78,22 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> sum_bag(const PoolPart&
     return sum;
 }
 
-template <int VEC>
+template <class T, int VEC>
 __device__ __forceinline__ Lanes<VEC> max_bag(const PoolPart& part, int64 first, int64 last, int d, int* argmax) {
     Lanes<VEC> largest = zero_lanes<VEC>();
     int which[VEC];
 #pragma unroll
     for (int i = 0; i < VEC; ++i) which[i] = -1;
     for (int64 e = first; e < last; e += ENTRIES_IN_FLIGHT) {
-        Lanes<VEC> rows[ENTRIES_IN_FLIGHT];
-        load_entries<VEC>(part, e, last, d, rows);
+        Packed<T, VEC> rows[ENTRIES_IN_FLIGHT];
+        load_entries<T, VEC>(part, e, last, d, rows);
 #pragma unroll
         for (int u = 0; u < ENTRIES_IN_FLIGHT; ++u) {
+            const Lanes<VEC> row = widen<VEC>(rows[u], part.is_half);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                if (e + u < last && (e + u == first || rows[u].v[i] > largest.v[i])) {
-                    largest.v[i] = rows[u].v[i];
+                if (e + u < last && (e + u == first || row.v[i] > largest.v[i])) {
+                    largest.v[i] = row.v[i];
                     which[i] = static_cast<int>(e + u);
                 }
             }
@@ -106,7 +113,8 @@ __device__ __forceinline__ void describe(const PoolPart& part, int64 first, int6
     }
 }
 
-template <int VEC> __device__ __forceinline__ void pool_bags(const PoolPart& part, int64 first_sample, int count) {
+template <class T, int VEC>
+__device__ __forceinline__ void pool_bags(const PoolPart& part, int64 first_sample, int count) {
     const int64* offsets = part.offsets + first_sample;
     for (int64 e = offsets[0] + lane_id(); e < offsets[count]; e += 32) part.ids.slots[e] = slot_of_entry(part.ids, e);
     __syncwarp();  // from here on lanes read slots that other lanes wrote
@@ -115,16 +123,17 @@ template <int VEC> __device__ __forceinline__ void pool_bags(const PoolPart& par
         const int64 place = (first_sample + n) * part.width + part.col;
         describe(part, first, last, place);
         for (int d = lane_id() % part.team * VEC; d < part.dim; d += part.team * VEC) {
-            const Lanes<VEC> pooled = part.mode == MAX ? max_bag<VEC>(part, first, last, d, part.argmax + place + d)
-                                                       : sum_bag<VEC>(part, first, last, d);
+            const Lanes<VEC> pooled = part.mode == MAX ? max_bag<T, VEC>(part, first, last, d, part.argmax + place + d)
+                                                       : sum_bag<T, VEC>(part, first, last, d);
             store_lanes<VEC>(part.out + place + d, pooled);
         }
     }
 }
 
-template <int VEC> __device__ __forceinline__ void pool_samples(const PoolPart& part, int64 first, int count) {
+template <class T, int VEC>
+__device__ __forceinline__ void pool_samples(const PoolPart& part, int64 first, int count) {
     if (part.offsets) {
-        pool_bags<VEC>(part, first, count);
+        pool_bags<T, VEC>(part, first, count);
         return;
     }
     int slot = -1;
@@ -134,22 +143,33 @@ template <int VEC> __device__ __forceinline__ void pool_samples(const PoolPart& 
         part.ids.slots[entry] = slot;
     }
     copy_rows<VEC>(
-        part.vectors, slot, count, part.dim, part.team, part.out + first * part.width + part.col, part.width);
+        static_cast<const T*>(part.vectors), part.is_half, slot, count, part.dim, part.team,
+        part.out + first * part.width + part.col, part.width);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-pool(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
+template <class T>
+__device__ __forceinline__ void pool_parts(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
     for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
         const PoolPart& part = part_of(parts, num_parts, task);
         const int64 first = (task - part.first_task) * 32;
         const int count = part.num_samples - first < 32 ? static_cast<int>(part.num_samples - first) : 32;
-        if (part.vec == 4) pool_samples<4>(part, first, count);
-        else pool_samples<1>(part, first, count);
+        if (part.vec == 4) pool_samples<T, 4>(part, first, count);
+        else pool_samples<T, 1>(part, first, count);
     }
 }
 
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+pool(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
+    pool_parts<float>(parts, num_parts, num_tasks);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+pool_narrow(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
+    pool_parts<uint16>(parts, num_parts, num_tasks);
+}
+
 // Row times gradient of each entry, summed as the CPU's kernel sums: 16 sums, added by halves.
-template <int VEC>
+template <class T, int VEC>
 __device__ __forceinline__ void weigh_bags(
     const PoolPart& part, const float* gradient, float* out, int64 first, int count) {
     const int team = part.team, own = lane_id() % team;
@@ -164,7 +184,9 @@ __device__ __forceinline__ void weigh_bags(
                 const int d = start + own * VEC;
                 Lanes<VEC> products = zero_lanes<VEC>();
                 if (d < part.dim && slot >= 0) {
-                    products = load_constant<VEC>(part.vectors + slot * static_cast<int64>(part.dim) + d);
+                    const T* vectors = static_cast<const T*>(part.vectors);
+                    const T* row = vectors + slot * static_cast<int64>(stride_of<T>(part.dim));
+                    products = widen<VEC>(load_packed<VEC>(row + d), part.is_half);
                     const Lanes<VEC> factors = load_constant<VEC>(at + d);
 #pragma unroll
                     for (int i = 0; i < VEC; ++i) products.v[i] *= factors.v[i];
@@ -178,13 +200,23 @@ __device__ __forceinline__ void weigh_bags(
 }
 
 // The parts' `out` is the gradient here, which is read, and `entry_scale` the weights' gradient, which is written.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-weight_gradient(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
+template <class T>
+__device__ __forceinline__ void weigh_parts(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
     for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
         const PoolPart& part = part_of(parts, num_parts, task);
         const int64 first = (task - part.first_task) * 32;
         const int count = part.num_samples - first < 32 ? static_cast<int>(part.num_samples - first) : 32;
-        if (part.vec == 4) weigh_bags<4>(part, part.out, part.entry_scale, first, count);
-        else weigh_bags<1>(part, part.out, part.entry_scale, first, count);
+        if (part.vec == 4) weigh_bags<T, 4>(part, part.out, part.entry_scale, first, count);
+        else weigh_bags<T, 1>(part, part.out, part.entry_scale, first, count);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+weight_gradient(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
+    weigh_parts<float>(parts, num_parts, num_tasks);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+weight_gradient_narrow(const PoolPart* parts, int64 num_parts, int64 num_tasks) {
+    weigh_parts<uint16>(parts, num_parts, num_tasks);
 }

@@ -10,6 +10,7 @@
 
 #include "gradients.cuh"
 #include "lanes.cuh"
+#include "vectors.cuh"
 
 #define STRETCH 256
 
@@ -20,27 +21,28 @@
 
 struct UpdatePart {  // one group
     int64 first_task;
-    float* vectors;  // (num_slots, dim)
+    void* vectors;  // (num_slots, dim) float32, or 16-bit numbers
     float* first;  // state: (num_slots, dim), or (num_slots, 1) for ROWWISE
     float* second;  // state: (num_slots, dim)
     const uint64* pairs;  // (size,), sorted; slots from num_slots on have no row
     float* sums;  // (2 * stretches of `size`, padded)
     Gradients gradients;
+    Rounding rounding;
     int64 size;
     int64 num_slots;
     int64 padded;  // elements of a row of `sums`
     int dim;
     int vec;
     int team;
-    int unused;
+    int is_half;
     float rate;
     float eps;
     float decay;
     float new1;  // the shares of the new value in Adam's averages
     float new2;
-    int unused2;
+    int unused;
 };
-static_assert(sizeof(UpdatePart) == 168, "as UPDATE_PART in cuda_update.py");
+static_assert(sizeof(UpdatePart) == 184, "as UPDATE_PART in cuda_update.py");
 
 // The first place in [low, high) whose slot is not below `slot`, or `high`.
 __device__ __forceinline__ int64 lower_bound(const uint64* pairs, uint64 slot, int64 low, int64 high) {
@@ -133,63 +135,74 @@ __device__ __forceinline__ Lanes<VEC> sum_run(
     return sum;
 }
 
+template <class T> __device__ __forceinline__ int64 place_of_row(const UpdatePart& part, uint32 slot) {
+    return slot * static_cast<int64>(stride_of<T>(part.dim));
+}
+
 // Elements [d, d + VEC) of a row and its states, and of its gradient.
-template <int VEC> struct Held {
-    Lanes<VEC> values, first, second, g;
+template <class T, int VEC> struct Held {
+    Packed<T, VEC> row;
+    Lanes<VEC> first, second, g;
 };
 
 // The row and its states are asked for before the gradients are summed, so that they are under way meanwhile.
-template <int VEC, int KIND>
+template <class T, int VEC, int KIND>
 __device__ __forceinline__ void prepare(
-    const UpdatePart& part, const Window& window, int64 start, int64 stop, uint32 slot, int d, Held<VEC>& held) {
+    const UpdatePart& part, const Window& window, int64 start, int64 stop, uint32 slot, int d, Held<T, VEC>& held) {
     const int64 at = slot * static_cast<int64>(part.dim) + d;
-    held.values = load_lanes<VEC>(part.vectors + at);
+    held.row = load_written<VEC>(static_cast<const T*>(part.vectors) + place_of_row<T>(part, slot) + d);
     if constexpr (KIND == ADAGRAD || KIND == ADAM) held.first = load_lanes<VEC>(part.first + at);
     if constexpr (KIND == ADAM) held.second = load_lanes<VEC>(part.second + at);
     held.g = sum_run<VEC>(part, window, start, stop, slot, d);
     if (part.decay != 0.0f || KIND == ROWWISE) {
+        const Lanes<VEC> values = widen<VEC>(held.row, part.is_half);
 #pragma unroll
-        for (int k = 0; k < VEC; ++k) held.g.v[k] += part.decay * held.values.v[k];
+        for (int k = 0; k < VEC; ++k) held.g.v[k] += part.decay * values.v[k];
     }
 }
 
 // Change elements [d, d + VEC) of a row: as optimizers.apply on the CPU.
-template <int VEC, int KIND>
-__device__ __forceinline__ void apply(const UpdatePart& part, uint32 slot, int d, Held<VEC>& held, float rate) {
+template <class T, int VEC, int KIND>
+__device__ __forceinline__ void apply(
+    const UpdatePart& part, uint32 slot, uint64 stream, int d, Held<T, VEC>& held, float rate) {
     const int64 at = slot * static_cast<int64>(part.dim) + d;
     const Lanes<VEC>& g = held.g;
+    Lanes<VEC> values = widen<VEC>(held.row, part.is_half);
 #pragma unroll
     for (int k = 0; k < VEC; ++k) {
         if constexpr (KIND == ADAGRAD) {
             held.first.v[k] += g.v[k] * g.v[k];
-            held.values.v[k] -= rate * g.v[k] / (sqrtf(held.first.v[k]) + part.eps);
+            values.v[k] -= rate * g.v[k] / (sqrtf(held.first.v[k]) + part.eps);
         } else if constexpr (KIND == ADAM) {
             held.first.v[k] += (g.v[k] - held.first.v[k]) * part.new1;
             held.second.v[k] += (g.v[k] * g.v[k] - held.second.v[k]) * part.new2;
-            held.values.v[k] -= rate * held.first.v[k] / (sqrtf(held.second.v[k]) + part.eps);
+            values.v[k] -= rate * held.first.v[k] / (sqrtf(held.second.v[k]) + part.eps);
         } else {
-            held.values.v[k] -= rate * g.v[k];
+            values.v[k] -= rate * g.v[k];
         }
     }
     if constexpr (KIND == ADAGRAD || KIND == ADAM) store_lanes<VEC>(part.first + at, held.first);
     if constexpr (KIND == ADAM) store_lanes<VEC>(part.second + at, held.second);
-    store_lanes<VEC>(part.vectors + at, held.values);
+    T* to = static_cast<T*>(part.vectors) + place_of_row<T>(part, slot) + d;
+    store_rounded<VEC>(to, values, d, stream, part.rounding.step, part.is_half);
 }
 
 // Change the row of the run that begins at `start`; a team does it.
-template <int VEC, int KIND>
+template <class T, int VEC, int KIND>
 __device__ __forceinline__ void update_row(
     const UpdatePart& part, const Window& window, int64 start, int64 stop, uint32 slot) {
     const int team = part.team, own = lane_id() % team * VEC, dim = part.dim;
     float rate = part.rate;
-    Held<VEC> held = {};
+    Held<T, VEC> held = {};
+    uint64 stream = 0;
+    if constexpr (sizeof(T) == 2) stream = __ldg(part.rounding.streams + slot);
     if constexpr (KIND == ROWWISE) {
         const uint32 mask = team_mask(team);
         Lanes<VEC> classes = zero_lanes<VEC>();
         for (int turn = 0; turn < dim; turn += team * VEC) {
             Lanes<VEC> squares = zero_lanes<VEC>();
             if (turn + own < dim) {
-                prepare<VEC, KIND>(part, window, start, stop, slot, turn + own, held);
+                prepare<T, VEC, KIND>(part, window, start, stop, slot, turn + own, held);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) squares.v[k] = held.g.v[k] * held.g.v[k];
             }
@@ -205,8 +218,8 @@ __device__ __forceinline__ void update_row(
     }
     const bool prepared = KIND == ROWWISE && dim <= team * VEC;  // else the sums are made again, part by part
     for (int d = own; d < dim; d += team * VEC) {
-        if (!prepared) prepare<VEC, KIND>(part, window, start, stop, slot, d, held);
-        apply<VEC, KIND>(part, slot, d, held, rate);
+        if (!prepared) prepare<T, VEC, KIND>(part, window, start, stop, slot, d, held);
+        apply<T, VEC, KIND>(part, slot, stream, d, held, rate);
     }
 }
 
@@ -217,7 +230,8 @@ __device__ __forceinline__ uint32 without_lowest(uint32 bits, int count) {
 }
 
 // The teams of a warp take the runs that begin among its 32 pairs in turn.
-template <int KIND> __device__ __forceinline__ void update_window(const UpdatePart& part, int64 first, Window& window) {
+template <class T, int KIND>
+__device__ __forceinline__ void update_window(const UpdatePart& part, int64 first, Window& window) {
     const int64 own = first + lane_id();
     const uint64 pair = own < part.size ? __ldg(part.pairs + own) : 0;
     const uint32 slot = slot_of(pair);
@@ -244,21 +258,22 @@ template <int KIND> __device__ __forceinline__ void update_window(const UpdatePa
                 stop = same_row(part, start + STRETCH, row) ? -1 : end_within_stretch(part, start, row);
             }
         }
-        if (part.vec == 4) update_row<4, KIND>(part, window, start, stop, row);
-        else update_row<1, KIND>(part, window, start, stop, row);
+        if (part.vec == 4) update_row<T, 4, KIND>(part, window, start, stop, row);
+        else update_row<T, 1, KIND>(part, window, start, stop, row);
         left = without_lowest(left, teams);
     }
     __syncwarp();  // the next task writes to what was read here
 }
 
-// A task is 32 pairs. The parts of a launch have one kind, so that no kernel holds the registers of another.
-template <int KIND>
+// A task is 32 pairs. The parts of a launch have one kind and one width of vectors, so that no kernel holds the
+// registers of another.
+template <class T, int KIND>
 __device__ __forceinline__ void update_parts(
     const UpdatePart* parts, int64 num_parts, int64 num_tasks, Window* windows) {
     Window& window = windows[threadIdx.x / 32];
     for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
         const UpdatePart& part = part_of(parts, num_parts, task);
-        update_window<KIND>(part, (task - part.first_task) * 32, window);
+        update_window<T, KIND>(part, (task - part.first_task) * 32, window);
     }
 }
 
@@ -267,23 +282,47 @@ __device__ __forceinline__ void update_parts(
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 update_sgd(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
     __shared__ Window windows[WARPS];
-    update_parts<SGD>(parts, num_parts, num_tasks, windows);
+    update_parts<float, SGD>(parts, num_parts, num_tasks, windows);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 update_adagrad(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
     __shared__ Window windows[WARPS];
-    update_parts<ADAGRAD>(parts, num_parts, num_tasks, windows);
+    update_parts<float, ADAGRAD>(parts, num_parts, num_tasks, windows);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 update_rowwise_adagrad(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
     __shared__ Window windows[WARPS];
-    update_parts<ROWWISE>(parts, num_parts, num_tasks, windows);
+    update_parts<float, ROWWISE>(parts, num_parts, num_tasks, windows);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 update_adam(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
     __shared__ Window windows[WARPS];
-    update_parts<ADAM>(parts, num_parts, num_tasks, windows);
+    update_parts<float, ADAM>(parts, num_parts, num_tasks, windows);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+update_sgd_narrow(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
+    __shared__ Window windows[WARPS];
+    update_parts<uint16, SGD>(parts, num_parts, num_tasks, windows);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+update_adagrad_narrow(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
+    __shared__ Window windows[WARPS];
+    update_parts<uint16, ADAGRAD>(parts, num_parts, num_tasks, windows);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+update_rowwise_adagrad_narrow(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
+    __shared__ Window windows[WARPS];
+    update_parts<uint16, ROWWISE>(parts, num_parts, num_tasks, windows);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+update_adam_narrow(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
+    __shared__ Window windows[WARPS];
+    update_parts<uint16, ADAM>(parts, num_parts, num_tasks, windows);
 }

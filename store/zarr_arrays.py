@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.vectors import ITEM_BYTES
 from tiercache.store.zarr_codec import LITTLE, Codec

@@ -89,6 +89,34 @@ def test_embedding_step_measures_every_contender_and_every_optimizer(tmp_path: P
     assert found["share_of_copy_bandwidth"] == min(shares)
 
 
+def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Path) -> None:
+    """The smallest run on the CPU has a time, its bytes and a share for each, and gives no verdict here."""
+    found = figures("benchmarks.kernels", tmp_path, "--device", "cpu")
+    assert_has(found, SAID)
+    updates = [
+        f"{form}_{rule}" for form in ("update", "sorted_update") for rule in ("sgd", "adagrad", "rowwise", "adam")
+    ]
+    moves = ("gather", "pool_one", "pool_sum", "sort", "pack", "unpack", "initial_rows")
+    for name in ["bucket", "index_build", "index_find", *(f"{n}_{d}" for n in (*moves, *updates) for d in (16, 32))]:
+        assert found[f"ms_{name}"] > 0
+        assert found[f"share_{name}"] > 0
+    entries = found["num_samples"] * 26
+    assert found["bytes_gather_16"] == entries * (4 + 2 * 16 * 4)
+    assert found["bytes_update_adam_32"] == entries * (8 + 32 * 4) + found["distinct_rows"] * 2 * 3 * 32 * 4
+    assert found["share_pool"] == min(found[f"share_pool_{n}_{d}"] for n in ("one", "sum") for d in (16, 32))
+    assert found["share_pool_verdict"] == "no verdict"
+    assert found["speedup_vs_torch"] is None
+
+
+def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path) -> None:
+    """The dry form runs the CUDA sources by the shim, and compiles them where NVRTC is installed."""
+    found = figures("benchmarks.kernels", tmp_path, "--dry")
+    assert found["operations_run_by_the_shim"] == 2 * (3 + 15 + 2)
+    assert found["kernels_run_by_the_shim"] >= 15
+    assert found.get("compiled_sm_90", 8) >= 8
+    assert found["share_gather_verdict"] == "not measured"
+
+
 def test_the_fewest_rows_are_those_of_every_cache_that_could_have_been_chosen() -> None:
     """Row by row, farthest next use first reads no more rows than the best of all choices, and no fewer."""
     rng = np.random.default_rng(0)

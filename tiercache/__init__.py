@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tiercache.exchange.exporting import export_store as export_store
     from tiercache.exchange.importing import import_store as import_store
     from tiercache.extraction.extract import extract as extract
+    from tiercache.passes.key_sets import write_key_sets as write_key_sets
     from tiercache.passes.passset import PassSet as PassSet
     from tiercache.schema import Dense as Dense
     from tiercache.schema import Feature as Feature
@@ -65,6 +66,7 @@ _HOME = {
     "extract": "extraction.extract",
     "import_store": "exchange.importing",
     "reorganise": "training.reorganise",
+    "write_key_sets": "passes.key_sets",
 }
 
 __all__ = [
@@ -94,6 +96,7 @@ __all__ = [
     "extract",
     "import_store",
     "reorganise",
+    "write_key_sets",
 ]
 
 

@@ -7,12 +7,15 @@ TierCacheError
  ├─ PassSetError     a pass set is missing, damaged, or of another schema
  ├─ BudgetError      something does not fit into the memory that it was given
  ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
- └─ ExchangeError    an export or import cannot be done, or files to import are not what they should be
+ ├─ ExchangeError    an export or import cannot be done, or files to import are not what they should be
+ └─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
+ CudaError            (a RuntimeError) a GPU cannot be used: says what was found and what to install
 
-All but TierCacheError itself are ValueErrors too. ExchangeWarning tells of files and state that an export or import
-leaves out. StoreError and its tree come from `tiercache.store.errors`.
+All but TierCacheError itself are ValueErrors too, and KeyNotInPassError an IndexError in place of it. ExchangeWarning
+tells of files and state that an export or import leaves out. StoreError and its tree: `tiercache.store.errors`.
 """
 
+from tiercache.kernels.cuda import CudaError
 from tiercache.store.errors import (
     CorruptBlockError,
     CorruptStoreError,
@@ -30,10 +33,12 @@ __all__ = [
     "BudgetError",
     "CorruptBlockError",
     "CorruptStoreError",
+    "CudaError",
     "ExchangeError",
     "ExchangeWarning",
     "ExtractionError",
     "FormatVersionError",
+    "KeyNotInPassError",
     "NotAStoreError",
     "PassSetError",
     "SchemaError",
@@ -79,6 +84,14 @@ class StateError(TierCacheError, ValueError):
 
 class ExchangeError(TierCacheError, ValueError):
     """An export or import cannot be done: names the file or table."""
+
+
+class KeyNotInPassError(TierCacheError, IndexError):
+    """A batch has a key that is not in the key set of the pass: table, key and number of the batch in its visit."""
+
+    def __init__(self, message: str, *, table: str, key: int, batch: int) -> None:
+        super().__init__(message)
+        self.table, self.key, self.batch = table, key, batch
 
 
 class ExchangeWarning(UserWarning):

@@ -29,7 +29,7 @@ def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(monkeypat
     """The log names file and line as they are on disk."""
     broken = launch.source("gathering").replace("int64 first_task;", "int64 first_task; no_such_type x;", 1)
     monkeypatch.setattr(cuda, "source", lambda _: broken)
-    with pytest.raises(cuda.CudaError, match=r"gathering\.cu\(6\).*no_such_type"):
+    with pytest.raises(cuda.CudaError, match=r"gathering\.cu\(8\).*no_such_type"):
         cuda.compile_cubin("gathering", "sm_90")
 
 

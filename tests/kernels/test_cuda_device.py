@@ -162,6 +162,15 @@ def test_tables_of_parts_go_to_the_device_once(cupy: Cupy) -> None:
         assert cupy.compiled == len(cuda.sources())
 
 
+def test_large_tables_are_not_kept(cupy: Cupy) -> None:
+    """Those of a switch's pieces differ each time, and would fill the GPU."""
+    with opened(cupy) as (device, _):
+        for size, uploads in ((64 << 10, 1), ((64 << 10) + 1, 3)):
+            tables = [device.put(np.zeros(size, np.uint8)) for _ in range(2)]
+            assert cupy.uploads == uploads
+            assert all(table.size == size for table in tables)
+
+
 def test_an_array_that_is_not_on_the_device_is_refused(cupy: Cupy) -> None:
     """A list has no address."""
     with opened(cupy) as (device, _), pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):

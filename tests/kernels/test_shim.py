@@ -74,7 +74,7 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
     ("old", "new"),
     [
         ("if (row < count) store_lanes", "if (row <= count) store_lanes"),
-        ("load_constant<VEC>(vectors + from[u] + d)", "load_constant<VEC>(vectors + from[u] + dim + d)"),
+        ("load_packed<VEC>(vectors + from[u] + d)", "load_packed<VEC>(vectors + from[u] + dim + d)"),
         ("lane_id() < count ?", "true ?"),
     ],
 )

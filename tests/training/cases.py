@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.training.devices import device_of_tests
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.planning.positions import Positions
@@ -163,7 +164,7 @@ def train(
 ) -> Net:
     """Train ``case`` on a cache; ``each_batch(visit, batch)`` is called after every batch."""
     torch.manual_seed(seed)
-    model = Net(cache, case)
+    model = Net(cache, case).to(cache.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
     cache.track(model=model, optimizer=optimizer)
     run(cache, case, model, optimizer, epochs=epochs, each_batch=each_batch)
@@ -243,12 +244,19 @@ def tiered(store: tc.Store, passes: tc.PassSet, **options: Any) -> TierCache:
     """Open a cache with budgets that hold any small case."""
     options.setdefault("device_budget", "64MiB")
     options.setdefault("host_budget", "64MiB")
+    options.setdefault("device", device_of_tests())
     return tc.TierCache(store, passes, **options)
 
 
-def resident_result(case: Case, passes: tc.PassSet, **options: Any) -> Result:
+def resident(passes: tc.PassSet, **options: Any) -> tc.ResidentCache:
+    """Open a cache of all rows on the device of the tests."""
+    options.setdefault("device", device_of_tests())
+    return tc.ResidentCache(passes, **options)
+
+
+def resident_result(case: Case, passes: tc.PassSet, *, device: Any = None, **options: Any) -> Result:
     """Train ``case`` in memory."""
-    cache = tc.ResidentCache(passes, order_seed=case.order_seed)
+    cache = resident(passes, order_seed=case.order_seed, **({} if device is None else {"device": device}))
     return result_of_resident(cache, train(cache, case, **options))
 
 

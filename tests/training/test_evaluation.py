@@ -17,6 +17,7 @@ from tests.training.cases import (
     Spec,
     assert_same_bits,
     open_store,
+    resident,
     resident_result,
     result_of,
     smallest_host_budget,
@@ -73,7 +74,7 @@ def initial(spec: tc.Table, key: int) -> NDArray[np.float32]:
 
 def resident_rows(passes: tc.PassSet, moments: list[tuple[int, int]]) -> dict[tuple[int, int], Rows]:
     """Train in memory and copy all rows at some moments, and under (-1, -1) as they end."""
-    cache, found = tc.ResidentCache(passes), {}
+    cache, found = resident(passes), {}
 
     def copy(visit: int, batch: int) -> None:
         if (visit, batch) in moments or visit < 0:

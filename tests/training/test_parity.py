@@ -20,6 +20,7 @@ from tests.training.cases import (
     Spec,
     assert_same_bits,
     open_store,
+    resident,
     resident_result,
     result_of,
     smallest_host_budget,
@@ -27,6 +28,7 @@ from tests.training.cases import (
     tiered,
     train,
 )
+from tests.training.devices import DTYPES, only_on_a_cpu
 from tiercache.errors import StateError
 from tiercache.store.vectors import nearest
 
@@ -60,6 +62,7 @@ def test_tiered_training_ends_with_the_bits_of_training_in_memory(tmp_path: Path
         assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
 
 
+@only_on_a_cpu
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(tmp_path: Path, engine: str, dtype: str) -> None:
@@ -101,7 +104,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
     tables = tuple(
         table(
             f"t{i}", draw(dims), draw(st.sampled_from(OPTIMIZERS)), draw(st.sampled_from(INITIALIZERS)),
-            draw(st.integers(0, 3)), draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"])),
+            draw(st.integers(0, 3)), draw(st.sampled_from(DTYPES)),
         )
         for i in range(num_tables)
     )  # fmt: skip
@@ -251,7 +254,7 @@ def test_two_modules_in_one_step_add_their_gradients(tmp_path: Path, mode: str, 
     passes = case.cut(tmp_path / "passes")
     results = []
     for modules in (1, 2):
-        cache = tc.ResidentCache(passes)
+        cache = resident(passes)
         bags = [tc.TieredEmbeddingBag(cache, mode=mode) for _ in range(modules)]
         for visit in cache.passes(epochs=1):
             for batch in visit.batches(16):

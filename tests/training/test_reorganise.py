@@ -31,7 +31,7 @@ from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.store import MemoryEngine, fill, verify
 from tiercache.store.base_segment import base_stream
 from tiercache.store.segment import BASE_VISIT
-from tiercache.tiers.transfer import segments_by_visit
+from tiercache.tiers.segments import segments_by_visit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,11 +23,17 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
-__all__ = ["Pass", "PassSet", "pass_digest"]
+__all__ = ["NO_SAMPLES", "Pass", "PassSet", "pass_digest"]
+
+NO_SAMPLES = ""
+"""What stands for the digest of the sub-dataset of a pass that has a key set alone."""
 
 
 class Pass:
-    """One pass: a mapped sub-dataset and its key set, each opened at first use and held until ``close``."""
+    """One pass: a mapped sub-dataset and its key set, each opened at first use and held until ``close``.
+
+    A pass of ``write_key_sets`` has a key set alone.
+    """
 
     def __init__(self, directory: Path, index: int, record: PassRecord, layout: SampleLayout) -> None:
         self.index = index
@@ -52,10 +58,24 @@ class Pass:
 
     @property
     def samples_file(self) -> SamplesFile:
-        """Its sub-dataset, mapped."""
+        """Its sub-dataset, mapped. Raises PassSetError where there is none."""
+        self.check_samples()
         if self._samples_file is None:
             self._samples_file = SamplesFile(self._directory / samples_name(self.index), self._layout)
         return self._samples_file
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether it has a sub-dataset; opens nothing."""
+        return samples_name(self.index) in self._record.sizes
+
+    def check_samples(self) -> None:
+        """Raise PassSetError where it has a key set alone."""
+        if not self.has_samples:
+            raise PassSetError(
+                f"pass {self.index} of {self._directory} has a key set and no samples: give the keys of each batch to "
+                "Visit.batch"
+            )
 
     def rows(self, table: str) -> int:
         """Return the number of unique keys of a table; opens nothing."""
@@ -149,7 +169,8 @@ class PassSet:
     def verify(self) -> None:
         """Read everything and raise PassSetError for the first pass whose content is not what was extracted."""
         for item in self.passes:
-            if pass_digest(item.samples_file.digest(), item.key_set) != item.digest:
+            samples = item.samples_file.digest() if item.has_samples else NO_SAMPLES
+            if pass_digest(samples, item.key_set) != item.digest:
                 raise PassSetError(f"pass {item.index} of {self.path} was changed: extract the pass set again")
 
     def __iter__(self) -> Iterator[Pass]:

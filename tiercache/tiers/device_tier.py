@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError
-from tiercache.kernels.arrays import NONE_U8, aligned_zeros
+from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.rounding import set_streams
 from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
 from tiercache.passes.row_budget import device_bytes
+from tiercache.processors.processor import Layout
 from tiercache.sizes import format_bytes
 from tiercache.tiers.rows import GroupRows
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.processors.entries import Array
+    from tiercache.processors.processor import Mover
     from tiercache.store.table import Group
 
 
@@ -49,15 +52,22 @@ class DeviceTier:
     ``place`` runs on the reader thread ahead of time, everything else on the training thread.
     """
 
-    def __init__(self, positions: Positions, budget: int) -> None:
-        """Plan the arrays: each group's largest pass. Raises BudgetError where they exceed ``budget``."""
-        self._positions = positions
+    def __init__(self, positions: Positions, budget: int, mover: Mover) -> None:
+        """Allocate the arrays: each group's largest pass.
+
+        Raises BudgetError where they exceed ``budget``, or what the device has.
+        """
+        self._positions, self._mover = positions, mover
         groups = positions.groups
         self.capacity_G = [
             max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups))
         ]
         needs = [rows * device_bytes(group) for rows, group in zip(self.capacity_G, groups, strict=True)]
-        self.num_bytes = sum(needs)
+        layouts = [
+            Layout(rows, tuple(field.words for field in group.fields), rows)
+            for rows, group in zip(self.capacity_G, groups, strict=True)
+        ]
+        self.num_bytes = max(sum(needs), mover.bytes_of(layouts))  # the latter for rows so few that gaps count
         if self.num_bytes > budget:
             raise BudgetError(
                 f"the passes need {format_bytes(self.num_bytes)} on the device ("
@@ -71,11 +81,10 @@ class DeviceTier:
         for rows in self.capacity_G:
             if rows >= 2**31:
                 raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
-        self.fields_G = [
-            tuple(aligned_zeros(rows, field.words) for field in group.fields)
-            for rows, group in zip(self.capacity_G, groups, strict=True)
-        ]
-        """The words of each field of a group's rows, (slots, words)."""
+        self.arrays_G = mover.reserve(layouts, "device_budget holds passes that")
+        """The memory of each group's rows."""
+        self.slots_G: list[Array] = []
+        """The slots of the visit shown, on the device."""
         self._streams_G = [
             NONE_U8 if group.dtype == "float32" else np.zeros(rows, dtype=np.uint64)
             for rows, group in zip(self.capacity_G, groups, strict=True)
@@ -85,7 +94,7 @@ class DeviceTier:
 
     def clear(self) -> None:
         """Forget all rows: every slot is spare."""
-        self._spare_G = []
+        self._spare_G, self.slots_G = [], []
         for rows in self.capacity_G:
             spare = np.arange(rows, -1, -1, dtype=np.int32)
             spare[:rows] -= 1  # slot 0 is on top
@@ -96,12 +105,11 @@ class DeviceTier:
               before_pass: int | None) -> list[Placement]:  # fmt: skip
         """Find the slots of the next visit's rows from those of the visit before, or from nothing."""
         placements = []
-        for g in range(len(self.fields_G)):
+        for g in range(len(self.capacity_G)):
             span = self._positions.span(plan.pass_index, g)
             prev_gap = uses.prev_gap[plan.pass_index][span]
             rows = span.stop - span.start
-            slots = np.empty(rows, dtype=np.int32)
-            order = np.empty(rows, dtype=np.int32)
+            slots, order = self._mover.indices(rows), self._mover.indices(rows)
             if before is None or before_uses is None or before_pass is None:
                 nothing = np.empty(0, dtype=np.int32)
                 kept = assign_slots(nothing, nothing, np.zeros(rows, dtype=np.int32), self._spare_G[g], slots)
@@ -114,10 +122,21 @@ class DeviceTier:
             else:
                 limit = min(plan.visit + 1, uses.longest)
                 stable_order_by_gap(prev_gap, limit, order)
-            dump_order = np.empty(rows, dtype=np.int32)
+            dump_order = self._mover.indices(rows)
             stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)
             placements.append(Placement(slots, dump_order, order))
         return placements
+
+    def show(self, placements: list[Placement]) -> None:
+        """Have lookups see the rows of these placements from now on."""
+        self.slots_G = [
+            self._mover.place(placement.slots_K, arrays.slots)
+            for placement, arrays in zip(placements, self.arrays_G, strict=True)
+        ]
+
+    def read(self, group: int, field: int, slots: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return the words of a field in some slots."""
+        return self._mover.read(self.arrays_G[group].fields[field], slots)
 
     def note_keys(
         self, pass_index: int, placements: list[Placement], keys_of: Callable[[int, int], NDArray[np.int64]]
@@ -131,13 +150,13 @@ class DeviceTier:
                     keys = keys_of(pass_index, self._positions.first_table(g) + i)
                     set_streams(self._streams_G[g], slots, keys, table.table_id, table.seed)
 
-    def rows_of(self, pass_index: int, placements: list[Placement]) -> list[GroupRows]:
+    def rows_of(self, pass_index: int) -> list[GroupRows]:
         """Return what a lookup sees."""
         return [
             GroupRows.of(
                 group,
-                self.fields_G[g],
-                placements[g].slots_K,
+                self.arrays_G[g].fields,
+                self.slots_G[g],
                 self._positions.table_starts(pass_index, g),
                 streams=self._streams_G[g],
             )

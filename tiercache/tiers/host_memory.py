@@ -14,6 +14,8 @@ from tiercache.planning.budget import PAGE_BYTES, paged
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from tiercache.processors.processor import Mover
+
 
 _DONTNEED = 4
 _POPULATE_WRITE = 23
@@ -25,17 +27,19 @@ _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 class HostRegion:
     """Anonymous memory of whole pages, parts of which can be given back.
 
-    ``data`` is the uint8 array handed out: the first bytes of the map. What was given back reads as zeros.
+    ``data`` is the uint8 array handed out: the first bytes of the map. What was given back reads as zeros. Pages that
+    are held are locked for the device; while some are given back, the others are not.
     """
 
-    __slots__ = ("_address", "_bytes", "data", "first_page", "last_page")
+    __slots__ = ("_address", "_bytes", "_locked", "_mover", "data", "first_page", "last_page")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, mover: Mover) -> None:
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self._address = self._bytes.ctypes.data
         self.data = self._bytes[:0]
         self.first_page = self.last_page = 0
+        self._mover, self._locked = mover, -1
 
     @property
     def resident_bytes(self) -> int:
@@ -46,19 +50,37 @@ class HostRegion:
         """Hold the pages of the first ``num_bytes`` bytes, and those only."""
         pages = paged(num_bytes) // PAGE_BYTES
         first, last = min(self.first_page, pages), min(self.last_page, pages)
+        if (self.first_page, self.last_page) != (0, pages):
+            self.unlock()
         self._advise(_DONTNEED, pages, self.last_page)
         self._advise(_POPULATE_WRITE, 0, first)
         self._advise(_POPULATE_WRITE, last, pages)
         self.first_page, self.last_page = 0, pages
         self.data = self._bytes[:num_bytes]
+        self._lock()
 
     def shrink(self, low: int, high: int) -> None:
         """Give back the pages outside bytes [low, high)."""
         first = min(max(self.first_page, low // PAGE_BYTES), self.last_page)
         last = max(first, min(self.last_page, -(-high // PAGE_BYTES)))
+        if (self.first_page, self.last_page) != (first, last):
+            self.unlock()
         self._advise(_DONTNEED, self.first_page, first)
         self._advise(_DONTNEED, last, self.last_page)
         self.first_page, self.last_page = first, last
+        self._lock()
+
+    def _lock(self) -> None:
+        if self._locked < 0 and self.first_page < self.last_page:
+            address = self._address + self.first_page * PAGE_BYTES
+            self._mover.lock(address, self.resident_bytes)
+            self._locked = address
+
+    def unlock(self) -> None:
+        """Take the pages from the device."""
+        if self._locked >= 0:
+            self._mover.unlock(self._locked)
+            self._locked = -1
 
     def _advise(self, advice: int, first: int, last: int) -> None:
         """Have the system give or take back pages, without the GIL; to give them may be refused: that is slower."""
@@ -79,8 +101,8 @@ class HostMemory:
     them. Where the budget is short, the pages of kept ones go first.
     """
 
-    def __init__(self, budget: int, region_bytes: int) -> None:
-        self.budget, self.region_bytes = budget, paged(region_bytes)
+    def __init__(self, budget: int, region_bytes: int, mover: Mover) -> None:
+        self.budget, self.region_bytes, self._mover = budget, paged(region_bytes), mover
         self.resident_bytes = 0
         self.peak_bytes = 0
         self._free: list[HostRegion] = []
@@ -108,7 +130,7 @@ class HostMemory:
     def _pop(self) -> HostRegion:
         if self._free:
             return self._free.pop()
-        return self._empty.pop() if self._empty else HostRegion(self.region_bytes)
+        return self._empty.pop() if self._empty else HostRegion(self.region_bytes, self._mover)
 
     def give_back(self, region: HostRegion) -> None:
         """Take a region back; nobody may use its data any more."""
@@ -122,3 +144,9 @@ class HostMemory:
             before = region.resident_bytes
             region.shrink(low, high)
             self.resident_bytes -= before - region.resident_bytes
+
+    def close(self) -> None:
+        """Take the pages of all regions that came back from the device; nobody may take a region any more."""
+        with self._lock:
+            for region in (*self._free, *self._empty):
+                region.unlock()

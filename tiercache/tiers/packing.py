@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.rows import Pieces, pack, unpack
 from tiercache.tiers.device_tier import initial_values
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.planning.positions import Positions
+    from tiercache.processors.processor import Mover, Pieces
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import DeviceTier
     from tiercache.tiers.host_tier import HostTier
@@ -30,24 +30,28 @@ class Packer:
     """Fills the blocks of a dump from the device, and finds the keys of their rows."""
 
     def __init__(
-        self, device: DeviceTier, positions: Positions, keys_of: Callable[[int, int], NDArray[np.int64]]
+        self, device: DeviceTier, mover: Mover, positions: Positions, keys_of: Callable[[int, int], NDArray[np.int64]]
     ) -> None:
-        self._device, self._positions, self._keys_of = device, positions, keys_of
+        self._device, self._mover, self._positions, self._keys_of = device, mover, positions, keys_of
 
     def pack(
         self,
         group: int,
-        slots_K: NDArray[np.int32],
         order: NDArray[np.int32],
         stream: Stream,
         blocks: Iterable[tuple[int, NDArray[np.uint8]]],
     ) -> None:
-        """Fill blocks, given by number and bytes; ``order`` has the positions of the stream's rows."""
-        pieces = Pieces(stream.row_bytes // 4)
+        """Fill blocks, given by number and bytes; ``order`` has the positions of the stream's rows.
+
+        The bytes are there when a mark that is taken behind this call has passed.
+        """
+        pieces, arrays = self._mover.pieces(stream.row_bytes // 4), self._device.arrays_G[group]
         for block, data in blocks:
             low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
             pieces.add(int(stream.block_first_row_B[block]), *_pieces(stream, low, high), data.view(np.float32))
-        pack(self._device.fields_G[group], slots_K, order, pieces)
+        with self._mover.moving():
+            placed = self._mover.place(order, arrays.order)
+            self._mover.pack(arrays.fields, self._device.slots_G[group], placed, pieces)
 
     def keys(
         self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream
@@ -77,17 +81,19 @@ class Unpacker:
     def __init__(
         self,
         device: DeviceTier,
+        mover: Mover,
         host: HostTier,
         positions: Positions,
         keys_of: Callable[[int, int], NDArray[np.int64]],
     ) -> None:
-        self._device, self._host, self._positions, self._keys_of = device, host, positions, keys_of
+        self._device, self._mover, self._host = device, mover, host
+        self._positions, self._keys_of = positions, keys_of
 
     def unpack(self, staged: Staged) -> None:
-        """Load all rows of a visit that are not on the device yet."""
-        plan = staged.plan
-        rows_G = [Pieces(group.row_bytes // 4) for group in self._positions.groups]
-        vectors_G = [Pieces(group.fields[0].words) for group in self._positions.groups]
+        """Load all rows of a visit that are not on the device yet, and show them; what was staged is free behind it."""
+        plan, mover = staged.plan, self._mover
+        rows_G = [mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
+        vectors_G = [mover.pieces(group.fields[0].words) for group in self._positions.groups]
         first_G = list(plan.kept_G)
         for load in plan.loads:
             first = first_G[load.group]
@@ -104,13 +110,19 @@ class Unpacker:
         for new in staged.rows:
             one_piece = np.array([0, new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
-        for g, (fields, group) in enumerate(zip(self._device.fields_G, self._positions.groups, strict=True)):
-            slots = staged.placements[g].load_K
-            unpack(fields, slots, rows_G[g])
-            unpack(fields[:1], slots, vectors_G[g])
-            for state, value in zip(fields[1:], initial_values(group), strict=True):
-                state[slots[first_G[g] : first_G[g] + vectors_G[g].num_rows]] = value
+        with mover.moving():
+            for g, (arrays, group) in enumerate(zip(self._device.arrays_G, self._positions.groups, strict=True)):
+                slots = mover.place(staged.placements[g].load_K, arrays.order)
+                mover.unpack(arrays.fields, slots, rows_G[g])
+                mover.unpack(arrays.fields[:1], slots, vectors_G[g])
+                for due in [due for due in staged.keys if due.group == g]:
+                    mine = slots[due.first_row : due.first_row + due.keys.size]
+                    mover.generate(due.table, due.keys, arrays.fields[0], mine, arrays.keys)
+                for state, value in zip(arrays.fields[1:], initial_values(group), strict=True):
+                    mover.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
+            self._device.show(staged.placements)
         self._device.note_keys(plan.pass_index, staged.placements, self._keys_of)
+        mover.mark().wait()
 
 
 def _add(pieces: Pieces, first: int, stream: Stream, low: int, high: int, data: NDArray[np.uint8]) -> None:

@@ -14,19 +14,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.processors.entries import Array
+    from tiercache.processors.processor import Processor
     from tiercache.store.table import Group
     from tiercache.training.row_optimizer import RowGradients
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Rows of one group: row ``slot_of_local[first[table] + local id]`` of the vectors and of each state."""
+    """Rows of one group: row ``slot_of_local[first[table] + local id]`` of the vectors and of each state.
+
+    Arrays are those of the processor that looks them up.
+    """
 
     vectors: Vectors
     """(slots, dim), in their dtype."""
-    states: tuple[NDArray[np.float32], ...]
+    states: tuple[Array, ...]
     """One (slots, width) array for each optimizer state."""
-    slot_of_local: NDArray[np.int32]
+    slot_of_local: Array
     """The slot of each position."""
     first: dict[str, int]
     """By table: the position of its local id 0."""
@@ -39,8 +44,8 @@ class GroupRows:
     def of(
         cls,
         group: Group,
-        fields: tuple[NDArray[np.float32], ...],
-        slots: NDArray[np.int32],
+        fields: tuple[Array, ...],
+        slots: Array,
         table_starts: NDArray[np.int64],
         *,
         streams: NDArray[np.uint64] = NONE_U8,
@@ -64,8 +69,11 @@ class GroupRows:
 class RowView:
     """The rows that batches of one visit look up, and where their gradients go (nowhere in an evaluation)."""
 
-    def __init__(self, groups: Sequence[GroupRows], gradients: RowGradients | None, name: str) -> None:
-        self.groups = tuple(groups)
+    def __init__(
+        self, groups: Sequence[GroupRows], gradients: RowGradients | None, name: str, processor: Processor
+    ) -> None:
+        self.groups: Sequence[GroupRows] = tuple(groups)
+        self.processor = processor
         self.gradients = gradients
         self.name = name
         self.ended = False

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from tiercache.planning.host_plan import Held
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.processors.processor import Mover
     from tiercache.store import Segment, Store
     from tiercache.store.stream import Stream
+    from tiercache.store.table import Table
     from tiercache.tiers.device_tier import Placement
     from tiercache.tiers.host_memory import HostMemory, HostRegion
+
+
+_KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,16 @@ class StagedRows:
     """The words of each vector."""
 
 
+@dataclass(frozen=True, slots=True)
+class StagedKeys:
+    """Keys of one table that no visit has used before, whose vectors the device makes itself."""
+
+    group: int
+    first_row: int
+    table: Table
+    keys: NDArray[np.int64]
+
+
 @dataclass(slots=True)
 class Staged:
     """All that the reader prepared for one visit."""
@@ -56,6 +71,7 @@ class Staged:
     placements: list[Placement]
     pieces: list[StagedPieces] = field(default_factory=list)
     rows: list[StagedRows] = field(default_factory=list)
+    keys: list[StagedKeys] = field(default_factory=list)
     regions: list[HostRegion] = field(default_factory=list)
     rows_read: int = 0
     bytes_read: int = 0
@@ -70,13 +86,14 @@ class Stager:
     def __init__(
         self,
         store: Store,
+        mover: Mover,
         memory: HostMemory,
         positions: Positions,
         keys_of: Callable[[int, int], NDArray[np.int64]],
         segments: Mapping[int, Segment],
     ) -> None:
-        self._store, self._memory, self._positions, self._keys_of = store, memory, positions, keys_of
-        self._segments = segments
+        self._store, self._mover, self._memory, self._segments = store, mover, memory, segments
+        self._positions, self._keys_of = positions, keys_of
         self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._wanted: list[Pieces] = []
 
@@ -166,7 +183,11 @@ class Stager:
         for i, table in enumerate(spec.tables):
             low, high = int(cuts[i]), int(cuts[i + 1])
             keys = self._keys_of(plan.pass_index, first_table + i)
+            on_device = self._mover.generates(table) and 4 * width >= _KEY_BYTES + 4
             while low < high:
+                if on_device:
+                    low = self._stage_keys(staged, group, table, keys, order, int(starts[i]), low, high, first_row)
+                    continue
                 room = self._take(staged, 4 * width)
                 rows = min(high - low, room.size // (4 * width))
                 words = room[: rows * 4 * width].view(np.float32).reshape(rows, width)
@@ -175,6 +196,19 @@ class Stager:
                 first_vectors(table, mine, words)
                 staged.rows.append(StagedRows(group, first_row + low, words))
                 low += rows
+
+    def _stage_keys(
+        self, staged: Staged, group: int, table: Table, keys: NDArray[np.int64], order: NDArray[np.int32], start: int,
+        low: int, high: int, first_row: int,
+    ) -> int:  # fmt: skip
+        """Stage keys of places [low, high) of ``order``, as many as there is room for; return the place behind them."""
+        room = self._take(staged, _KEY_BYTES + 4)
+        room = room[-room.ctypes.data % _KEY_BYTES :]
+        rows = min(high - low, room.size // _KEY_BYTES)
+        mine, self._room = room[: rows * _KEY_BYTES].view(np.int64), room[rows * _KEY_BYTES :]
+        np.take(keys, order[low : low + rows] - start, out=mine)
+        staged.keys.append(StagedKeys(group, first_row + low, table, mine))
+        return low + rows
 
 
 def _from(room: NDArray[np.uint8], in_page: int | None) -> NDArray[np.uint8]:

@@ -21,6 +21,7 @@ from tiercache.store.stream import Range
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Packer, Unpacker
 from tiercache.tiers.report import VisitReport
+from tiercache.tiers.segments import segments_by_visit
 from tiercache.tiers.staging import Staged, Stager
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import Planner, VisitPlan
+    from tiercache.processors.processor import Mark, Mover
     from tiercache.store import Segment, Store
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import DeviceTier, Placement
@@ -54,6 +56,7 @@ class Transfer:
         self,
         store: Store,
         device: DeviceTier,
+        mover: Mover,
         memory: HostMemory,
         budget: HostBudget,
         positions: Positions,
@@ -64,11 +67,11 @@ class Transfer:
         environment: dict[str, object],
     ) -> None:
         self.device, self.host, self.memory = device, HostTier(memory), memory
-        self._store, self._budget, self._positions = store, budget, positions
+        self._store, self._mover, self._budget, self._positions = store, mover, budget, positions
         self._keys_of, self._uses_of = keys_of, uses_of
         self._digest, self.environment = schedule_digest, environment
-        self._packer = Packer(device, positions, keys_of)
-        self._unpacker = Unpacker(device, self.host, positions, keys_of)
+        self._packer = Packer(device, mover, positions, keys_of)
+        self._unpacker = Unpacker(device, mover, self.host, positions, keys_of)
         if has_crc32c():
             store.checksums = crc32c
         if has_reads():
@@ -97,7 +100,7 @@ class Transfer:
         self._segments.clear()
         self._segments.update(segments_by_visit(self._store))
         self._planner = planner
-        self._stager = Stager(self._store, self.memory, self._positions, self._keys_of, self._segments)
+        self._stager = Stager(self._store, self._mover, self.memory, self._positions, self._keys_of, self._segments)
         self._stage_next()
         self._load()
         self._stage_next()
@@ -122,6 +125,7 @@ class Transfer:
         for future in (self._planning, self._staging, self._writing):
             if future is not None:
                 future.exception()
+        self._mover.rest()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result())
         self._planning = self._staging = self._writing = None
@@ -137,6 +141,7 @@ class Transfer:
         self.stop()
         self._reader.shutdown()
         self._writer.shutdown()
+        self.memory.close()
 
     def check(self) -> None:
         """Raise, with its cause, what went wrong on the reader or the writer."""
@@ -176,14 +181,14 @@ class Transfer:
             for g, group in enumerate(self._positions.groups)
         )  # fmt: skip
         orders = [np.arange(rows, dtype=np.int32) for rows in plan.rows_G]
-        placements = self.placements
 
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
-            scratch = np.empty(paged(self._budget.block), dtype=np.uint8)
+            scratch = self._mover.scratch(paged(self._budget.block))
             for g, stream in enumerate(streams):
                 for b, keys in enumerate(self._packer.keys(plan.pass_index, g, orders[g], stream)):
                     data = scratch[: int(stream.block_bytes_B[b])]
-                    self._packer.pack(g, placements[g].slots_K, orders[g], stream, [(b, data)])
+                    self._packer.pack(g, orders[g], stream, [(b, data)])
+                    self._mover.mark().wait()
                     yield g, b, data, keys
 
         def write() -> None:
@@ -215,18 +220,20 @@ class Transfer:
                 order = order[order.size - stream.rows :]  # without the kept rows where they are not written
                 regions = self.host.enter(plan.visit, g, stream)
                 blocks = enumerate(region.data for region in regions)
-                self._packer.pack(g, self.placements[g].slots_K, order, stream, blocks)
+                self._packer.pack(g, order, stream, blocks)
                 dumped.append((g, stream, regions, order))
-        return partial(self._write, plan, dumped, state, report)
+        return partial(self._write, plan, dumped, self._mover.mark(), state, report)
 
     def _write(
         self,
         plan: VisitPlan,
         dumped: list[tuple[int, Stream, list[HostRegion], NDArray[np.int32]]],
+        packed: Mark,
         state: StateBytes,
         report: VisitReport,
     ) -> None:
         """Runs on the writer thread."""
+        packed.wait()
         begun = time.perf_counter()
         counters = self._store.counters
         rows, num_bytes = counters.rows_written, counters.row_bytes_written
@@ -367,23 +374,3 @@ def _wanted(upcoming: VisitPlan | None) -> dict[tuple[int, int], Held]:
 
 def _result_or_none(future: Future[VisitPlan]) -> VisitPlan | None:
     return future.result() if future.exception() is None else None
-
-
-def segments_by_visit(store: Store) -> dict[int, Segment]:
-    """Return the newest segment of each visit: for a visit cut by a commit, the one the commit wrote.
-
-    Settled segments are of visits of other schedules.
-    """
-    found: dict[int, Segment] = {}
-    settled = frozenset[int]() if store.commit is None else store.commit.settled_ids
-    for segment in store.segments:
-        if segment.id in settled:
-            continue
-        if segment.visit not in found or segment.id > found[segment.visit].id:
-            found[segment.visit] = segment
-    return found
-
-
-def waiting_streams(store: Store) -> list[Stream]:
-    """Return the streams of these segments."""
-    return [stream for segment in segments_by_visit(store).values() for stream in segment.streams]

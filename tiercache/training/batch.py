@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from tiercache.kernels.switch import permutation
 from tiercache.store.hashing import mix
@@ -14,6 +13,7 @@ from tiercache.store.hashing import mix
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import Pass
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some samples: ``label`` (N,), ``dense`` (N, dense features), both float32, and ids for the embedding modules."""
+    """Some samples: ``label`` (N,), ``dense`` (N, dense features), both float32, and ids for the embedding modules.
+
+    Label and dense are on the device of the training; ids are in host memory until a module looks them up.
+    """
 
     label: torch.Tensor
     dense: torch.Tensor
@@ -68,8 +71,8 @@ def read_batches(
         yield (
             begin + places.size,
             Batch(
-                label=torch.from_numpy(label),
-                dense=torch.from_numpy(samples.dense),
+                label=rows.processor.tensor(rows.processor.bring(label)),
+                dense=rows.processor.tensor(rows.processor.bring(samples.dense)),
                 ids=samples.ids,
                 rows=rows,
                 num_samples=places.size,

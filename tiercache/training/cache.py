@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from tiercache.errors import StateError
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.visit_plan import PassSizes, Planner, VisitPlan
+from tiercache.processors.opening import open_processor
 from tiercache.sizes import parse_bytes
 from tiercache.store.history import manifest_of
 from tiercache.tiers.device_tier import DeviceTier
 from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.rows import RowView
-from tiercache.tiers.transfer import Transfer, segments_by_visit, waiting_streams
+from tiercache.tiers.segments import segments_by_visit, waiting_streams
+from tiercache.tiers.transfer import Transfer
 from tiercache.tiers.use_files import UseFiles
-from tiercache.training.dense_state import DenseState
+from tiercache.training.commit_state import CommitState
 from tiercache.training.evaluation import Evaluation, RowsNow
-from tiercache.training.matching import check_environment, check_features, check_schedule, check_tables
+from tiercache.training.matching import check_features, check_schedule, check_tables
 from tiercache.training.progress import TrainingProgress, prepare_kernels
-from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.raw_batch import RawKeys
+from tiercache.training.step_hooks import StepHooks
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import PassSet
     from tiercache.planning.store_plan import StorePlan
+    from tiercache.processors.processor import Processor
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
-    from tiercache.tiers.transfer import StateBytes
+    from tiercache.training.batch import Batch
 
 
 class TierCache:
@@ -54,6 +56,7 @@ class TierCache:
         store: Store,
         passes: PassSet,
         *,
+        device: str | Processor = "cpu",
         device_budget: int | str,
         host_budget: int | str,
         eval_budget: int | str | None = None,
@@ -65,18 +68,22 @@ class TierCache:
     ) -> None:
         """Plan the budgets.
 
-        device_budget: bytes ("64MiB") for rows and slot maps. host_budget: bytes of anonymous memory for dump,
-        staging, cached rows, one write transaction and evaluation. eval_budget: bytes of it reserved for rows of
-        evaluation passes; a sixteenth where not given. store_budget: bytes that the store may come to take, checked
-        here and, with the dense state, before training; it stops no write, as Store.open's max_bytes does.
+        device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too. device_budget: bytes
+        ("64MiB") there for rows and slot maps, and for an index of raw keys where they leave room. host_budget: bytes
+        of anonymous memory for dump, staging, cached rows, one write transaction and evaluation. eval_budget: bytes of
+        it reserved for rows of evaluation passes; a sixteenth where not given. store_budget: bytes that the store may
+        come to take, checked here and, with the dense state, before training; it stops no write, as Store.open's
+        max_bytes does.
         commit_every: visits between commits. seed: of the shuffling of batches. order_seed: None trains the passes of
         every epoch in their order, a number in a seeded one. progress: whether a bar shows; None: on a terminal.
 
-        Raises BudgetError where the plan exceeds a budget, PassSetError where passes and store do not belong
-        together, ValueError for a commit_every below 1.
+        Raises BudgetError where the plan exceeds a budget or the device, PassSetError where passes and store do not
+        belong together, CudaError where the GPU cannot be used, ValueError for a commit_every below 1.
         """
         if commit_every < 1:
             raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
+        self._processor = processor = open_processor(device, store.tables)
+        mover = processor.mover
         prepare_kernels(store.tables)
         share_threads()
         self.store, self.pass_set = store, passes
@@ -87,29 +94,31 @@ class TierCache:
         self._shown = sys.stderr.isatty() if progress is None else progress
         self._progress: TrainingProgress | None = None
         self._positions = Positions.of(passes, store.groups)
-        self._device = DeviceTier(self._positions, parse_bytes(device_budget))
+        self._device = DeviceTier(self._positions, parse_bytes(device_budget), mover)
         evaluation = None if eval_budget is None else parse_bytes(eval_budget)
         self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store))
         self._store_budget = None if store_budget is None else parse_bytes(store_budget)
         self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
-        self._memory = HostMemory(self._budget.rows, self._budget.region)
+        self._memory = HostMemory(self._budget.rows, self._budget.region, mover)
+        self._state = CommitState(store.groups, processor)
+        self.dense, self.optimizer = self._state.dense, self._state.optimizer
         self._transfer = Transfer(
             store,
             self._device,
+            mover,
             self._memory,
             self._budget,
             self._positions,
             self._keys_of,
             self._uses.of,
             schedule_digest=self._schedule.digest,
-            environment={
-                "threads": torch.get_num_threads(),
-                "cpu": platform.processor() or platform.machine(),
-            },
+            environment=self._state.environment,
         )
-        self.dense = DenseState()
-        self.optimizer = RowOptimizer(store.groups)
-        self._hooks: list[Any] = []
+        room = parse_bytes(device_budget) - self._device.num_bytes
+        self._raw = RawKeys(
+            passes.schema, store.groups, self.rows_now, lambda: self.optimizer.steps, self._processor, room
+        )
+        self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None
         self._run: object = None
         self._sizes: dict[int, PassSizes] = {}
@@ -128,14 +137,9 @@ class TierCache:
         yourself. Random generators of torch, numpy and random are part of every commit. Raises StateError for
         state that cannot be stored.
         """
-        optimizers = [value for value in objects.values() if isinstance(value, torch.optim.Optimizer)]
-        if len(optimizers) + len(self._hooks) > 1:
-            raise StateError(
-                "track() was given two optimizers, and rows step when the optimizer does: track one, and keep "
-                "the other's state in an object of your own"
-            )
+        self._hooks.check(objects)
         self.dense.track(objects)
-        self._hooks += [optimizer.register_step_post_hook(lambda *_: self.step()) for optimizer in optimizers]
+        self._hooks.follow(objects)
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits (one epoch and one visit more where not said) without training them."""
@@ -181,7 +185,7 @@ class TierCache:
                 report = self._transfer.report
                 assert report is not None
                 with report.timing("commit"):
-                    state = self._state()
+                    state = self._state.capture()
                 self._end_visit()
                 progress.visit_done(visit.num_samples, report)
                 if index + 1 < end:
@@ -227,7 +231,7 @@ class TierCache:
         self._transfer.check()
         if self._visit.samples_done == 0:
             raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
-        state, settings = self._state()
+        state, settings = self._state.capture()
         self._transfer.commit_within(self._visit.samples_done, (state, settings | {"order": self._visit.order}))
 
     def drain(self) -> None:
@@ -249,7 +253,15 @@ class TierCache:
         """
         check_tables(self.store, passes)
         check_features(self.pass_set, passes)
-        yield from Evaluation.slices(passes, self.rows_now(), self._budget.evaluation)
+        yield from Evaluation.slices(passes, self.rows_now(), self._budget.evaluation, self._processor)
+
+    def evaluation_batch(self, keys: Mapping[str, Any], **others: Any) -> Batch:
+        """Return a read-only batch of raw keys, as ``Visit.batch`` takes them, at any moment between batches.
+
+        Rows are as of now, as in ``evaluation``, read for this batch alone. Raises BudgetError where its unique keys
+        have more rows than ``eval_budget`` holds.
+        """
+        return self._raw.evaluate(keys, self._budget.evaluation, **others)
 
     def rows_now(self) -> RowsNow:
         """Return a reader of any rows as of now; used between batches, before the next one is trained.
@@ -274,9 +286,7 @@ class TierCache:
         """End both threads. What is not committed is not kept; the store stays open."""
         self._run = None  # a loop that was left open finds nothing to end when it is collected
         self._end_visit()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
         self._transfer.close()
 
     def __enter__(self) -> TierCache:
@@ -303,9 +313,19 @@ class TierCache:
         return self.pass_set.schema
 
     @property
+    def device(self) -> torch.device:
+        """Where rows are trained."""
+        return self._processor.device
+
+    @property
     def device_bytes(self) -> int:
-        """Bytes of rows and slot maps on the device."""
-        return self._device.num_bytes
+        """Bytes of rows, slot maps and, once raw keys were looked up, of the index of keys on the device."""
+        return self._device.num_bytes + self._raw.index_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes kept on the device from batch to batch, beside ``device_bytes``."""
+        return self._processor.scratch_bytes
 
     @property
     def host_bytes_peak(self) -> int:
@@ -324,17 +344,9 @@ class TierCache:
         visit, sample = self._cursor
         stored = {v: segment.streams for v, segment in segments_by_visit(self.store).items()}
         return Planner(
-            self._schedule,
-            self._positions,
-            self._uses.of,
-            self._budget,
-            start=visit,
-            within=sample > 0,
-            commit_every=self._commit_every,
-            end=end,
-            stored=stored,
-            sizes=self._sizes if sizes is None else sizes,
-        )
+            self._schedule, self._positions, self._uses.of, self._budget, start=visit, within=sample > 0,
+            commit_every=self._commit_every, end=end, stored=stored, sizes=self._sizes if sizes is None else sizes,
+        )  # fmt: skip
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
@@ -345,19 +357,12 @@ class TierCache:
         if self._store_budget is not None:
             self.store_plan(state_bytes).check(self._store_budget)
 
-    def _state(self) -> StateBytes:
-        return self.dense.capture(), self.optimizer.settings()
-
     def _restore(self) -> None:
-        commit = self.store.commit
-        if commit is None:
-            self._transfer.publish_first(self._state())
+        if self.store.commit is None:
+            self._transfer.publish_first(self._state.capture())
             return
         check_schedule(self.store, self.pass_set, self._schedule)
-        check_environment(commit, self._transfer.environment)
-        if commit.state_bytes:  # rows from outside come without dense state
-            self.dense.restore(self.store.state())
-        self.optimizer.restore(commit.settings)
+        self._state.restore(self.store)
 
     def _begin_visit(self, index: int, first_sample: int) -> Visit:
         plan, report = self._transfer.plan, self._transfer.report
@@ -365,22 +370,14 @@ class TierCache:
         assert report is not None
         assert plan.visit == index
         self.optimizer.discard()
-        rows = RowView(
-            self._device.rows_of(plan.pass_index, self._transfer.placements),
-            self.optimizer.gradients,
-            f"visit {index}",
-        )
+        groups = self._device.rows_of(plan.pass_index)
+        rows = RowView(groups, self.optimizer.gradients, f"visit {index}", self._processor)
         self._visit = Visit(
-            index=index,
-            epoch=plan.epoch,
-            source=self.pass_set.passes[plan.pass_index],
-            rows=rows,
-            seed=self._seed,
-            first_sample=first_sample,
+            index=index, epoch=plan.epoch, source=self.pass_set.passes[plan.pass_index], rows=rows,
+            seed=self._seed, raw=self._raw, first_sample=first_sample,
             order=self.store.commit.settings.get("order") if first_sample and self.store.commit else None,
-            before_batch=self._before_batch,
-            note_loss=report.losses.append,
-        )
+            before_batch=self._before_batch, note_loss=report.losses.append,
+        )  # fmt: skip
         self.reports.append(report)
         report.begin_training()
         return self._visit

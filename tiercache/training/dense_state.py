@@ -14,6 +14,8 @@ from tiercache.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiercache.processors.processor import Processor
+
 _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
 """Exactly these: a number of numpy is a float by inheritance, and cannot be read back safely."""
 
@@ -35,12 +37,13 @@ class Stateful(Protocol):
 
 
 class DenseState:
-    """Tracked objects and the random generators of torch (CPU), numpy and random.
+    """Tracked objects and the random generators of torch (the CPU's and the device's), numpy and random.
 
     Stored with ``torch.save`` and read with ``weights_only=True``: nothing pickled is executed on load.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor
         self._objects: dict[str, Stateful] = {}
 
     def track(self, objects: dict[str, Any]) -> None:
@@ -78,6 +81,9 @@ class DenseState:
             "python": (version, tuple(numbers), gauss),
             "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
         }
+        there = self._processor.random_state()
+        if there is not None:
+            state["device"] = there
         return lambda: _save(state)
 
     def most_bytes(self) -> int:
@@ -110,6 +116,8 @@ class DenseState:
                     f"given to track() ({_line(error)}): give the same object as before, or begin a new store"
                 ) from error
         torch.set_rng_state(state["torch"])
+        if "device" in state:
+            self._processor.set_random_state(state["device"])
         random.setstate(state["python"])
         kind, words, place, has_gauss, cached = state["numpy"]
         np.random.set_state((kind, words.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above

@@ -8,20 +8,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiercache.training.buffers import BufferPool
 from tiercache.training.lookup import MODES, FeaturePart, PooledLookup, RowLookup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
+    from tiercache.processors.entries import Array
+    from tiercache.processors.processor import Processor
     from tiercache.schema import Feature, Schema
     from tiercache.store.table import Group
     from tiercache.training.batch import Batch
-
-POOL = BufferPool()
-"""Outputs, slots and sort scratch of all modules; on the training thread."""
 
 
 class RowSource(Protocol):
@@ -81,7 +77,7 @@ class TieredEmbeddingBag(nn.Module):
         Raises IndexError for ids that are not of the visit, RuntimeError where the visit has ended.
         """
         batch.rows.check()
-        given = dict(weights or {})
+        given, processor = dict(weights or {}), batch.rows.processor
         for name, weight in given.items():
             if name not in self._cols:
                 raise ValueError(
@@ -89,8 +85,13 @@ class TieredEmbeddingBag(nn.Module):
                 )
             if weight.dtype != torch.float32:
                 raise ValueError(f"weights of feature {name!r} are {weight.dtype}: give torch.float32")
+            if weight.device != processor.device:
+                raise ValueError(
+                    f"weights of feature {name!r} are on {weight.device}, and rows are trained on {processor.device}: "
+                    "move them there"
+                )
         arrays = {name: values for name in self.features if (values := batch.ids[name].weights) is not None} | {
-            name: value.detach().contiguous().numpy() for name, value in given.items()
+            name: processor.array(value) for name, value in given.items()
         }
         weighted = frozenset(arrays)
         if weighted not in self._parts:
@@ -99,10 +100,10 @@ class TieredEmbeddingBag(nn.Module):
             PooledLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
             for part in self._parts[weighted]
         ]
-        out = POOL.take((batch.num_samples, self.out_features), np.float32)
+        out = processor.empty((batch.num_samples, self.out_features), np.float32)
         names = tuple(given)
         result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
-            self._anchor, lookups, out, names, *given.values()
+            self._anchor, processor, lookups, out, names, *given.values()
         )
         return result
 
@@ -173,28 +174,28 @@ class TieredEmbedding(nn.Module):
             outs = _RowFunction.apply(self._anchor, RowLookup(part, batch))  # type: ignore[no-untyped-call]
             for name, out in zip(part.features, outs, strict=True):
                 spec = self._specs[name]
-                found[name] = out.view(batch.num_samples, spec.length, -1) if spec.hotness == "fixed" else out
+                found[name] = out.view(batch.num_samples, spec.length, out.shape[1]) if spec.hotness == "fixed" else out
         return {name: found[name] for name in self.features}
 
 
 class _PooledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, lookups: list[PooledLookup], out: NDArray[np.float32],
+    def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor, lookups: list[PooledLookup], out: Array,
                 names: tuple[str, ...], *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        for lookup in lookups:
-            lookup.forward(out, POOL)
-        ctx.lookups, ctx.names = lookups, names
-        return torch.from_numpy(out)
+        processor.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
+        ctx.processor, ctx.lookups, ctx.names = processor, lookups, names
+        return processor.tensor(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad = grads[0].contiguous().numpy()
+        processor: Processor = ctx.processor
+        grad = processor.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
         for lookup in ctx.lookups:
             if set(lookup.part.features) & set(ctx.names):
-                by_name |= {n: torch.from_numpy(g) for n, g in lookup.weight_gradients(grad).items()}
+                by_name |= {n: processor.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
             lookup.backward(grad)
-        return None, None, None, None, *(by_name.get(name) for name in ctx.names)
+        return None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
 
 
 class _RowFunction(torch.autograd.Function):
@@ -202,13 +203,13 @@ class _RowFunction(torch.autograd.Function):
     def forward(ctx: Any, _anchor: torch.Tensor, lookup: RowLookup) -> tuple[torch.Tensor, ...]:
         ctx.lookup = lookup
         ctx.set_materialize_grads(False)
-        return tuple(torch.from_numpy(out) for out in lookup.forward(POOL))
+        return tuple(lookup.batch.rows.processor.tensor(out) for out in lookup.forward())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
         for feature, grad in enumerate(grads):
             if grad is not None:
-                ctx.lookup.backward(feature, grad.contiguous().numpy())
+                ctx.lookup.backward(feature, ctx.lookup.batch.rows.processor.array(grad))
         return None, None
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from tiercache.passes.passset import Pass, PassSet
     from tiercache.planning.positions import Positions
+    from tiercache.processors.processor import Processor
     from tiercache.schema import Feature
     from tiercache.store import Store
     from tiercache.tiers.device_tier import DeviceTier, Placement
@@ -86,9 +87,9 @@ class RowsNow:
             found = np.nonzero(places >= 0)[0]
             first = int(self._positions.table_starts(self._pass_now, g)[i])
             slots = self._placements[g].slots_K[places[found] + first]
-            for field, to, have in zip(spec.fields, out, self._device.fields_G[g], strict=False):
+            for f, (field, to) in enumerate(zip(spec.fields, out, strict=False)):
                 for part in _chunks(found.size, 4 * field.width):
-                    (to[found[part]],) = from_words((field,), (have[slots[part]],))
+                    (to[found[part]],) = from_words((field,), (self._device.read(g, f, slots[part]),))
             missing[found] = False
         self._from_store(table_name, g, keys, out, missing)
         rest = np.nonzero(missing)[0]
@@ -183,7 +184,7 @@ class Evaluation:
             yield batch
 
     @staticmethod
-    def slices(passes: PassSet, rows_now: RowsNow, budget: int) -> Iterator[Evaluation]:
+    def slices(passes: PassSet, rows_now: RowsNow, budget: int, processor: Processor) -> Iterator[Evaluation]:
         """Cut every pass into slices and bring in their rows, one slice at a time.
 
         Raises BudgetError where the rows of a handful of samples exceed ``budget`` bytes.
@@ -192,13 +193,15 @@ class Evaluation:
 
         positions = Positions.of(passes, rows_now.groups)  # type: ignore[arg-type]
         for source in passes.passes:
+            source.check_samples()
             first = 0
             while first < source.samples:
                 last, used = _cut(source, first, positions, budget, passes.schema.features)
                 view = RowView(
-                    [_bring(rows_now, source, positions, g, used) for g in range(len(positions.groups))],
+                    [_bring(rows_now, source, positions, g, used, processor) for g in range(len(positions.groups))],
                     None,
                     f"samples {first:,} to {last:,} of evaluation pass {source.index}",
+                    processor,
                 )
                 yield Evaluation(source, first, last, view)
                 view.ended = True
@@ -237,8 +240,9 @@ def _cut(
 
 
 def _bring(
-    rows_now: RowsNow, source: Pass, positions: Positions, group: int, used: dict[str, NDArray[np.bool_]]
-) -> GroupRows:
+    rows_now: RowsNow, source: Pass, positions: Positions, group: int, used: dict[str, NDArray[np.bool_]],
+    processor: Processor,
+) -> GroupRows:  # fmt: skip
     """Fetch the vectors of one group's used ids, in float32 whatever their dtype."""
     spec = positions.groups[group]
     starts = positions.table_starts(source.index, group)
@@ -253,4 +257,4 @@ def _bring(
             rows_now.fill(table.name, keys, (vectors[at : at + local.size],))
             slots[starts[i] + local] = np.arange(at, at + local.size, dtype=np.int32)
             at += local.size
-    return GroupRows.of(spec, (vectors,), slots, starts, dtype="float32")
+    return GroupRows.of(spec, (processor.bring(vectors),), processor.bring(slots), starts, dtype="float32")

@@ -62,5 +62,5 @@ def check_environment(commit: Commit, here: dict[str, Any]) -> None:
         warnings.warn(
             f"commit {commit.id} was trained with {commit.environment} and goes on with {here}: other threads or "
             "another CPU can change the last bits of dense layers",
-            stacklevel=4,
+            stacklevel=5,
         )

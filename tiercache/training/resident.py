@@ -5,39 +5,49 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from tiercache.errors import StateError
-from tiercache.kernels.arrays import NONE_U8, aligned_zeros
+from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.kernels.rounding import set_streams
+from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
+from tiercache.processors.opening import open_processor
+from tiercache.processors.processor import Layout
 from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.progress import prepare_kernels
+from tiercache.training.raw_batch import RawKeys, initial_vectors
 from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.step_hooks import StepHooks
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    import torch
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import PassSet
+    from tiercache.processors.processor import Processor
+    from tiercache.store.table import Table
 
 
 class ResidentCache:
-    """Rows of all passes in arrays: no store, no budgets, no commits.
+    """Rows of all passes in arrays on the device: no store, no budgets, no commits.
 
     Trains the same batches as a TierCache with the same seeds, to the same bits. For tables that fit, and to
     measure what the tiers cost. ``track`` and ``passes`` work as there, but nothing is saved.
     """
 
-    def __init__(self, passes: PassSet, *, seed: int = 0, order_seed: int | None = None) -> None:
+    def __init__(
+        self, passes: PassSet, *, device: str | Processor = "cpu", seed: int = 0, order_seed: int | None = None
+    ) -> None:
+        self._processor = open_processor(device, passes.tables)
         prepare_kernels(passes.tables)
         share_threads()
         self.pass_set = passes
@@ -52,13 +62,26 @@ class ResidentCache:
             for p in range(len(passes.passes))
         ]
         self._streams_G = [NONE_U8] * len(self._groups)
-        self._fields_G = [self._fill(g) for g in range(len(self._groups))]
-        self.optimizer = RowOptimizer(self._groups)
+        rows_G = [self._number(g) for g in range(len(self._groups))]
+        self._arrays_G = self._processor.mover.reserve(
+            [
+                Layout(
+                    rows, tuple(field.words for field in group.fields), max(p[group.index].size for p in self._slots_PG)
+                )
+                for rows, group in zip(rows_G, self._groups, strict=True)
+            ],
+            "a ResidentCache holds all rows of all passes, which",
+        )
+        for g, rows in enumerate(rows_G):
+            self._fill(g, rows)
+        self.optimizer = RowOptimizer(self._groups, self._processor)
+        self._hooks = StepHooks(self.step)
+        self._raw = RawKeys(passes.schema, self._groups, self.rows_now, lambda: self.optimizer.steps, self._processor)
         self._visit: Visit | None = None
         self._trained = 0
 
-    def _fill(self, g: int) -> tuple[NDArray[np.float32], ...]:
-        """Number the keys of a group over all passes and make their initial rows."""
+    def _number(self, g: int) -> int:
+        """Number the keys of a group over all passes and return how many there are."""
         group, rows = self._groups[g], 0
         for i, table in enumerate(group.tables):
             most = sum(p.rows(table.name) for p in self.pass_set.passes)
@@ -71,26 +94,30 @@ class ResidentCache:
             self._first[table.name] = rows
             self._keys[table.name] = names.keys().copy()
             rows += names.count
-        fields = tuple(aligned_zeros(rows, field.words) for field in group.fields)
-        for values, field in zip(fields[1:], group.fields[1:], strict=True):
-            if field.initial:
-                values.fill(field.initial)
+        return rows
+
+    def _fill(self, g: int, rows: int) -> None:
+        """Make the initial rows of a group."""
+        group, arrays, mover = self._groups[g], self._arrays_G[g], self._processor.mover
+        for values, field in zip(arrays.fields[1:], group.fields[1:], strict=True):
+            mover.set_rows(values, None, field.initial)
         for table in group.tables:
             keys, first = self._keys[table.name], self._first[table.name]
-            first_vectors(table, keys, fields[0][first : first + keys.size])
+            vectors = arrays.fields[0][first : first + keys.size]
+            if mover.generates(table):
+                mover.generate(table, keys, vectors, None, None)
+            else:
+                mover.write(vectors, _first_vectors(table, keys))
         if group.dtype != "float32":
             self._streams_G[g] = np.empty(rows, dtype=np.uint64)
             for table in group.tables:
                 keys, first = self._keys[table.name], self._first[table.name]
                 slots = np.arange(first, first + keys.size, dtype=np.int32)
                 set_streams(self._streams_G[g], slots, keys, table.table_id, table.seed)
-        return fields
 
     def track(self, **objects: Any) -> None:
         """Step rows when a tracked torch optimizer steps."""
-        for value in objects.values():
-            if isinstance(value, torch.optim.Optimizer):
-                value.register_step_post_hook(lambda *_: self.step())
+        self._hooks.follow(objects)
 
     def passes(self, epochs: int) -> Iterator[Visit]:
         """Yield the visits up to the end of epoch ``epochs``, from the first not trained yet."""
@@ -101,17 +128,17 @@ class ResidentCache:
             rows = [
                 GroupRows.of(
                     group,
-                    self._fields_G[g],
-                    self._slots_PG[p][g],
+                    self._arrays_G[g].fields,
+                    self._processor.mover.place(self._slots_PG[p][g], self._arrays_G[g].slots),
                     self._positions.table_starts(p, g),
                     streams=self._streams_G[g],
                 )
                 for g, group in enumerate(self._groups)
             ]
-            view = RowView(rows, self.optimizer.gradients, f"visit {index}")
+            view = RowView(rows, self.optimizer.gradients, f"visit {index}", self._processor)
             self._visit = Visit(
                 index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=view,
-                seed=self._seed,
+                seed=self._seed, raw=self._raw,
             )  # fmt: skip
             try:
                 yield self._visit
@@ -141,11 +168,29 @@ class ResidentCache:
         return self._keys[table_name]
 
     def fields(self, table_name: str) -> tuple[NDArray[np.float32], ...]:
-        """Return vectors and every optimizer state of a table, float32 (rows, width): views, but of 16-bit vectors."""
+        """Return vectors and every optimizer state of a table, float32 (rows, width).
+
+        Views on a CPU, but of 16-bit vectors; copies from a GPU.
+        """
         g = next(g for g, group in enumerate(self._groups) if table_name in [t.name for t in group.tables])
         first = self._first[table_name]
         mine = slice(first, first + self._keys[table_name].size)
-        return from_words(self._groups[g].fields, [words[mine] for words in self._fields_G[g]])
+        read = self._processor.mover.read
+        return from_words(self._groups[g].fields, [read(words, mine) for words in self._arrays_G[g].fields])
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are trained."""
+        return self._processor.device
+
+    def rows_now(self) -> ResidentRows:
+        """Return a reader of any rows as of now."""
+        return ResidentRows(self, self._visited())
+
+    def _visited(self) -> list[int]:
+        """Return the passes trained so far, that of the visit included."""
+        last = self._trained + (self._visit is not None)
+        return sorted({self._schedule.pass_of(index) for index in range(min(last, 2 * self._schedule.num_passes))})
 
     @property
     def tables(self) -> tuple[Any, ...]:
@@ -161,3 +206,37 @@ class ResidentCache:
     def schema(self) -> Any:
         """The schema of the pass set."""
         return self.pass_set.schema
+
+
+class ResidentRows:
+    """Reads rows as of now, with the promises of RowsNow: a key that was not trained yet has no row of its own."""
+
+    def __init__(self, cache: ResidentCache, visited: list[int]) -> None:
+        self._cache, self._visited = cache, visited
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the fields of ``keys`` to the arrays of ``out``, (n, width) each."""
+        cache = self._cache
+        table = next(t for t in cache.tables if t.name == table_name)
+        mine, fields = cache.keys(table_name), cache.fields(table_name)
+        order = np.argsort(mine)
+        trained = np.zeros(mine.size, dtype=bool)
+        for p in self._visited:
+            trained[order[np.searchsorted(mine, cache.pass_set.passes[p].keys(table_name), sorter=order)]] = True
+        shared = np.nonzero(mine == OOV_KEY)[0]
+        at = order[np.minimum(np.searchsorted(mine, keys, sorter=order), mine.size - 1)] if mine.size else keys * 0
+        found = (mine[at] == keys) & trained[at] if mine.size else np.zeros(keys.size, dtype=bool)
+        if shared.size:
+            at, found = np.where(found, at, shared[0]), np.ones(keys.size, dtype=bool)
+        for to, have in zip(out, fields, strict=False):
+            to[found] = have[at[found]]
+        if not found.all():
+            rest = np.nonzero(~found)[0]
+            out[0][rest] = initial_vectors(table, np.ascontiguousarray(keys[rest]))
+            for to, field in zip(out[1:], table.fields[1:], strict=False):
+                to[rest] = field.initial
+
+
+def _first_vectors(table: Table, keys: NDArray[np.int64]) -> Callable[[NDArray[np.float32], slice], None]:
+    """Return what makes the initial vectors of some of ``keys``."""
+    return lambda words, part: first_vectors(table, keys[part], words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
 from tiercache.training.batch import read_batches, sample_order
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tiercache.passes.passset import Pass
     from tiercache.tiers.rows import RowView
     from tiercache.training.batch import Batch
+    from tiercache.training.raw_batch import Missing, RawKeys
 
 
 class Visit:
@@ -26,6 +27,7 @@ class Visit:
         source: Pass,
         rows: RowView,
         seed: int,
+        raw: RawKeys,
         first_sample: int = 0,
         order: Mapping[str, object] | None = None,
         before_batch: Callable[[int], None] = lambda _: None,
@@ -41,10 +43,17 @@ class Visit:
         """Samples of the pass."""
         self.samples_done = first_sample
         """Samples whose batches were yielded, those before the last commit inside this visit included."""
+        self.start_sample = first_sample
+        """Samples of this visit that a commit inside it has behind it: 0 but where training goes on from one. A loader
+        of one's own begins after so many; ``batches`` does by itself."""
+        self.start_batch = int(str((order or {}).get("raw_batches", 0)))
+        """Batches of raw keys that such a commit has behind it."""
+        self.batches_done = self.start_batch
+        """Batches that ``batch`` made, those included."""
         self.rows = rows
         self.order = order
-        """Seed and shuffling of the batches yielded so far; None before the first."""
-        self._source, self._seed = source, seed
+        """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
+        self._source, self._seed, self._raw = source, seed, raw
         self._before_batch, self._note_loss = before_batch, note_loss
 
     def batches(self, size: int, *, shuffle: bool = False) -> Iterator[Batch]:
@@ -52,8 +61,10 @@ class Visit:
 
         Shuffling is seeded by (seed, epoch, pass). After a commit inside the visit the rest follows in the same
         order, in batches of any size. Raises, with its cause, what went wrong on the reader or the writer thread;
-        RuntimeError where the visit has ended; StateError where a commit inside it stands in another order.
+        RuntimeError where the visit has ended; StateError where a commit inside it stands in another order;
+        PassSetError where the pass has a key set alone.
         """
+        self._source.check_samples()
         mine = {"seed": self._seed, "shuffle": shuffle}
         if self.samples_done and self.order is not None and self.order != mine:
             raise StateError(
@@ -69,6 +80,51 @@ class Visit:
             self._before_batch(self.samples_done)
             self.samples_done = done
             yield batch
+
+    def batch(
+        self,
+        keys: Mapping[str, Any],
+        *,
+        weights: Mapping[str, Any] | None = None,
+        label: Any = None,
+        dense: Any = None,
+        missing: Missing = "error",
+    ) -> Batch:
+        """Return the batch of raw int64 keys that a loader of one's own gave; modules look it up as any other.
+
+        keys: of every feature, NumPy or torch: (N,), (N, L) for lists of one length, or a pair (values (E,), offsets
+        (N + 1,)). weights: by feature, in the shape of its keys or values; without a gradient: the embedding module
+        takes those with one. label (N,) and dense (N, columns) are handed through as float32.
+
+        missing: what a key is that the key set of the pass lacks. "error": KeyNotInPassError, which names table, key
+        and batch; the batch does not count. The others read a row that is **not trained**: no gradient goes to it and
+        nothing is stored for it, for only rows of the pass are on the device. "zero": zeros. "init": the key's initial
+        row. "load": its row as of now, from host or store, else what an evaluation would see; the first such batch of
+        a visit waits until the last dump is durable. Such keys count in means, and their vectors in maxima. A batch
+        with missing keys has in their group ids of its own in place of local ids, and a float32 copy of the vectors
+        that it looks up there, made anew after each step.
+
+        The batch counts when it is made: a commit inside the visit has its N samples behind it, so make it right before
+        it is trained. Training goes on after ``start_sample`` samples and ``start_batch`` batches. On the training
+        thread. Raises ValueError for keys, offsets or weights that do not fit each other or the schema, and for
+        INT64_MIN and INT64_MIN + 1; RuntimeError where the visit has ended; StateError in a visit that takes its
+        samples from ``batches``; and, with its cause, what went wrong on the reader or the writer thread.
+        """
+        self.rows.check()
+        if self.order is not None and "raw_batches" not in self.order:
+            raise StateError(
+                f"visit {self.index} takes its samples from batches(), so batch() would count them twice: use one of "
+                "them in a visit"
+            )
+        self._before_batch(self.samples_done)
+        made = self._raw.batch(
+            self._source, self.rows, keys, number=self.batches_done, missing=missing, weights=weights, label=label,
+            dense=dense,
+        )  # fmt: skip
+        self.batches_done += 1
+        self.samples_done += made.num_samples
+        self.order = {"raw_batches": self.batches_done}
+        return made
 
     def note_loss(self, loss: float) -> None:
         """Add a loss to the visit's report."""

@@ -29,7 +29,7 @@ ORDERS = ("forward", "reversed", "random")
 HEADER = Path(__file__).with_name("shim.h")
 FLAGS = (
     "-std=c++17", "-O1", "-shared", "-fPIC", "-x", "c++", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
-    "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error",
+    "-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error",
 )  # fmt: skip
 
 

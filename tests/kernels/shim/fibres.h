@@ -236,7 +236,7 @@ inline char alternate[64 << 10];
 inline void on_signal(int number, siginfo_t* info, void*) {
     char sentence[200];
     if (number == SIGILL || number == SIGTRAP) {
-        snprintf(sentence, sizeof sentence, "an index is outside its array in shared or local memory.");
+        snprintf(sentence, sizeof sentence, "an index is outside its array in shared or local memory, or an access not aligned.");
     } else {
         snprintf(sentence, sizeof sentence, "address %p is outside every array.", info->si_addr);
     }

@@ -56,3 +56,7 @@ class BufferPool:
 def _size_class(num_bytes: int) -> int:
     step = max(64, 1 << max(0, num_bytes.bit_length() - 3))
     return -(-num_bytes // step) * step
+
+
+POOL = BufferPool()
+"""Outputs and slots of all modules on the CPU; on the training thread."""

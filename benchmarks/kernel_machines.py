@@ -1,0 +1,195 @@
+"""Where the kernel benchmark runs: the numba kernels, CUDA kernels on a GPU, or CUDA sources run on the CPU.
+
+All three have the same operations under the same names; a machine adds the device to a call where one is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tiercache.kernels import cuda
+from tiercache.kernels.arrays import aligned_zeros
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import DTypeLike, NDArray
+
+__all__ = ["CpuMachine", "CudaMachine", "Machine", "ShimMachine"]
+
+COPY_BYTES = 256 << 20
+_CALLS_OF_SAMPLE = 10
+
+
+class Machine(Protocol):
+    """What the cases need."""
+
+    name: str
+    on_device: bool
+    """Whether the CUDA kernels are called."""
+
+    def place(self, array: NDArray[Any]) -> Any:
+        """Return a copy of an array where the kernels want it."""
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return an array where the kernels want it, of any content."""
+
+    def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
+        """Call an operation of ``tiercache.kernels.MODULE``, or of its CUDA twin."""
+
+    def seconds(self, call: Callable[[], Any], samples: int) -> float:
+        """Return the median time of a call."""
+
+    def copy_bytes_per_second(self, samples: int) -> float:
+        """Return read and written bytes a second of a copy."""
+
+
+class CpuMachine:
+    """The numba kernels; time by the wall clock."""
+
+    name, on_device = "cpu", False
+
+    def __init__(self) -> None:
+        self._copied: tuple[Any, Any] | None = None
+
+    def place(self, array: NDArray[Any]) -> Any:
+        """Return the array itself, or an aligned copy of rows."""
+        if array.ndim == 2 and array.dtype == np.float32:
+            rows = aligned_zeros(*array.shape)
+            rows[...] = array
+            return rows
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return an array whose pages were touched."""
+        return self.place(np.zeros(shape, dtype))
+
+    def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
+        """Call a numba kernel."""
+        return getattr(importlib.import_module(f"tiercache.kernels.{module}"), function)(*arguments, **options)
+
+    def seconds(self, call: Callable[[], Any], samples: int) -> float:
+        """Return the median of single calls, after one that counts for nothing."""
+        call()
+        taken = []
+        for _ in range(samples):
+            begun = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begun)
+        return statistics.median(taken)
+
+    def copy_bytes_per_second(self, samples: int) -> float:
+        """Copy 256 MiB by all threads of torch."""
+        import torch
+
+        if self._copied is None:
+            self._copied = torch.full((COPY_BYTES // 4,), 1.0), torch.full((COPY_BYTES // 4,), 2.0)
+        source, target = self._copied
+        return 2 * COPY_BYTES / self.seconds(lambda: target.copy_(source), samples)
+
+
+class _OnDevice:
+    """Calls of CUDA kernels on some device."""
+
+    on_device = True
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
+        """Call a CUDA kernel's launch side."""
+        found = importlib.import_module(f"tiercache.kernels.cuda_{module}")
+        return getattr(found, function)(self.device, *arguments, **options)
+
+
+class CudaMachine(_OnDevice):
+    """GPU 0 on the default stream; time by CUDA events.
+
+    A sample is ten calls behind copies that keep the GPU busy while they are launched: gaps between launches count
+    only where Python is slower than the kernels.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(cuda.open_device())
+        self.device.prepare()
+        self._cupy = importlib.import_module("cupy")
+        self.name = self._cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        self._from, self._to = (self._cupy.ones(COPY_BYTES // 4, self._cupy.float32) for _ in range(2))
+
+    def place(self, array: NDArray[Any]) -> Any:
+        """Copy to the GPU."""
+        return self._cupy.asarray(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return zeros on the GPU."""
+        return self._cupy.zeros(shape, dtype)
+
+    def seconds(self, call: Callable[[], Any], samples: int) -> float:
+        """Return the median over samples of ten calls."""
+        begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        call()
+        taken = []
+        for _ in range(samples):
+            for _ in range(4):
+                self._cupy.copyto(self._to, self._from)
+            begin.record()
+            for _ in range(_CALLS_OF_SAMPLE):
+                call()
+            end.record()
+            end.synchronize()
+            taken.append(float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1e3 / _CALLS_OF_SAMPLE)
+        return statistics.median(taken)
+
+    def pinned(self, num_bytes: int) -> Any:
+        """Return pinned host memory, which has the same address on the GPU."""
+        return self._cupy.cuda.alloc_pinned_memory(num_bytes)
+
+    def copy_over_link(self, pinned: Any, array: Any, way: str) -> None:
+        """Copy an array "to_host" or "from_host" by the copy engine."""
+        runtime = self._cupy.cuda.runtime
+        if way == "to_host":
+            runtime.memcpyAsync(pinned.ptr, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, 0)
+        else:
+            runtime.memcpyAsync(array.data.ptr, pinned.ptr, array.nbytes, runtime.memcpyHostToDevice, 0)
+
+    def forget(self) -> None:
+        """Give what no array needs back to the GPU: torch has a pool of its own."""
+        importlib.import_module("torch").cuda.empty_cache()
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
+    def copy_bytes_per_second(self, samples: int) -> float:
+        """Copy 256 MiB on the GPU."""
+        seconds = self.seconds(lambda: self._cupy.copyto(self._to, self._from), samples)
+        return 2 * COPY_BYTES / seconds
+
+
+class ShimMachine(_OnDevice):
+    """The CUDA sources run on the CPU by the tests' shim: every call once, and times mean nothing."""
+
+    name = "shim"
+
+    def __init__(self) -> None:
+        super().__init__(importlib.import_module("tests.kernels.shim.device").ShimDevice("random"))
+
+    def place(self, array: NDArray[Any]) -> Any:
+        """Copy to guarded memory."""
+        return self.device.place(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return rubbish in guarded memory."""
+        return self.device.array(shape, dtype)
+
+    def seconds(self, call: Callable[[], Any], _samples: int) -> float:
+        """Call once."""
+        begun = time.perf_counter()
+        call()
+        return time.perf_counter() - begun
+
+    def copy_bytes_per_second(self, _samples: int) -> float:
+        """Nothing is measured here."""
+        return float("nan")

@@ -1,0 +1,223 @@
+"""Every kernel against the memory's speed: python -m benchmarks.kernels [--quick] [--device cpu|cuda] [--json FILE].
+
+An operation's share of copy bandwidth is the bytes that it must move over its time, over the bytes per second of a copy
+in the same run, read and written bytes both counted. (A CPU's copy is torch's, which also fetches what it writes over:
+kernels that write past the caches come above 1.) On a CPU the numba kernels are measured, by the wall clock; on a
+GPU the CUDA kernels, by events; there a step of lookup, sort and update is also compared with `nn.EmbeddingBag` and
+torch's optimizers. The goals are of one H200 at 65,536 samples: elsewhere there is no verdict.
+
+Bytes that must move (E lookups, D dim, U distinct rows of the zipf batch, P rows moved, state: floats of a row's
+optimizer state): gather 4 E + 8 E D; pool_one, one id a feature, 12 E + 8 E D (ids, slot map, slots); pool_sum, bags
+of two, 24 E + 6 E D; sort 12 E (slots in, pairs out, however often it goes over them); update_X 8 E + 4 E D + 8 U (D +
+state); sorted_update_X, with the sort, 4 E + 4 E D + 8 U (D + state); pack 16 P D + 8 P (rows of a vector and a state
+of D floats, slots, order); unpack 16 P D + 4 P; initial_rows 8 P + 4 P D, with slots 12 P + 4 P D; bucket 16 E (keys
+in, order and places out); index_build 24 bytes a key and 16 a place; index_find 28 E (key, one place, position).
+
+Keys: ms_OPERATION[_DIM], bytes_OPERATION[_DIM], share_OPERATION[_DIM]; share_gather, share_pool, share_update,
+share_pack and share_unpack are the least over dims (and pools, and optimizers). ms_torch_OPTIMIZER_DIM,
+ms_step_OPTIMIZER_DIM; speedup_vs_torch is the least over dims of Adagrad. On a GPU link_share_rows_to_host_DIM and
+_from_host_DIM: packing P vectors into pinned host memory and unpacking them, as a share of the link's own copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.kernel_cases import FULL, QUICK, TINY, Batch, Case, Size, id_cases, row_cases
+from benchmarks.kernel_link import over_link
+from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
+from benchmarks.kernel_steps import our_step
+from benchmarks.machine import Goal, console, environment, report
+from tiercache.kernels import cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GOALS = (
+    Goal(key="share_gather", goal=0.85),
+    Goal(key="share_pool", goal=0.85),
+    Goal(key="share_pack", goal=0.85),
+    Goal(key="share_unpack", goal=0.85),
+    Goal(key="share_update", goal=0.75),
+    Goal(key="speedup_vs_torch", goal=5),
+)
+LEAST_OVER = {
+    "share_gather": ("gather",),
+    "share_pool": ("pool_one", "pool_sum"),
+    "share_pack": ("pack",),
+    "share_unpack": ("unpack",),
+    "share_update": ("update_sgd", "update_adagrad", "update_rowwise", "update_adam"),
+}
+PEER_OPTIMIZERS = ("adagrad", "adam")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elsewhere(Goal):
+    """A goal of another machine than this one, or of a larger batch."""
+
+    def verdict(self, value: float | None) -> str:
+        """Return that there is none."""
+        return "not measured" if value is None else "no verdict"
+
+
+def measure(machine: Machine, case: Case, tail: str, copied: float, samples: int) -> dict[str, Any]:
+    """Return the keys of one operation."""
+    seconds = machine.seconds(case.call, samples)
+    name = case.name + tail
+    return {
+        f"ms_{name}": seconds * 1e3,
+        f"bytes_{name}": case.num_bytes,
+        f"share_{name}": case.num_bytes / seconds / copied,
+    }
+
+
+def measure_all(machine: Machine, size: Size) -> dict[str, Any]:
+    """Return the figures of every operation, and the least of those with a goal."""
+    batch, record = Batch(size, machine), dict[str, Any]()
+    record["distinct_rows"] = batch.distinct
+    copied = machine.copy_bytes_per_second(size.samples)
+    record["copy_bytes_per_second"] = copied
+    for case in id_cases(machine, batch):
+        record |= measure(machine, case, "", copied, size.samples)
+    for dim in size.dims:
+        _say(f"dim {dim}")
+        copied = machine.copy_bytes_per_second(size.samples)
+        record[f"copy_bytes_per_second_{dim}"] = copied
+        for case in row_cases(machine, batch, dim):
+            record |= measure(machine, case, f"_{dim}", copied, size.samples)
+        if isinstance(machine, CudaMachine):
+            record |= over_link(machine, batch, dim)
+            record |= _against_torch(machine, batch, dim)
+    for key, names in LEAST_OVER.items():
+        record[key] = min(record[f"share_{name}_{dim}"] for name in names for dim in size.dims)
+    speedups = [record.get(f"speedup_vs_torch_adagrad_{dim}") for dim in size.dims]
+    record["speedup_vs_torch"] = min((s for s in speedups if s is not None), default=None)
+    return record
+
+
+def _against_torch(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
+    from benchmarks.kernel_peers import torch_step
+
+    record: dict[str, Any] = {}
+    for optimizer in PEER_OPTIMIZERS:
+        ours = machine.seconds(our_step(machine, batch, dim, optimizer), batch.size.samples)
+        theirs = machine.seconds(torch_step(batch, dim, optimizer), batch.size.samples)
+        machine.forget()
+        record[f"ms_step_{optimizer}_{dim}"], record[f"ms_torch_{optimizer}_{dim}"] = ours * 1e3, theirs * 1e3
+        record[f"speedup_vs_torch_{optimizer}_{dim}"] = theirs / ours
+    return record
+
+
+def dry(record: dict[str, Any]) -> None:
+    """Compile every kernel where NVRTC is installed, and run each operation once on the CPU: no times."""
+    try:
+        for architecture in cuda.ARCHITECTURES:
+            cubins = cuda.compile_all(architecture)
+            record[f"compiled_{architecture}"] = len(cubins)
+            console.print(f"{architecture}: {len(cubins)} sources compiled, {sum(map(len, cubins.values())):,} bytes")
+    except cuda.CudaError as error:
+        record["compiled"] = "no"
+        console.print(f"nothing was compiled for a GPU: {error}", markup=False)
+    machine = ShimMachine()
+    batch, ran = Batch(TINY, machine), 0
+    for dim in TINY.dims:
+        for case in (*id_cases(machine, batch), *row_cases(machine, batch, dim)):
+            case.call()
+            ran += 1
+        for optimizer in PEER_OPTIMIZERS:
+            our_step(machine, batch, dim, optimizer)()
+            ran += 1
+    record |= {"operations_run_by_the_shim": ran, "kernels_run_by_the_shim": len(set(machine.device.launches))}
+    console.print(
+        f"{ran} operations, {record['kernels_run_by_the_shim']} kernels, ran on the CPU by the tests' shim. "
+        "Nothing was measured: run `python -m benchmarks.kernels` on a machine with a GPU."
+    )
+
+
+def open_machine(wanted: str | None) -> Machine:
+    """Return the machine that was asked for; without a wish, the GPU where one is."""
+    if wanted == "cpu":
+        return CpuMachine()
+    try:
+        return CudaMachine()
+    except cuda.CudaError as error:
+        if wanted == "cuda":
+            raise SystemExit(f"{error} Or take --dry.") from error
+        _say(f"on the CPU: {error}")
+        return CpuMachine()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="8,192 samples and small tables, under 45 seconds")
+    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--dry", action="store_true", help="no GPU: compile, and run each operation once on the CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args(given)
+
+    packages = ("torch", "numpy", "numba", "tiercache", "cupy-cuda12x", "cupy-cuda13x")
+    record = environment("benchmarks.kernels", given, packages)
+    begun = time.perf_counter()
+    size = TINY if options.tiny else QUICK if options.quick else FULL
+    if options.dry:
+        record["device"] = "none"
+        dry(record)
+    else:
+        machine = open_machine(options.device)
+        record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
+        record |= measure_all(machine, size)
+        console.print(_table(record, size))
+    record["benchmark_seconds"] = time.perf_counter() - begun
+    judged = size is FULL and "H200" in record["device"]
+    goals = GOALS if judged else tuple(Elsewhere(key=goal.key, goal=goal.goal) for goal in GOALS)
+    report(record, goals, title="what was promised, on one H200", path=options.json)
+
+
+def _table(record: dict[str, Any], size: Size) -> Table:
+    table = Table(
+        title=f"{record['device']}, {size.num_samples:,} samples x {size.num_features} lookups: "
+        "milliseconds (share of copy bandwidth)",
+        title_justify="left",
+    )
+    table.add_column("operation")
+    for dim in size.dims:
+        table.add_column(f"dim {dim}", justify="right")
+    names = [key.removeprefix("share_") for key in record if key.startswith("share_")]
+    of_dims = tuple(f"_{dim}" for dim in size.dims)
+    for name in (n for n in names if f"ms_{n}" in record and not n.endswith(of_dims)):
+        table.add_row(name, _cell(record, name), *("" for _ in size.dims[1:]))
+    for name in (n.removesuffix(of_dims[0]) for n in names if n.endswith(of_dims[0])):
+        table.add_row(name, *(_cell(record, f"{name}_{dim}") for dim in size.dims))
+    for way in ("to_host", "from_host"):
+        shares = [record.get(f"link_share_rows_{way}_{dim}") for dim in size.dims]
+        if None not in shares:
+            table.add_row(f"rows {way.replace('_', ' ')}, of the link", *(f"{share:.2f}" for share in shares))
+    rates = (f"{record[f'copy_bytes_per_second_{dim}'] / 1e9:.1f} GB/s" for dim in size.dims)
+    table.add_row("a copy", *rates)
+    for optimizer in PEER_OPTIMIZERS:
+        key = f"speedup_vs_torch_{optimizer}"
+        if f"{key}_{size.dims[0]}" in record:
+            table.add_row(f"step, {optimizer}: torch / ours", *(f"{record[f'{key}_{dim}']:.1f}" for dim in size.dims))
+    return table
+
+
+def _cell(record: dict[str, Any], name: str) -> str:
+    return f"{record[f'ms_{name}']:.2f} ({record[f'share_{name}']:.2f})"
+
+
+def _say(what: str) -> None:
+    console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""The key index on the CPU against a dict, and on the CUDA sources against both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
+from tiercache.kernels import cuda_key_index
+from tiercache.kernels.bits import hash_keys
+from tiercache.kernels.key_index import KeyIndex, KeySet, Missing
+
+MIN = -(2**63)
+TABLE_IDS = np.array([7, 2**63 + 11, 7 ^ 5], np.uint64)
+"""The last is chosen so that key k of table 0 and key k ^ 5 of table 2 have one hash."""
+MASK = 2**64 - 1
+
+
+def unmix(value: int) -> int:
+    """Invert splitmix64's finaliser."""
+    value ^= value >> 31 ^ value >> 62
+    value = value * pow(0x94D049BB133111EB, -1, 2**64) & MASK
+    value ^= value >> 27 ^ value >> 54
+    value = value * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK
+    return value ^ value >> 30 ^ value >> 60
+
+
+def keys_of_hashes(hashes: list[int], table_id: int) -> np.ndarray:
+    """Return the keys of a table that have these hashes."""
+    keys = np.array([unmix(h) ^ table_id for h in hashes], np.uint64).view(np.int64)
+    assert hash_keys(keys, table_id).tolist() == hashes
+    return keys
+
+
+SMALL = st.sampled_from([MIN, MIN + 1, MIN + 2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**63 - 1])
+SAME_HOME = st.sampled_from(keys_of_hashes([(i << 40) + 3 for i in range(8)], 7).tolist())
+KEYS = st.one_of(SMALL, SAME_HOME)
+BATCHES = st.lists(st.tuples(st.integers(0, 2), st.lists(KEYS, max_size=20)), max_size=6)
+
+
+def both(room: int, device: Any) -> tuple[KeyIndex, cuda_key_index.KeyIndex]:
+    """Return an empty index of each kind."""
+    return KeyIndex(room, TABLE_IDS), cuda_key_index.KeyIndex(device, room, TABLE_IDS)
+
+
+def check(
+    index: KeyIndex, there: cuda_key_index.KeyIndex, device: Any, known: dict[tuple[int, int], int],
+    asked: list[tuple[int, list[int]]],
+) -> None:  # fmt: skip
+    """Ask both for the same keys, some of them missing, and compare with the dict."""
+    keys = np.array([key for _, batch in asked for key in batch], np.int64)
+    starts = np.cumsum([0, *(len(batch) for _, batch in asked)])
+    tables = np.array([table for table, _ in asked], np.int64)
+    wanted = np.array([known.get((table, key), -1) for table, batch in asked for key in batch], np.int32)
+    lost = np.flatnonzero(wanted < 0)
+    told = Missing(lost.size, int(lost[0]) if lost.size else -1)
+    positions = np.full(keys.size, 99, np.int32)
+    assert index.find(keys, starts, tables, positions) == told
+    assert np.array_equal(positions, wanted)
+    missing, out = cuda_key_index.MissingKeys(device), device.empty(keys.size, np.int32)
+    there.find(device.place(keys), starts, tables, out, missing)
+    assert np.array_equal(device.read(out), wanted)
+    assert missing.read() == told
+
+
+@settings(max_examples=150, deadline=None)
+@given(inserted=BATCHES, asked=BATCHES, order=st.sampled_from(ORDERS), seed=st.integers(0, 99))
+def test_an_index_answers_as_a_dict_in_which_the_least_position_wins(
+    inserted: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], order: str, seed: int
+) -> None:
+    """Several tables with equal keys and equal hashes, both reserved keys, keys given twice, any order of threads."""
+    device, rng = device_for(order), np.random.default_rng(seed)
+    index, there = both(120, device)
+    known: dict[tuple[int, int], int] = {}
+    for table, batch in inserted:
+        keys = np.array(batch, np.int64)
+        positions = rng.integers(0, 2**31, keys.size).astype(np.int32)
+        for key, position in zip(batch, positions.tolist(), strict=True):
+            known[table, key] = min(position, known.get((table, key), position))
+        index.insert(table, keys, positions)
+        there.insert(table, device.place(keys), device.place(positions))
+    assert index.count == there.count == sum(len(batch) for _, batch in inserted)
+    check(index, there, device, known, [*asked, *inserted])
+    device.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 12, 13, 819, 3276])
+def test_key_sets_fill_an_index_to_four_fifths(size: int) -> None:
+    """Two tables with the same keys fill it to its last place allowed; one more key is refused, and nothing is lost."""
+    rng = np.random.default_rng(size)
+    keys = np.concatenate([[MIN, MIN + 1], rng.integers(-(2**62), 2**62, max(0, size // 2 - 2))])[: size // 2]
+    others = np.concatenate([keys, [77]])[: size - keys.size]
+    known = {(t, k): i for t, ks, b in ((0, keys, 0), (1, others, size)) for i, k in enumerate(ks.tolist(), b)}
+    for device in devices():
+        index, there = both(size, device)
+        assert index.capacity == there.capacity
+        index.build([KeySet(0, keys, 0), KeySet(1, others, size)])
+        there.build([KeySet(0, device.place(keys), 0), KeySet(1, device.place(others), size)])
+        room = index.capacity * 4 // 5 - index.count
+        assert index.count == there.count == size
+        more = np.arange(room) * 3 + 2**62
+        places = np.arange(room, dtype=np.int32) + 2 * size
+        index.insert(2, more, places)
+        there.insert(2, device.place(more), device.place(places))
+        now = known | {(2, k): p for k, p in zip(more.tolist(), places.tolist(), strict=True)}
+        one, where = np.array([5]), np.array([5], np.int32)
+        for full in (index, there):
+            with pytest.raises(ValueError, match=r"room for .* make one with more room. Nothing was changed"):
+                full.insert(2, device.place(one), device.place(where))
+        asked = [(0, keys.tolist()), (1, others.tolist()), (2, [*more.tolist(), 5, 1]), (0, [9, MIN, 2**62])]
+        check(index, there, device, now, asked)
+        index.build([KeySet(1, one, 3)])
+        there.build([KeySet(1, device.place(one), 3)])
+        check(index, there, device, {(1, 5): 3}, [(0, [5, *keys[:9].tolist()]), (1, [5, MIN])])
+
+
+def test_keys_of_one_home_are_found_round_the_end_of_the_index() -> None:
+    """A thousand keys whose search begins at the last place, in two tables; as many that are not there are missing."""
+    size = 1000
+    hashes = [(i << 30) + 0xFFFF for i in range(2 * size)]
+    first, second = (keys_of_hashes(hashes, int(table_id)) for table_id in TABLE_IDS[:2])
+    for device in devices():
+        index, there = both(2 * size, device)
+        index.build([KeySet(0, first[:size], 0), KeySet(1, second[size:], size)])
+        there.build([KeySet(0, device.place(first[:size]), 0), KeySet(1, device.place(second[size:]), size)])
+        known = {(0, k): i for i, k in enumerate(first[:size].tolist())}
+        known |= {(1, k): i for i, k in enumerate(second[size:].tolist(), size)}
+        check(index, there, device, known, [(0, first.tolist()[::50]), (1, second.tolist()[::50])])
+
+
+PAUSE = """
+#line 1 "pause"
+inline bool await_others() {
+    shim::shim_switch(&shim::current->stack_pointer, shim::scheduler);
+    return true;
+}
+"""
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_threads_that_overtake_each_other_lose_no_key(planted: bool) -> None:
+    """All pause between seeing an empty place and taking it; without the compare-and-swap keys would be lost."""
+
+    def changed(_: str, text: str) -> str:
+        text = text.replace("__ldcg(at) == EMPTY &&", "__ldcg(at) == EMPTY && await_others() &&")
+        if planted:
+            text = text.replace(
+                "atomicCAS(at, EMPTY, static_cast<uint64>(key))", "atomicExch(at, static_cast<uint64>(key))"
+            )
+            text = text.replace("== EMPTY) {\n            at[1]", "!= 1) {\n            at[1]")
+        return PAUSE + text
+
+    keys = np.concatenate([keys_of_hashes([(i << 40) + 64 for i in range(30)], 7), np.arange(600)])
+    for order in ORDERS:
+        device, found = ShimDevice(order, changed=changed), np.zeros(keys.size, np.int32)
+        there = cuda_key_index.KeyIndex(device, keys.size, TABLE_IDS)
+        there.build([KeySet(0, device.place(keys), 0)])
+        there.find(device.place(keys), np.array([0, keys.size]), np.zeros(1, np.int64), found)
+        assert np.array_equal(found, np.arange(keys.size)) != planted
+        device.close()
+
+
+def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special() -> None:
+    """Features without entries, no features at all, an index with room for none."""
+    for device in devices():
+        index, there = both(0, device)
+        check(index, there, device, {}, [(0, []), (1, [3, MIN]), (2, [])])
+        check(index, there, device, {}, [])
+        assert index.nbytes / index.capacity < 20
+
+
+def test_missing_keys_add_up_until_they_are_forgotten() -> None:
+    """Two searches of a batch make one count, and the least entry of both."""
+    device = device_for("forward")
+    there, missing = cuda_key_index.KeyIndex(device, 4, TABLE_IDS), cuda_key_index.MissingKeys(device)
+    there.build([KeySet(0, device.place(np.array([8])), 0)])
+    one = np.zeros(1, np.int64)
+    for keys in ([8, 8, 1], [8, 2]):
+        there.find(
+            device.place(np.array(keys)), np.array([0, len(keys)]), one, device.empty(len(keys), np.int32), missing
+        )
+    assert missing.read() == Missing(2, 1)
+    missing.forget()
+    assert missing.read() == Missing(0, -1)
+
+
+def test_an_index_is_no_larger_than_promised() -> None:
+    """20 to 40 bytes a key, and capacity is a power of two."""
+    for room in (13, 100, 1638, 1639, 50_000, 52_428, 52_429):
+        index = KeyIndex(room, TABLE_IDS)
+        assert index.capacity.bit_count() == 1
+        assert room <= 0.8 * index.capacity
+        assert 20 * room <= index.nbytes <= 40 * room + 16 * 13
+
+
+def test_what_an_index_cannot_hold_is_refused() -> None:
+    """Positions that are no int32, tables it has not, arrays that do not fit: a sentence, and nothing changes."""
+    device = ShimDevice()
+    index, there = both(10, device)
+    keys, where = np.arange(3), np.zeros(3, np.int32)
+    with pytest.raises(ValueError, match="at most 2,147,483,647 fit"):
+        KeyIndex(2**31, TABLE_IDS)
+    with pytest.raises(ValueError, match="position -4 is negative"):
+        index.insert(0, keys, where - 4)
+    for some in (index, there):
+        for key_set, said in (
+            (KeySet(0, keys, 2**31 - 2), r"positions 2,147,483,646 to 2,147,483,648 must lie"),
+            (KeySet(0, keys, -1), "positions -1 to 1"),
+            (KeySet(3, keys, 0), "no table 3: the index has 3"),
+            (KeySet(0, np.arange(13), 0), "13 more were given"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                some.build([key_set])
+        with pytest.raises(ValueError, match=r"keys.*2"):
+            some.insert(0, keys, where[:2])
+        for starts, tables, said in (
+            (np.array([0, 2]), np.zeros(1, np.int64), "do not fit entry starts"),
+            (np.array([0, 3]), np.array([-1]), "no table -1"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                some.find(keys, starts, tables, where)
+        assert some.count == 0
+    assert device.launches == ["key_index.clear"]

@@ -1,0 +1,31 @@
+"""Where the trainings of the tests run: TIERCACHE_TEST_DEVICE is "cpu" (as it is where not said), "shim" or "cuda"."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.training.shim_gpu import ShimGpu
+from tiercache.processors.cuda_processor import CudaProcessor
+
+DEVICE = os.environ.get("TIERCACHE_TEST_DEVICE", "cpu")
+DTYPES = ("float32", "float32", "bfloat16", "float16") if DEVICE == "cpu" else ("float32",)
+"""Of vectors that the device trains, drawn from at random."""
+only_on_a_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="vectors of 16 bits are trained on a CPU")
+
+
+def shim(order: str = "forward", **options: Any) -> CudaProcessor:
+    """Return the CUDA processor on the shim; threads of a block take turns in ``order``."""
+    return CudaProcessor(ShimGpu(order, **options))
+
+
+def device_of_tests() -> Any:
+    """Return what a cache takes as its device."""
+    return shim() if DEVICE == "shim" else DEVICE
+
+
+def cuda_device(order: str = "forward") -> Any:
+    """Return a GPU where the tests have one, else the shim."""
+    return "cuda" if DEVICE == "cuda" else shim(order)

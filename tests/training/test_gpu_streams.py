@@ -1,0 +1,104 @@
+"""What a GPU is asked for beside kernels, with stand-ins for torch's streams and CuPy's runtime."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tiercache.kernels.cuda import CudaDevice, CudaError
+from tiercache.processors.gpu import CudaGpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Stream:
+    """Notes what it is asked for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        """Note it."""
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Put stand-ins for torch's streams and events in place; return what they note."""
+    log: list[str] = []
+    training = Stream("training", log)
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            log.append(f"event on {stream.name}")
+
+        def synchronize(self) -> None:
+            log.append("thread waits for the event")
+
+    @contextmanager
+    def stream(chosen: Stream) -> Iterator[None]:
+        log.append(f"current is {chosen.name}")
+        yield
+        log.append("current is training")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "stand-in")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("moves", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return log
+
+
+def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) -> None:
+    """By events of the streams alone: the training thread does not wait, also where the work inside fails."""
+    gpu, kernels = CudaGpu(SimpleNamespace(), 1), "kernels"  # type: ignore[arg-type]
+    order = [
+        "moves waits for training", "current is moves", kernels, "current is training", "training waits for moves",
+    ]  # fmt: skip
+    with gpu.moving():
+        log.append(kernels)
+    assert log == order
+    gpu.mark().wait()
+    assert log[len(order) :] == ["event on moves", "thread waits for the event"]
+    log.clear()
+    with pytest.raises(KeyError), gpu.moving():
+        raise KeyError
+    assert log[-1] == "training waits for moves"
+
+
+def device_with(runtime: Any) -> CudaDevice:
+    """Return a device of a CuPy that has only a runtime."""
+    device = CudaDevice.__new__(CudaDevice)
+    device._cupy, device._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), nullcontext()
+    return device
+
+
+def test_host_memory_that_cannot_be_locked_or_reached_is_told() -> None:
+    """Registered as mapped and for all threads; a limit of the system and another address are sentences."""
+    calls: list[tuple[Any, ...]] = []
+    runtime = SimpleNamespace(
+        CUDARuntimeError=OSError,
+        hostRegister=lambda *arguments: calls.append(("register", *arguments)),
+        hostUnregister=lambda *arguments: calls.append(("unregister", *arguments)),
+        pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
+    )
+    device = device_with(runtime)
+    device.lock(4096, 8192)
+    device.unlock(4096)
+    assert calls == [("register", 4096, 8192, 3), ("unregister", 4096)]
+    runtime.pointerGetAttributes = lambda address: SimpleNamespace(devicePointer=address + 1)
+    with pytest.raises(CudaError, match="cannot reach host memory at the host's addresses"):
+        device.lock(4096, 8192)
+    assert calls[-1] == ("unregister", 4096)
+
+    def refuse(*_: Any) -> None:
+        raise OSError("out of memory")
+
+    runtime.hostRegister = refuse
+    with pytest.raises(CudaError, match=r"8,192 bytes of host memory cannot be locked .*lower host_budget"):
+        device.lock(4096, 8192)

@@ -1,0 +1,290 @@
+"""Raw keys: training by them is training from local ids, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import tiercache as tc
+from tests.training.cases import (
+    Case,
+    Spec,
+    assert_same_bits,
+    open_store,
+    resident_result,
+    result_of,
+    result_of_resident,
+    smallest_host_budget,
+    table,
+    tiered,
+)
+from tests.training.oracle import initial_row
+from tests.training.raw import (
+    HIGH,
+    LOW,
+    SCHEMA,
+    TABLES,
+    Rows,
+    batch_arguments,
+    key_sets,
+    own_keys,
+    train_raw,
+    write_passes,
+)
+from tests.training.test_parity import Stop, cases
+from tiercache.errors import StateError
+from tiercache.passes.row_budget import RowBudget
+
+CASE = Case(
+    tables=(table("a", 8), table("b", 5, tc.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
+    specs=(
+        Spec(name="f", table="a", hotness="ragged", weighted=True, mode="mean"),
+        Spec(name="g", table="b"),
+        Spec(name="h", table="c", hotness="fixed", mode="max"),
+        Spec(name="i", table="a"),
+    ),
+    shuffle=False,
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(drawn: tuple[Case, dict[str, Any]]) -> None:
+    """In memory and on the tiers, whatever the features, budgets, commits inside visits and a restart."""
+    case, how = replace(drawn[0], shuffle=False), drawn[1]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        samples = case.cut(place / "samples")
+        passes = key_sets(place / "keys", samples)
+        expected = resident_result(case, samples)
+        memory = tc.ResidentCache(passes, order_seed=case.order_seed)
+        assert_same_bits(result_of_resident(memory, train_raw(memory, case, samples)), expected)
+        with open_store(place / "model.tc", case, how["engine"]) as store:
+            options: dict[str, Any] = {"commit_every": how["commit_every"], "order_seed": case.order_seed}
+            options["device_budget"] = "64MiB"
+            if how["tight"]:
+                options["host_budget"] = smallest_host_budget(store, passes, **options)
+
+            def each_batch(visit: int, batch: int) -> None:
+                if (visit, batch) in how["commits"]:
+                    cache.commit()
+                if (visit, batch) == how["stop_after"]:
+                    raise Stop
+
+            with tiered(store, passes, **options) as cache:
+                try:
+                    model = train_raw(cache, case, samples, each_batch=each_batch)
+                except Stop:
+                    how["stop_after"] = None
+                    with tiered(store, passes, **options) as cache:  # noqa: PLW2901 - the run goes on in a new cache
+                        model = train_raw(cache, case, samples, seed=99, each_batch=each_batch)
+                assert all(report.planned_equals_measured for report in cache.reports)
+            assert_same_bits(result_of(store, passes, model), expected)
+
+
+def test_a_batch_of_raw_keys_is_the_batch_of_the_sample_path(tmp_path: Path) -> None:
+    """Local ids, offsets, weights, label and dense features, in a pass set with samples too."""
+    samples = CASE.cut(tmp_path / "samples")
+    visits = zip(tc.ResidentCache(samples).passes(epochs=1), tc.ResidentCache(samples).passes(epochs=1), strict=True)
+    for one, other in visits:
+        for number, expected in enumerate(one.batches(48)):
+            keys, others = batch_arguments(samples, other.pass_index, 48 * number, 48)
+            batch = other.batch(keys, **others)
+            assert batch.num_samples == len(batch) == expected.num_samples
+            assert torch.equal(batch.label, expected.label)
+            assert torch.equal(batch.dense, expected.dense)
+            assert list(batch.ids) == list(expected.ids)
+            for name, ids in expected.ids.items():
+                for field in ("ids", "offsets", "weights"):
+                    mine, theirs = getattr(batch.ids[name], field), getattr(ids, field)
+                    assert (mine is None) == (theirs is None)
+                    if theirs is not None:
+                        assert mine.dtype == theirs.dtype
+                        np.testing.assert_array_equal(mine, theirs)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import tiercache as tc
+from tests.training.cases import tiered
+from tests.training.raw import train_raw
+from tests.training.test_raw_keys import CASE
+
+def each_batch(visit, batch):
+    if (visit, batch) == (5, 1):
+        cache.commit()
+    if (visit, batch) == (5, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+place = Path(sys.argv[1])
+samples = tc.PassSet.open(place / "samples")
+with tc.Store.open(place / "model.tc", tables=CASE.tables, engine=sys.argv[2]) as store:
+    with tiered(store, tc.PassSet.open(place / "keys")) as cache:
+        train_raw(cache, CASE, samples, each_batch=each_batch)
+"""
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_training_killed_inside_a_visit_goes_on_where_the_visit_says(tmp_path: Path, engine: str) -> None:
+    """The loader begins after start_sample samples, batches are numbered on, and the bits are those of no kill."""
+    samples = CASE.cut(tmp_path / "samples")
+    passes = key_sets(tmp_path / "keys", samples)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), engine], cwd=Path(__file__).parents[2], check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL
+    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables, engine=engine) as store:
+        begun: list[tuple[int, ...]] = []
+
+        def each_visit(visit: tc.Visit) -> None:
+            begun.append((visit.index, visit.start_sample, visit.samples_done, visit.start_batch, visit.batches_done))
+
+        with tiered(store, passes) as cache:
+            model = train_raw(cache, CASE, samples, seed=9, each_visit=each_visit)
+        assert begun == [(5, 32, 32, 2, 2), (6, 0, 0, 0, 0), (7, 0, 0, 0, 0)]
+        assert CASE.batch == 16
+        assert_same_bits(result_of(store, passes, model), resident_result(CASE, samples))
+
+
+def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
+    """One key a sample, lists of one length or ragged ones: a table is a feature of its name."""
+    passes = tc.write_key_sets(tmp_path / "keys", (TABLES[0],), [{"a": [1, 2, 3]}])
+    cache = tc.ResidentCache(passes)
+    visits = cache.passes(epochs=1)
+    visit = next(visits)
+    bag = tc.TieredEmbeddingBag(cache)
+    rows = {key: initial_row(TABLES[0], key) for key in (1, 2, 3)}
+    for form, bags in (
+        (np.array([1, 3], np.int32), [[1], [3]]),
+        (torch.tensor([[1, 2], [3, 3]]), [[1, 2], [3, 3]]),
+        (([2, 2], [0, 0, 2]), [[], [2, 2]]),
+        ([], []),
+    ):
+        expected = [sum((rows[key] for key in keys), np.zeros(5, np.float32)) for keys in bags]
+        out = bag(visit.batch({"a": form})).detach().numpy()
+        np.testing.assert_array_equal(out, np.array(expected, np.float32).reshape(-1, 5))
+
+
+def test_a_visit_takes_its_samples_one_way(tmp_path: Path) -> None:
+    """Its own batches or a loader's: both would count samples twice, and so would a resume the other way."""
+    samples = CASE.cut(tmp_path / "samples")
+    keys, others = batch_arguments(samples, 0, 0, 16)
+    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store:
+        with tiered(store, samples) as cache:
+            visits = cache.passes(epochs=1)
+            visit = next(visits)
+            next(visit.batches(16))
+            with pytest.raises(StateError, match="takes its samples from batches"):
+                visit.batch(keys, **others)
+            visits = cache.passes(epochs=1)
+            visit = next(visits)
+            visit.batch(keys, **others)
+            cache.commit()
+        with tiered(store, samples) as cache:
+            visits = cache.passes(epochs=1)
+            visit = next(visits)
+            assert visit.start_sample == 16
+            with pytest.raises(StateError, match="stands after 16 samples in the order"):
+                next(visit.batches(16))
+            visit.batch(keys, **others)
+            next(visits)
+            with pytest.raises(RuntimeError, match="has ended"):
+                visit.batch(keys, **others)
+
+
+def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_changes_no_id(tmp_path: Path) -> None:
+    """Within the budget, index included; without room keys are searched, many at once on several threads."""
+    rng = np.random.default_rng(0)
+    keys = [np.unique(rng.integers(-(1 << 62), 1 << 62, size)) for size in (3000, 5000, 1000)]
+    tables = (TABLES[0], TABLES[1])
+    passes = tc.write_key_sets(tmp_path / "keys", tables, [{"a": k, "b": k[::3] + 1} for k in keys])
+    budget = RowBudget(tables, 0)
+    for p in passes:
+        budget.close([p.rows(t.name) for t in passes.tables])
+    least = budget.needed([0, 0])
+    for room, indexed in ((0, False), ((16 << 14) + 16, True), ((16 << 14) + 15, False)):
+        store = tc.Store.open(None, tables=tables, engine=tc.store.MemoryEngine())
+        with store, tiered(store, passes, device_budget=least + room) as cache:
+            for visit in cache.passes(epochs=1):
+                pool = keys[visit.pass_index]
+                for asked in (rng.choice(pool, 50_000), pool[:0], pool[-2:]):
+                    others = np.full(asked.size, pool[0] + 1)
+                    batch = visit.batch({"a": asked, "b": others})
+                    a, b = (passes.passes[visit.pass_index].keys(t)[batch.ids[t].ids] for t in "ab")
+                    np.testing.assert_array_equal(a, asked)
+                    np.testing.assert_array_equal(b, others)
+                    assert cache.device_bytes <= least + room
+                if visit.pass_index == 1:
+                    assert (cache.device_bytes > least) == indexed
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb"])
+def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engine: str) -> None:
+    """Before, inside and after visits; rows of this visit, of others and of none, without a gradient."""
+    passes = write_passes(tmp_path / "keys")
+    case = replace(CASE, tables=TABLES)
+    asked = np.array([1, -2, 3, 4, 5, 77, LOW + 2, HIGH])
+    ones = asked, np.arange(asked.size + 1)
+    keys = {"one": asked, "bag": ones, "pair": np.stack([asked, asked], 1), "c": ones}
+    with open_store(tmp_path / "model.tc", case, engine) as store, tiered(store, passes) as cache:
+
+        def check(now: Rows) -> None:
+            found = tc.TieredEmbedding(cache)(cache.evaluation_batch(keys))
+            for feature in SCHEMA.features:
+                spec = next(t for t in TABLES if t.name == feature.table)
+                expected = [now[spec.name].get(key, initial_row(spec, key)) for key in asked.tolist()]
+                got = found[feature.name].detach().numpy().reshape(asked.size, -1, spec.dim)[:, 0]
+                np.testing.assert_array_equal(got, np.array(expected))
+            found["one"].sum().backward()
+            assert not cache.optimizer.pending
+
+        check({t.name: {} for t in TABLES})
+        memory = tc.ResidentCache(passes)
+        bags = [tc.TieredEmbeddingBag(cache), tc.TieredEmbeddingBag(memory)]
+        for visits in zip(cache.passes(epochs=2), memory.passes(epochs=2), strict=True):
+            for kind, bag, visit in zip((cache, memory), bags, visits, strict=True):
+                bag(visit.batch(own_keys(visit.pass_index))).sum().backward()
+                kind.step()
+            check({t.name: dict(zip(memory.keys(t.name).tolist(), memory.fields(t.name)[0], strict=True))
+                   for t in TABLES})  # fmt: skip
+    with open_store(tmp_path / "small.tc", case, engine) as store, tiered(store, passes, eval_budget=700) as cache:
+        cache.evaluation_batch({"one": [1], "bag": ([], [0, 0]), "pair": [[1, 1]], "c": ([], [0, 0])})
+        with pytest.raises(tc.TierCacheError, match="give smaller batches"):
+            cache.evaluation_batch(keys)
+
+
+def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path) -> None:
+    """A reorganised store trains the new key sets; keys of both days have the rows that the first day left."""
+    days = [write_passes(tmp_path / "one")]
+    days.append(tc.write_key_sets(tmp_path / "two", SCHEMA, [dict.fromkeys("abc", k) for k in ([1, 5, 1000], [3, 9])]))
+    with tc.Store.open(tmp_path / "model.tc", tables=TABLES) as store:
+        for passes in days:
+            tc.reorganise(store, passes)
+            with tiered(store, passes) as cache:
+                before = {t.name: cache.rows_now().fields(t.name, np.array([1, 5, 1000]))[0] for t in TABLES}
+                bag = tc.TieredEmbeddingBag(cache)
+                for visit in cache.passes(epochs=1):
+                    keys = {t: passes.passes[visit.pass_index].keys(t) for t in "abc"}
+                    n = keys["a"].size
+                    ones = {t: (k, np.arange(n + 1)) for t, k in keys.items()}
+                    pair = np.stack([keys["b"], keys["b"]], 1)
+                    batch = visit.batch({"one": keys["a"], "bag": ones["a"], "pair": pair, "c": ones["c"]})
+                    bag(batch).sum().backward()
+                    cache.step()
+    for spec in TABLES:
+        fresh = np.array([initial_row(spec, key) for key in (1, 5, 1000)])
+        assert np.array_equal(before[spec.name][2], fresh[2])
+        assert not np.array_equal(before[spec.name][:2], fresh[:2])

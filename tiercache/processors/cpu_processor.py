@@ -1,0 +1,286 @@
+"""The CPU: NumPy arrays and numba kernels, in place and without copies."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, aligned_zeros
+from tiercache.kernels.pooling import MAX, gather, map_slots, pool_bags, pool_one, weight_gradient
+from tiercache.kernels.rounding import make_rounding
+from tiercache.kernels.rows import Pieces, pack, unpack
+from tiercache.kernels.sorting import SortBuffers, sort_slots
+from tiercache.kernels.update import (
+    Gradients,
+    UpdateBuffers,
+    bag_gradients,
+    one_id_gradients,
+    update_adagrad,
+    update_adam,
+    update_rowwise_adagrad,
+    update_sgd,
+)
+from tiercache.processors.buffers import POOL
+from tiercache.processors.processor import RowArrays
+from tiercache.store.table import SGD, Adagrad, Adam, RowWiseAdagrad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.processors.entries import Array, Entries, GroupStep, Pending
+    from tiercache.processors.processor import Layout
+    from tiercache.store.table import Table
+    from tiercache.tiers.rows import GroupRows
+
+
+class Done:
+    """A moment that is over: nothing runs behind anybody's back on a CPU."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class CpuMover:
+    """Moves rows within host memory: nothing is locked, staged or waited for."""
+
+    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+        """Allocate zeros, whose pages come when they are used."""
+        return [
+            RowArrays(tuple(aligned_zeros(n.rows, width) for width in n.widths), NONE_I4, NONE_I4, NONE_I8)
+            for n in layouts
+        ]
+
+    def bytes_of(self, layouts: Sequence[Layout]) -> int:
+        """Return the bytes of the fields."""
+        return sum(4 * n.rows * sum(n.widths) for n in layouts)
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """Nothing: all pages are the processor's."""
+
+    def unlock(self, address: int) -> None:
+        """Nothing, likewise."""
+
+    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return fresh memory."""
+        return np.empty(num_bytes, dtype=np.uint8)
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Nothing: calls are done when they return."""
+        return nullcontext()
+
+    def mark(self) -> Done:
+        """Return a moment that is over."""
+        return Done()
+
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return fresh memory."""
+        return np.empty(count, dtype=np.int32)
+
+    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
+        """Return the indices as they are."""
+        return indices
+
+    def pieces(self, row_floats: int) -> Pieces:
+        """Return the kernel's pieces."""
+        return Pieces(row_floats)
+
+    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Any) -> None:
+        """Do it on all cores."""
+        pack(fields, slots, order, pieces)
+
+    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Any) -> None:
+        """Do it on all cores."""
+        unpack(fields, slots, pieces)
+
+    def generates(self, table: Table) -> bool:
+        """No: the reader thread makes new rows ahead of time."""
+        return False
+
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Never called."""
+        raise AssertionError("the reader makes the rows of a CPU")
+
+    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
+        """Write in place; zeros of a fresh array are there already."""
+        if slots is not None:
+            field[slots] = value
+        elif value:
+            field.fill(value)
+
+    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
+        """Have them made in place, in one part."""
+        fill(rows, slice(0, rows.shape[0]))
+
+    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
+        """Index the field."""
+        return np.asarray(field[slots])
+
+    def rest(self) -> None:
+        """Return at once."""
+
+
+class CpuProcessor:
+    """Lookups and steps by the numba kernels, with as many threads as torch has. For the training thread."""
+
+    name = ""
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.mover = CpuMover()
+        self._sorting, self._updates = SortBuffers(), UpdateBuffers()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Buffers of the pool, which all trainings of a process share."""
+        return POOL.num_bytes
+
+    def prepare(self, tables: Sequence[Table]) -> None:
+        """Nothing: the kernels are compiled by `kernels.compile.prepare`, whatever the device."""
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """Return its memory."""
+        return tensor.detach().contiguous().numpy()
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """Return its memory."""
+        return torch.from_numpy(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Take it from the pool."""
+        return POOL.take(shape, dtype)
+
+    def bring(self, array: NDArray[np.generic]) -> Array:
+        """Return it as it is."""
+        return array
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
+        """Join them, or return the only one as it is."""
+        joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return joined, joined
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Fill a fresh array."""
+        out = np.ones(size, dtype=np.float32)
+        for first, last, values in parts:
+            out[first:last] = values
+        return out
+
+    def pool(self, parts: Sequence[tuple[GroupRows, Entries]], out: Array) -> None:
+        """Pool group after group."""
+        for rows, e in parts:
+            e.slots = POOL.take((e.ids.size,), np.int32)
+            if e.offsets is None:
+                pool_one(
+                    rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out.shape[0], out, e.slots
+                )  # fmt: skip
+                continue
+            if (e.modes == MAX).any():
+                e.argmax = POOL.take(out.shape, np.int32)
+            e.places = POOL.take((e.ids.size,), np.int64)
+            e.scales = POOL.take((e.ids.size,), np.float32)
+            pool_bags(
+                rows.vectors, rows.slot_of_local, e.ids, e.bases, e.starts, e.offsets, e.weights, e.modes, e.cols,
+                out, e.slots, e.argmax, e.places, e.scales,
+            )  # fmt: skip
+
+    def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
+        """Gather feature after feature."""
+        entries.slots = POOL.take((entries.ids.size,), np.int32)
+        map_slots(entries.ids, entries.bases, entries.starts, rows.slot_of_local, entries.slots)
+        outs = []
+        for first, last in zip(entries.starts[:-1], entries.starts[1:], strict=True):
+            out = POOL.take((int(last - first), rows.vectors.dim), np.float32)
+            gather(rows.vectors, entries.slots[first:last], out)
+            outs.append(out)
+        return outs
+
+    def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:
+        """Write it to a fresh array."""
+        assert entries.offsets is not None, "features with weights are looked up as bags"
+        out = np.empty(entries.ids.size, dtype=np.float32)
+        weight_gradient(
+            rows.vectors, entries.slots, entries.starts, entries.offsets, entries.modes, entries.cols, gradient, out
+        )  # fmt: skip
+        return out
+
+    def step(self, groups: Sequence[GroupStep], number: int) -> None:
+        """Step group after group."""
+        for one in groups:
+            slots, gradients = _together(one.pending, one.group.dim)
+            vectors, states = one.rows.vectors, one.rows.states
+            pairs, buffers = sort_slots(slots, vectors.values.shape[0], self._sorting), self._updates
+            shared: dict[str, Any] = {"learning_rate": one.learning_rate, "decay": one.group.optimizer.decay}
+            if one.rows.streams.size:
+                shared["rounding"] = make_rounding(one.rows.streams, number)
+            match one.group.optimizer:
+                case SGD():
+                    update_sgd(vectors, pairs, gradients, buffers, **shared)
+                case Adagrad(eps=eps):
+                    update_adagrad(vectors, states[0], pairs, gradients, buffers, eps=eps, **shared)
+                case RowWiseAdagrad(eps=eps):
+                    update_rowwise_adagrad(vectors, states[0], pairs, gradients, buffers, eps=eps, **shared)
+                case Adam(beta1=beta1, beta2=beta2, eps=eps):
+                    shared |= {"step": number, "beta1": beta1, "beta2": beta2, "eps": eps}
+                    update_adam(vectors, states[0], states[1], pairs, gradients, buffers, **shared)
+
+    def random_state(self) -> torch.Tensor | None:
+        """None: a commit keeps the CPU's generators anyway."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Nothing: there is no generator more."""
+
+
+def places_of(pending: Pending) -> NDArray[np.int64]:
+    """Return where each entry's gradient begins, written out."""
+    if pending.places is not None:
+        return np.asarray(pending.places)
+    samples = np.arange(pending.num_samples, dtype=np.int64) * pending.width
+    return (pending.cols[:, None] + samples[None, :]).reshape(-1)
+
+
+def _together(pending: list[Pending], dim: int) -> tuple[NDArray[np.int32], Gradients]:
+    """Return all entries of a group as one step's; one lookup is passed on as it is."""
+    if len(pending) == 1:
+        one = pending[0]
+        gradient = one.gradient.reshape(one.num_samples, one.width)
+        if one.places is None:
+            return one.slots, one_id_gradients(gradient, one.cols)
+        return one.slots, bag_gradients(gradient, one.places, one.scales, one.argmax)
+    slots = np.concatenate([p.slots for p in pending])
+    shared: dict[tuple[int, int], int] = {}  # lookups of one module share their gradient
+    flats: list[NDArray[np.float32]] = []
+    bases, size = [], 0
+    for p in pending:
+        place = p.gradient.ctypes.data, p.gradient.size
+        if place in shared and not p.argmax.size:  # a maximum marks its places, which another may have marked
+            bases.append(shared[place])
+            continue
+        shared.setdefault(place, size)
+        bases.append(size)
+        flats.append(p.gradient)
+        size += p.gradient.size
+    flat = flats[0] if len(flats) == 1 else np.concatenate(flats)
+    offsets = np.empty(slots.size, dtype=np.int64)
+    scaled, argmaxed = any(p.scales.size for p in pending), any(p.argmax.size for p in pending)
+    scales = np.ones(slots.size, dtype=np.float32) if scaled else NONE_F4
+    argmax = np.full(flat.size, -1, dtype=np.int32) if argmaxed else NONE_I4
+    first = 0
+    for p, start in zip(pending, bases, strict=True):
+        last = first + p.slots.size
+        mine = places_of(p)
+        offsets[first:last] = np.where(mine >= 0, mine + start, mine - start)  # ~(x + start) == ~x - start
+        if p.scales.size:
+            scales[first:last] = p.scales
+        if p.argmax.size:
+            places = np.unique(~mine[mine < 0])[:, None] + np.arange(dim)
+            argmax[start + places] = p.argmax[places] + first
+        first = last
+    return slots, bag_gradients(flat.reshape(1, -1), offsets, scales, argmax)

@@ -1,0 +1,384 @@
+"""A GPU: torch tensors, the CUDA kernels, host memory that both sides see."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tiercache.errors import BudgetError, SchemaError
+from tiercache.kernels import cuda_initial, cuda_rows, cuda_sorting, cuda_update
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.kernels.cuda_gathering import Gathered, gather, gather_many, map_slots
+from tiercache.kernels.cuda_pooling import MAX, Bags, pool_many, weight_gradient
+from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, make_rule
+from tiercache.kernels.optimizers import SGD as PLAIN
+from tiercache.processors.gpu import TORCH_DTYPES
+from tiercache.processors.processor import RowArrays
+from tiercache.sizes import format_bytes
+from tiercache.store.table import (
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    RowWiseAdagrad,
+    Uniform,
+    Zeros,
+    initializer_code,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.kernels.optimizers import Rule
+    from tiercache.processors.entries import Array, Entries, GroupStep, Pending
+    from tiercache.processors.gpu import Gpu
+    from tiercache.processors.processor import Layout, Mark
+    from tiercache.store.table import Table
+    from tiercache.tiers.rows import GroupRows
+
+_ALIGNED_BYTES = 128  # a cache line
+_CHUNK_BYTES = 16 << 20  # of rows that are made on the host
+
+
+class HostPieces:
+    """Pieces in locked host memory, which kernels read and write over the link."""
+
+    def __init__(self, gpu: Gpu, row_floats: int) -> None:
+        self._gpu, self.there = gpu, cuda_rows.Pieces(gpu.kernels, row_floats)
+
+    def add(
+        self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
+    ) -> None:
+        """Add pieces, whose ``data`` lies in locked or pinned memory."""
+        address = self._gpu.address_of(data)
+        self.there.add(first, first_row, offset, cuda_rows.Mapped(address, data.size, data, data.flags.writeable))
+
+
+class CudaMover:
+    """Moves rows over the link: kernels read and write locked blocks of host memory, in dump order."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.lock, self.unlock = gpu.lock, gpu.unlock
+
+    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+        """Allocate once, from torch's caching allocator."""
+        total = self.bytes_of(layouts)
+        free, whole = self._gpu.room()
+        refused = BudgetError(
+            f"{what} need {format_bytes(total)} on the {self._gpu.name}, which has {format_bytes(free)} of "
+            f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, less what the "
+            "dense model and its batches need"
+        )
+        if total > free:
+            raise refused
+        try:
+            memory = self._gpu.tensor((total,), torch.uint8)
+        except torch.OutOfMemoryError as error:
+            raise refused from error
+        at = 0
+
+        def cut(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            nonlocal at
+            num_bytes = rows * width * dtype.itemsize
+            mine = memory[at : at + num_bytes].view(dtype)
+            at += _aligned(num_bytes)
+            return mine
+
+        return [
+            RowArrays(
+                tuple(cut(n.rows, width, torch.float32).view(n.rows, width) for width in n.widths),
+                cut(n.positions, 1, torch.int32),
+                cut(n.positions, 1, torch.int32),
+                cut(n.positions, 1, torch.int64),
+            )
+            for n in layouts
+        ]
+
+    def bytes_of(self, layouts: Sequence[Layout]) -> int:
+        """Count fields, two arrays of slots and one of keys, each from a cache line on."""
+        return sum(
+            sum(_aligned(4 * n.rows * width) for width in n.widths)
+            + 2 * _aligned(4 * n.positions) + _aligned(8 * n.positions)
+            for n in layouts
+        )  # fmt: skip
+
+    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return pinned memory."""
+        scratch: NDArray[np.uint8] = self._gpu.pinned((num_bytes,), torch.uint8).numpy()
+        return scratch
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Work on the stream of moves."""
+        return self._gpu.moving()
+
+    def mark(self) -> Mark:
+        """Record an event on it."""
+        return self._gpu.mark()
+
+    def rest(self) -> None:
+        """Wait for all streams."""
+        self._gpu.rest()
+
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return pinned memory."""
+        indices: NDArray[np.int32] = self._gpu.pinned((count,), torch.int32).numpy()
+        return indices
+
+    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
+        """Copy them; nobody waits where they are pinned."""
+        return self._copy(indices, into, lasting=True)
+
+    def pieces(self, row_floats: int) -> HostPieces:
+        """Return none yet."""
+        return HostPieces(self._gpu, row_floats)
+
+    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Any) -> None:
+        """Launch it once for all fields and pieces."""
+        cuda_rows.pack(self._gpu.kernels, fields, slots, order, pieces.there)
+
+    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Any) -> None:
+        """Launch it once for all fields and pieces."""
+        cuda_rows.unpack(self._gpu.kernels, fields, slots, pieces.there)
+
+    def generates(self, table: Table) -> bool:
+        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms."""
+        return isinstance(table.initializer, (Uniform, Zeros, Constant))
+
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Launch it once."""
+        there = self._copy(keys, self._gpu.tensor(keys.shape, torch.int64) if keys_there is None else keys_there)
+        how = table.table_id, table.seed, *initializer_code(table.initializer)
+        cuda_initial.initial_rows(self._gpu.kernels, there, *how, vectors, slots)
+
+    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
+        """Launch it once."""
+        if slots is None:
+            field.fill_(value)
+        else:
+            cuda_initial.fill_rows(self._gpu.kernels, value, field, slots)
+
+    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
+        """Have them made in pinned memory, 16 MiB at a time."""
+        count, width = rows.shape
+        step = max(1, _CHUNK_BYTES // (4 * max(1, width)))
+        room = self._gpu.pinned((min(step, count), width), torch.float32)
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            some = room[: part.stop - first]
+            fill(some.numpy(), part)
+            self._gpu.copy(some, rows[part])
+
+    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
+        """Gather on the device and copy. Waits."""
+        if isinstance(slots, slice):
+            found = field[slots]
+        else:
+            found = self._gpu.tensor((slots.size, field.shape[1]), torch.float32)
+            there = self._copy(slots, self._gpu.tensor((slots.size,), torch.int32))
+            gather(self._gpu.kernels, field, there, found)
+        return self._gpu.download(found)
+
+    def _copy(self, host: NDArray[Any], there: Array, *, lasting: bool = False) -> Array:
+        """Copy a host array to the first elements of a tensor; it may change once this returns, or is ``lasting``."""
+        part = there[: host.size]
+        source = torch.from_numpy(host if host.flags.writeable else host.copy())
+        self._gpu.copy(source, part, lasting=lasting and host.flags.writeable)
+        return part
+
+
+class CudaProcessor:
+    """Lookups and steps by the CUDA kernels on torch's current stream: at most one launch for all groups."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self.device, self.mover = gpu, gpu.device, CudaMover(gpu)
+        self.name = f"{gpu.name} (CUDA)"
+        self._sorting: dict[int, cuda_sorting.SortBuffers] = {}
+        self._updates: dict[int, cuda_update.UpdateBuffers] = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Buffers of sorting and stepping; outputs and gradients are torch's."""
+        sorting = sum(held.nbytes for held in self._sorting.values())
+        return sorting + sum(held.nbytes for held in self._updates.values())
+
+    def prepare(self, tables: Sequence[Table]) -> None:
+        """Compile the kernels for this GPU, once."""
+        for table in tables:
+            if table.dtype != "float32":
+                raise SchemaError(
+                    f"table {table.name!r} has vectors of {table.dtype}, which device='cuda' does not train yet: "
+                    "use dtype='float32', or device='cpu'"
+                )
+        self._gpu.prepare()
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """Return the tensor."""
+        return tensor.detach().contiguous()
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """Return the tensor."""
+        assert isinstance(array, torch.Tensor)
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Take it from torch's caching allocator."""
+        return self._gpu.tensor(shape, TORCH_DTYPES[np.dtype(dtype)])
+
+    def bring(self, array: NDArray[Any]) -> Array:
+        """Copy it to pinned memory, and from there."""
+        pinned = self._gpu.pinned(array.shape, TORCH_DTYPES[array.dtype])
+        pinned.numpy()[...] = array
+        return self._gpu.upload(pinned)
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
+        """Join them in pinned memory, and copy from there."""
+        pinned = self._gpu.pinned((sum(array.size for array in arrays),), torch.int32)
+        host: NDArray[np.int32] = pinned.numpy()
+        np.concatenate(arrays, out=host)
+        return host, self._gpu.upload(pinned)
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Fill pinned memory where all are the data's, else the device's."""
+        if all(isinstance(values, np.ndarray) for _, _, values in parts):
+            pinned = self._gpu.pinned((size,), torch.float32).fill_(1.0)
+            for first, last, values in parts:
+                pinned.numpy()[first:last] = values
+            return self._gpu.upload(pinned)
+        out = self._gpu.tensor((size,), torch.float32).fill_(1.0)
+        for first, last, values in parts:
+            out[first:last].copy_(self.bring(values) if isinstance(values, np.ndarray) else values)
+        return out
+
+    def pool(self, parts: Sequence[tuple[GroupRows, Entries]], out: Array) -> None:
+        """Pool all groups in one launch."""
+        groups = []
+        for rows, e in parts:
+            size, vectors = int(e.starts[-1]), rows.vectors.values
+            e.slots = self.empty((size,), np.int32)
+            if e.offsets is None:
+                groups.append(Bags(vectors, rows.slot_of_local, e.ids, e.bases, e.cols, e.slots))
+                continue
+            if (e.modes == MAX).any():
+                e.argmax = self.empty(tuple(out.shape), np.int32)
+            e.places, e.scales = self.empty((size,), np.int64), self.empty((size,), np.float32)
+            groups.append(
+                Bags(
+                    vectors, rows.slot_of_local, e.ids, e.bases, e.cols, e.slots, e.offsets, e.weights, e.modes,
+                    e.argmax, e.places, e.scales,
+                )
+            )  # fmt: skip
+        pool_many(self._gpu.kernels, groups, out)
+
+    def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
+        """Gather all features in one launch."""
+        starts, vectors = entries.starts, rows.vectors.values
+        entries.slots = self.empty((int(starts[-1]),), np.int32)
+        map_slots(self._gpu.kernels, entries.ids, entries.bases, starts, rows.slot_of_local, entries.slots)
+        found = [
+            Gathered(vectors, entries.slots[first:last], self.empty((last - first, rows.vectors.dim), np.float32))
+            for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        ]
+        gather_many(self._gpu.kernels, found)
+        return [one.out for one in found]
+
+    def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:
+        """Launch it once."""
+        out = self.empty((int(entries.starts[-1]),), np.float32)
+        weight_gradient(
+            self._gpu.kernels, rows.vectors.values, entries.slots, entries.offsets, entries.modes, entries.cols,
+            gradient, out,
+        )  # fmt: skip
+        return out
+
+    def step(self, groups: Sequence[GroupStep], number: int) -> None:
+        """Sort group by group, then step all in one launch for each optimizer and one more."""
+        kernels, steps = self._gpu.kernels, []
+        for one in groups:
+            g, vectors, states = one.group.index, one.rows.vectors.values, one.rows.states
+            if g not in self._sorting:
+                self._sorting[g] = cuda_sorting.SortBuffers(kernels)
+                self._updates[g] = cuda_update.UpdateBuffers(kernels)
+            slots, gradients = self._together(one.pending)
+            pairs = cuda_sorting.sort_slots(kernels, slots, vectors.shape[0], self._sorting[g])
+            first, second = (states[i] if i < len(states) else None for i in range(2))
+            rule = _rule(one, number)
+            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, self._updates[g], rule))
+        cuda_update.update_many(kernels, steps)
+
+    def _together(self, pending: list[Pending]) -> tuple[Array, cuda_update.Gradients]:
+        """Return all entries of a group as one step's; one lookup is passed on as it is."""
+        if len(pending) == 1:
+            one = pending[0]
+            gradient = one.gradient.reshape(one.num_samples, one.width)
+            if one.places is None:
+                return one.slots, cuda_update.one_id_gradients(self._gpu.kernels, gradient, one.cols)
+            argmax = one.argmax.reshape(gradient.shape) if one.argmax.shape[0] else NONE_I4
+            return one.slots, cuda_update.bag_gradients(self._gpu.kernels, gradient, one.places, one.scales, argmax)
+        scaled, argmaxed = any(p.scales.shape[0] for p in pending), any(p.argmax.shape[0] for p in pending)
+        shared: dict[tuple[int, int], int] = {}  # lookups of one module share their gradient
+        flats, places, scales, argmaxes, size, first = [], [], [], [], 0, 0
+        for p in pending:
+            place = p.gradient.data_ptr(), p.gradient.shape[0]
+            if place in shared and not p.argmax.shape[0]:  # an element of the gradient has one maximum
+                start = shared[place]
+            else:
+                shared.setdefault(place, size)
+                start, size = size, size + p.gradient.shape[0]
+                flats.append(p.gradient)
+                argmaxes.append(
+                    p.argmax + first if p.argmax.shape[0] else self._gpu.tensor((size - start,), torch.int32).fill_(-1)
+                )
+            mine = self._places(p)
+            places.append(torch.where(mine >= 0, mine + start, mine - start))  # ~(x + start) == ~x - start
+            count = p.slots.shape[0]
+            scales.append(p.scales if p.scales.shape[0] else self._gpu.tensor((count,), torch.float32).fill_(1.0))
+            first += count
+        gradients = cuda_update.bag_gradients(
+            self._gpu.kernels, torch.cat(flats).reshape(1, -1), torch.cat(places),
+            torch.cat(scales) if scaled else NONE_F4,
+            torch.cat(argmaxes).reshape(1, -1) if argmaxed else NONE_I4,
+        )  # fmt: skip
+        return torch.cat([p.slots for p in pending]), gradients
+
+    def _places(self, pending: Pending) -> torch.Tensor:
+        """Return where each entry's gradient begins, written out."""
+        if pending.places is not None:
+            assert isinstance(pending.places, torch.Tensor)
+            return pending.places
+        samples = torch.arange(pending.num_samples, device=self.device) * pending.width
+        return (self.tensor(self.bring(pending.cols))[:, None] + samples[None, :]).reshape(-1)
+
+    def random_state(self) -> torch.Tensor | None:
+        """Copy that of torch's generator of the device."""
+        return self._gpu.random_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put it back."""
+        self._gpu.set_random_state(state)
+
+
+def _rule(one: GroupStep, number: int) -> Rule:
+    decay, rate = one.group.optimizer.decay, one.learning_rate
+    match one.group.optimizer:
+        case Adagrad(eps=eps):
+            return make_rule(ADAGRAD, rate, eps, decay)
+        case RowWiseAdagrad(eps=eps):
+            return make_rule(ROWWISE, rate, eps, decay)
+        case Adam(beta1=beta1, beta2=beta2, eps=eps):
+            corrected = rate * math.sqrt(1.0 - beta2**number) / (1.0 - beta1**number)
+            return make_rule(ADAM, corrected, eps, decay, 1.0 - beta1, 1.0 - beta2)
+        case SGD():
+            return make_rule(PLAIN, rate, 0.0, decay)
+    raise AssertionError(f"there is no kernel for {one.group.optimizer}")
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

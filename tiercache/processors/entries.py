@@ -1,0 +1,85 @@
+"""Entries: the ids of one lookup, and what it leaves for the step.
+
+Legend: E entries, F features, N samples, T columns of the output. "On the device" are NumPy arrays on a CPU, torch
+tensors on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.store.table import Group
+    from tiercache.tiers.rows import GroupRows
+
+Array = Any
+"""Of the device."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Entries:
+    """The ids of a batch's features of one group, feature-major; the lookup writes what the way back needs."""
+
+    ids: Array
+    """(E,) int32, on the device; every one is in its feature's table."""
+    starts: NDArray[np.int64]
+    """(F + 1,) where each feature's entries begin."""
+    bases: NDArray[np.int64]
+    """(F,) the position of local id 0 of each feature's table."""
+    modes: NDArray[np.int8]
+    """(F,)"""
+    cols: NDArray[np.int64]
+    """(F,) the first output column of each feature."""
+    offsets: Array | None = None
+    """(F * N + 1,) where each bag begins, on the device; None: one id for each feature and sample."""
+    weights: Array = field(default_factory=lambda: NONE_F4)
+    """(E,) on the device; empty: all 1."""
+    slots: Array = field(default_factory=lambda: NONE_I4)
+    """(E,) the slot of each entry."""
+    argmax: Array = field(default_factory=lambda: NONE_I4)
+    """(N, T) the entry that gave each maximum; empty where nothing is pooled by max."""
+    places: Array | None = None
+    """(E,) where each entry's gradient begins; its complement where ``argmax`` decides element by element."""
+    scales: Array = field(default_factory=lambda: NONE_F4)
+    """(E,) what each entry's gradient is multiplied by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """The gradient of one lookup: entries in batch order, each with its slot and its place in ``gradient``."""
+
+    slots: Array
+    """(E,)"""
+    gradient: Array
+    """Flat; of (N, ``width``)."""
+    width: int
+    cols: NDArray[np.int64]
+    """The first column of each feature, where every feature has one entry a sample and ``places`` is None."""
+    places: Array | None
+    """(E,) as of `Entries`."""
+    scales: Array
+    """(E,) as of `Entries`; empty: 1."""
+    argmax: Array
+    """Flat like ``gradient``, as of `Entries`."""
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the gradient."""
+        return int(self.gradient.shape[0]) // self.width
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """What one step does to the rows of a group."""
+
+    group: Group
+    rows: GroupRows
+    pending: list[Pending]
+    """At least one, in the order of the backward calls."""
+    learning_rate: float

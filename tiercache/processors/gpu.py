@@ -1,0 +1,221 @@
+"""The GPU as torch has it: memory from its caching allocator, pinned host memory, streams."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from tiercache.kernels.cuda import CudaError, open_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+    from tiercache.kernels.cuda import CudaDevice
+    from tiercache.kernels.launch import Device
+    from tiercache.processors.processor import Mark
+
+
+class Gpu(Protocol):
+    """What a `CudaProcessor` asks of a GPU beside kernels; the tests have one that runs on the CPU."""
+
+    @property
+    def name(self) -> str:
+        """The model."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        ...
+
+    @property
+    def kernels(self) -> Device:
+        """What launches kernels, on the current stream."""
+        ...
+
+    def prepare(self) -> None:
+        """Compile all kernels."""
+        ...
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor on the device."""
+        ...
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor in host memory that the device can read and write."""
+        ...
+
+    def upload(self, pinned: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device; nobody waits for it."""
+        ...
+
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Copy to the device on the current stream.
+
+        ``host`` may change once this returns; where it is ``lasting``, only when the stream has come so far.
+        """
+        ...
+
+    def download(self, tensor: torch.Tensor) -> NDArray[np.float32]:
+        """Wait for the current stream and return a copy in host memory."""
+        ...
+
+    def address_of(self, array: NDArray[np.float32]) -> int:
+        """Return where the device sees an array in pinned or locked memory."""
+        ...
+
+    def room(self) -> tuple[int, int]:
+        """Return the bytes of memory that can be had, and those of the whole device."""
+        ...
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """Make pages of host memory such as ``pinned`` gives. Any thread."""
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Undo a ``lock``. Any thread."""
+        ...
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Work inside is done on the stream of moves: behind the current stream's, which then waits for it."""
+        ...
+
+    def mark(self) -> Mark:
+        """Return the present end of the stream of moves."""
+        ...
+
+    def rest(self) -> None:
+        """Wait until all streams of this training are done."""
+        ...
+
+    def random_state(self) -> torch.Tensor:
+        """Return the state of torch's generator of the device."""
+        ...
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put it back."""
+        ...
+
+
+class _Event:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        """Wait without the GIL."""
+        self._event.synchronize()  # synchronize!
+
+
+class CudaGpu:
+    """A GPU of this machine; make it with `open_gpu`."""
+
+    def __init__(self, kernels: CudaDevice, index: int) -> None:
+        self.kernels, self.device = kernels, torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(index)
+        self._moves = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def prepare(self) -> None:
+        """Compile all kernels, or load them from CuPy's cache on disk."""
+        self.kernels.prepare()
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Take it from torch's caching allocator."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Take it from torch's caching allocator of host memory, which waits for copies before it gives it again."""
+        with torch.cuda.device(self.device):  # a thread begins on GPU 0, where this would make a context
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def upload(self, pinned: torch.Tensor) -> torch.Tensor:
+        """Copy on the current stream."""
+        return pinned.to(self.device, non_blocking=True)
+
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Copy from memory of any kind; what is not pinned is read before this returns anyway."""
+        there.copy_(host, non_blocking=lasting)
+
+    def download(self, tensor: torch.Tensor) -> NDArray[np.float32]:
+        """Copy by way of torch."""
+        copied: NDArray[np.float32] = tensor.cpu().numpy()  # synchronize!
+        return copied
+
+    def address_of(self, array: NDArray[np.float32]) -> int:
+        """Return its own address, at which `lock` has seen to it that the device finds it."""
+        return int(array.ctypes.data)
+
+    def room(self) -> tuple[int, int]:
+        """Count what torch holds and does not use as free."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device), total
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """Register the pages with CUDA. Raises CudaError."""
+        self.kernels.lock(address, num_bytes)
+
+    def unlock(self, address: int) -> None:
+        """Take the pages from CUDA."""
+        self.kernels.unlock(address)
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Order both streams by events; no thread waits."""
+        current = torch.cuda.current_stream(self.device)
+        self._moves.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._moves):
+                yield
+        finally:
+            current.wait_stream(self._moves)
+
+    def mark(self) -> _Event:
+        """Record an event."""
+        return _Event(self._moves)
+
+    def rest(self) -> None:
+        """Wait for the stream of moves and for the current one."""
+        self._moves.synchronize()  # synchronize!
+        torch.cuda.current_stream(self.device).synchronize()  # synchronize!
+
+    def random_state(self) -> torch.Tensor:
+        """Copy it to the host."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Copy it to the device's generator."""
+        torch.cuda.set_rng_state(state, self.device)
+
+
+def open_gpu(index: int | None) -> CudaGpu:
+    """Return a GPU by its number, torch's current one where none is said.
+
+    Raises CudaError with what is missing: CuPy, a driver, a GPU, a torch built for CUDA.
+    """
+    if index is None:
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
+
+    kernels = open_device(
+        index, stream=lambda: torch.cuda.current_stream(index).cuda_stream, allocate=allocate
+    )  # fmt: skip
+    if not torch.cuda.is_available():
+        raise CudaError(
+            f"torch {torch.__version__} was built without CUDA, or for another driver: install a torch for CUDA as "
+            "pytorch.org says, or use device='cpu'."
+        )
+    return CudaGpu(kernels, index)
+
+
+TORCH_DTYPES = {
+    np.dtype(np.float32): torch.float32, np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64,
+    np.dtype(np.uint8): torch.uint8,
+}  # fmt: skip

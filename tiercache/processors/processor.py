@@ -1,0 +1,224 @@
+"""Processor: all verbs that touch arrays on the device of a training; `CpuProcessor` and `CudaProcessor` have them.
+
+Arrays on the device are NumPy arrays on a CPU and torch tensors on a GPU; nobody but a processor computes with them.
+Lookups and steps come in the order of the calls, on torch's current stream, and wait for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    import torch
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.processors.entries import Array, Entries, GroupStep
+    from tiercache.store.table import Table
+    from tiercache.tiers.rows import GroupRows
+
+
+class Layout(NamedTuple):
+    """What a group needs on the device."""
+
+    rows: int
+    widths: tuple[int, ...]
+    """Words of each field of a row."""
+    positions: int
+    """The most local ids that are mapped to slots at once."""
+
+
+class RowArrays(NamedTuple):
+    """The memory of one group's rows on the device."""
+
+    fields: tuple[Array, ...]
+    """(rows, words) float32 each."""
+    slots: Array
+    """(positions,) int32 for the slots of a visit; empty where they are used from host memory."""
+    order: Array
+    """(positions,) int32 for the order of one move; empty likewise."""
+    keys: Array
+    """(positions,) int64 for the keys of new rows; empty likewise."""
+
+
+class Mark(Protocol):
+    """A moment of the moving of rows."""
+
+    def wait(self) -> None:
+        """Wait, on any thread, until all that was begun before is done."""
+        ...
+
+
+class Pieces(Protocol):
+    """Pieces in host memory, between which and slots rows are moved by few launches."""
+
+    def add(
+        self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
+    ) -> None:
+        """Add pieces in ``data``, as `kernels.rows.Pieces` does."""
+        ...
+
+
+class Mover(Protocol):
+    """Moves rows between the device and host memory, and makes new ones."""
+
+    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+        """Allocate the memory of all groups, of undefined content on a GPU and zero on a CPU.
+
+        Raises BudgetError, naming ``what`` needs it, where the device has too little.
+        """
+        ...
+
+    def bytes_of(self, layouts: Sequence[Layout]) -> int:
+        """Return the bytes that `reserve` allocates."""
+        ...
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """Make pages of host memory ones that the device may read and write. Any thread."""
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Undo a ``lock``; the pages may be given back then. Any thread."""
+        ...
+
+    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return host memory that pieces may lie in."""
+        ...
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Begin what moves rows: after all steps so far, and before all that come behind the ``with``."""
+        ...
+
+    def mark(self) -> Mark:
+        """Return the present moment of the moving."""
+        ...
+
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return host memory for indices, from which `place` is quick. Any thread."""
+        ...
+
+    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
+        """Return indices on the device, in the first elements of ``into`` where the device has memory of its own.
+
+        They must stay as they are until a mark taken behind this call has passed.
+        """
+        ...
+
+    def pieces(self, row_floats: int) -> Pieces:
+        """Return a collection without pieces."""
+        ...
+
+    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Pieces) -> None:
+        """Write rows to pieces: row ``order[i]`` of ``slots`` at place i."""
+        ...
+
+    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Pieces) -> None:
+        """Write the rows of pieces to their slots."""
+        ...
+
+    def generates(self, table: Table) -> bool:
+        """Whether new rows of a table are made on the device, from 8 bytes of key each, with the defined bits."""
+        ...
+
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Write the initial vectors of keys (n,) to their slots (n,), or to rows (n, words) where these are None.
+
+        ``keys_there``: room for the keys on the device, None: beside the budget.
+        """
+        ...
+
+    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
+        """Write ``value`` to all numbers of rows (of all rows: ``slots`` None)."""
+        ...
+
+    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
+        """Have ``fill(words, part)`` make the words of ``rows``, in one or several parts, in order."""
+        ...
+
+    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
+        """Return rows of a field in host memory; a view of it on a CPU where a slice is asked for."""
+        ...
+
+    def rest(self) -> None:
+        """Wait until nothing of the device's uses host memory."""
+        ...
+
+
+class Processor(Protocol):
+    """Looks up and steps rows on one device."""
+
+    @property
+    def name(self) -> str:
+        """What a commit notes of the device; empty for a CPU."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where torch's tensors are."""
+        ...
+
+    @property
+    def mover(self) -> Mover:
+        """What moves rows to it and from it."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What is kept on the device from batch to batch, beside the budget."""
+        ...
+
+    def prepare(self, tables: Sequence[Table]) -> None:
+        """Compile what training these tables needs. Raises SchemaError for a table that the device cannot train."""
+        ...
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """Return a tensor of the device as an array, contiguous; it takes no part in gradients."""
+        ...
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """Return an array as a tensor."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return an array of undefined content, the device's until nobody refers to it."""
+        ...
+
+    def bring(self, array: NDArray[np.generic]) -> Array:
+        """Return a host array on the device: itself on a CPU, else a copy that nobody waits for."""
+        ...
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
+        """Return arrays one behind the other, in host memory and on the device."""
+        ...
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Return (size,) float32: 1, but in [first, last) the values of each part, which may be a host array."""
+        ...
+
+    def pool(self, parts: Sequence[tuple[GroupRows, Entries]], out: Array) -> None:
+        """Pool the entries of several groups into their columns of ``out`` (N, T), and write the entries' results."""
+        ...
+
+    def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
+        """Return the vectors of each feature, (ids, dim), and write the entries' slots."""
+        ...
+
+    def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:
+        """Return d loss / d weight of every entry, (E,)."""
+        ...
+
+    def step(self, groups: Sequence[GroupStep], number: int) -> None:
+        """Update each row of each group once; ``number`` counts the steps from 1."""
+        ...
+
+    def random_state(self) -> torch.Tensor | None:
+        """Return the state of the device's random generator, None where there is none beside the CPU's."""
+        ...
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put the device's random generator back."""
+        ...

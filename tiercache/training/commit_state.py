@@ -1,0 +1,46 @@
+"""What a commit keeps beside rows: dense state, the row optimizers' settings, and where it was trained."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiercache.training.dense_state import DenseState
+from tiercache.training.matching import check_environment
+from tiercache.training.row_optimizer import RowOptimizer
+
+if TYPE_CHECKING:
+    from tiercache.processors.processor import Processor
+    from tiercache.store import Store
+    from tiercache.store.table import Group
+    from tiercache.tiers.transfer import StateBytes
+
+
+class CommitState:
+    """Dense state and row optimizer of one training."""
+
+    def __init__(self, groups: tuple[Group, ...], processor: Processor) -> None:
+        self.dense = DenseState(processor)
+        self.optimizer = RowOptimizer(groups, processor)
+        self.environment: dict[str, object] = {
+            "threads": torch.get_num_threads(),
+            "cpu": platform.processor() or platform.machine(),
+        }
+        """What the last bits of dense layers may depend on."""
+        if processor.name:
+            self.environment["device"] = processor.name
+
+    def capture(self) -> StateBytes:
+        """Clone it as it is now."""
+        return self.dense.capture(), self.optimizer.settings()
+
+    def restore(self, store: Store) -> None:
+        """Put back what the last commit of ``store`` keeps; warns where that was trained elsewhere."""
+        commit = store.commit
+        assert commit is not None, "a store without a commit keeps no state"
+        check_environment(commit, self.environment)
+        if commit.state_bytes:  # rows from outside come without dense state
+            self.dense.restore(store.state())
+        self.optimizer.restore(commit.settings)

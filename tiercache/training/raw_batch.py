@@ -1,0 +1,368 @@
+"""Batches of raw keys: int64 keys become local ids of the pass being trained, or rows of their own where it lacks them.
+
+Legend: of a group in a batch: R rows of the visit that it looks up, M rows for keys that are missing, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from tiercache.errors import BudgetError, KeyNotInPassError, StateError
+from tiercache.kernels.initial import initial_rows
+from tiercache.kernels.numbering import KeyNumbers
+from tiercache.kernels.pooling import gather
+from tiercache.passes.samples import FeatureIds
+from tiercache.processors.cpu_processor import CpuProcessor, places_of
+from tiercache.sizes import format_bytes
+from tiercache.store.table import initializer_code
+from tiercache.store.vectors import nearest
+from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.training.batch import Batch
+from tiercache.training.key_finder import KeyFinder
+from tiercache.training.raw_keys import feature_keys
+from tiercache.training.row_optimizer import RowGradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.keybatch import FeatureKeys
+    from tiercache.passes.passset import Pass
+    from tiercache.processors.entries import Pending
+    from tiercache.processors.processor import Processor
+    from tiercache.schema import Schema
+    from tiercache.store.table import Group, Table
+
+Missing = Literal["error", "zero", "init", "load"]
+SCRATCH_BYTES = 40  # for each row that is read, beside it
+MISSING = ("error", "zero", "init", "load")
+
+
+class RowReader(Protocol):
+    """Reads rows as of now, of any keys: RowsNow has it."""
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
+        ...
+
+
+class RawKeys:
+    """Makes the batches of raw keys of one cache; on the training thread."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        groups: Sequence[Group],
+        rows_now: Callable[[], RowReader],
+        steps: Callable[[], int],
+        processor: Processor,
+        index_room: int | None = None,
+    ) -> None:
+        """rows_now: a reader of rows as of now. steps: how often rows were stepped so far.
+
+        index_room: bytes that an index of keys may take, None: any number.
+        """
+        self._schema, self._groups = schema, tuple(groups)
+        self._rows_now, self._steps, self._processor = rows_now, steps, processor
+        self._table_of = {feature.name: feature.table for feature in schema.features}
+        self._finder = KeyFinder([table for group in groups for table in group.tables], index_room)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index of keys."""
+        return self._finder.index_bytes
+
+    def batch(
+        self,
+        source: Pass,
+        rows: RowView,
+        keys: Mapping[str, Any],
+        *,
+        number: int,
+        missing: Missing,
+        weights: Mapping[str, Any] | None = None,
+        label: Any = None,
+        dense: Any = None,
+    ) -> Batch:
+        """Return batch ``number`` of the visit that trains ``source`` with ``rows``: ``Visit.batch`` promises it."""
+        if missing not in MISSING:
+            raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
+        num_samples, features = feature_keys(self._schema, keys, weights)
+        places = self._finder.find(source, features, self._table_of)
+        if missing == "error":
+            self._refuse_missing(features, places, rows, number)
+        return self._make(num_samples, features, places, rows, missing, label, dense)
+
+    def evaluate(
+        self,
+        keys: Mapping[str, Any],
+        budget: int,
+        *,
+        weights: Mapping[str, Any] | None = None,
+        label: Any = None,
+        dense: Any = None,
+    ) -> Batch:
+        """Return a batch outside any visit: ``TierCache.evaluation_batch`` promises it."""
+        self._refuse_gpu("evaluation_batch() reads rows of raw keys")
+        num_samples, features = feature_keys(self._schema, keys, weights)
+        wanted = 0
+        for group in self._groups:
+            for table in group.tables:
+                mine = [features[name].keys for name, looked_up in self._table_of.items() if looked_up == table.name]
+                wanted += np.unique(np.concatenate(mine)).size * (4 * table.dim + SCRATCH_BYTES) if mine else 0
+        if wanted > budget:
+            raise BudgetError(
+                f"the rows of {num_samples:,} samples take {format_bytes(wanted)}, but eval_budget is "
+                f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget, which holds it)"
+            )
+        empty = [
+            GroupRows.of(
+                group, (np.empty((0, group.dim), np.float32),), np.empty(0, np.int32),
+                np.zeros(len(group.tables) + 1, np.int64), dtype="float32",
+            )
+            for group in self._groups
+        ]  # fmt: skip
+        nowhere = {name: np.full(feature.keys.size, -1, np.int32) for name, feature in features.items()}
+        rows = RowView(empty, None, "an evaluation of raw keys", self._processor)
+        return self._make(num_samples, features, nowhere, rows, "load", label, dense)
+
+    def _make(
+        self,
+        num_samples: int,
+        features: dict[str, FeatureKeys],
+        places: dict[str, NDArray[np.int32]],
+        rows: RowView,
+        missing: Missing,
+        label: Any,
+        dense: Any,
+    ) -> Batch:
+        """Return the batch of keys with these local ids; -1: what ``missing`` says."""
+        ids = {name: FeatureIds(places[name], feature.offsets, feature.weights) for name, feature in features.items()}
+        lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
+        if lacking:
+            self._refuse_gpu(f"missing={missing!r} reads rows of keys that the pass lacks")
+            rows = self._with_rows_of_missing(rows, features, places, lacking, missing, ids)
+        return Batch(
+            label=self._bring("label", label, torch.empty(0), (num_samples,)),
+            dense=self._bring("dense", dense, torch.empty(num_samples, 0), (num_samples, -1)),
+            ids=ids,
+            rows=rows,
+            num_samples=num_samples,
+        )
+
+    def _bring(self, what: str, given: Any, absent: torch.Tensor, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
+        """Return numbers on the device; ``absent`` where none were given."""
+        found = absent if given is None else _numbers(what, given, shape)
+        if found.device == self._processor.device:
+            return found
+        return self._processor.tensor(self._processor.bring(found.numpy()))
+
+    def _refuse_gpu(self, what: str) -> None:
+        if not isinstance(self._processor, CpuProcessor):
+            raise StateError(
+                f"{what} beside the device, which only device='cpu' does so far: look up keys of the pass alone, with "
+                "missing='error', or train on the CPU"
+            )
+
+    def _refuse_missing(
+        self,
+        features: dict[str, FeatureKeys],
+        places: dict[str, NDArray[np.int32]],
+        rows: RowView,
+        number: int,
+    ) -> None:
+        for name, found in places.items():
+            if not found.size or int(found.min()) >= 0:
+                continue
+            at = int(np.argmax(found < 0))
+            key, table = int(features[name].keys[at]), self._table_of[name]
+            raise KeyNotInPassError(
+                f"batch {number} of {rows.name} has the key {key} of table {table!r} at entry {at} of feature "
+                f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
+                "all keys, or choose missing='load', 'init' or 'zero', which train no row for it",
+                table=table,
+                key=key,
+                batch=number,
+            )
+
+    def _with_rows_of_missing(
+        self,
+        rows: RowView,
+        features: dict[str, FeatureKeys],
+        places: dict[str, NDArray[np.int32]],
+        lacking: set[str],
+        missing: Missing,
+        ids: dict[str, FeatureIds],
+    ) -> RowView:
+        """Return rows for this batch alone, and let ``ids`` mean those in the groups with missing keys."""
+        added: dict[int, _GatheredRows] = {}
+        for g, group in enumerate(self._groups):
+            tables = {table.name for table in group.tables}
+            mine = [f for f in self._schema.features if f.table in tables]
+            if not any(f.name in lacking for f in mine):
+                continue
+            view = rows.groups[g]
+            slots = KeyNumbers()
+            vectors: list[NDArray[np.float32]] = []
+            numbers = {f.name: np.full(places[f.name].size, -1, np.int32) for f in mine}
+            for f in mine:
+                here = places[f.name] >= 0
+                held = view.slot_of_local[places[f.name][here] + view.first[f.table]].astype(np.int64)
+                found = np.empty(held.size, np.int32)
+                slots.insert(held, found)
+                numbers[f.name][here] = found
+            held_R = slots.keys().astype(np.int32)
+            if missing == "zero":
+                vectors.append(np.zeros((1, group.dim), np.float32))
+                for f in mine:
+                    numbers[f.name][places[f.name] < 0] = held_R.size
+            else:
+                count = held_R.size
+                for table in group.tables:
+                    count += self._number_missing(table, [f.name for f in mine if f.table == table.name], features,
+                                                  places, numbers, count, missing, vectors)  # fmt: skip
+            added[g] = _GatheredRows(group, rows, g, held_R, np.concatenate(vectors), self._steps)
+            ids.update({f.name: replace(ids[f.name], ids=numbers[f.name]) for f in mine})
+        return _RawRows(rows, added)
+
+    def _number_missing(
+        self,
+        table: Table,
+        names: list[str],
+        features: dict[str, FeatureKeys],
+        places: dict[str, NDArray[np.int32]],
+        numbers: dict[str, NDArray[np.int32]],
+        first: int,
+        missing: Missing,
+        vectors: list[NDArray[np.float32]],
+    ) -> int:
+        """Number the missing keys of one table from ``first`` on and append their vectors; returns how many."""
+        unique = KeyNumbers()
+        for name in names:
+            gone = places[name] < 0
+            found = np.empty(int(np.count_nonzero(gone)), np.int32)
+            unique.insert(features[name].keys[gone], found)
+            numbers[name][gone] = found + first
+        keys = unique.keys().copy()
+        if keys.size:
+            if missing == "load":
+                vectors.append(np.empty((keys.size, table.dim), np.float32))
+                self._rows_now().fill(table.name, keys, (vectors[-1],))
+            else:
+                vectors.append(initial_vectors(table, keys))
+        return keys.size
+
+
+def initial_vectors(table: Table, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the initial vectors of keys (n,), rounded to the table's dtype: float32 (n, D)."""
+    vectors = np.empty((keys.size, table.dim), np.float32)
+    initial_rows(keys, table.table_id, table.seed, *initializer_code(table.initializer), vectors)
+    return nearest(vectors, table.dtype)
+
+
+class _GatheredRows:
+    """The vectors that one batch looks up in one group, in float32: those of the visit, then those of missing keys.
+
+    What the visit's rows are is read again after each step, when it is asked for: a batch may wait for its turn.
+    """
+
+    def __init__(
+        self, group: Group, visit: RowView, index: int, slots_R: NDArray[np.int32], missing_MD: NDArray[np.float32],
+        steps: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self.slots_R = slots_R
+        self._visit, self._index, self._steps = visit, index, steps
+        self._read_at = -1
+        held = slots_R.size
+        self._vectors = np.empty((held + missing_MD.shape[0], group.dim), np.float32)
+        self._vectors[held:] = missing_MD
+        count = self._vectors.shape[0]
+        starts = np.zeros(len(group.tables) + 1, np.int64)
+        view = GroupRows.of(group, (self._vectors,), np.arange(count, dtype=np.int32), starts, dtype="float32")
+        self._view = replace(view, num_local=dict.fromkeys(view.num_local, count))
+
+    def now(self) -> GroupRows:
+        """Return them as they are now."""
+        if self._read_at != self._steps():
+            gather(self._visit.groups[self._index].vectors, self.slots_R, self._vectors[: self.slots_R.size])
+            self._read_at = self._steps()
+        return self._view
+
+
+class _RawRows(RowView):
+    """What a batch with missing keys looks up: the visit's rows, but for groups where rows were gathered for it."""
+
+    def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
+        slots = {g: rows.slots_R for g, rows in added.items()}
+        gradients = None if visit.gradients is None else _HeldGradients(visit.gradients, slots)
+        super().__init__((), gradients, visit.name, visit.processor)
+        self.groups = _Groups(visit, added)
+        self._visit = visit
+
+    def check(self) -> None:
+        """Raise RuntimeError where the visit has ended."""
+        self._visit.check()
+
+
+class _Groups(Sequence[GroupRows]):
+    """The rows of each group, those that were gathered as of now; not to be sliced."""
+
+    def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
+        self._visit, self._added = visit, added
+
+    def __len__(self) -> int:
+        return len(self._visit.groups)
+
+    def __getitem__(self, g: int) -> GroupRows:  # type: ignore[override]
+        return self._added[g].now() if g in self._added else self._visit.groups[g]
+
+
+class _HeldGradients(RowGradients):
+    """Passes the gradients of rows of the visit on, under their slots; those of missing keys go nowhere."""
+
+    def __init__(self, visit: RowGradients, slots: dict[int, NDArray[np.int32]]) -> None:
+        super().__init__(0)
+        self._visit, self._slots = visit, slots
+
+    def add(self, group: int, pending: Pending) -> None:
+        """Add the gradient of one lookup."""
+        if group not in self._slots:
+            self._visit.add(group, pending)
+            return
+        slots_R = self._slots[group]
+        kept = np.nonzero(pending.slots < slots_R.size)[0]
+        if not kept.size:
+            return
+        if kept.size == pending.slots.size:
+            self._visit.add(group, replace(pending, slots=slots_R[pending.slots]))
+            return
+        argmax = pending.argmax
+        if argmax.size:  # it names entries by their numbers, which change; where no maximum was taken it is anything
+            number = np.full(pending.slots.size, -1, np.int32)
+            number[kept] = np.arange(kept.size, dtype=np.int32)
+            named = (argmax >= 0) & (argmax < number.size)
+            argmax = np.where(named, number[np.where(named, argmax, 0)], np.int32(-1))
+        self._visit.add(
+            group,
+            replace(
+                pending,
+                slots=slots_R[pending.slots[kept]],
+                places=places_of(pending)[kept],
+                scales=pending.scales[kept] if pending.scales.size else pending.scales,
+                argmax=argmax,
+            ),
+        )
+
+
+def _numbers(what: str, given: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
+    found = torch.as_tensor(given).detach().to(torch.float32)
+    if found.ndim != len(shape) or any(s not in (-1, n) for s, n in zip(shape, found.shape, strict=True)):
+        expected = "(N,)" if len(shape) == 1 else "(N, columns)"
+        raise ValueError(f"{what} has shape {tuple(found.shape)}: give {expected} for the batch's {shape[0]} samples")
+    return found

@@ -1,0 +1,42 @@
+"""Rows step when a tracked optimizer does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class StepHooks:
+    """Calls ``step`` behind each step of the optimizer that is followed: at most one."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self._hooks: list[Any] = []
+
+    def check(self, objects: dict[str, Any]) -> None:
+        """Raise StateError where ``objects`` would make it two optimizers."""
+        if len(_optimizers(objects)) + len(self._hooks) > 1:
+            raise StateError(
+                "track() was given two optimizers, and rows step when the optimizer does: track one, and keep "
+                "the other's state in an object of your own"
+            )
+
+    def follow(self, objects: dict[str, Any]) -> None:
+        """Follow the optimizers among ``objects``."""
+        self._hooks += [found.register_step_post_hook(lambda *_: self._step()) for found in _optimizers(objects)]
+
+    def remove(self) -> None:
+        """Follow none any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _optimizers(objects: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    return [value for value in objects.values() if isinstance(value, torch.optim.Optimizer)]
