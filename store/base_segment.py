@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.dump import Block
+    from tiercache.store.dump import Block, MovedBlock
     from tiercache.store.stream import Range
     from tiercache.store.table import Group
 
@@ -42,8 +42,24 @@ def blocks_of(
 
     Rows are words. All blocks stand in the same two arrays.
     """
-    rows = np.empty((min(stream.block_rows, stream.rows), stream.row_bytes // 4), dtype=np.float32)
-    keys, packed = np.empty(rows.shape[0], dtype=np.int64), np.empty(rows.nbytes, dtype=np.uint8)
+    for block, packed, keys, _ in _blocks_of(group, stream, chunks, stream.row_bytes // 4):
+        yield group.index, block, packed, keys
+
+
+def moved_blocks_of(
+    group: Group, stream: Stream, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
+) -> Iterator[MovedBlock]:
+    """Do what ``blocks_of`` does with rows (n, W + 1): the last word of each is its last change."""
+    for block, packed, keys, rows in _blocks_of(group, stream, chunks, stream.row_bytes // 4 + 1):
+        yield group.index, block, packed, keys, rows[:, -1].view(np.uint32)
+
+
+def _blocks_of(
+    group: Group, stream: Stream, chunks: Iterable[tuple[Int64s, Floats]], words: int
+) -> Iterator[tuple[int, NDArray[np.uint8], Int64s, Floats]]:
+    """Yield block, rows as they are stored, keys, and rows (n, ``words``)."""
+    rows = np.empty((min(stream.block_rows, stream.rows), words), dtype=np.float32)
+    keys, packed = np.empty(rows.shape[0], np.int64), np.empty(rows.shape[0] * stream.row_bytes, np.uint8)
     block = filled = 0
     for some_keys, some_rows in chunks:
         taken = 0
@@ -54,7 +70,7 @@ def blocks_of(
             filled, taken = filled + count, taken + count
             first, last = stream.block_first_row_B[block : block + 2].tolist()
             if filled == last - first:
-                yield group.index, block, _pack(stream, block, group, rows[:filled], packed), keys[:filled]
+                yield block, _pack(stream, block, group, rows[:filled], packed), keys[:filled], rows[:filled]
                 block, filled = block + 1, 0
 
 

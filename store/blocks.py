@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     Reads = Callable[[Sequence[Source], Sequence[Part]], tuple[NDArray[np.int64], NDArray[np.uint32]]]
     """What fills each part from its source at once: bytes read of each, or -errno, and the checksums of all runs."""
 
-ROWS, KEYS, STATE = b"r", b"k", b"s"
+ROWS, KEYS, CHANGED, STATE = b"r", b"k", b"c", b"s"
 _NAME = struct.Struct(">cQII")
 
 
 def block_name(kind: bytes, owner: int, group: int, index: int) -> bytes:
-    """Return the name of a block of a segment's rows or keys, or of a commit's dense state; names sort by owner."""
+    """Return the name of a block of a segment's rows, their keys or last changes, or of a commit's dense state."""
     return _NAME.pack(kind, owner, group, index)
 
 
 def segment_names(segment: Segment, group: int, first: int, last: int) -> Iterator[bytes]:
-    """Yield the names of rows and keys of blocks [first, last) of a segment stream."""
-    for kind in (ROWS, KEYS):
+    """Yield the names of rows, keys and, where they are stored, last changes of blocks [first, last) of a stream."""
+    changes = bool(segment.changed) and segment.changed[group].stored
+    for kind in (ROWS, KEYS, CHANGED) if changes else (ROWS, KEYS):
         for index in range(first, last):
             yield block_name(kind, segment.id, group, index)
 

@@ -42,7 +42,8 @@ class Commit:
     segment_ids: tuple[int, ...]
     """The segments with live rows."""
     first_commits: tuple[int, ...]
-    """For each of them the first commit that named it: its rows last changed between the commit before and that one."""
+    """For each of them the first commit that named it: with that its rows last changed, where it does not say of each
+    row with which it did."""
     next_segment: int
     """Above the id of every segment that was ever written before: ids are never used twice."""
     retention: int
@@ -57,6 +58,11 @@ class Commit:
     """CRC32C of each block of the state."""
     settled: tuple[Settled, ...] = ()
     """What is live in the first of its segments, which schedules before this one left where they are."""
+
+    @property
+    def named(self) -> dict[int, int]:
+        """Its segments by id, each with the first commit that named it."""
+        return dict(zip(self.segment_ids, self.first_commits, strict=True))
 
     @property
     def settled_ids(self) -> frozenset[int]:

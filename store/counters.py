@@ -11,11 +11,14 @@ class Counters:
     def __init__(self) -> None:
         self.row_bytes_written = 0
         self.key_bytes_written = 0
+        self.changed_bytes_written = 0
+        """Last changes of rows that were moved."""
         self.state_bytes_written = 0
         self.rows_written = 0
         self.row_bytes_read = 0
         """By ``read`` and ``read_rows``, whole pieces."""
         self.key_bytes_read = 0
+        self.changed_bytes_read = 0
         self.state_bytes_read = 0
         self.rows_read = 0
         """By ``read``: rows of the pieces; by ``read_rows``: rows returned."""
@@ -31,13 +34,13 @@ class Counters:
 
     @property
     def bytes_written(self) -> int:
-        """Rows, keys and state."""
-        return self.row_bytes_written + self.key_bytes_written + self.state_bytes_written
+        """Rows, keys, last changes and state."""
+        return self.row_bytes_written + self.key_bytes_written + self.changed_bytes_written + self.state_bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """Rows, keys and state."""
-        return self.row_bytes_read + self.key_bytes_read + self.state_bytes_read
+        """Rows, keys, last changes and state."""
+        return self.row_bytes_read + self.key_bytes_read + self.changed_bytes_read + self.state_bytes_read
 
     def add(self, **amounts: int) -> None:
         """Add to counters by name; from any thread."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.blocks import KEYS, ROWS, block_name, segment_names
+from tiercache.store.blocks import CHANGED, KEYS, ROWS, block_name, segment_names
+from tiercache.store.changed import CHANGED_BYTES, Changed
 from tiercache.store.engine import Form
 from tiercache.store.segment import Segment
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
     Block = tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]
+    """Group, block, rows, keys."""
+    MovedBlock = tuple[int, int, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint32]]
+    """The same with the last change of each row."""
+    Taken = tuple[int, int, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint32] | None]
 
 _SEAL_BYTES = 16 << 20
 """Of blocks whose checksums are computed by one call: few calls, and little that is left when all is written."""
@@ -39,24 +44,28 @@ class Dump:
         self,
         segment: Segment,
         groups: Sequence[Group],
-        blocks: Iterable[Block],
+        blocks: Iterable[Block] | Iterable[MovedBlock],
         transaction_bytes: int,
         checksums: Checksums,
         *,
         stable: bool,
     ) -> None:
         self.segment = segment
-        self.bytes_left = segment.row_bytes + 8 * segment.rows
+        self._stored = [bool(segment.changed) and segment.changed[g].stored for g in range(len(segment.streams))]
+        """By group: whether last changes are written."""
+        row_bytes = [s.row_bytes + 8 + CHANGED_BYTES * n for s, n in zip(segment.streams, self._stored, strict=True)]
+        self.bytes_left = sum(s.rows * n for s, n in zip(segment.streams, row_bytes, strict=True))
         """What the engine did not take yet."""
-        self.transactions = self.rows = self.row_bytes = 0
+        self.transactions = self.rows = self.row_bytes = self.changed_bytes = 0
         """What the engine took, counted block by block."""
-        self._source = iter(blocks)
+        self._source: Iterator[Block | MovedBlock] = iter(blocks)
         self._forms = [Form(group, stream) for group, stream in zip(groups, segment.streams, strict=True)]
         self._limit, self._checksums, self._stable = transaction_bytes, checksums, stable
         self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
-        self._largest = max((_block_bytes(stream) for stream in segment.streams), default=0)
+        blocks_bytes = (min(s.block_rows, s.rows) * n for s, n in zip(segment.streams, row_bytes, strict=True))
+        self._largest = max(blocks_bytes, default=0)
         self._written = 0
-        self._unsealed: list[Block] = []
+        self._unsealed: list[Taken] = []
         self._unsealed_bytes = 0
         self._sealer: ThreadPoolExecutor
         self._seals: list[Future[None]] = []
@@ -88,9 +97,9 @@ class Dump:
     def _transaction(self) -> Iterator[NamedBlock]:
         id_ = self.segment.id
         while self._missing and (not self._written or self._written + self._largest <= self._limit):
-            group, block, data, keys = self._next()
-            self._check(group, block, data, keys)
-            self._unsealed.append((group, block, data, keys))
+            taken = group, block, data, keys, changed = self._next()
+            self._check(taken)
+            self._unsealed.append(taken)
             self._unsealed_bytes += data.size + keys.nbytes
             if not self._stable:
                 self._seal(self._unsealed)
@@ -103,18 +112,25 @@ class Dump:
             form = self._forms[group]
             yield block_name(ROWS, id_, group, block), data, form
             yield block_name(KEYS, id_, group, block), keys.view(np.uint8), form
+            if changed is not None and self._stored[group]:
+                self._written += changed.nbytes
+                self.changed_bytes += changed.nbytes
+                yield block_name(CHANGED, id_, group, block), changed.view(np.uint8), form
 
-    def _next(self) -> Block:
+    def _next(self) -> Taken:
         try:
-            group, block, data, keys = next(self._source)
+            given = next(self._source)
         except StopIteration:
             raise ValueError(f"append was given {len(self._missing)} blocks too few") from None
+        group, block, data, keys = given[:4]
         if (group, block) not in self._missing:
             raise ValueError(f"append was given block {block} of group {group}, which is none or came before")
         self._missing.remove((group, block))
-        return group, block, data, np.ascontiguousarray(keys)
+        changed = np.ascontiguousarray(given[4]) if len(given) == 5 else None
+        return group, block, data, np.ascontiguousarray(keys), changed
 
-    def _check(self, group: int, block: int, data: NDArray[np.uint8], keys: NDArray[np.int64]) -> None:
+    def _check(self, taken: Taken) -> None:
+        group, block, data, keys, changed = taken
         stream = self.segment.streams[group]
         size = int(stream.block_bytes_B[block])
         if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
@@ -127,30 +143,40 @@ class Dump:
                 f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
                 f"it has {size // stream.row_bytes:,} rows, each with an int64 key"
             )
+        if self.segment.changed and (changed is None or changed.dtype != np.uint32 or changed.size != keys.size):
+            raise ValueError(f"block {block} of group {group} came without the uint32 last change of each of its rows")
 
     def _seal_meanwhile(self) -> None:
         """Have the checksums of what came since the last time computed."""
         unsealed, self._unsealed, self._unsealed_bytes = self._unsealed, [], 0
         self._seals.append(self._sealer.submit(self._seal, unsealed))
 
-    def _seal(self, unsealed: list[Block]) -> None:
-        """Compute the checksums of blocks and of their keys, by one computation."""
+    def _seal(self, unsealed: list[Taken]) -> None:
+        """Compute the checksums of blocks, their keys and last changes, by one computation."""
         parts, targets = [], []
-        for group, block, data, keys in unsealed:
+        for group, block, data, keys, changed in unsealed:
             stream = self.segment.streams[group]
             low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
             parts.append((data, stream.piece_offset_P[low : high + 1] - stream.piece_offset_P[low]))
             targets.append(self.segment.checksums[group][low:high])
             parts.append((keys.view(np.uint8), np.array([0, keys.nbytes])))
             targets.append(self.segment.key_checksums[group][block : block + 1])
+            if changed is not None and self.segment.changed:
+                known = self.segment.changed[group]
+                known.oldest_B[block], known.newest_B[block] = changed.min(), changed.max()
+                if self._stored[group]:
+                    parts.append((changed.view(np.uint8), np.array([0, changed.nbytes])))
+                    targets.append(known.checksums_B[block : block + 1])
         sums, begin = self._checksums(parts), 0
         for target in targets:
             target[:] = sums[begin : begin + target.size]
             begin += target.size
 
 
-def new_segment(id_: int, visit: int, streams: Sequence[Stream], *, within: bool) -> Segment:
-    """Return a segment whose checksums are still to come."""
+def new_segment(
+    id_: int, visit: int, streams: Sequence[Stream], *, within: bool, moved: Sequence[bool] = ()
+) -> Segment:
+    """Return a segment whose checksums are still to come; ``moved`` says of which streams last changes are stored."""
     return Segment(
         id=id_,
         visit=visit,
@@ -158,6 +184,9 @@ def new_segment(id_: int, visit: int, streams: Sequence[Stream], *, within: bool
         streams=tuple(streams),
         checksums=tuple(np.zeros(stream.num_pieces, np.uint32) for stream in streams),
         key_checksums=tuple(np.zeros(stream.num_blocks, np.uint32) for stream in streams),
+        changed=tuple(
+            Changed.to_come(stream, stored=stored) for stream, stored in zip(streams, moved, strict=bool(moved))
+        ),
     )
 
 
@@ -172,8 +201,3 @@ def check_streams(streams: Sequence[Stream], groups: Sequence[Group]) -> None:
             )
         if any(len(rows.table_rows) != len(group.tables) for rows in stream.ranges):
             raise ValueError(f"a range of group {group.index} does not count rows of {len(group.tables)} tables")
-
-
-def _block_bytes(stream: Stream) -> int:
-    """Return the most bytes of a block with its keys."""
-    return min(stream.block_rows, stream.rows) * (stream.row_bytes + 8)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.blocks import Checksums
     from tiercache.store.counters import Counters
-    from tiercache.store.dump import Block
+    from tiercache.store.dump import Block, MovedBlock
     from tiercache.store.engine import Engine
     from tiercache.store.opening import Opened
     from tiercache.store.rewrite import Rewrite
@@ -108,17 +108,18 @@ class History:
         self,
         visit: int,
         streams: Sequence[Stream],
-        blocks: Iterable[Block],
+        blocks: Iterable[Block] | Iterable[MovedBlock],
         checksums: Checksums,
         *,
         within: bool,
         stable: bool,
         transaction_bytes: int,
+        moved: Sequence[bool] = (),
     ) -> Segment:
-        """Write a segment that no commit names yet."""
+        """Write a segment that no commit names yet; see ``new_segment`` for ``moved``."""
         check_streams(streams, self._groups)
         with self._lock:
-            segment = new_segment(self._next_id, visit, streams, within=within)
+            segment = new_segment(self._next_id, visit, streams, within=within, moved=moved)
             dump = Dump(segment, self._groups, blocks, transaction_bytes, checksums, stable=stable)
             self._next_id += 1
             try:
@@ -131,7 +132,10 @@ class History:
             finally:
                 self._counters.add(transactions=dump.transactions)
             self._counters.add(
-                rows_written=dump.rows, row_bytes_written=dump.row_bytes, key_bytes_written=8 * dump.rows
+                rows_written=dump.rows,
+                row_bytes_written=dump.row_bytes,
+                key_bytes_written=8 * dump.rows,
+                changed_bytes_written=dump.changed_bytes,
             )
             self.standing = Standing(self.commit, (*self.segments, segment))
         return segment
@@ -153,7 +157,7 @@ class History:
             settled = () if before is None else before.settled
             life = Life.at(cursor, self.segments, settled)
             ids = tuple(segment.id for segment in self.segments if life.keeps(segment))
-            named = {} if before is None else dict(zip(before.segment_ids, before.first_commits, strict=True))
+            named = {} if before is None else before.named
             id_ = 0 if before is None else before.id + 1
             chunks, checksums = state_chunks(np.frombuffer(state, dtype=np.uint8))
             commit = Commit(
@@ -197,9 +201,7 @@ class History:
         """Make a commit at the beginning of a schedule, with one segment in place of all that do not settle."""
         with self._lock:
             before, streams = self.commits[-1], rewrite.read()
-            named = dict(zip(before.segment_ids, before.first_commits, strict=True))
             ids = [one.segment_id for one in rewrite.settled]
-            written = before.id + bool(rewrite.new_rows)  # the others have not changed, but all are one segment
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
@@ -210,6 +212,7 @@ class History:
                     within=False,
                     stable=False,
                     transaction_bytes=TRANSACTION_BYTES,
+                    moved=rewrite.moved(),
                 )
                 commit = replace(
                     before,
@@ -217,7 +220,7 @@ class History:
                     cursor=Cursor(0, 0),
                     schedule_digest=schedule_digest,
                     segment_ids=(*ids, *([segment.id] if segment.rows else [])),
-                    first_commits=(*(named[id_] for id_ in ids), *([written] if segment.rows else [])),
+                    first_commits=(*(before.named[id_] for id_ in ids), *([before.id + 1] if segment.rows else [])),
                     next_segment=self._next_id,
                     retention=self.retention,
                     state_chunk_bytes=STATE_CHUNK_BYTES,

@@ -23,7 +23,8 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what the store at ``path`` holds at its newest commit, as plain values; reads no row.
 
     "rows" and "live_rows" count each key once, "row_bytes" their bytes; "stale_rows" are those in settled segments
-    whose keys newer segments have too. "space_amplification" is all bytes of files for each of "row_bytes".
+    whose keys newer segments have too. "changed_bytes" are those of the last changes of moved rows, dead ones included.
+    "space_amplification" is all bytes of files for each of "row_bytes".
 
     Raises what ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
@@ -58,6 +59,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
                     "live_ranges": live_ranges,
                     "dead_ranges": ranges - live_ranges,
                     "row_bytes": segment.row_bytes,
+                    "changed_bytes": segment.changed_bytes,
                 }
             )
         tables = [
@@ -75,6 +77,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
             "row_bytes": row_bytes,
             "stale_rows": sum(segment["stale_rows"] for segment in segments),
             "stale_bytes": stale_bytes,
+            "changed_bytes": sum(segment["changed_bytes"] for segment in segments),
             "space_amplification": file_bytes / row_bytes if row_bytes else None,
             "live_ranges": sum(segment["live_ranges"] for segment in segments),
             "dead_ranges": sum(segment["dead_ranges"] for segment in segments),

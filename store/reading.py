@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.blocks import KEYS, ROWS, block_name, checksum, corrupt_block, piece_checksums
+from tiercache.store.blocks import CHANGED, KEYS, ROWS, block_name, checksum, corrupt_block, piece_checksums
 from tiercache.store.engine import Form, LocatingEngine, Wanted
 from tiercache.store.errors import BlockReadError, CorruptStoreError
 
@@ -212,6 +212,22 @@ class BlockReader:
             raise corrupt_block(self._label, segment, self._groups[group], block, words, expected)
         self._counters.add(key_bytes_read=data.size, reads=1)
         return keys
+
+    def changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
+        """Return the last change of each row of a block that has them stored. Raises CorruptBlockError."""
+        stream, known = segment.streams[group], segment.changed[group]
+        numbers = np.empty(int(stream.block_bytes_B[block]) // stream.row_bytes, dtype=np.uint32)
+        data = numbers.view(np.uint8)
+        self._block(block_name(CHANGED, segment.id, group, block), 0, data, segment, group, block)
+        seen, expected = checksum(data), int(known.checksums_B[block])
+        if seen != expected:
+            words = f"has checksum {seen:08x} over the commits that changed its rows"
+            raise corrupt_block(self._label, segment, self._groups[group], block, words, expected)
+        if (numbers.min(), numbers.max()) != (known.oldest_B[block], known.newest_B[block]):
+            words = "has rows that were changed by other commits than its record says"
+            raise corrupt_block(self._label, segment, self._groups[group], block, words)
+        self._counters.add(changed_bytes_read=data.size, reads=1)
+        return numbers
 
     def state(self, commit: Commit) -> NDArray[np.uint8]:
         """Return the dense state of ``commit``. Raises CorruptStoreError."""

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiercache.store.blocks import KEYS, ROWS, block_name, corrupt_block
+from tiercache.store.blocks import CHANGED, KEYS, ROWS, block_name, corrupt_block
+from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.commit import Commit
 from tiercache.store.dump import check_streams
 from tiercache.store.errors import CommitMissingError, CorruptStoreError
@@ -54,6 +55,10 @@ def recover(contents: Contents, groups: Sequence[Group], store: str, *, at: int 
         for commit in commits:
             for settled in commit.settled:
                 settled.check(segments[settled.segment_id], groups)
+            for id_, first in commit.named.items():
+                newest = max((int(one.newest_B.max(initial=0)) for one in segments[id_].changed), default=0)
+                if newest > first:
+                    raise ValueError(f"commit {newest} changed rows of segment {id_}, which commit {first} named")
         manifest = Manifest.of(commits, segments)
     except ValueError as error:
         raise CorruptStoreError(f"a commit of {store} makes no sense ({error}): restore it from a copy") from error
@@ -104,10 +109,13 @@ def _read_segment(contents: Contents, groups: Sequence[Group], store: str, commi
 
 def _check_blocks(contents: Contents, manifest: Manifest, segment: Segment, group: Group, store: str) -> None:
     stream = segment.streams[group.index]
+    kinds = {ROWS: stream.row_bytes, KEYS: 8}
+    if segment.changed and segment.changed[group.index].stored:
+        kinds[CHANGED] = CHANGED_BYTES
     for block in range(manifest.first_blocks[segment.id][group.index], stream.num_blocks):
-        row_bytes = int(stream.block_bytes_B[block])
-        for kind, size in ((ROWS, row_bytes), (KEYS, row_bytes // stream.row_bytes * 8)):
-            if wrong := _wrong(contents, block_name(kind, segment.id, group.index, block), size):
+        rows = int(stream.block_bytes_B[block]) // stream.row_bytes
+        for kind, row_bytes in kinds.items():
+            if wrong := _wrong(contents, block_name(kind, segment.id, group.index, block), rows * row_bytes):
                 raise corrupt_block(store, segment, group, block, wrong)
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tiercache.store.base_segment import Layout, blocks_of
+from tiercache.store.base_segment import Layout, moved_blocks_of
+from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.errors import StoreError
 from tiercache.store.initial import initial_rows
 from tiercache.store.scan import scan_segments
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.dump import Block
+    from tiercache.store.dump import MovedBlock
     from tiercache.store.run import Choice
     from tiercache.store.settled import Settled
     from tiercache.store.store import Store
@@ -67,8 +68,9 @@ class Rewrite:
     """The rows of a store, and those that a schedule starts with, in the order (first use, table, hash).
 
     With ``settle`` rows that the schedule does not use stay where they are, as ``Settling`` decides. The others lie in
-    temporary files without a name in the store's folder meanwhile: as many bytes as they and their keys take. Memory:
-    ``MEMORY_BYTES`` and a slice of ``uses``.
+    temporary files without a name in the store's folder meanwhile: as many bytes as they, their keys and last changes
+    take. Memory: ``MEMORY_BYTES`` and a slice of ``uses``. Rows that were stored keep their last change; that of the
+    others is the commit that this becomes.
     """
 
     def __init__(
@@ -86,8 +88,6 @@ class Rewrite:
         self._groups = [_Sorted(group, uses, layout, scratch_of(store)) for group in store.groups]
         self.settled: tuple[Settled, ...] = ()
         """The segments that stay; known after ``read``."""
-        self.new_rows = 0
-        """Rows that were missing; known after ``read``."""
 
     def __enter__(self) -> Rewrite:
         return self
@@ -113,18 +113,28 @@ class Rewrite:
                         self._progress("read", keys.size)
         return tuple(ordered.stream() for ordered in self._groups)
 
-    def blocks(self, streams: Sequence[Stream]) -> Iterator[Block]:
-        """Yield the blocks of the new segment, all in the same two arrays."""
+    def moved(self) -> list[bool]:
+        """Return of which groups the last changes are to be stored: those that have several. Known after ``read``."""
+        return [ordered.oldest < ordered.newest for ordered in self._groups]
+
+    def blocks(self, streams: Sequence[Stream]) -> Iterator[MovedBlock]:
+        """Yield the blocks of the new segment, rows and keys of all in the same two arrays."""
         for ordered, stream in zip(self._groups, streams, strict=True):
-            for block in blocks_of(ordered.group, stream, ordered.chunks(stream.block_rows)):
+            for block in moved_blocks_of(ordered.group, stream, ordered.chunks(stream.block_rows)):
                 self._progress("write", block[3].size)
                 yield block
 
     def _merged(self, table: Table, moves: Choice | None) -> Iterator[tuple[Int64s, Floats, Int64s]]:
-        """Yield keys, rows and first uses of all rows that are stored and move, or wanted, in hash order."""
+        """Yield keys, rows and first uses of all rows that are stored and move, or wanted, in hash order.
+
+        Rows are words, and last their last change.
+        """
         chunks = scan_segments(
-            self._store, self._store.segments, table.name, choice=moves, memory_bytes=MEMORY_BYTES, as_words=True
-        )
+            self._store, self._store.segments, table.name,
+            choice=moves, memory_bytes=MEMORY_BYTES, as_words=True, changed=True,
+        )  # fmt: skip
+        assert self._store.commit is not None
+        now = np.array([self._store.commit.id + 1], np.uint32).view(np.float32)
         stored = Sweep(table, ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks))
         wanted = Sweep(table, self._uses.slices(table.name))
         while True:
@@ -139,9 +149,9 @@ class Rewrite:
                 hit = wanted_hashes[at] == hashes
                 uses[hit], absent[at[hit]] = wanted_uses[at[hit]], False
             if np.any(absent):
-                new = row_words(table.fields, self._first_rows(table, wanted_keys[absent]))
+                first = row_words(table.fields, self._first_rows(table, wanted_keys[absent]))
+                new = np.concatenate([first, np.broadcast_to(now, (first.shape[0], 1))], axis=1)
                 hashes = np.concatenate([hashes, wanted_hashes[absent]])
-                self.new_rows += new.shape[0]
                 order = np.argsort(hashes)
                 keys = np.concatenate([keys, wanted_keys[absent]])[order]
                 rows = np.concatenate([rows, new])[order] if rows.size else new[order]
@@ -164,7 +174,9 @@ class _Sorted:
             row += count
         self._wanted = row
         self._never = [0] * len(counts)
-        self._row_bytes = group.row_bytes
+        self._row_bytes = group.row_bytes + CHANGED_BYTES
+        self.oldest, self.newest = (1 << 32) - 1, 0
+        """The least and the greatest last change."""
         self._keys, self._rows = (ScratchFile(scratch, "a new order of the store's rows") for _ in range(2))
 
     def close(self) -> None:
@@ -173,7 +185,12 @@ class _Sorted:
         self._rows.close()
 
     def put(self, place: int, keys: Int64s, rows: Floats, uses: Int64s) -> None:
-        """Write rows of one table; its NEVER rows must come after those of the tables before. Raises StoreFullError."""
+        """Write rows of one table; its NEVER rows must come after those of the tables before. Raises StoreFullError.
+
+        Rows are (n, W + 1) words, the last of them their last change.
+        """
+        changed = rows[:, -1].view(np.uint32)
+        self.oldest, self.newest = min(self.oldest, int(changed.min())), max(self.newest, int(changed.max()))
         order = np.argsort(uses, kind="stable")
         ends = np.append(np.nonzero(np.diff(uses[order]))[0] + 1, order.size).tolist()
         begin = 0

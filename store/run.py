@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.changed import LastChanges
     from tiercache.store.segment import Segment
     from tiercache.store.spill import Rows
+    from tiercache.store.standing import Standing
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
@@ -26,19 +28,32 @@ _CHOICE_ROWS = 1 << 20
 class Run:
     """Rows [low, high) of a segment stream, all of one table, read from the front.
 
-    With ``choice`` only the rows that it says are read, and of the pieces only those with such a row.
+    With ``choice`` only the rows that it says are read, and of the pieces only those with such a row. With
+    ``changed`` the last word of each row is its last change.
     """
 
     def __init__(
-        self, store: Store, segment: Segment, group: Group, low: int, high: int, choice: Choice | None = None
+        self,
+        store: Store,
+        segment: Segment,
+        group: Group,
+        low: int,
+        high: int,
+        choice: Choice | None = None,
+        changed: LastChanges | None = None,
     ) -> None:
         self.segment, self.low, self.high = segment, low, high
         self.keys_of: Callable[[Segment, int, int], NDArray[np.int64]] = store.read_keys
         self._store, self._group, self._stream = store, group, segment.streams[group.index]
         self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._choice = choice
+        self._choice, self.changed = choice, changed
         self.left = high - low if choice is None else self._count_chosen(choice)
         """Rows that were not read yet."""
+
+    @property
+    def words(self) -> int:
+        """Words of a row, its last change included."""
+        return self._stream.row_bytes // 4 + (self.changed is not None)
 
     @property
     def block_rows(self) -> int:
@@ -67,7 +82,7 @@ class Run:
         return keys, values
 
     def _read(self, rows: int) -> Rows:
-        stream, width = self._stream, self._stream.row_bytes // 4
+        stream, width = self._stream, self.words
         first = int(np.searchsorted(stream.piece_first_row_P, self.low, side="right")) - 1
         last = int(np.searchsorted(stream.piece_first_row_P, min(self.high, self.low + rows)))
         start, end = int(stream.piece_first_row_P[first]), min(self.high, int(stream.piece_first_row_P[last]))
@@ -80,13 +95,15 @@ class Run:
             stream.piece_rows_P[first:last].tolist(),
             strict=True,
         ):
-            at, column = low * width, 0
+            at, column = low * stream.row_bytes // 4, 0
             for field in self._group.fields:
                 part = values[at : at + count * field.words].reshape(count, field.words)
                 out[low : low + count, column : column + field.words] = part
                 at, column = at + count * field.words, column + field.words
         keys = self._next_keys(end - self.low)
         out = out[self.low - start : end - start]
+        if self.changed is not None:
+            out[:, -1] = self.changed(self.segment, self._group.index, self.low, end).view(np.float32)
         self.low = end
         return keys, out
 
@@ -152,24 +169,34 @@ class LastKeys:
 
 
 def runs_of(
-    store: Store, segments: Iterable[Segment], group: Group, table: Table, choice: Choice | None = None
+    store: Store,
+    standing: Standing,
+    segments: Iterable[Segment],
+    group: Group,
+    table: Table,
+    choice: Choice | None = None,
+    changed: Callable[[], LastChanges] | None = None,
 ) -> list[Run]:
-    """Return the runs of a table in live ranges of ``segments``, by segment and place."""
+    """Return the runs of a table in live ranges of ``segments``, which are of ``standing``, by segment and place.
+
+    ``changed`` makes for each what remembers one block: they may be read by turns.
+    """
     place, runs = group.place(table.name), []
     for segment in segments:
-        stream, live = segment.streams[group.index], store.first_range(segment, group.index)
+        stream, live = segment.streams[group.index], standing.first_range(segment, group.index)
         for ranges, first in zip(stream.ranges[live:], stream.range_first_row_R[live:].tolist(), strict=False):
             if ranges.table_rows[place]:
                 low = first + sum(ranges.table_rows[:place])
-                runs.append(Run(store, segment, group, low, low + ranges.table_rows[place], choice))
+                last = None if changed is None else changed()
+                runs.append(Run(store, segment, group, low, low + ranges.table_rows[place], choice, last))
     return [run for run in runs if run.left]
 
 
 def joined(runs: Sequence[Run], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[Run]:
-    """Join runs that lie side by side: all of a segment stay before those of a newer one."""
+    """Join runs that lie side by side: all of a segment stay before those of a newer one. They are read in order."""
     found: list[Run] = []
     for run in runs:
-        run.keys_of = keys_of
+        run.keys_of, run.changed = keys_of, runs[0].changed
         if found and found[-1].segment is run.segment and found[-1].high == run.low:
             found[-1].join(run)
         else:

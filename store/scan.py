@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.changed import CHANGED_BYTES, LastChanges
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.run import LastKeys, joined, runs_of
@@ -49,7 +50,8 @@ def live_rows(store: Store, table_name: str) -> int:
     group, table = find_table(store.groups, table_name, store.label)
     standing = store.standing
     segments = standing.named
-    return sum(run.left for run in runs_of(store, segments, group, table)) - _stale(standing, segments, group, table)
+    runs = runs_of(store, standing, segments, group, table)
+    return sum(run.left for run in runs) - stale_rows(standing, segments, group, table)
 
 
 def scan(
@@ -85,18 +87,21 @@ def scan_segments(
     table_name: str,
     *,
     choice: Choice | None = None,
+    alone: bool = True,
     chunk_rows: int | None = None,
     memory_bytes: int = SCAN_BYTES,
     scratch: Path | None = None,
     standing: Standing | None = None,
     as_words: bool = False,
+    changed: bool = False,
 ) -> Iterator[Chunk]:
     """Do what ``scan`` does, with the newest of the commit's segments, or with the rows of a ``choice``.
 
-    Of the segments, none may be left out that is newer than one that is there: it may have newer rows. ``choice``
-    says of rows of a segment stream which are wanted, of each key at most one; pieces without one are not read.
-    ``standing`` is where the segments are from, the store's own where not said. ``as_words``: fields are given as
-    they are kept, (n, words).
+    Of the segments, none may be left out that has a newer row of a key than one that is there. ``choice`` says of rows
+    of a segment stream which are wanted; pieces without one are not read. Where it may have several of a key, not
+    ``alone``, the newest of all must be one of them, and is given. ``standing`` is where the segments are from, the
+    store's own where not said. ``as_words``: fields are given as they are kept, (n, words); then with ``changed`` the
+    last one, (n, 1), has the last changes.
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
@@ -104,11 +109,13 @@ def scan_segments(
     standing = standing or store.standing
     if standing.commit is None:
         raise ValueError(f"{store.label} has no commit yet: publish one first")
-    runs = runs_of(store, segments, group, table, choice)
+    firsts = standing.commit.named
+    last = (lambda: LastChanges(store, firsts)) if changed else None
+    runs = runs_of(store, standing, segments, group, table, choice, last)
     chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
-    stale = 0 if choice is not None else _stale(standing, segments, group, table)
+    stale = 0 if choice is not None and alone else stale_rows(standing, segments, group, table)
     if stale:
-        chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}")
+        chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}", all_rows=choice is None)
     return _checked(store, table, as_words, undisturbed(store, standing, f"table {table.name!r} was scanned", chunks))
 
 
@@ -117,15 +124,18 @@ def chunk_rows_of(table: Table) -> int:
     return max(1, CHUNK_BYTES // (table.row_bytes + 8))
 
 
-def _stale(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
+def stale_rows(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
     """Return how many rows of a table in ``segments`` are stale."""
     ids, place = {segment.id for segment in segments}, group.place(table.name)
     settled = () if standing.commit is None else standing.commit.settled
     return sum(one.stale_rows[group.index][place] for one in settled if one.segment_id in ids)
 
 
-def _newest(chunks: Iterator[Rows], stale: int, label: str) -> Iterator[Rows]:
-    """Yield the last of several rows of a key; raise CorruptStoreError unless exactly ``stale`` others came."""
+def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -> Iterator[Rows]:
+    """Yield the last of several rows of a key.
+
+    Raises CorruptStoreError where more than ``stale`` others came, or fewer where these are ``all_rows``.
+    """
     left = stale
     for keys, rows in whole_keys(chunks):
         last = np.append(keys[1:] != keys[:-1], True)
@@ -133,7 +143,7 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str) -> Iterator[Rows]:
         if left < 0:
             raise CorruptStoreError(f"a key of {label} has two live rows: restore the store from a copy")
         yield keys[last], rows[last]
-    if left:
+    if left and all_rows:
         raise CorruptStoreError(
             f"{label} has {left} stale rows of {stale} less than its commit says: restore the store from a copy"
         )
@@ -141,7 +151,7 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str) -> Iterator[Rows]:
 
 def _checked(store: Store, table: Table, as_words: bool, chunks: Iterator[Rows]) -> Iterator[Chunk]:
     """Cut rows into fields, and raise for a key with two live rows."""
-    cuts = list(accumulate(field.words for field in table.fields))[:-1]
+    cuts = list(accumulate(field.words for field in table.fields))
     last: int | None = None
     for keys, rows in chunks:
         hashes = hash_keys(keys, table.table_id)
@@ -150,7 +160,8 @@ def _checked(store: Store, table: Table, as_words: bool, chunks: Iterator[Rows])
                 f"a key of table {table.name!r} of {store.label} has two live rows: restore the store from a copy"
             )
         last = int(hashes[-1])
-        fields = tuple(np.ascontiguousarray(part) for part in np.split(rows, cuts, axis=1))
+        ends = cuts if rows.shape[1] > cuts[-1] else cuts[:-1]
+        fields = tuple(np.ascontiguousarray(part) for part in np.split(rows, ends, axis=1))
         yield keys, fields if as_words else from_words(table.fields, fields)
 
 
@@ -158,12 +169,15 @@ def _chunks(
     store: Store, runs: Sequence[Run], table: Table, chunk_rows: int, memory_bytes: int, scratch: Path | None
 ) -> Iterator[Rows]:
     """Merge or sort the runs, whichever reads less."""
-    if sum(run.left for run in runs) > part_rows(table, memory_bytes) and _can_merge(runs, table, memory_bytes):
-        yield from _merge(runs, table, chunk_rows, memory_bytes)
+    row_bytes = 4 * runs[0].words if runs else table.row_bytes
+    most = part_rows(row_bytes, memory_bytes)
+    if sum(run.left for run in runs) > most and _can_merge(runs, table, memory_bytes):
+        yield from _merge(runs, table, chunk_rows, most)
         return
     copies = len({run.segment.id for run in runs})
-    with Spill(table, scratch or scratch_of(store), memory_bytes, store.counters, copies=copies) as spill:
-        step = max(1, part_rows(table, memory_bytes) // 4)
+    row = np.dtype(("<f4", (row_bytes // 4,)))
+    with Spill(table, scratch or scratch_of(store), memory_bytes, store.counters, row=row, copies=copies) as spill:
+        step = max(1, most // 4)
         for run in joined(runs, LastKeys(store)):
             while run.left:
                 spill.add(*run.read(step))
@@ -172,15 +186,16 @@ def _chunks(
 
 def _can_merge(runs: Sequence[Run], table: Table, memory_bytes: int) -> bool:
     """Whether every run can have pieces and keys in memory, and blocks of keys are read about once."""
-    held = sum(run.piece_bytes + 8 * min(run.left, run.block_rows) for run in runs)
+    beside = [8 if run.changed is None else 8 + CHANGED_BYTES for run in runs]
+    held = sum(run.piece_bytes + size * min(run.left, run.block_rows) for run, size in zip(runs, beside, strict=True))
     key_bytes = sum(run.key_bytes for run in runs)
     useful = sum(run.left for run in runs) * (table.row_bytes + 8)
     return held <= memory_bytes // 4 and key_bytes <= useful // _KEY_SHARE + 8 * sum(run.left for run in runs)
 
 
-def _merge(runs: Sequence[Run], table: Table, chunk_rows: int, memory_bytes: int) -> Iterator[Rows]:
-    """Merge runs: each holds a share of the memory, by its rows, and what lies below the least end goes out."""
-    total, most = sum(run.left for run in runs), part_rows(table, memory_bytes)
+def _merge(runs: Sequence[Run], table: Table, chunk_rows: int, most: int) -> Iterator[Rows]:
+    """Merge runs: each holds a share of ``most`` rows, by its own, and what lies below the least end goes out."""
+    total = sum(run.left for run in runs)
     held = [_Held(run, table, max(1, most * run.left // total)) for run in runs]
     while held:
         for one in held:
@@ -204,7 +219,7 @@ class _Held:
         self.run, self._table, self._share = run, table, share
         self.hashes: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
         self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._rows: NDArray[np.float32] = np.empty((0, table.row_bytes // 4), dtype=np.float32)
+        self._rows: NDArray[np.float32] = np.empty((0, run.words), dtype=np.float32)
 
     def fill(self) -> None:
         """Read on where half of the share is free."""

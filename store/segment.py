@@ -1,10 +1,11 @@
-"""Segments: what one visit dumped."""
+"""Segments: what one visit dumped, or a rewrite put in another order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tiercache.store.changed import CHANGED_BYTES, Changed
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record import decode, encode, whole
 from tiercache.store.stream import Stream
@@ -33,6 +34,8 @@ class Segment:
     """By group: CRC32C of each piece."""
     key_checksums: tuple[NDArray[np.uint32], ...]
     """By group: CRC32C of the keys of each block."""
+    changed: tuple[Changed, ...] = ()
+    """By group, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named it."""
 
     @property
     def rows(self) -> int:
@@ -44,11 +47,20 @@ class Segment:
         """Bytes of rows of all groups."""
         return sum(stream.rows * stream.row_bytes for stream in self.streams)
 
+    @property
+    def changed_bytes(self) -> int:
+        """Bytes of the last changes that are stored beside them."""
+        groups = zip(self.streams, self.changed, strict=False)
+        return sum(CHANGED_BYTES * stream.rows for stream, changed in groups if changed.stored)
+
     def to_bytes(self) -> bytes:
         """Return its manifest record."""
         arrays = {}
         for group, (pieces, keys) in enumerate(zip(self.checksums, self.key_checksums, strict=True)):
             arrays[f"pieces/{group}"], arrays[f"keys/{group}"] = pieces, keys
+        for group, changed in enumerate(self.changed):
+            arrays[f"oldest/{group}"], arrays[f"newest/{group}"] = changed.oldest_B, changed.newest_B
+            arrays[f"changed/{group}"] = changed.checksums_B
         streams = [stream.to_record() for stream in self.streams]
         values = {"id": self.id, "visit": self.visit, "within": self.within, "streams": streams}
         return encode("segment", values, arrays)
@@ -64,11 +76,22 @@ class Segment:
                 Stream.from_record(record, most_pieces=pieces.size)
                 for record, pieces in zip(values["streams"], checksums, strict=True)
             )
+            changed: tuple[Changed, ...] = ()
+            if "oldest/0" in arrays:
+                changed = tuple(
+                    Changed(
+                        oldest_B=arrays[f"oldest/{g}"], newest_B=arrays[f"newest/{g}"],
+                        checksums_B=arrays[f"changed/{g}"],
+                    )
+                    for g in range(len(streams))
+                )  # fmt: skip
             visit = values["visit"] if values["visit"] == BASE_VISIT else whole(values["visit"], "visit")
             segment = cls(
                 id=whole(values["id"], "id"), visit=visit, within=bool(values["within"]),
-                streams=streams, checksums=checksums, key_checksums=key_checksums,
+                streams=streams, checksums=checksums, key_checksums=key_checksums, changed=changed,
             )  # fmt: skip
+            for stream, one in zip(streams, changed, strict=False):
+                one.check(stream)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
         for stream, pieces, keys in zip(streams, checksums, key_checksums, strict=True):

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.changed import LastChanges
 from tiercache.store.errors import CommitMissingError, KeyMissingError
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate_at, read_found
-from tiercache.store.scan import scan_segments
+from tiercache.store.run import runs_of
+from tiercache.store.scan import scan_segments, stale_rows
+from tiercache.store.scratch_file import scratch_of
+from tiercache.store.spill import Spill
 from tiercache.store.standing import steady, undisturbed
 from tiercache.store.table import find_table
 
@@ -19,9 +23,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.run import Choice, Run
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
-    from tiercache.store.settled import Settled
     from tiercache.store.standing import Standing
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 
 MISSING = ("error", "initial", "zeros")
 _CHUNK_BYTES = 16 << 20
+_COUNT_BYTES = 64 << 20
+_COUNT_ROWS = 1 << 20
 
 
 def lookup(
@@ -106,27 +112,64 @@ def _counted(what: str, total: int, progress: Progress) -> Callable[[int], None]
 
 
 def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
-    """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``)."""
+    """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``).
+
+    Of moved rows it reads their last changes, where a block has some that changed and others that did not.
+    """
     group, table = find_table(store.groups, table_name, store.label)
     standing = store.standing
-    changed = _changed(store, standing, since)
-    if _stale(standing, changed):
+    changed, choice = _changed(store, standing, group, since)
+    if stale_rows(standing, changed, group, table):
+        # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, the newest is.
         rows = max(1, _CHUNK_BYTES // table.row_bytes)
-        chunks = scan_segments(store, changed, table_name, chunk_rows=rows, standing=standing)
+        chunks = scan_segments(
+            store, changed, table_name, choice=choice, alone=False, chunk_rows=rows, standing=standing
+        )
     else:
-        parts = (_live_rows(store, standing, segment, group, table) for segment in changed)
+        parts = (_live_rows(store, standing, segment, group, table, choice) for segment in changed)
         chunks = undisturbed(store, standing, f"changes of table {table_name!r} were read", chain.from_iterable(parts))
     for keys, fields in chunks:
         yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
 
 
 def changed_rows(store: Store, table_name: str, since: int) -> int:
-    """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
+    """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises.
+
+    Of moved rows it reads their last changes as ``changes`` does, and, where stale ones are among them, keys.
+    """
     group, table = find_table(store.groups, table_name, store.label)
-    standing, place = store.standing, group.place(table.name)
-    changed = _changed(store, standing, since)
-    stale = sum(one.stale_rows[group.index][place] for one in _stale(standing, changed))
-    return _rows_in(standing, changed, group, table) - stale
+    return steady(store, lambda standing: _count(store, standing, group, table, since))
+
+
+def _count(store: Store, standing: Standing, group: Group, table: Table, since: int) -> int:
+    changed, choice = _changed(store, standing, group, since)
+    stale = stale_rows(standing, changed, group, table)
+    if choice is None:
+        return _rows_in(standing, changed, group, table) - stale
+    runs = runs_of(store, standing, changed, group, table, choice)
+    return _count_keys(store, runs, group, table, choice) if stale else sum(run.left for run in runs)
+
+
+def _count_keys(store: Store, runs: Iterable[Run], group: Group, table: Table, choice: Choice) -> int:
+    """Return how many keys the chosen rows of runs have."""
+    with Spill(table, scratch_of(store), _COUNT_BYTES, store.counters, row=np.dtype("u1")) as spill:
+        for run in runs:
+            stream = run.segment.streams[group.index]
+            low = run.low
+            while low < run.high:
+                block = low // stream.block_rows
+                start, end = stream.block_first_row_B[block : block + 2].tolist()
+                end = min(run.high, end)
+                chosen = choice(run.segment, group.index, low, end)
+                if np.any(chosen):
+                    keys = store.read_keys(run.segment, group.index, block)[low - start : end - start][chosen]
+                    spill.add(keys, np.zeros(keys.size, np.uint8))
+                low = end
+        found, last = 0, None
+        for keys, _ in spill.sorted(_COUNT_ROWS):
+            found += 1 + int(np.count_nonzero(keys[1:] != keys[:-1])) - (last is not None and keys[0] == last)
+            last = keys[-1]
+    return found
 
 
 def _rows_in(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
@@ -139,8 +182,8 @@ def _rows_in(standing: Standing, segments: Iterable[Segment], group: Group, tabl
     )
 
 
-def _changed(store: Store, standing: Standing, since: int) -> list[Segment]:
-    """Return the segments with rows that changed after commit ``since``."""
+def _changed(store: Store, standing: Standing, group: Group, since: int) -> tuple[list[Segment], Choice | None]:
+    """Return the segments with rows of a group that changed after commit ``since``, and which rows did; None: all."""
     commit, segments = standing.commit, standing.segments
     newest = -1 if commit is None else commit.id
     if len(segments) > len(standing.named):
@@ -150,24 +193,35 @@ def _changed(store: Store, standing: Standing, since: int) -> list[Segment]:
             f"{store.label} stands at commit {newest} and knows no changes since {since}: give -1 to {newest}"
         )
     if commit is None:
-        return []
+        return [], None
     for first, last in commit.abandoned:
         if first <= since <= last:
             raise CommitMissingError(
                 f"commit {since} of {store.label} was given up by a rollback to commit {first - 1}: "
                 f"give {first - 1}, or take all rows with -1"
             )
-    firsts = dict(zip(commit.segment_ids, commit.first_commits, strict=True))
-    return [segment for segment in segments if firsts[segment.id] > since]
+    changed: list[Segment] = []
+    changes, choice = LastChanges(store, commit.named), None
+    for segment in segments:
+        blocks = range(_first_block(standing, segment, group), segment.streams[group.index].num_blocks)
+        bounds = [changes.bounds(segment, group.index, block) for block in blocks]
+        if any(newest > since for _, newest in bounds):
+            changed.append(segment)
+            if any(oldest <= since for oldest, _ in bounds):
+                choice = changes.after(since)
+    return changed, choice
 
 
-def _stale(standing: Standing, segments: Iterable[Segment]) -> list[Settled]:
-    """Return what says of the settled ones of ``segments`` how many of their rows are stale."""
-    ids = {segment.id for segment in segments}
-    return [] if standing.commit is None else [one for one in standing.commit.settled if one.segment_id in ids]
+def _first_block(standing: Standing, segment: Segment, group: Group) -> int:
+    """Return the first block of a segment stream that has a live row; the number of blocks where none has."""
+    stream, live = segment.streams[group.index], standing.first_range(segment, group.index)
+    first = int(stream.range_first_row_R[live])
+    return first // stream.block_rows if first < stream.rows else stream.num_blocks
 
 
-def _live_rows(store: Store, standing: Standing, segment: Segment, group: Group, table: Table) -> Iterator[Chunk]:
+def _live_rows(
+    store: Store, standing: Standing, segment: Segment, group: Group, table: Table, choice: Choice | None
+) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     stream, place = segment.streams[group.index], group.place(table.name)
     step = max(1, _CHUNK_BYTES // stream.row_bytes)
@@ -179,7 +233,10 @@ def _live_rows(store: Store, standing: Standing, segment: Segment, group: Group,
             block = low // stream.block_rows
             start, end = stream.block_first_row_B[block : block + 2].tolist()
             upto = min(high, end, low + step)
-            keys = store.read_keys(segment, group.index, block)[low - start : upto - start]
-            fields = store.read_rows(segment, group.index, np.arange(low, upto))
-            yield keys, fields
+            rows = np.arange(low, upto)
+            if choice is not None:
+                rows = rows[choice(segment, group.index, low, upto)]
+            if rows.size:
+                keys = store.read_keys(segment, group.index, block)[rows - start]
+                yield keys, store.read_rows(segment, group.index, rows)
             low = upto

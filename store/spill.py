@@ -170,6 +170,6 @@ class Spill:
             yield np.ascontiguousarray(chunk["key"]), np.ascontiguousarray(chunk["row"])
 
 
-def part_rows(table: Table, memory_bytes: int) -> int:
-    """Return how many rows of ``table`` may wait at once, so that sorting them stays within ``memory_bytes``."""
-    return max(1, memory_bytes // 4 // (table.row_bytes + ROW_COST))
+def part_rows(row_bytes: int, memory_bytes: int) -> int:
+    """Return how many rows may wait at once, so that sorting them stays within ``memory_bytes``."""
+    return max(1, memory_bytes // 4 // (row_bytes + ROW_COST))

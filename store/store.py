@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
+    from tiercache.store.lookup import Found
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
+    from tiercache.store.serving import Fields
     from tiercache.store.standing import Standing
     from tiercache.store.stream import Stream
 
@@ -205,9 +207,8 @@ class Store:
         """Make a commit: from now on the store opens here, with the rows live at ``cursor`` and ``state``.
 
         One atomic, durable step that also frees every block without live rows. Segments appended so far must be
-        of visits before the cursor's, or written within its visit where it stands inside one.
-
-        Raises StoreFullError, after which the commit before stands, and ValueError.
+        of visits before the cursor's, or written within its visit where it stands inside one. Raises ValueError, and
+        StoreFullError, after which the commit before stands.
         """
         self._check_writable()
         return self._history.publish(
@@ -333,9 +334,12 @@ class Store:
         """Return the first range of a segment stream that is not dead at the newest commit."""
         return self.standing.first_range(segment, group)
 
-    def locate(
-        self, table_name: str, keys: NDArray[np.int64], *, after: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def read_changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
+        """Return the commit that last changed each row of a block that was moved. Raises CorruptBlockError."""
+        self._check_open()
+        return self._reader.changed(segment, group, block)
+
+    def locate(self, table_name: str, keys: NDArray[np.int64], *, after: int) -> Found:
         """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
 
         A row is an index into the group's stream of the segment. Only rows with a next use after visit ``after``, or
@@ -358,9 +362,7 @@ class Store:
         """
         return read_rows(self, segment, group, rows, cached)
 
-    def lookup(
-        self, table_name: str, keys: NDArray[np.int64], *, missing: str = "error"
-    ) -> dict[str, NDArray[np.float32]]:
+    def lookup(self, table_name: str, keys: NDArray[np.int64], *, missing: str = "error") -> Fields:
         """Return the rows of any ``keys`` (n,), repeated or not, in any order: field name to (n, width).
 
         Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
@@ -372,15 +374,13 @@ class Store:
         self._check_open()
         return lookup(self, table_name, keys, missing)
 
-    def changes(
-        self, table_name: str, *, since: int
-    ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]:
-        """Yield (keys, fields) of all rows of a table that changed after commit ``since``, which may be gone.
+    def changes(self, table_name: str, *, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
+        """Yield (keys, fields) of the rows of a table that changed after commit ``since``, which may be gone.
 
         Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, as ``scan`` does. -1
-        gives every row. A row counts as changed where it was written again, even to the same bits. Raises
-        CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, ValueError where
-        rows were appended and not committed, and StoreError where another thread makes a commit before the last row.
+        gives every row. A row changed where it was made or written again, even to the same bits, not where it moved.
+        Raises CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, ValueError
+        where rows were appended and not committed, and StoreError for a commit made before the last row.
         """
         self._check_open()
         return changes(self, table_name, since)

@@ -100,7 +100,10 @@ class Verification:
         if getattr(self._room, "size", 0) < size:
             self._room.size, self._room.data = size, huge_pages(size)
         low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-        return _problem(self.store.read, segment, group, low, high, self._room.data[:size])
+        problems = _problem(self.store.read, segment, group, low, high, self._room.data[:size])
+        if segment.changed and segment.changed[group].stored:
+            problems += _problem(self.store.read_changed, segment, group, block)
+        return problems
 
     def _count(self, stream: Stream, block: int) -> None:
         size = int(stream.block_bytes_B[block])

@@ -1,9 +1,10 @@
 """How the rows of a segment stream stand in Zarr arrays: which chunk holds what, decided without touching any.
 
-A stream has an array for its keys and one for each field of its rows, with a chunk for each block. Shapes: the array of
-a field has (rows, width), for 16-bit dtypes with an even width, that of the keys (rows,); a chunk has the rows of one
-block, the last one padded with zeros. In a chunk the rows of all pieces stand one after another, so that pieces are one
-run of bytes in each array, or a few inner chunks where the arrays are compressed.
+A stream has an array for its keys, one for each field of its rows, and where a rewrite wrote it mostly one for their
+last changes, with a chunk for each block. Shapes: the array of a field has (rows, width), for 16-bit dtypes with an
+even width, those of keys and last changes (rows,); a chunk has the rows of one block, the last one padded with zeros.
+In a chunk the rows of all pieces stand one after another, so that pieces are one run of bytes in each array, or a few
+inner chunks where the arrays are compressed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.vectors import ITEM_BYTES
 from tiercache.store.zarr_codec import LITTLE, Codec
 from tiercache.store.zarr_shards import Shards, cut
@@ -26,17 +28,28 @@ if TYPE_CHECKING:
     from tiercache.store.engine import Form
     from tiercache.store.stream import Stream
 
-KEY_ARRAY = "keys"
-KEY_BYTES = 8
 NODE = "zarr.json"
 """The name of an object that describes an array or a group of arrays."""
-_NO_KEY = -(1 << 63)
 _DTYPES: dict[str, tuple[str, int | str, dict[str, Any]]] = {
     "float32": ("float32", "NaN", {}),
     "float16": ("float16", "NaN", {}),
     "bfloat16": ("uint16", 0x7FC0, {"dtype": "bfloat16"}),
 }
 """By dtype of a field: Zarr's, what is read where nothing is (NaN), and attributes. Zarr has no bfloat16: its bits."""
+
+
+class Numbers(NamedTuple):
+    """An array with one number for each row."""
+
+    name: str
+    dtype: str
+    row_bytes: int
+    nothing: int
+    """What is read where nothing is."""
+
+
+NUMBERS = {KEYS: Numbers("keys", "int64", 8, -(1 << 63)), CHANGED: Numbers("changed", "uint32", 4, (1 << 32) - 1)}
+"""By kind of block: the arrays that have no field of the rows."""
 
 
 class Span(NamedTuple):
@@ -92,25 +105,26 @@ class Arrays:
             )
         )
 
-    def key(self, array: str, block: int) -> str:
-        """Return the name of the chunk that holds one block of an array."""
-        return f"{self.folder}/{array}/c.{block}" + ("" if array == KEY_ARRAY else ".0")
+    def row_bytes(self, kind: bytes) -> tuple[int, ...]:
+        """Return the bytes of a row in each array of the blocks of a kind."""
+        return (NUMBERS[kind].row_bytes,) if kind in NUMBERS else tuple(size for _, size in self.fields)
 
-    def chunks(self, block: int, *, keys: bool) -> Iterator[tuple[str, int]]:
-        """Yield name and bytes, before compression, of every chunk of a block of keys, or of rows."""
-        if keys:
-            yield self.key(KEY_ARRAY, block), KEY_BYTES * self.chunk_rows
+    def chunks(self, block: int, kind: bytes) -> Iterator[tuple[str, int]]:
+        """Yield name and bytes, before compression, of every chunk of a block of a kind."""
+        if kind in NUMBERS:
+            yield f"{self.folder}/{NUMBERS[kind].name}/c.{block}", NUMBERS[kind].row_bytes * self.chunk_rows
         else:
             for name, row_bytes in self.fields:
-                yield self.key(name, block), row_bytes * self.chunk_rows
+                yield f"{self.folder}/{name}/c.{block}.0", row_bytes * self.chunk_rows
 
-    def shards(self, *, keys: bool) -> list[Shards]:
-        """Return how each chunk of a block of keys, or of rows, is compressed; none where they are not."""
+    def shards(self, kind: bytes) -> list[Shards]:
+        """Return how each chunk of a block of a kind is compressed; none where they are not."""
         if self.compression is None:
             return []
-        arrays = (
-            [(KEY_BYTES, KEY_BYTES, self.chunk_rows)] if keys else [(4, n, self.inner_rows) for _, n in self.fields]
-        )
+        if kind in NUMBERS:
+            arrays = [(NUMBERS[kind].row_bytes, NUMBERS[kind].row_bytes, self.chunk_rows)]
+        else:
+            arrays = [(4, size, self.inner_rows) for _, size in self.fields]
         return [
             Shards(
                 codec=Codec(self.compression, item_bytes), row_bytes=row_bytes, chunk_rows=self.chunk_rows,
@@ -120,7 +134,7 @@ class Arrays:
         ]  # fmt: skip
 
     def nodes(self, form: Form) -> dict[str, bytes]:
-        """Return the objects that describe the arrays and their groups to any reader of Zarr, by name."""
+        """Return the objects that describe the arrays of keys and rows and their groups to any reader of Zarr."""
         segment = self.folder.rpartition("/")[0]
         names = [table.name for table in form.group.tables]
         about = {
@@ -132,10 +146,8 @@ class Arrays:
             ],
         }
         found = {f"{segment}/{NODE}": group_node(), f"{self.folder}/{NODE}": group_node(about)}
-        key_shards, shards = self.shards(keys=True), self.shards(keys=False)
-        codecs = key_shards[0].nodes([self.chunk_rows]) if key_shards else [LITTLE]
-        node = _array_node("int64", [self.rows], [self.chunk_rows], _NO_KEY, codecs)
-        found[f"{self.folder}/{KEY_ARRAY}/{NODE}"] = node
+        found |= self.numbers_node(KEYS)
+        shards = self.shards(ROWS)
         for i, field in enumerate(form.group.fields):
             width = 4 * field.words // ITEM_BYTES[field.dtype]
             codecs = shards[i].nodes([self.inner_rows, width]) if shards else [LITTLE]
@@ -143,6 +155,13 @@ class Arrays:
             dtype, nothing, told = _DTYPES[field.dtype]
             found[f"{self.folder}/{field.name}/{NODE}"] = _array_node(dtype, shape, chunk, nothing, codecs, told)
         return found
+
+    def numbers_node(self, kind: bytes) -> dict[str, bytes]:
+        """Return the object that describes the array of a kind in ``NUMBERS``, by its name."""
+        array, shards = NUMBERS[kind], self.shards(kind)
+        codecs = shards[0].nodes([self.chunk_rows]) if shards else [LITTLE]
+        node = _array_node(array.dtype, [self.rows], [self.chunk_rows], array.nothing, codecs)
+        return {f"{self.folder}/{array.name}/{NODE}": node}
 
 
 def split(stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:

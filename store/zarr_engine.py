@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import google_crc32c
 import numpy as np
 
-from tiercache.store.blocks import KEYS
+from tiercache.store.blocks import CHANGED
 from tiercache.store.engine import Contents
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 from tiercache.store.full_disk import ROOM_FOR_RECORDS
@@ -100,7 +100,7 @@ class ZarrEngine:
                     replaced.update(written[name].chunks(name) if name in written else ())
                     written[name] = block
                     if block.arrays is not None and form is not None:
-                        self._describe(block.arrays, form, made)
+                        self._describe(block.arrays, form, name[:1], made)
                     held = self._check_room(data.nbytes, held)
                     self._put(name, data.reshape(-1).view(np.uint8), form, block, made)
                 made |= self._writer.finish()
@@ -131,11 +131,11 @@ class ZarrEngine:
                 return
             if form is None or not block.arrays.fit(form):
                 raise BlockReadError("stands in arrays of another form")  # sizes and memory go by what they say
-            keys, index = name[:1] == KEYS, int.from_bytes(name[-4:], "big")
-            row_bytes = 8 if keys else sum(size for _, size in block.arrays.fields)
+            kind, index = name[:1], int.from_bytes(name[-4:], "big")
+            row_bytes = sum(block.arrays.row_bytes(kind))
             first, last = offset // row_bytes, (offset + out.size) // row_bytes
             chunks = list(block.chunks(name))
-            found = read_rows(self._objects.ranges, chunks, block.arrays, first, last, keys=keys)
+            found = read_rows(self._objects.ranges, chunks, block.arrays, first, last, kind)
             if len(found) == 1:
                 out[:] = found[0]
                 return
@@ -293,12 +293,12 @@ class ZarrEngine:
             self._last = Arrays.of(folder, form)
         return self._last
 
-    def _describe(self, arrays: Arrays, form: Form, made: dict[str, int | None]) -> None:
+    def _describe(self, arrays: Arrays, form: Form, kind: bytes, made: dict[str, int | None]) -> None:
         """Write what tells readers of Zarr about the arrays, where it is not there yet."""
         last = f"{arrays.folder}/{NODE}"
-        if last in self._sweep or last in made:
-            return
-        for key, data in arrays.nodes(form).items():
+        nodes = {} if last in self._sweep or last in made else arrays.nodes(form)
+        nodes |= arrays.numbers_node(kind) if kind == CHANGED else {}
+        for key, data in nodes.items():
             if key not in self._sweep and key not in made:
                 made[key] = len(data)
                 self._writer.put(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
@@ -308,9 +308,9 @@ class ZarrEngine:
     ) -> None:
         """Write the objects of a block: each field of its rows, or all of it."""
         at = 0
-        fields = [("", 0)] if block.arrays is None or name[:1] == KEYS else block.arrays.fields
-        shards = [] if block.arrays is None else block.arrays.shards(keys=name[:1] == KEYS)
-        for i, ((key, size), (_, row_bytes)) in enumerate(zip(block.chunks(name), fields, strict=True)):
+        fields = (0,) if block.arrays is None else block.arrays.row_bytes(name[:1])
+        shards = [] if block.arrays is None else block.arrays.shards(name[:1])
+        for i, ((key, size), row_bytes) in enumerate(zip(block.chunks(name), fields, strict=True)):
             made[key] = size
             encode = shards[i].encode if shards else None
             if form is None or len(fields) == 1:

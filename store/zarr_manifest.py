@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.store.blocks import KEYS, ROWS
+from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.record import decode, encode
 from tiercache.store.table import COMPRESSIONS
-from tiercache.store.zarr_arrays import KEY_ARRAY, NODE, Arrays
+from tiercache.store.zarr_arrays import NODE, NUMBERS, Arrays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -51,7 +51,7 @@ class BlockObjects(NamedTuple):
             yield f"blocks/{name.hex()}" + (f"~{self.version}" if self.version else ""), self.size
         else:
             _, _, _, index = _NAME.unpack(name)
-            chunks = self.arrays.chunks(index, keys=name[:1] == KEYS)
+            chunks = self.arrays.chunks(index, name[:1])
             for i, (key, size) in enumerate(chunks):
                 yield key, self.lengths[i] if self.lengths else size
 
@@ -82,9 +82,10 @@ class Manifest:
         named |= {record.key: record.size for record in self.records.values()}
         for name, block in self.blocks.items():
             named |= dict(block.chunks(name))
+        numbers = [array.name for array in NUMBERS.values()]
         for arrays in _arrays(self.blocks):
             segment = arrays.folder.rpartition("/")[0]
-            arrays_keys = (f"{arrays.folder}/{array}/{NODE}" for array in (KEY_ARRAY, *dict(arrays.fields)))
+            arrays_keys = (f"{arrays.folder}/{array}/{NODE}" for array in (*numbers, *dict(arrays.fields)))
             named |= dict.fromkeys([f"{segment}/{NODE}", f"{arrays.folder}/{NODE}", *arrays_keys])
         return named
 
@@ -177,11 +178,11 @@ def _expand(runs: NDArray[Any], arrays: list[Arrays], lengths: list[int]) -> dic
     blocks, at = {}, 0
     for kind, owner, group, first, count, size, where in runs.tolist():
         block = BlockObjects(_whole(size), 0, arrays[where]) if where >= 0 else BlockObjects(size, -1 - where, None)
-        if where >= 0 and bytes([kind]) not in {ROWS, KEYS}:
+        if where >= 0 and bytes([kind]) not in {ROWS, KEYS, CHANGED}:
             raise ValueError(f"blocks of kind {kind} stand in arrays")
         objects = 0
         if block.arrays is not None and block.arrays.compression:
-            objects = 1 if bytes([kind]) == KEYS else len(block.arrays.fields)
+            objects = len(block.arrays.row_bytes(bytes([kind])))
         for index in range(first, first + count):
             if objects:
                 block = block._replace(lengths=tuple(_whole(length) for length in lengths[at : at + objects]))

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     """Name and bytes of the chunk of each array."""
 
 
-def read_rows(ranges: Ranges, chunks: Chunks, arrays: Arrays, first: int, last: int, *, keys: bool) -> list[Bytes]:
-    """Return rows [first, last) of a block of keys, or in each of its fields, until the next call of ``ranges``.
+def read_rows(ranges: Ranges, chunks: Chunks, arrays: Arrays, first: int, last: int, kind: bytes) -> list[Bytes]:
+    """Return rows [first, last) of a block of a kind in each of its arrays, until the next call of ``ranges``.
 
     Raises BlockReadError.
     """
-    shards = arrays.shards(keys=keys)
+    shards = arrays.shards(kind)
     if shards:
         return _read_compressed(ranges, chunks, shards, first, last)
     rows = arrays.chunk_rows

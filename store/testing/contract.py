@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiercache.store.blocks import KEYS, ROWS, block_name
+from tiercache.store.blocks import CHANGED, KEYS, ROWS, block_name
 from tiercache.store.engine import Form
 from tiercache.store.errors import BlockReadError, StoreClosedError, StoreFullError
 from tiercache.store.initializer import Zeros
@@ -60,12 +60,13 @@ def form_of(rows: tuple[int, ...], *, piece_rows: int = 3, block_rows: int = 7, 
 
 
 def segment_blocks(form: Form, segment: int = 0) -> dict[bytes, tuple[Bytes, Form]]:
-    """Return made-up blocks of rows and keys of a whole segment stream, by name."""
+    """Return made-up blocks of rows, keys and last changes of a whole segment stream, by name."""
     blocks: dict[bytes, tuple[Bytes, Form]] = {}
     for block, size in enumerate(form.stream.block_bytes_B.tolist()):
-        for kind, num in ((ROWS, size), (KEYS, size // form.stream.row_bytes * 8)):
+        rows = size // form.stream.row_bytes
+        for at, (kind, num) in enumerate([(ROWS, size), (KEYS, 8 * rows), (CHANGED, 4 * rows)]):
             name = block_name(kind, segment, form.group.index, block)
-            blocks[name] = some_bytes(num, seed=1000 * segment + 2 * block + (kind == KEYS)), form
+            blocks[name] = some_bytes(num, seed=1000 * segment + 3 * block + at), form
     return blocks
 
 

@@ -246,6 +246,17 @@ class StoreMachine(RuleBasedStateMachine):
         kept = self.kept[id_]
         with self._store().at(id_) as older:
             _check(older, kept.world, kept.cursor, scheduled=kept.scheduled)
+            kept.world.check_changes(older, id_ - 1)
+
+    @precondition(lambda self: self.kept)
+    @rule(since=st.integers(0, 6))
+    def follow_changes(self, since: int) -> None:
+        """What changed since any commit, of those that were not given up, is what was written since, moved or not."""
+        self._step_back()
+        store = self._store()
+        store.forget()
+        assert store.commit is not None
+        self.world.check_changes(store, store.commit.id - since % (store.commit.id + 2))
 
     @rule()
     def verify(self) -> None:

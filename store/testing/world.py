@@ -14,6 +14,7 @@ from tiercache.store.commit import Cursor
 from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
+from tiercache.store.serving import changed_rows
 from tiercache.store.stream import NEVER, Range, Stream
 from tiercache.store.vectors import row_words
 
@@ -36,7 +37,8 @@ class World:
     """Passes of keys for tables; ``rows`` is what each key's row is, ``uses`` the next use it was stored with.
 
     ``visit`` is the next one, ``state`` the dense state of the newest commit. Rows are made of
-    schedule, visit, table and key.
+    schedule, visit, table and key. ``changed`` is the commit that last changed each row but those
+    ``trained`` since, which the next one will have changed.
     """
 
     tables: Sequence[Table]
@@ -50,6 +52,8 @@ class World:
     schedule: int = 0
     rows: dict[Key, bytes] = field(default_factory=dict)
     uses: dict[Key, int] = field(default_factory=dict)
+    changed: dict[Key, int] = field(default_factory=dict)
+    trained: set[Key] = field(default_factory=set)
     state: bytes = b""
 
     def __post_init__(self) -> None:
@@ -89,6 +93,7 @@ class World:
                 cuts = np.cumsum([field.width for field in table.fields])[:-1]
                 row = row_words(table.fields, np.split(numbers, cuts, axis=1))
                 self.rows[table.name, key] = row.tobytes()
+                self.trained.add((table.name, key))
 
     def layout(self, group: Group, *, within: bool) -> tuple[Stream, list[Key]]:
         """Return the stream of the present visit's dump, and its keys in order; note their next uses."""
@@ -160,9 +165,12 @@ class World:
             first = row_words(table.fields, initial_rows(table, np.array(new, dtype=np.int64)))
             for i, key in enumerate(new):
                 self.rows[table.name, key] = first[i].tobytes()
+                self.trained.add((table.name, key))
         self.uses = {key: first_uses.get(key, NEVER) for key in self.rows}
         digest = f"schedule {self.schedule}"
-        return store.rewrite(WorldUses(self.tables, first_uses), schedule_digest=digest, progress=progress)
+        commit = store.rewrite(WorldUses(self.tables, first_uses), schedule_digest=digest, progress=progress)
+        self._note(commit)
+        return commit
 
     def run(self, store: Store, visits: int) -> None:
         """Train, dump and commit some visits."""
@@ -175,7 +183,7 @@ class World:
     def publish(self, store: Store, *, sample: int = 0) -> None:
         """Commit where the world stands."""
         state = f"state at {self.visit}, {sample}".encode()
-        store.publish(
+        commit = store.publish(
             Cursor(self.visit, sample),
             state=state,
             schedule_digest="cyclic",
@@ -183,6 +191,32 @@ class World:
             environment={"threads": 1},
         )
         self.state = state
+        self._note(commit)
+
+    def _note(self, commit: Commit) -> None:
+        """Note that ``commit`` has what was trained."""
+        self.changed |= dict.fromkeys(self.trained, commit.id)
+        self.trained = set()
+
+    def check_changes(self, store: Store, since: int) -> None:
+        """Assert that exactly the rows that changed after commit ``since`` are given, each once, and are counted.
+
+        Of one that a rollback gave up nothing is asked.
+        """
+        if store.commit is not None and any(first <= since <= last for first, last in store.commit.abandoned):
+            return
+        for table in self.tables:
+            given: dict[Key, bytes] = {}
+            for keys, fields in store.changes(table.name, since=since):
+                words = row_words(table.fields, tuple(fields.values()))
+                for i, key in enumerate(keys.tolist()):
+                    assert (table.name, key) not in given, (table.name, key)
+                    given[table.name, key] = words[i].tobytes()
+            wanted = {
+                key: self.rows[key] for key, commit in self.changed.items() if commit > since and key[0] == table.name
+            }
+            assert given == wanted, (table.name, since)
+            assert changed_rows(store, table.name, since) == len(wanted)
 
     def check(self, store: Store, *, after: int) -> None:
         """Assert that every row that is not of visit ``after`` or older uses is found, with the right bits."""

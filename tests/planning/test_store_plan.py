@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.store.conftest import small_tables
 from tiercache.errors import BudgetError
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
-from tiercache.store import Adagrad, Range, Stream, Table, Zeros
+from tiercache.store import Adagrad, MemoryEngine, Range, Store, Stream, Table, Zeros
+from tiercache.store.blocks import CHANGED
+from tiercache.store.history import manifest_of
 from tiercache.store.manifest import Manifest
 from tiercache.store.table import group_tables
+from tiercache.store.testing.world import World
 
 GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())])
 NOTHING = Manifest.of([], {})
@@ -69,6 +75,24 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
     assert plan.state == (1 + commits) * 8192
     blocks = (1 + passes) * plan.live
     assert plan.needed == blocks + -(-15 * blocks // 100) + plan.state + 3 * 8 * 9 + RECORD_BYTES
+
+
+def test_last_changes_of_rows_that_were_moved_are_counted() -> None:
+    """A page or more for each block that a commit still needs, whether a visit will free it or not."""
+    world = World(small_tables(), keys_per_pass=30, universe=60)
+    options = {"commits": 1, "commit_every": 1, "state_bytes": 0, "use_files": 1}
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        world.run(store, 3)
+        world.follow(store, world.draw(1))
+        world.run(store, 1)
+        stored = manifest_of(store)
+        bare = {id_: replace(segment, changed=()) for id_, segment in stored.segments.items()}
+        with_them, without = (
+            StorePlan.of(store.groups, {}, manifest, **options).live
+            for manifest in (stored, Manifest.of(stored.commits, bare))
+        )
+        blocks = [name for name in store._engine.contents().blocks if name[:1] == CHANGED]
+        assert with_them - without == 4096 * len(blocks) > 0
 
 
 def test_a_budget_that_is_met_says_nothing() -> None:

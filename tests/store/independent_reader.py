@@ -47,8 +47,8 @@ class LmdbFiles:
 
     def rows(self, segment: int, group: int, stream: dict[str, Any], form: Form, block: int) -> list[np.ndarray]:
         """Return the keys and the fields of the rows of a block."""
-        places = [self.places[struct.pack(">cQII", kind, segment, group, block)] for kind in (b"k", b"r")]
-        keys, data = (self.blocks[offset : offset + size] for offset, size in places)
+        offset, size = self.places[struct.pack(">cQII", b"r", segment, group, block)]
+        data = self.blocks[offset : offset + size]
         counts = [sum(rows) for _, *rows in stream["ranges"]]
         block_rows = stream["block_bytes"] // stream["row_bytes"]
         ends, row, last = np.cumsum(counts), block * block_rows, min((block + 1) * block_rows, sum(counts))
@@ -61,7 +61,17 @@ class LmdbFiles:
                 field.append(np.frombuffer(data, dtype, count * numbers, at).reshape(count, numbers)[:, :width])
                 at += np.dtype(dtype).itemsize * count * numbers
             row += count
-        return [np.frombuffer(keys, "<i8"), *map(np.concatenate, fields)]
+        return [self.keys(segment, group, block), *map(np.concatenate, fields)]
+
+    def keys(self, segment: int, group: int, block: int) -> np.ndarray:
+        """Return the keys of the rows of a block."""
+        offset, size = self.places[struct.pack(">cQII", b"k", segment, group, block)]
+        return np.frombuffer(self.blocks[offset : offset + size], "<i8")
+
+    def changed(self, segment: int, group: int, block: int) -> np.ndarray:
+        """Return the last change of each row of a block."""
+        offset, size = self.places[struct.pack(">cQII", b"c", segment, group, block)]
+        return np.frombuffer(self.blocks[offset : offset + size], "<u4")
 
 
 class ZarrFiles:
@@ -76,16 +86,59 @@ class ZarrFiles:
 
     def rows(self, segment: int, group: int, stream: dict[str, Any], form: Form, block: int) -> list[np.ndarray]:
         """Return the keys and the fields of the rows of a block."""
-        for kind, owner, of, first, count, size, place in self.runs.tolist():
-            if (kind, owner, of) == (ord("k"), segment, group) and first <= block < first + count:
-                folder, _, _, fields = self.manifest["arrays"][place]
-                rows = size // 8
-        keys = np.frombuffer((self.path / folder / f"keys/c.{block}").read_bytes(), "<i8")[:rows]
-        found = [keys]
+        (folder, _, _, fields), size = self.stood(b"r", segment, group, block)
+        rows = size // stream["row_bytes"]
+        found = [self.keys(segment, group, block)]
         for (name, _), (width, dtype) in zip(fields, form, strict=True):
             chunk = np.frombuffer((self.path / folder / f"{name}/c.{block}.0").read_bytes(), dtype)
             found.append(chunk.reshape(-1, padded(width, dtype))[:rows, :width])
         return found
+
+    def keys(self, segment: int, group: int, block: int) -> np.ndarray:
+        """Return the keys of the rows of a block."""
+        (folder, *_), size = self.stood(b"k", segment, group, block)
+        return np.frombuffer((self.path / folder / f"keys/c.{block}").read_bytes()[:size], "<i8")
+
+    def changed(self, segment: int, group: int, block: int) -> np.ndarray:
+        """Return the last change of each row of a block."""
+        (folder, *_), size = self.stood(b"c", segment, group, block)
+        return np.frombuffer((self.path / folder / f"changed/c.{block}").read_bytes()[:size], "<u4")
+
+    def stood(self, kind: bytes, segment: int, group: int, block: int) -> tuple[list[Any], int]:
+        """Return what the manifest says of the arrays that hold a block, and its bytes."""
+        for of_kind, owner, of, first, count, size, place in self.runs.tolist():
+            if (of_kind, owner, of) == (kind[0], segment, group) and first <= block < first + count:
+                return self.manifest["arrays"][place], size
+        raise KeyError(block)
+
+
+def read_last_changes(path: Path, groups: list[list[str]], table: str) -> dict[int, int]:
+    """Return the commit that last changed every live row of a table by key, taken before a visit."""
+    engine = json.loads((path / "store.json").read_text())["engine"]
+    files: Any = {"lmdb": LmdbFiles, "zarr": ZarrFiles}[engine](path)
+    commits = [int(name[7:]) for name in files.records if name.startswith("commit/")]
+    commit, _ = read_record(files.records[f"commit/{max(commits)}"])
+    group = next(i for i, names in enumerate(groups) if table in names)
+    place, found = groups[group].index(table), dict[int, int]()
+    settled = {id_: groups_[group][0] for id_, *groups_ in commit.get("settled", [])}
+    for segment, first in commit["segments"]:
+        values, arrays = read_record(files.records[f"segment/{segment}"])
+        stream = values["streams"][group]
+        block_rows = stream["block_bytes"] // stream["row_bytes"]
+        row = 0
+        for index, (use, *rows) in enumerate(stream["ranges"]):
+            low, row = row + sum(rows[:place]), row + sum(rows)
+            live = index >= settled[segment] if segment in settled else use >= commit["cursor"][0]
+            for at in range(low, low + rows[place]) if live else ():
+                block, i = divmod(at, block_rows)
+                key = int(files.keys(segment, group, block)[i])
+                if f"oldest/{group}" not in arrays:
+                    found[key] = first
+                elif arrays[f"changed/{group}"].size:
+                    found[key] = int(files.changed(segment, group, block)[i])
+                else:
+                    found[key] = int(arrays[f"oldest/{group}"][block])
+    return found
 
 
 def read_table(path: Path, groups: list[list[str]], widths: list[int], table: str) -> dict[int, list[bytes]]:

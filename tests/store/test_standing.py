@@ -173,15 +173,15 @@ def test_changes_end_with_a_commit_that_is_made_meanwhile(trained: Trained, sinc
 
 
 def test_changes_of_settled_segments_end_in_the_same_way(tmp_path: Path) -> None:
-    """They are scanned; and how many there are is known without a read."""
+    """They are scanned; and how many there are is known without reading a row."""
     trained = Trained("memory", tmp_path)
     trained.world.keys_per_pass = 2
     trained.world.follow(trained.store, trained.world.draw(7))
     assert trained.store.commit.settled
     for since in (-1, 3, trained.store.commit.id - 1):
-        reads = trained.store.counters.reads
+        reads = trained.store.counters.row_bytes_read
         expected = changed_rows(trained.store, NAME, since)
-        assert trained.store.counters.reads == reads
+        assert trained.store.counters.row_bytes_read == reads
         assert sum(keys.size for keys, _ in trained.store.changes(NAME, since=since)) == expected
     trained.engine.in_reads(2, lambda: trained.run(4))
     with pytest.raises(StoreError, match=f"made a commit while table {NAME!r} was scanned"):

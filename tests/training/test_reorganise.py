@@ -77,7 +77,10 @@ def day_by_day(
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, engine: str) -> None:
-    """Rows, optimizer state and dense weights have the bits of one run over all days, with new keys on each day."""
+    """Rows, optimizer state and dense weights have the bits of one run over all days, with new keys on each day.
+
+    And each row is known to have changed when it was last trained, however often it was moved.
+    """
     case = one_case(tc.Adam(learning_rate=0.01), num_samples=20 * 32, pass_rows=32, num_keys=60)
     cuts = cuts_of(case, drift=7)
     whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
@@ -89,6 +92,17 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
         assert settled > 0
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
         assert store.commit.id == 10 * 2 + 9
+        trained = {
+            (spec.table, key): 3 * (number // 2) + 1 + number % 2  # a day is a new schedule and two visits
+            for number, cut in enumerate(cuts)
+            for spec in case.specs
+            for key in cut.features[spec.name].keys.tolist()
+        }
+        for since in (-1, 0, 1, 4, 14, 26, 28):
+            given = [
+                (t.name, k) for t in store.tables for ks, _ in store.changes(t.name, since=since) for k in ks.tolist()
+            ]
+            assert sorted(given) == sorted(key for key, commit in trained.items() if commit > since)
     if engine != "memory":
         assert verify(tmp_path / "s.tc")["problems"] == []
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
 from tiercache.sizes import format_bytes
+from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.manifest import Manifest
 from tiercache.store.stream import NEVER
 
@@ -28,7 +29,8 @@ class StorePlan:
     """What a store holds at its fullest commit, and what a dump needs beside that; all in bytes."""
 
     live: int
-    """Blocks with live rows and their keys, at the commit that has most of them; of those what no visit frees."""
+    """Blocks with live rows and their keys, at the commit that has most of them; of those what no visit frees; and the
+    last changes of all rows that were moved."""
     largest_pass: int
     """Blocks of rows and keys of the largest pass."""
     num_passes: int
@@ -103,7 +105,7 @@ def _block_bytes(group: Group, stream: Stream) -> int:
 
 
 def _standing_bytes(groups: tuple[Group, ...], stored: Manifest) -> int:
-    """Return the bytes of the blocks that no visit frees."""
+    """Return the bytes of the blocks that no visit frees, and of all last changes: dumps have none in their place."""
     settled = frozenset[int]() if stored.newest is None else stored.newest.settled_ids
     earlier = Manifest.of(_of_earlier_schedules(stored.commits), stored.segments).first_blocks
     total = 0
@@ -118,6 +120,9 @@ def _standing_bytes(groups: tuple[Group, ...], stored: Manifest) -> int:
                 if uses.next_use == NEVER and uses.rows:
                     firsts.append(first_row // stream.block_rows)
             total += (stream.num_blocks - min(firsts)) * _block_bytes(group, stream)
+            if segment.changed and segment.changed[group.index].stored:
+                blocks = stream.num_blocks - stored.first_blocks[id_][group.index]
+                total += blocks * paged(CHANGED_BYTES * min(stream.block_rows, stream.rows))
     return total
 
 

@@ -1,0 +1,277 @@
+"""The commit that last changed a row: kept by whatever moves the row, and read only where it must be."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import Home, small_tables
+from tests.store.independent_reader import read_last_changes
+from tests.store.test_rewrite import rows_of
+from tiercache.store import CorruptBlockError, CorruptStoreError, MemoryEngine, Range, Store, Stream, fill, info, verify
+from tiercache.store.blocks import CHANGED
+from tiercache.store.changed import CHANGED_BYTES
+from tiercache.store.rewrite import NoUses
+from tiercache.store.serving import changed_rows
+from tiercache.store.testing.world import World
+from tiercache.store.verification import Verification
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from tiercache.store import Group, Table
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["visit", "within", "follow", "few", "compact", "back"]), st.integers(0, 9)),
+    min_size=2,
+    max_size=9,
+)
+
+
+def check_all(store: Store, world: World, *, least: int = -1) -> None:
+    """Assert what changed since every commit that can be asked for."""
+    for since in range(least, store.commit.id + 1):
+        world.check_changes(store, since)
+
+
+def small_pieces(group: Group, ranges: Iterable[Range]) -> Stream:
+    """Return a layout with pieces of 2 rows and blocks of 8."""
+    return Stream(row_bytes=group.row_bytes, piece_rows=2, block_bytes=8 * group.row_bytes, ranges=tuple(ranges))
+
+
+def mixed(store: Store, world: World) -> None:
+    """Train two schedules, so that the rows of the last base segment changed with several commits."""
+    world.run(store, 3)
+    world.follow(store, world.draw(world.seed + 1))
+    world.run(store, 2)
+    world.compact(store)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 99), steps=STEPS, universe=st.sampled_from([10, 40]), retention=st.integers(1, 3))
+def test_what_changed_is_what_was_written_whatever_moved_it(
+    seed: int, steps: list[tuple[str, int]], universe: int, retention: int
+) -> None:
+    """Through visits, commits within them, schedules that settle segments, compactions and rollbacks."""
+    world = World(small_tables(), seed=seed, num_passes=2, keys_per_pass=8, universe=universe)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
+        world.run(store, 1)
+        worlds = {store.commit.id: (copy.deepcopy(world), True)}
+        scheduled = True
+        for number, (step, choice) in enumerate(steps):
+            inside = store.commit.cursor.sample > 0
+            if step == "back":
+                to = store.commits[choice % len(store.commits)].id
+                world, scheduled = copy.deepcopy(worlds[to][0]), worlds[to][1]
+                store.rollback(to)
+            elif step in {"follow", "few"} and not inside:
+                world.keys_per_pass = 8 if step == "follow" else 2
+                world.follow(store, world.draw(100 * seed + number))
+                scheduled = True
+            elif step == "compact" and not inside:
+                world.compact(store)
+                scheduled = False
+            elif step == "within" and scheduled and not inside:
+                world.train(part=1)
+                world.append(store, within=True)
+                world.publish(store, sample=1)
+            elif scheduled:
+                world.run(store, 1)
+            worlds[store.commit.id] = copy.deepcopy(world), scheduled
+            check_all(store, world, least=store.commit.id - 1)
+        check_all(store, world)
+
+
+def test_what_changed_is_the_same_on_every_engine(home: Home) -> None:
+    """After it was closed and opened, too; rewrites of rewrites keep it, and nothing is wrong with the store."""
+    world = World(small_tables(), keys_per_pass=9, universe=40, block_rows=6)
+    with home.open(small_tables(), retention=3) as store:
+        mixed(store, world)
+        for seed in range(3):
+            world.keys_per_pass = 3 + 4 * seed
+            world.follow(store, world.draw(seed))
+            world.run(store, 1)
+            check_all(store, world)
+    store = home.open()
+    assert any(segment.changed and segment.changed[0].stored for segment in store.segments)
+    check_all(store, world)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert Verification(store).run()["problems"] == []
+
+
+def test_only_what_may_have_changed_is_read() -> None:
+    """Of blocks that are older than a commit or newer as a whole no last changes; of rows, only those that changed."""
+    world = World(small_tables(), keys_per_pass=30, universe=60, block_rows=8, piece_rows=2)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        mixed(store, world)
+        store.rewrite(NoUses(), schedule_digest="", settle=False, layout=small_pieces)
+        segment, last = store.segments[0], store.commit.id
+
+        def read(since: int) -> tuple[int, int, int]:
+            before = copy.copy(vars(store.counters))
+            world.check_changes(store, since)
+            now = vars(store.counters)
+            return tuple(now[f"{name}_bytes_read"] - before[f"{name}_bytes_read"] for name in ("changed", "row", "key"))
+
+        assert read(last) == (0, 0, 0)
+        assert read(-1)[0] == 0
+        oldest = min(int(one.oldest_B.min()) for one in segment.changed)
+        assert read(oldest)[0] > 0
+        newest = last - 2  # the last visit: what followed changed nothing
+        asked, rows, _ = read(newest - 1)
+        # Twice, given and counted; a block in which one table ends and another begins is read for both.
+        stored = CHANGED_BYTES * sum(stream.rows for stream in segment.streams)
+        assert 0 < asked <= 2 * (stored + 8 * CHANGED_BYTES * len(store.tables))
+        assert 0 < rows < segment.row_bytes
+        before = store.counters.row_bytes_read
+        assert sum(changed_rows(store, table.name, newest - 1) for table in store.tables) == 5 * 30
+        assert store.counters.row_bytes_read == before
+
+
+def test_rows_that_one_commit_changed_need_no_last_changes_stored(home: Home) -> None:
+    """As those from outside that are put in the order of a schedule: its record says all."""
+    world = World(small_tables(), keys_per_pass=9, universe=9)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as trained:
+        world.run(trained, 1)
+        with home.open(small_tables()) as store:
+            fill(store, [(table.name, chunk) for table in store.tables for chunk in trained.scan(table.name)])
+            world.changed = dict.fromkeys(world.rows, 0)
+            world.compact(store)
+            assert [one.stored for one in store.segments[0].changed] == [False] * len(store.groups)
+            assert store.counters.changed_bytes_written == store.segments[0].changed_bytes == 0
+            check_all(store, world)
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_last_changes_are_counted_and_freed_with_their_segment(engine: str, tmp_path: Path) -> None:
+    """``info`` has their bytes; when the segment goes, so do they."""
+    world = World(small_tables(), keys_per_pass=20, universe=40)
+    with Store.open(tmp_path / "s", tables=world.tables, engine=engine) as store:
+        mixed(store, world)
+        rows = sum(stream.rows for stream in store.segments[0].streams)
+        assert store.counters.changed_bytes_written >= CHANGED_BYTES * rows
+        kept = {name for name in store._engine.contents().blocks if name[:1] == CHANGED}
+        assert len(kept) == sum(stream.num_blocks for stream in store.segments[0].streams)
+    assert info(tmp_path / "s")["changed_bytes"] == CHANGED_BYTES * rows
+    with Store.open(tmp_path / "s") as store:
+        assert store.segments[0].changed_bytes == CHANGED_BYTES * rows
+        world.follow(store, world.draw(5))
+        world.compact(store)
+        assert not kept & store._engine.contents().blocks.keys()
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_reader_that_knows_only_the_format_knows_when_each_row_changed(engine: str, tmp_path: Path) -> None:
+    """Of rows that visits dumped, and of those that were moved, once or more."""
+    world = World(small_tables(), keys_per_pass=9, universe=30, block_rows=7)
+    with Store.open(tmp_path / "s", tables=world.tables, engine=engine) as store:
+        mixed(store, world)
+        world.keys_per_pass = 2
+        world.follow(store, world.draw(3))
+        world.run(store, 1)
+        assert store.commit.settled
+        groups = [[table.name for table in group.tables] for group in store.groups]
+    for table in world.tables:
+        found = read_last_changes(tmp_path / "s", groups, table.name)
+        assert found == {key: commit for (name, key), commit in world.changed.items() if name == table.name}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
+def test_plain_zarr_reads_last_changes_beside_the_keys(compression: str | None, tmp_path: Path) -> None:
+    """An array of uint32, a number for each key."""
+    tables = [replace(table, compression=compression) for table in small_tables()]
+    world = World(tables, keys_per_pass=20, universe=40, block_rows=7)
+    with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
+        mixed(store, world)
+        segment, groups = store.segments[0], store.groups
+        check_all(store, world)
+    assert verify(tmp_path / "s")["problems"] == []
+    root = zarr.open(str(tmp_path / "s"), mode="r")
+    for group in groups:
+        node = root[f"segments/{segment.id}/{group.index}"]
+        keys, changed = node["keys"][:].tolist(), node["changed"][:]
+        assert changed.dtype == np.uint32
+        counts = segment.streams[group.index].ranges[0].table_rows
+        names = [table.name for table, n in zip(group.tables, counts, strict=True) for _ in range(n)]
+        assert changed.tolist() == [world.changed[key] for key in zip(names, keys, strict=True)]
+
+
+def moved_store(tables: list[Table]) -> tuple[MemoryEngine, int]:
+    """Return the engine of a store whose rows moved, and the id of their segment."""
+    engine = MemoryEngine()
+    with Store.open(None, tables=tables, engine=engine) as store:
+        mixed(store, World(tables, keys_per_pass=20, universe=40, block_rows=7))
+        return engine, store.segments[0].id
+
+
+def problems(engine: MemoryEngine) -> list[str]:
+    """Verify what an engine holds."""
+    with Store.open(None, engine=engine, mode="r") as store, contextlib.redirect_stdout(io.StringIO()):
+        return Verification(store).run()["problems"]
+
+
+def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: list[Table]) -> None:
+    """Rows and keys are whole: they are read as before."""
+    engine, id_ = moved_store(tables)
+    name = min(name for name in engine.blocks if name[:1] == CHANGED)
+    engine.blocks[name] = engine.blocks[name] ^ (np.arange(engine.blocks[name].size) == 0).astype(np.uint8)
+    words = rf"block 0 of segment {id_} .* over the commits that changed its rows where"
+    with Store.open(None, engine=engine, mode="r") as store:
+        table = store.groups[0].tables[0].name
+        with pytest.raises(CorruptBlockError, match=words):
+            changed_rows(store, table, 2)
+        with pytest.raises(CorruptBlockError, match=words):
+            list(store.changes(table, since=2))
+        assert rows_of(store)
+    (found,) = problems(engine)
+    assert "over the commits that changed its rows" in found
+
+
+@pytest.mark.parametrize(("cut", "seen"), [(0, "is missing"), (4, r"has \d+ bytes of \d+:")])
+def test_last_changes_that_are_not_whole_are_found_on_opening(tables: list[Table], cut: int, seen: str) -> None:
+    """As missing and cut rows are."""
+    engine, _ = moved_store(tables)
+    name = min(name for name in engine.blocks if name[:1] == CHANGED)
+    data = engine.blocks.pop(name)
+    if cut:
+        engine.blocks[name] = data[:-cut]
+    with pytest.raises(CorruptBlockError, match=seen):
+        Store.open(None, engine=engine, mode="r")
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("newest", "changed rows of segment"),
+        ("oldest", "last changed later than the last of them"),
+        ("checksums", "nothing says which row was changed by which"),
+        ("short", "numbers say which commits changed the rows of"),
+    ],
+)
+def test_a_record_of_last_changes_that_cannot_be_is_refused(tables: list[Table], what: str, words: str) -> None:
+    """A commit after the one that named the segment, bounds the wrong way round, no numbers where several are."""
+    engine, id_ = moved_store(tables)
+    with Store.open(None, engine=engine, mode="r") as store:
+        segment = store.segments[0]
+    first, *others = segment.changed
+    none = np.empty(0, np.uint32)
+    wrong = {
+        "newest": lambda: replace(first, newest_B=first.newest_B + np.uint32(99)),
+        "oldest": lambda: replace(first, oldest_B=first.newest_B + np.uint32(1)),
+        "checksums": lambda: replace(first, checksums_B=none),
+        "short": lambda: replace(first, oldest_B=first.oldest_B[1:]),
+    }[what]()
+    engine.records[f"segment/{id_}"] = replace(segment, changed=(wrong, *others)).to_bytes()
+    with pytest.raises(CorruptStoreError, match=words):
+        Store.open(None, engine=engine, mode="r")
