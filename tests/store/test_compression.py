@@ -279,7 +279,7 @@ def test_a_manifest_says_how_its_arrays_are_compressed() -> None:
     form = form_of((9, 12), block_rows=6, compression="zstd")
     arrays = Arrays.of("segments/1/0", form)
     blocks = {
-        name: BlockObjects(data.nbytes, 0, arrays, (70,) if name[:1] == b"k" else (70, 80))
+        name: BlockObjects(data.nbytes, 0, arrays, (70, 80) if name[:1] == b"r" else (70,))
         for name, (data, _) in segment_blocks(form, 1).items()
     }
     good = Manifest(number=3, blocks=blocks)
