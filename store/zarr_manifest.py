@@ -88,6 +88,25 @@ class Manifest:
             named |= dict.fromkeys([f"{segment}/{NODE}", f"{arrays.folder}/{NODE}", *arrays_keys])
         return named
 
+    def damaged(self, listed: Mapping[str, int | None]) -> dict[bytes, int | None]:
+        """Return the blocks with objects missing (None) or of another length (bytes that are there).
+
+        ``listed`` has the objects that are there, with their bytes where these are known.
+        """
+        wrong: dict[bytes, int | None] = {}
+        for name, block in self.blocks.items():
+            lacking = 0
+            for key, size in block.chunks(name):
+                if key not in listed:
+                    wrong[name] = None
+                    break
+                seen = listed[key]
+                lacking += 0 if seen is None else size - seen
+            else:
+                if lacking:
+                    wrong[name] = max(0, block.size - lacking)
+        return wrong
+
     def to_bytes(self) -> bytes:
         """Return its object: a record (see docs/format.md). Raises StoreError for more blocks than could be read."""
         if len(self.blocks) > MOST_BLOCKS:
@@ -141,6 +160,12 @@ class Manifest:
 def manifest_numbers(keys: Iterable[str]) -> list[int]:
     """Return the numbers of the manifests among the names of objects."""
     return [int(key[10:]) for key in keys if key.startswith("manifests/") and key[10:].isdecimal()]
+
+
+def record_numbers(keys: Iterable[str]) -> list[int]:
+    """Return the numbers of the commits that wrote records, whether they ended or not, among the names of objects."""
+    found = (key[8:].partition(".")[0] for key in keys if key.startswith("records/"))
+    return [int(number) for number in found if number.isdecimal()]
 
 
 def _regular(name: bytes, block: BlockObjects) -> bool:
