@@ -119,6 +119,11 @@ class Arrays:
             for item_bytes, row_bytes, inner_rows in arrays
         ]  # fmt: skip
 
+    def node_keys(self) -> list[str]:
+        """Return the names of the objects that describe the arrays and their groups."""
+        arrays = (f"{self.folder}/{array}/{NODE}" for array in (KEY_ARRAY, *dict(self.fields)))
+        return [f"{self.folder.rpartition('/')[0]}/{NODE}", f"{self.folder}/{NODE}", *arrays]
+
     def nodes(self, form: Form) -> dict[str, bytes]:
         """Return the objects that describe the arrays and their groups to any reader of Zarr, by name."""
         segment = self.folder.rpartition("/")[0]

@@ -258,7 +258,7 @@ class ZarrEngine:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _place(self, name: bytes, size: int, form: Form | None, made: Mapping[str, Any]) -> BlockObjects:
-        """Return objects for a block that are not there yet."""
+        """Return objects for a block that are not there yet, in a folder of which nothing is to be deleted."""
         version = 0
         while True:
             arrays = None
@@ -267,7 +267,8 @@ class ZarrEngine:
                 arrays = self._arrays(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
                 self._sweep.leave(arrays.folder)
             block = BlockObjects(size, version if arrays is None else 0, arrays)
-            if not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
+            left = arrays is not None and any(map(self._sweep.is_garbage, arrays.node_keys()))
+            if not left and not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
                 return block
             version += 1
 

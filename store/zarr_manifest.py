@@ -13,7 +13,7 @@ from tiercache.store.blocks import KEYS, ROWS
 from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.record import decode, encode
 from tiercache.store.table import COMPRESSIONS
-from tiercache.store.zarr_arrays import KEY_ARRAY, NODE, Arrays
+from tiercache.store.zarr_arrays import Arrays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -83,9 +83,7 @@ class Manifest:
         for name, block in self.blocks.items():
             named |= dict(block.chunks(name))
         for arrays in _arrays(self.blocks):
-            segment = arrays.folder.rpartition("/")[0]
-            arrays_keys = (f"{arrays.folder}/{array}/{NODE}" for array in (KEY_ARRAY, *dict(arrays.fields)))
-            named |= dict.fromkeys([f"{segment}/{NODE}", f"{arrays.folder}/{NODE}", *arrays_keys])
+            named |= dict.fromkeys(arrays.node_keys())
         return named
 
     def damaged(self, listed: Mapping[str, int | None]) -> dict[bytes, int | None]:

@@ -7,10 +7,12 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+import zarr
 
 from tests.store.big import BIG, dump, load, publish
 from tiercache.store import Store, StoreError, StoreFullError, ZarrEngine, zarr_objects
 from tiercache.store.reader_mark import ReaderMark
+from tiercache.store.testing.contract import bytes_of, form_of, given_as, segment_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,4 +86,31 @@ def test_an_object_that_is_to_be_deleted_is_not_written(tmp_path: Path, mark: Re
     engine.close()
     engine = ZarrEngine(tmp_path, create=False)
     assert engine.contents().records == {"r": b"two"}
+    engine.close()
+
+
+@pytest.mark.parametrize("left", ["zarr.json", "0/zarr.json", "0/keys/zarr.json", "0/vector/zarr.json"])
+def test_arrays_are_described_in_a_folder_of_which_nothing_is_to_be_deleted(
+    tmp_path: Path, mark: ReaderMark, left: str
+) -> None:
+    """Where a killed dump left a torn description, a segment gets a folder with descriptions of its own."""
+    form = form_of((10, 20))
+    blocks = segment_blocks(form, 1)
+    engine = ZarrEngine(tmp_path, create=True)
+    engine.commit({}, [])
+    engine.close()
+    torn = tmp_path / "segments" / "1" / left
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(b'{"zarr')
+    engine = ZarrEngine(tmp_path, create=False)
+    engine.write(given_as(blocks))
+    engine.commit({}, [])
+    mark.release()
+    engine.commit({}, [])
+    engine.close()
+    assert {path.name for path in (tmp_path / "segments").iterdir()} == {"1~1", "zarr.json"}
+    assert zarr.open(str(tmp_path), mode="r")["segments/1~1/0/vector"][:].shape[0] == form.stream.rows
+    engine = ZarrEngine(tmp_path, create=False)
+    for name, (data, _) in blocks.items():
+        assert bytes_of(engine, name, form) == data.tobytes()
     engine.close()
