@@ -101,7 +101,7 @@ class ZarrEngine:
                     written[name] = block
                     if block.arrays is not None and form is not None:
                         self._describe(block.arrays, form, made)
-                    held = self._check_room(data.nbytes, held)
+                    held = self._check_room(block.room(name), held)
                     self._put(name, data.reshape(-1).view(np.uint8), form, block, made)
                 made |= self._writer.finish()
                 written = {name: block.with_lengths(name, made) for name, block in written.items()}

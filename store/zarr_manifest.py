@@ -55,6 +55,12 @@ class BlockObjects(NamedTuple):
             for i, (key, size) in enumerate(chunks):
                 yield key, self.lengths[i] if self.lengths else size
 
+    def room(self, name: bytes) -> int:
+        """Return the bytes that its objects take, a last chunk's zeros too; compressed ones mostly take fewer."""
+        if self.arrays is not None and self.arrays.compression is not None:
+            return self.size
+        return sum(size for _, size in self.chunks(name))
+
     def with_lengths(self, name: bytes, sizes: Mapping[str, int | None]) -> BlockObjects:
         """Return the same with the bytes of its objects, which ``sizes`` has, where these are compressed."""
         if self.arrays is None or self.arrays.compression is None:
