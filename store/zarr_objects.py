@@ -237,8 +237,8 @@ def _walk(root: str, folder: str) -> dict[str, int | None]:
     waiting = [folder]
     while waiting:
         here = waiting.pop()
-        # A writer may delete what no reader needs meanwhile.
-        with contextlib.suppress(FileNotFoundError), os.scandir(f"{root}/{here}") as entries:
+        # A writer may delete what no reader needs meanwhile; a file in the place of a folder has no objects.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{root}/{here}") as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(f"{here}/{entry.name}")

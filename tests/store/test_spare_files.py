@@ -157,7 +157,12 @@ def test_a_spare_that_is_gone_or_cannot_be_made_is_missed_by_nobody(engine: Zarr
     engine.commit({}, [])
     assert bytes_of(engine, b"c") == some_bytes(SIZE, 3).tobytes()
     assert [file.name for file in (tmp_path / "blocks").iterdir()] == [b"c".hex()]
-    (tmp_path / "spare").unlink()
+    engine.close()
+    for readonly in (False, True):
+        again = ZarrEngine(tmp_path, create=False, readonly=readonly)
+        assert bytes_of(again, b"c") == some_bytes(SIZE, 3).tobytes()
+        again.close()
+    assert (tmp_path / "spare").is_file(), "what the store did not make it does not delete"
 
 
 def test_spares_make_room_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
