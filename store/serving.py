@@ -10,7 +10,7 @@ import numpy as np
 from tiercache.store.errors import CommitMissingError, KeyMissingError
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate_at, read_found
-from tiercache.store.scan import scan_segments
+from tiercache.store.scan import given_bytes, scan_segments
 from tiercache.store.standing import steady, undisturbed
 from tiercache.store.table import find_table
 
@@ -111,7 +111,7 @@ def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray
     standing = store.standing
     changed = _changed(store, standing, since)
     if _stale(standing, changed):
-        rows = max(1, _CHUNK_BYTES // table.row_bytes)
+        rows = max(1, _CHUNK_BYTES // given_bytes(table))
         chunks = scan_segments(store, changed, table_name, chunk_rows=rows, standing=standing)
     else:
         parts = (_live_rows(store, standing, segment, group, table) for segment in changed)
@@ -170,7 +170,7 @@ def _stale(standing: Standing, segments: Iterable[Segment]) -> list[Settled]:
 def _live_rows(store: Store, standing: Standing, segment: Segment, group: Group, table: Table) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     stream, place = segment.streams[group.index], group.place(table.name)
-    step = max(1, _CHUNK_BYTES // stream.row_bytes)
+    step = max(1, _CHUNK_BYTES // given_bytes(table))
     for index in range(standing.first_range(segment, group.index), len(stream.ranges)):
         counts = stream.ranges[index].table_rows
         low = int(stream.range_first_row_R[index]) + sum(counts[:place])
