@@ -44,7 +44,8 @@ def export_store(
 
     ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/exchange.md). ``tables``: names, all
     where not said. ``with_state``: the optimizer state beside the vectors; where the format has no place for it, an
-    ExchangeWarning says so; how many steps Adam counted is in ``tables.json``. ``progress(done, total)`` is called with
+    ExchangeWarning says so; how many steps were trained is in ``tables.json`` where Adam
+    or a 16-bit dtype goes on with their count. ``progress(done, total)`` is called with
     rows. Takes about ``memory_bytes`` and 128 MiB for any number of rows.
 
     The files get their name in one step, when all are on disk: after an error or a kill nothing is at ``out``, and of
