@@ -66,9 +66,10 @@ def export_store(
         raise ExchangeError(f"{out} exists: give the export a path that is free")
     counts = {table.name: live_rows(store, table.name) for table in wanted}
     out.parent.mkdir(parents=True, exist_ok=True)
-    row_bytes = {table.name: 8 + 4 * sum(field.width for field in table.fields) for table in wanted}
-    needed = sum(counts[table.name] * row_bytes[table.name] for table in wanted)
-    needed *= 2 if chosen.name == "torch" else 1  # its vectors lie there twice for a while
+    needed = sum(
+        counts[table.name] * chosen.row_bytes(table, with_state=with_state and chosen.keeps_state(table))
+        for table in wanted
+    )
     _check_room(out.parent, needed)
     done, total = 0, sum(counts.values())
 
