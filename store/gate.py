@@ -26,9 +26,10 @@ class Gate:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep the gate open, and what the newest commit names as it is, until this ends.
+        """Keep the gate open, and the bytes of what the newest commit names, until this ends.
 
-        What is to be read must be looked for within. Raises StoreClosedError.
+        Their files may get another name meanwhile, or none, but nothing is written over them. What is to be read must
+        be looked for within. Raises StoreClosedError.
         """
         with self._changed:
             self._check_open()

@@ -12,7 +12,7 @@ from tiercache.store.errors import CommitMissingError, KeyMissingError
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate_at, read_found
 from tiercache.store.run import runs_of
-from tiercache.store.scan import scan_segments, stale_rows
+from tiercache.store.scan import given_bytes, scan_segments, stale_rows
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.spill import Spill
 from tiercache.store.standing import steady, undisturbed
@@ -121,7 +121,7 @@ def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray
     changed, choice = _changed(store, standing, group, since)
     if stale_rows(standing, changed, group, table):
         # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, the newest is.
-        rows = max(1, _CHUNK_BYTES // table.row_bytes)
+        rows = max(1, _CHUNK_BYTES // given_bytes(table))
         chunks = scan_segments(
             store, changed, table_name, choice=choice, alone=False, chunk_rows=rows, standing=standing
         )
@@ -224,7 +224,7 @@ def _live_rows(
 ) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     stream, place = segment.streams[group.index], group.place(table.name)
-    step = max(1, _CHUNK_BYTES // stream.row_bytes)
+    step = max(1, _CHUNK_BYTES // given_bytes(table))
     for index in range(standing.first_range(segment, group.index), len(stream.ranges)):
         counts = stream.ranges[index].table_rows
         low = int(stream.range_first_row_R[index]) + sum(counts[:place])

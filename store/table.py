@@ -54,6 +54,8 @@ __all__ = [
 
 COMPRESSIONS = ("zstd", "blosc")
 _DTYPES = "'float32', 'bfloat16' or 'float16'"
+_FARTHEST = 8
+"""Deviations from the mean of a Normal that no number reaches: the format's are within 5.8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,7 @@ class Table:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype of table {self.name!r} is {self.dtype!r}: it must be {_DTYPES}")
         _check_start(self)
+        _check_spread(self)
         if self.compression is not None and self.compression not in COMPRESSIONS:
             raise ValueError(
                 f"compression of table {self.name!r} is {self.compression!r}: it must be 'zstd', 'blosc' or None"
@@ -128,19 +131,23 @@ class Table:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Table:
-        """Build the table that ``to_record`` wrote. Raises ValueError for anything else."""
+        """Build the table that ``to_record`` wrote, of any Normal. Raises ValueError for anything else."""
         try:
-            return cls(
+            initializer = initializer_from_record(record["initializer"])
+            table = cls(
                 name=record["name"],
                 dim=record["dim"],
                 optimizer=optimizer_from_record(record["optimizer"]),
-                initializer=initializer_from_record(record["initializer"]),
+                initializer=Zeros(),
                 seed=record["seed"],
                 dtype=record["dtype"],
                 compression=record.get("compression"),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"a table's record lacks {error}: it must be what a store wrote") from error
+        object.__setattr__(table, "initializer", initializer)  # a table that has rows is read
+        _check_start(table)
+        return table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +223,21 @@ def _check_start(table: Table) -> None:
             raise ValueError(
                 f"{name} of table {table.name!r} is {value}, which is infinite in {table.dtype}: give less"
             )
+
+
+def _check_spread(table: Table) -> None:
+    """Raise ValueError where a Normal may draw a number beyond a 16-bit dtype."""
+    start = table.initializer
+    if not isinstance(start, Normal) or table.dtype == "float32":
+        return
+    most = abs(start.mean) + _FARTHEST * start.std
+    with np.errstate(over="ignore"):
+        beyond = not np.isfinite(nearest(np.array([most]).astype(np.float32), table.dtype)[0])
+    if beyond:
+        raise ValueError(
+            f"Normal of table {table.name!r} reaches {most:g} at {_FARTHEST} deviations from its mean, which is "
+            f"infinite in {table.dtype}: give a smaller std or mean"
+        )
 
 
 def find_table(groups: Iterable[Group], name: str, store: str) -> tuple[Group, Table]:

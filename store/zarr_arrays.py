@@ -133,6 +133,12 @@ class Arrays:
             for item_bytes, row_bytes, inner_rows in arrays
         ]  # fmt: skip
 
+    def node_keys(self) -> list[str]:
+        """Return the names of the objects that describe the arrays and their groups, where they are there."""
+        numbers = (array.name for array in NUMBERS.values())
+        arrays = (f"{self.folder}/{array}/{NODE}" for array in (*numbers, *dict(self.fields)))
+        return [f"{self.folder.rpartition('/')[0]}/{NODE}", f"{self.folder}/{NODE}", *arrays]
+
     def nodes(self, form: Form) -> dict[str, bytes]:
         """Return the objects that describe the arrays of keys and rows and their groups to any reader of Zarr."""
         segment = self.folder.rpartition("/")[0]

@@ -24,7 +24,7 @@ from tiercache.store.gate import Gate
 from tiercache.store.reader_mark import ReaderMark
 from tiercache.store.spare_files import FOLDER, SpareFiles
 from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge
-from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject, manifest_numbers
+from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject, manifest_numbers, record_numbers
 from tiercache.store.zarr_objects import Objects
 from tiercache.store.zarr_rows import read_rows
 from tiercache.store.zarr_sweep import Sweep, is_chunk
@@ -69,11 +69,11 @@ class ZarrEngine:
             if self._mark is not None:
                 self._mark.set(self._manifest.number)
             self._gate.advance(self._manifest.number)
-            self._next = max([self._manifest.number, *manifest_numbers(listed)]) + 1
+            self._next = max([self._manifest.number, *manifest_numbers(listed), *record_numbers(listed)]) + 1
             # All blocks by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
             self._blocks = dict(self._manifest.blocks)
             self._fresh: dict[bytes, BlockObjects] = {}
-            self._wrong = self._damaged(listed)
+            self._wrong = self._manifest.damaged(listed)
             self._last: Arrays | None = None
             self._dirty: set[str] = set()
             """Objects that are not durable yet."""
@@ -101,7 +101,7 @@ class ZarrEngine:
                     written[name] = block
                     if block.arrays is not None and form is not None:
                         self._describe(block.arrays, form, name[:1], made)
-                    held = self._check_room(data.nbytes, held)
+                    held = self._check_room(block.room(name), held)
                     self._put(name, data.reshape(-1).view(np.uint8), form, block, made)
                 made |= self._writer.finish()
                 written = {name: block.with_lengths(name, made) for name, block in written.items()}
@@ -160,7 +160,7 @@ class ZarrEngine:
                         key = f"records/{fresh.number}.{i}"
                         made[key] = len(data)
                         fresh.records[name] = RecordObject(key, len(data), google_crc32c.value(bytes(data)))
-                        self._writer.put(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
+                        self._begin(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
                 self._writer.finish()
                 unneeded = {key for name, block in gone.items() for key, _ in block.chunks(name)}
                 self._sync((self._dirty | made.keys()) - unneeded - self._sweep.garbage())
@@ -234,22 +234,6 @@ class ZarrEngine:
             )
         return manifest
 
-    def _damaged(self, listed: Mapping[str, int | None]) -> dict[bytes, int | None]:
-        """Return the blocks with objects missing (None) or of another length (bytes that are there)."""
-        wrong: dict[bytes, int | None] = {}
-        for name, block in self._manifest.blocks.items():
-            lacking = 0
-            for key, size in block.chunks(name):
-                if key not in listed:
-                    wrong[name] = None
-                    break
-                seen = listed[key]
-                lacking += 0 if seen is None else size - seen
-            else:
-                if lacking:
-                    wrong[name] = max(0, block.size - lacking)
-        return wrong
-
     def _take_up(self, listed: dict[str, int | None]) -> None:
         """Delete what no manifest names that counts, once the newest one is durable."""
         if self._manifest.key in listed:
@@ -274,7 +258,7 @@ class ZarrEngine:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _place(self, name: bytes, size: int, form: Form | None, made: Mapping[str, Any]) -> BlockObjects:
-        """Return objects for a block that are not there yet."""
+        """Return objects for a block that are not there yet, in a folder of which nothing is to be deleted."""
         version = 0
         while True:
             arrays = None
@@ -283,7 +267,8 @@ class ZarrEngine:
                 arrays = self._arrays(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
                 self._sweep.leave(arrays.folder)
             block = BlockObjects(size, version if arrays is None else 0, arrays)
-            if not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
+            left = arrays is not None and any(map(self._sweep.is_garbage, arrays.node_keys()))
+            if not left and not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
                 return block
             version += 1
 
@@ -301,7 +286,7 @@ class ZarrEngine:
         for key, data in nodes.items():
             if key not in self._sweep and key not in made:
                 made[key] = len(data)
-                self._writer.put(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
+                self._begin(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
 
     def _put(
         self, name: bytes, data: NDArray[np.uint8], form: Form | None, block: BlockObjects, made: dict[str, int | None]
@@ -314,12 +299,18 @@ class ZarrEngine:
             made[key] = size
             encode = shards[i].encode if shards else None
             if form is None or len(fields) == 1:
-                self._writer.put(key, data.size if encode else size, copy_of(data), encode)
+                self._begin(key, data.size if encode else size, copy_of(data), encode)
             else:
                 used = data.size // form.stream.row_bytes * row_bytes
                 fill = field_of(form.stream, int.from_bytes(name[-4:], "big"), data, at, used)
-                self._writer.put(key, used if encode else size, fill, encode)
+                self._begin(key, used if encode else size, fill, encode)
             at += row_bytes
+
+    def _begin(self, key: str, *what: Any) -> None:
+        """Write an object on a thread of the writer, unless a sweep that a reader held back would delete it later."""
+        if self._sweep.is_garbage(key):
+            raise StoreError(f"object {key} of {self._label} is to be deleted and written: close and open the store")
+        self._writer.put(key, *what)
 
     def _check_room(self, size: int, held: int | None) -> int | None:
         """Return the bytes held with ``size`` more, where they are bounded. Raises StoreFullError."""

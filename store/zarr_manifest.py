@@ -13,7 +13,7 @@ from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.errors import CorruptStoreError, StoreError
 from tiercache.store.record import decode, encode
 from tiercache.store.table import COMPRESSIONS
-from tiercache.store.zarr_arrays import NODE, NUMBERS, Arrays
+from tiercache.store.zarr_arrays import Arrays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -55,6 +55,12 @@ class BlockObjects(NamedTuple):
             for i, (key, size) in enumerate(chunks):
                 yield key, self.lengths[i] if self.lengths else size
 
+    def room(self, name: bytes) -> int:
+        """Return the bytes that its objects take, a last chunk's zeros too; compressed ones mostly take fewer."""
+        if self.arrays is not None and self.arrays.compression is not None:
+            return self.size
+        return sum(size for _, size in self.chunks(name))
+
     def with_lengths(self, name: bytes, sizes: Mapping[str, int | None]) -> BlockObjects:
         """Return the same with the bytes of its objects, which ``sizes`` has, where these are compressed."""
         if self.arrays is None or self.arrays.compression is None:
@@ -82,12 +88,28 @@ class Manifest:
         named |= {record.key: record.size for record in self.records.values()}
         for name, block in self.blocks.items():
             named |= dict(block.chunks(name))
-        numbers = [array.name for array in NUMBERS.values()]
         for arrays in _arrays(self.blocks):
-            segment = arrays.folder.rpartition("/")[0]
-            arrays_keys = (f"{arrays.folder}/{array}/{NODE}" for array in (*numbers, *dict(arrays.fields)))
-            named |= dict.fromkeys([f"{segment}/{NODE}", f"{arrays.folder}/{NODE}", *arrays_keys])
+            named |= dict.fromkeys(arrays.node_keys())
         return named
+
+    def damaged(self, listed: Mapping[str, int | None]) -> dict[bytes, int | None]:
+        """Return the blocks with objects missing (None) or of another length (bytes that are there).
+
+        ``listed`` has the objects that are there, with their bytes where these are known.
+        """
+        wrong: dict[bytes, int | None] = {}
+        for name, block in self.blocks.items():
+            lacking = 0
+            for key, size in block.chunks(name):
+                if key not in listed:
+                    wrong[name] = None
+                    break
+                seen = listed[key]
+                lacking += 0 if seen is None else size - seen
+            else:
+                if lacking:
+                    wrong[name] = max(0, block.size - lacking)
+        return wrong
 
     def to_bytes(self) -> bytes:
         """Return its object: a record (see docs/format.md). Raises StoreError for more blocks than could be read."""
@@ -142,6 +164,12 @@ class Manifest:
 def manifest_numbers(keys: Iterable[str]) -> list[int]:
     """Return the numbers of the manifests among the names of objects."""
     return [int(key[10:]) for key in keys if key.startswith("manifests/") and key[10:].isdecimal()]
+
+
+def record_numbers(keys: Iterable[str]) -> list[int]:
+    """Return the numbers of the commits that wrote records, whether they ended or not, among the names of objects."""
+    found = (key[8:].partition(".")[0] for key in keys if key.startswith("records/"))
+    return [int(number) for number in found if number.isdecimal()]
 
 
 def _regular(name: bytes, block: BlockObjects) -> bool:

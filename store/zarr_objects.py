@@ -21,6 +21,7 @@ from zarr.storage import LocalStore
 
 from tiercache.store.direct_file import RangeReader, sync_file, sync_folder, write_file
 from tiercache.store.errors import BlockReadError
+from tiercache.store.full_disk import FULL
 from tiercache.store.huge_pages import huge_pages
 
 if TYPE_CHECKING:
@@ -91,7 +92,12 @@ class Objects:
     def put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
         """Write the first ``size`` bytes of ``huge_pages`` as an object that nobody knows yet. Raises OSError."""
         if isinstance(self.store, DiskStore):
-            self.store.put(key, buffer, size, None if self.spares is None else self.spares.take(size))
+            spare = None if self.spares is None else self.spares.take(size)
+            try:
+                self.store.put(key, buffer, size, spare)
+            except OSError as error:
+                self._make_room(error)
+                self.store.put(key, buffer, size)
         else:
             self.set(key, buffer[:size].tobytes())
 
@@ -109,9 +115,22 @@ class Objects:
         On a local disk its bytes are durable before its name is there, and the name is when its folder is synced.
         """
         if isinstance(self.store, DiskStore):
-            self.store.publish(key, data)
+            try:
+                self.store.publish(key, data)
+            except OSError as error:
+                self._make_room(error)
+                self.store.publish(key, data)
         else:
             self.set(key, data)
+
+    def _make_room(self, error: OSError) -> None:
+        """Give all spares back, so that what ``error`` kept from being written may be; raise it where they cannot help.
+
+        Other threads give them back too, so there may be room where none are left.
+        """
+        if error.errno not in FULL or self.spares is None:
+            raise error
+        self.spares.shrink()
 
     def get(self, key: str) -> bytes | None:
         """Return an object; None where there is none."""
@@ -218,8 +237,8 @@ def _walk(root: str, folder: str) -> dict[str, int | None]:
     waiting = [folder]
     while waiting:
         here = waiting.pop()
-        # A writer may delete what no reader needs meanwhile.
-        with contextlib.suppress(FileNotFoundError), os.scandir(f"{root}/{here}") as entries:
+        # A writer may delete what no reader needs meanwhile; a file in the place of a folder has no objects.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{root}/{here}") as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(f"{here}/{entry.name}")

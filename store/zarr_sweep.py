@@ -71,6 +71,10 @@ class Sweep:
         self._garbage |= dict.fromkeys(sizes, freed)
         self.add(sizes)
 
+    def is_garbage(self, key: str) -> bool:
+        """Whether objects of this name are deleted, now or when no reader holds them: nothing may be written to it."""
+        return key in self._garbage
+
     def garbage(self) -> set[str]:
         """Return the names of all objects that are to be deleted."""
         return set(self._garbage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from safetensors import safe_open
 import tiercache as tc
 from tests.exchange.cases import FORMATS, files_of, keeps_state
 from tiercache.errors import ExchangeWarning
+from tiercache.exchange import exporting
 from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, fill
-from tiercache.store.vectors import from_bits, nearest, to_bits
+from tiercache.store.vectors import ITEM_BYTES, from_bits, nearest, to_bits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,6 +91,27 @@ def test_others_read_the_dtype_where_the_format_has_it(tmp_path: Path, dtype: st
     for found in (weight.float().numpy(), tensor.float().numpy(), lists, array, plain):
         np.testing.assert_array_equal(np.asarray(found, np.float32), vectors[order])
     assert json.loads((tmp_path / "torch" / "tables.json").read_text())["tables"][0]["table"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", *DTYPES])
+@pytest.mark.parametrize("format_", FORMATS)
+def test_the_room_that_an_export_asks_for_is_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str, dtype: str, with_state: bool
+) -> None:
+    """Its files in the dtypes they are in, and for a while torch's vectors once more."""
+    wide = replace(table(dtype), dim=64)
+    fields = tuple(np.ones((ROWS, field.width), np.float32) for field in wide.fields)
+    asked: list[int] = []
+    monkeypatch.setattr(exporting, "_check_room", lambda _, needed: asked.append(needed))
+    with Store.open(None, tables=[wide], engine=MemoryEngine()) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExchangeWarning)
+        fill(store, [("t", (np.arange(ROWS, dtype=np.int64), fields))])
+        tc.export_store(store, tmp_path / "out", format=format_, with_state=with_state)
+    found = {name: len(data) for name, data in files_of(tmp_path / "out").items() if name != "tables.json"}
+    took = sum(found.values()) + (ROWS * 64 * ITEM_BYTES[dtype] if format_ == "torch" else 0)
+    headers = took - asked[0]
+    assert 0 <= headers < 3000
 
 
 @pytest.mark.parametrize("format_", ["numpy", "parquet", "safetensors", "torch"])

@@ -1,11 +1,13 @@
-"""Adam's count of steps leaves with the state that it belongs to, and comes back."""
+"""The count of steps leaves with the rows that go on with it, Adam's and those of 16 bits, and comes back."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -14,7 +16,7 @@ from tests.exchange.cases import FORMATS, rows_of
 from tests.training.cases import Case, Spec, table, tiered, train
 from tiercache.cli.store import app
 from tiercache.errors import ExchangeError, ExchangeWarning
-from tiercache.store import MemoryEngine, Store
+from tiercache.store import MemoryEngine, Store, fill
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,26 +24,39 @@ if TYPE_CHECKING:
 ADAM = table("a", 4, tc.Adam(learning_rate=0.01))
 PLAIN = table("b", 4)
 CASE = Case(tables=(ADAM, PLAIN), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")), epochs=1, dense_lr=0.0)
+NARROW = Case(
+    tables=(dataclasses.replace(PLAIN, name="a", dtype="bfloat16"),), specs=CASE.specs[:1], epochs=1, dense_lr=0.0
+)
 STEPS = 16
+
+
+def trained_on(case: Case, folder: Path) -> Path:
+    """Return the path of a store after an epoch; dense layers do not learn."""
+    passes = case.cut(folder / "passes")
+    with Store.open(folder / "s.tc", tables=case.tables) as store, tiered(store, passes) as cache:
+        train(cache, case)
+        assert cache.optimizer.steps == STEPS
+    return folder / "s.tc"
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    """The path of a store after an epoch; dense layers do not learn."""
-    passes = CASE.cut(tmp_path / "passes")
-    with Store.open(tmp_path / "s.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
-        train(cache, CASE)
-        assert cache.optimizer.steps == STEPS
-    return tmp_path / "s.tc"
+    """The path of a store after an epoch."""
+    return trained_on(CASE, tmp_path)
 
 
-@pytest.mark.parametrize("format_", ["numpy", "parquet", "safetensors"])
-def test_training_goes_on_from_an_import_as_it_would_have_without(trained: Path, tmp_path: Path, format_: str) -> None:
-    """To the same bits of rows and state: with another count of steps, each of Adam's would be larger or smaller."""
+@pytest.mark.parametrize(
+    ("case", "format_"),
+    [(CASE, "numpy"), (CASE, "parquet"), (CASE, "safetensors"), (NARROW, "safetensors")],
+    ids=["numpy", "parquet", "safetensors", "16 bits"],
+)
+def test_training_goes_on_from_an_import_as_it_would_have_without(tmp_path: Path, case: Case, format_: str) -> None:
+    """To the same bits: with another count Adam's steps would be others, and so would the rounding to 16 bits."""
+    trained = trained_on(case, tmp_path)
     tc.export_store(trained, tmp_path / "out", format=format_)
     tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
     tc.import_store(tmp_path / "out", tmp_path / "wrong.tc", steps=STEPS + 1)
-    again = Case(**{**CASE.__dict__, "pass_rows": 100})
+    again = Case(**{**case.__dict__, "pass_rows": 100})
     passes = again.cut(tmp_path / "other")
     ends = {}
     for path in (trained, tmp_path / "copy.tc", tmp_path / "wrong.tc"):
@@ -73,13 +88,37 @@ def test_the_count_stands_where_the_state_does(trained: Path, tmp_path: Path, fo
         assert copy.commit.settings == ({} if expected is None else {"steps": STEPS})
 
 
+@pytest.mark.parametrize("optimizer", [tc.SGD(learning_rate=0.1), tc.Adagrad(learning_rate=0.1)])
+def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.SGD | tc.Adagrad) -> None:
+    """With any optimizer, where all of a row leaves; files that do not say it are asked about."""
+    narrow = dataclasses.replace(PLAIN, optimizer=optimizer, dtype="float16")
+    fields = tuple(np.ones((5, field.width), np.float32) for field in narrow.fields)
+    with Store.open(None, tables=[narrow], engine=MemoryEngine()) as store:
+        fill(store, [("b", (np.arange(5, dtype=np.int64), fields))], settings={"steps": 100})
+        assert tc.export_store(store, tmp_path / "out", format="numpy").steps == 100
+        bare = tc.export_store(store, tmp_path / "bare", format="numpy", with_state=False)
+        assert bare.steps == (100 if isinstance(optimizer, tc.SGD) else None)
+    tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
+    with Store.open(tmp_path / "copy.tc", mode="r") as copy:
+        assert copy.commit is not None
+        assert copy.commit.settings == {"steps": 100}
+    (tmp_path / "out" / "tables.json").unlink()
+    with (
+        pytest.warns(
+            ExchangeWarning, match=r"table 'b' was trained, and the rounding to float16 goes on with .* count"
+        ),
+        Store.open(None, tables=[narrow], engine=MemoryEngine()) as copy,
+    ):
+        tc.import_store(tmp_path / "out", copy, format="numpy")
+
+
 def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path) -> None:
     """A warning says that Adam begins anew; steps say otherwise, also on the command line."""
     tc.export_store(trained, tmp_path / "out", format="numpy")
     (tmp_path / "out" / "tables.json").unlink()
     with (
         pytest.warns(
-            ExchangeWarning, match=r"does not say how many steps .* table 'a' counts: .* unless you give steps"
+            ExchangeWarning, match=r"how many steps table 'a' was trained, and Adam's state .* unless you give steps"
         ),
         Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as copy,
     ):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.independent_reader import read_table
-from tiercache.store import SGD, Adagrad, Constant, RowWiseAdagrad, Store, Table, Uniform
+from tiercache.store import SGD, Adagrad, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
 from tiercache.store.difference import differences
 from tiercache.store.filling import fill
 from tiercache.store.initial import initial_rows
@@ -144,6 +144,22 @@ def test_rows_from_outside_are_rounded_to_the_nearest(home: Home, dtype: str) ->
         assert [(one.same, one.different) for one in differences(store, store)] == [(50, 0)]
         ((changed, values),) = store.changes("t", since=-1)
         assert np.array_equal(values["vector"], found["vector"][np.argsort(keys)[changed]])
+
+
+def test_chunks_are_bounded_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their bytes in float32, of scans and of changes, and about as many."""
+    table = Table(name="t", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros(), dtype="bfloat16")
+    most = 1 << 14
+    monkeypatch.setattr("tiercache.store.scan.CHUNK_BYTES", most)
+    monkeypatch.setattr("tiercache.store.serving._CHUNK_BYTES", most)
+    with Store.open(None, tables=[table], engine=MemoryEngine()) as store:
+        fill(store, [("t", (np.arange(500, dtype=np.int64), (np.ones((500, 64), np.float32),)))])
+        scans = [keys.nbytes + sum(field.nbytes for field in fields) for keys, fields in store.scan("t")]
+        changes = [
+            keys.nbytes + sum(f.nbytes for f in fields.values()) for keys, fields in store.changes("t", since=-1)
+        ]
+    assert 0.9 * most < max(scans) <= most
+    assert 0.9 * most < max(changes) <= most
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.store.big import dump, load, publish
-from tiercache.store import StoreFullError, ZarrEngine
+from tiercache.store import StoreFullError, ZarrEngine, zarr_objects
+from tiercache.store.direct_file import write_file
 from tiercache.store.spare_files import SpareFiles
-from tiercache.store.testing.contract import bytes_of, some_bytes
+from tiercache.store.testing.contract import bytes_of, form_of, given_as, segment_blocks, some_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from tiercache.store import Store
 
@@ -152,7 +157,12 @@ def test_a_spare_that_is_gone_or_cannot_be_made_is_missed_by_nobody(engine: Zarr
     engine.commit({}, [])
     assert bytes_of(engine, b"c") == some_bytes(SIZE, 3).tobytes()
     assert [file.name for file in (tmp_path / "blocks").iterdir()] == [b"c".hex()]
-    (tmp_path / "spare").unlink()
+    engine.close()
+    for readonly in (False, True):
+        again = ZarrEngine(tmp_path, create=False, readonly=readonly)
+        assert bytes_of(again, b"c") == some_bytes(SIZE, 3).tobytes()
+        again.close()
+    assert (tmp_path / "spare").is_file(), "what the store did not make it does not delete"
 
 
 def test_spares_make_room_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +186,37 @@ def test_spares_make_room_where_there_is_none(tmp_path: Path, monkeypatch: pytes
     write(engine, b"c", 5, SIZE // 2)
     assert spares(tmp_path) == []
     engine.close()
+
+
+@pytest.mark.parametrize("what", ["/blocks/", "/segments/", "zarr.json", "/records/", "/manifests/"])
+def test_spares_make_room_for_a_write_that_found_none(
+    engine: ZarrEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Several threads may take the last of it after it was looked for: all that a commit writes is written again."""
+    engine.commit({}, [b"a"])
+    engine._sweep.wait()
+    refused = []
+
+    def write_file_if_there_is_room(path: str, buffer: NDArray[np.uint8], size: int, over: str | None = None) -> None:
+        if what in path and spares(tmp_path):
+            refused.append(path)
+            raise OSError(errno.ENOSPC, "it is full")
+        write_file(path, buffer, size, over)
+
+    monkeypatch.setattr(zarr_objects, "write_file", write_file_if_there_is_room)
+    form = form_of((10, 20))
+    blocks = segment_blocks(form, 1)
+    engine.write([(b"b", some_bytes(3 * SIZE, 2), None), *given_as(blocks)])
+    engine.commit({"r": b"1"}, [])
+    assert refused
+    assert spares(tmp_path) == []
+    engine.close()
+    again = ZarrEngine(tmp_path, create=False)
+    assert again.contents().records == {"r": b"1"}
+    assert bytes_of(again, b"b") == some_bytes(3 * SIZE, 2).tobytes()
+    for name, (data, _) in blocks.items():
+        assert bytes_of(again, name, form) == data.tobytes()
+    again.close()
 
 
 def test_there_are_spares_for_one_dump(tmp_path: Path) -> None:

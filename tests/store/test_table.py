@@ -84,6 +84,19 @@ def test_a_record_gives_the_same_table_back(optimizer: Optimizer, initializer: A
     assert again.fields == made.fields
 
 
+def test_a_normal_that_fits_is_taken_and_a_table_that_is_there_is_read() -> None:
+    """A dtype's largest numbers may be drawn, and a record of a table that could draw more is read as it is."""
+    assert table(dtype="float16", initializer=Normal(mean=-1e3, std=8e3)).dtype == "float16"
+    assert table(initializer=Normal(std=1e38)).dtype == "float32"
+    record = table(dtype="float16", initializer=Normal(mean=1.0)).to_record()
+    record["initializer"]["std"] = 9e3
+    again = Table.from_record(record)
+    assert again.initializer == Normal(mean=1.0, std=9e3)
+    assert again.to_record() == record
+    with pytest.raises(ValueError, match="mean of table 't' is 70000"):
+        Table.from_record({**record, "initializer": {"kind": "normal", "mean": 7e4, "std": 1.0}})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -99,6 +112,12 @@ def test_a_record_gives_the_same_table_back(optimizer: Optimizer, initializer: A
         ({"seed": 2**64}, "must be 0 .. 2"),
         ({"dtype": "float64"}, "must be 'float32', 'bfloat16' or 'float16'"),
         ({"dtype": "float16", "initializer": Uniform(low=-1e5, high=0.0)}, "low .* is infinite in float16"),
+        ({"dtype": "float16", "initializer": Normal(std=9e3)}, "reaches 72000 at 8 deviations .* infinite in float16"),
+        (
+            {"dtype": "float16", "initializer": Normal(mean=-6e4, std=1e3)},
+            "reaches 68000 .* give a smaller std or mean",
+        ),
+        ({"dtype": "bfloat16", "initializer": Normal(std=1e38)}, "infinite in bfloat16"),
     ],
 )
 def test_a_bad_table_is_refused_in_words(changes: dict[str, Any], words: str) -> None:

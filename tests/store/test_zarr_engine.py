@@ -280,6 +280,24 @@ def test_a_disk_that_is_full_is_a_sentence_at_every_write(tmp_path: Path, monkey
     assert ZarrEngine(tmp_path, create=False).contents().records == {"r": b"1"}
 
 
+def test_max_bytes_bound_the_chunks_with_their_zeros(tmp_path: Path) -> None:
+    """A last block has the chunk of a whole one: where only its rows fit, it is refused."""
+    form = form_of((10, 20))
+    blocks = segment_blocks(form, 0)
+    needed = {}
+    for name, less in (("a", None), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        engine = ZarrEngine(tmp_path / name, create=True, max_bytes=None if less is None else needed["a"] - less)
+        if less == 1:
+            with pytest.raises(StoreFullError, match="raise max_bytes"):
+                engine.write(given_as(blocks))
+        else:
+            engine.write(given_as(blocks))
+            needed[name] = sum(file.stat().st_size for file in (tmp_path / name / "segments").rglob("c.*"))
+        engine.close()
+    assert sum(data.nbytes for data, _ in blocks.values()) < needed["a"] == needed["b"]
+
+
 def test_a_store_object_of_zarr_may_be_given_instead_of_a_path(tmp_path: Path) -> None:
     """One for a folder is synced and read past the page cache as a path is."""
     engine = ZarrEngine(LocalStore(tmp_path / "s"), create=True)

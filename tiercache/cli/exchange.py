@@ -55,7 +55,7 @@ def import_rows(
         bool, typer.Option("--reserved-keys", help="INT64_MIN and the key above it are the shared rows of a table.")
     ] = False,
     steps: Annotated[
-        int | None, typer.Option(help="Steps that Adam's state counts so far; as tables.json says.")
+        int | None, typer.Option(help="Steps trained so far, for Adam and 16-bit dtypes; as tables.json says.")
     ] = None,
     as_json: _Json = False,
 ) -> None:

@@ -44,7 +44,8 @@ def export_store(
 
     ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/exchange.md). ``tables``: names, all
     where not said. ``with_state``: the optimizer state beside the vectors; where the format has no place for it, an
-    ExchangeWarning says so; how many steps Adam counted is in ``tables.json``. ``progress(done, total)`` is called with
+    ExchangeWarning says so; how many steps were trained is in ``tables.json`` where Adam
+    or a 16-bit dtype goes on with their count. ``progress(done, total)`` is called with
     rows. Takes about ``memory_bytes`` and 128 MiB for any number of rows.
 
     The files get their name in one step, when all are on disk: after an error or a kill nothing is at ``out``, and of
@@ -65,9 +66,10 @@ def export_store(
         raise ExchangeError(f"{out} exists: give the export a path that is free")
     counts = {table.name: live_rows(store, table.name) for table in wanted}
     out.parent.mkdir(parents=True, exist_ok=True)
-    row_bytes = {table.name: 8 + 4 * sum(field.width for field in table.fields) for table in wanted}
-    needed = sum(counts[table.name] * row_bytes[table.name] for table in wanted)
-    needed *= 2 if chosen.name == "torch" else 1  # its vectors lie there twice for a while
+    needed = sum(
+        counts[table.name] * chosen.row_bytes(table, with_state=with_state and chosen.keeps_state(table))
+        for table in wanted
+    )
     _check_room(out.parent, needed)
     done, total = 0, sum(counts.values())
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from tiercache.errors import ExchangeError
+from tiercache.store.vectors import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +52,10 @@ class Format:
 
     name: str
     module: str
+    dtypes: tuple[str, ...] = ()
+    """In which 16-bit dtypes it has vectors; those of others are written as float32."""
+    vector_copies: int = 1
+    """How often the vectors lie on the disk while they are written."""
 
     def keeps_state(self, table: Table) -> bool:
         """Return whether the optimizer state of ``table`` has a place in the format."""
@@ -61,6 +66,13 @@ class Format:
 
             return bool(state_files(table))
         return self.name != "torch"
+
+    def row_bytes(self, table: Table, *, with_state: bool) -> int:
+        """Return the bytes that a row of ``table`` takes while it is written, headers apart."""
+        vector, *states = table.fields
+        item_bytes = ITEM_BYTES[vector.dtype] if vector.dtype in self.dtypes else ITEM_BYTES["float32"]
+        state_bytes = sum(4 * state.width for state in states) if with_state else 0
+        return 8 + self.vector_copies * item_bytes * vector.width + state_bytes
 
     def writer(self, folder: Path, name: str, table: Table, rows: int, *, with_state: bool) -> TableWriter:
         """Begin to write ``rows`` rows of a table to ``folder``, under ``name``."""
@@ -75,11 +87,11 @@ class Format:
 
 
 FORMATS = {
-    "numpy": Format("numpy", "numpy_folder"),
-    "parquet": Format("parquet", "parquet_file"),
-    "safetensors": Format("safetensors", "safetensors_file"),
+    "numpy": Format("numpy", "numpy_folder", ("float16",)),
+    "parquet": Format("parquet", "parquet_file", ("float16",)),
+    "safetensors": Format("safetensors", "safetensors_file", ("bfloat16", "float16")),
     "hugectr": Format("hugectr", "hugectr_folder"),
-    "torch": Format("torch", "torch_folder"),
+    "torch": Format("torch", "torch_folder", ("bfloat16", "float16"), vector_copies=2),
 }
 
 

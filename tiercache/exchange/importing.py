@@ -12,6 +12,7 @@ from tiercache.exchange.listing import LISTING, Listed, Listing, file_name
 from tiercache.store import Store, fill
 from tiercache.store.filling import FILL_BYTES
 from tiercache.store.scan import chunk_rows_of
+from tiercache.store.table import Adam
 
 if TYPE_CHECKING:
     import os
@@ -42,8 +43,8 @@ def import_store(
     of the source's ``tables.json`` where not said; without one, all tables must be in the source. ``initial_state``:
     optimizer state that the source lacks starts at its initial value. ``reserved_keys``: INT64_MIN and INT64_MIN + 1
     are the out-of-vocabulary row and the null row of their table; what ``tables.json`` says holds without it.
-    ``steps``: how many Adam's state counts so far; as ``tables.json`` says where not given. Where nobody says, training
-    counts from 0 and an ExchangeWarning says so.
+    ``steps``: how many were trained so far, with whose count Adam's state and the rounding of vectors of 16 bits go on;
+    as ``tables.json`` says where not given. Where nobody says, training counts from 0 and an ExchangeWarning says so.
     ``progress(stage, done, total)`` is called with rows: stages "sort" and "write". Takes about ``memory_bytes`` and
     64 MiB for any number of rows.
 
@@ -135,17 +136,19 @@ def _open(
 
 
 def _steps(source: Path, tables: tuple[Listed, ...], given: int | None, listing: Listing | None) -> int | None:
-    """Return how many steps the state of the tables counts; None where none counts them, or nobody says."""
+    """Return with how many steps tables go on; None where none counts them, or nobody says."""
     if given is not None and given < 0:
         raise ExchangeError(f"steps is {given}: it must be at least 0")
-    counting = [listed.table.name for listed in tables if listed.counts_steps]
+    counting = [listed.table for listed in tables if listed.counts_steps]
     if not counting:
         return None
     steps = given if given is not None or listing is None else listing.steps
     if steps is None:
+        table = next((table for table in counting if isinstance(table.optimizer, Adam)), counting[0])
+        what = "Adam's state" if isinstance(table.optimizer, Adam) else f"the rounding to {table.dtype}"
         warnings.warn(
-            f"{source} does not say how many steps the optimizer state of table {counting[0]!r} counts: training "
-            "counts from 0, unless you give steps (--steps)",
+            f"{source} does not say how many steps table {table.name!r} was trained, and {what} goes on with their "
+            "count: training counts from 0, unless you give steps (--steps)",
             ExchangeWarning,
             stacklevel=3,
         )

@@ -33,8 +33,13 @@ class Listed:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether its state goes on with the count of steps of the training that made it."""
-        return self.has_state and isinstance(self.table.optimizer, Adam)
+        """Whether training goes on from its rows with the count of steps of the training that made them.
+
+        Adam's state counts them, and they decide how vectors of 16 bits are rounded; without its state a row begins
+        anew.
+        """
+        whole = self.has_state or len(self.table.fields) == 1
+        return whole and (isinstance(self.table.optimizer, Adam) or self.table.dtype != "float32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +49,7 @@ class Listing:
     format: str
     tables: tuple[Listed, ...]
     steps: int | None = None
-    """Steps of training so far, where a table's state goes on with their count (Adam's); None: it is not known."""
+    """Steps of training so far, where a table goes on with their count; None: it is not known."""
 
     def to_bytes(self) -> bytes:
         """Return the content of ``tables.json``."""
