@@ -57,6 +57,9 @@ class _WholeTables:
     def keys(self, table: str) -> NDArray[np.int64]:
         return self._plain_keys[in_hash_order(self._plain_keys, self._tables[table])]
 
+    def check_samples(self) -> None:
+        """Return: there are some."""
+
     def read(self, indices: NDArray[np.int64]) -> Samples:
         """Return the batch that begins at the first index, laid out as a sub-dataset's read does."""
         batch = self._ids_BFN[int(indices[0]) // indices.size]
