@@ -7,7 +7,6 @@ order, so that many blocks share a hot row. The bits depend on the batch alone, 
 those of the CPU's kernels.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from tiercache.kernels.arrays import expect
 from tiercache.kernels.cuda_rounding import NO_ROUNDING, Rounding
 from tiercache.kernels.cuda_vectors import RowsAt, by_width, rows_at
 from tiercache.kernels.launch import Device, View, access, given, launch_parts, part_struct, view
-from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rule, make_rule
+from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rule, adam_rule, make_rule
 
 __all__ = [
     "STRETCH",
@@ -265,8 +264,5 @@ def update_adam(
     rounding: Rounding = NO_ROUNDING,
 ) -> None:
     """Adam on the rows of the batch only, as torch.optim.SparseAdam; `step` counts applied steps from 1."""
-    if step < 1:
-        raise ValueError(f"step is {step}: the first applied step is 1.")
-    rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-    rule = make_rule(ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
+    rule = adam_rule(step, learning_rate, beta1, beta2, eps, decay)
     update_many(device, [Step(vectors, exp_avg, exp_avg_sq, pairs, gradients, buffers, rule, rounding)])

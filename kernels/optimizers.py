@@ -1,5 +1,6 @@
 """The optimizers' rules: how one row changes by one gradient."""
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from tiercache.kernels.lanes import load, splat, sqrt, store, total
 from tiercache.kernels.rounding import Rounding, draw
 from tiercache.kernels.vectors import Vectors, is_narrow, read, write_rounded
 
-__all__ = ["ADAGRAD", "ADAM", "ROWWISE", "SGD", "Rows", "Rule", "apply", "make_rule", "vectors_of"]
+__all__ = ["ADAGRAD", "ADAM", "ROWWISE", "SGD", "Rows", "Rule", "adam_rule", "apply", "make_rule", "vectors_of"]
 
 SGD, ADAGRAD, ROWWISE, ADAM = range(4)
 
@@ -47,6 +48,14 @@ def make_rule(kind: int, rate: float, eps: float, decay: float, new1: float = 0.
     """Return a rule of float32 numbers, as kernels take it."""
     f4 = np.float32
     return Rule(kind, f4(rate), f4(eps), f4(decay), f4(new1), f4(new2))
+
+
+def adam_rule(step: int, learning_rate: float, beta1: float, beta2: float, eps: float, decay: float) -> Rule:
+    """Return Adam's rule in applied step `step`, counted from 1. Raises ValueError for a step before."""
+    if step < 1:
+        raise ValueError(f"step is {step}: the first applied step is 1.")
+    rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+    return make_rule(ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
 
 
 @inlined

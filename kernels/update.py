@@ -6,8 +6,6 @@ The sum of a row with more than 8192 entries is the sum, in order, of the sums o
 threads can share a hot row, and the bits depend on the batch alone, never on slots or threads.
 """
 
-import math
-
 import numpy as np
 from numba import prange
 from numpy.typing import NDArray
@@ -25,7 +23,7 @@ from tiercache.kernels.gradients import (
 )
 from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.lanes import ask, atomic_next, load, splat, store
-from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rows, Rule, apply, make_rule, vectors_of
+from tiercache.kernels.optimizers import ADAGRAD, ROWWISE, SGD, Rows, Rule, adam_rule, apply, make_rule, vectors_of
 from tiercache.kernels.rounding import NO_ROUNDING, Rounding
 from tiercache.kernels.vectors import Vectors, ask_row, expect_vectors, shape_of
 
@@ -349,10 +347,7 @@ def update_adam(
     rounding: Rounding = NO_ROUNDING,
 ) -> None:
     """Adam on the rows of the batch only, as torch.optim.SparseAdam; `step` counts applied steps from 1."""
-    if step < 1:
-        raise ValueError(f"step is {step}: the first applied step is 1.")
-    rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-    rule = make_rule(ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
+    rule = adam_rule(step, learning_rate, beta1, beta2, eps, decay)
     vectors = expect_vectors(vectors, written=True)
     dim = vectors.dim
     _step(vectors, exp_avg, exp_avg_sq, (dim, dim), pairs, gradients, buffers, rule, rounding)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, Bags, bags, same_bits
@@ -55,9 +55,13 @@ def update_on(
     order=st.sampled_from(ORDERS),
 )
 def test_a_step_of_bags_has_the_cpus_bits(case: Bags, optimizer: str, decay: float, order: str) -> None:
-    """Every optimizer, any dim, sum, mean and max mixed, weights, empty bags, with and without decay."""
+    """Every optimizer, any dim, sum, mean and max mixed, weights, empty bags, with and without decay.
+
+    Rows with more entries than a stretch have sums of their own, and tests of their own.
+    """
     rng = np.random.default_rng(0)
     gradient, done = rng.standard_normal((case.num_samples, case.width)).astype(F4), pool(case)
+    assume(np.bincount(done["slots"][done["slots"] >= 0]).max(initial=0) <= 256)
     fields = [case.vectors, *states(optimizer, case.vectors.shape[0], case.dim, rng)]
     argmax = done["argmax"] if (case.modes == MAX).any() else None
     described = update.bag_gradients(gradient, done["entry_offset"], done["entry_scale"], argmax)

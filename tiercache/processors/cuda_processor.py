@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from tiercache.kernels import cuda_initial, cuda_rows, cuda_sorting, cuda_update
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cuda_gathering import Gathered, gather, gather_many, map_slots
 from tiercache.kernels.cuda_pooling import MAX, Bags, pool_many, weight_gradient
-from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, make_rule
+from tiercache.kernels.optimizers import ADAGRAD, ROWWISE, adam_rule, make_rule
 from tiercache.kernels.optimizers import SGD as PLAIN
 from tiercache.processors.gpu import TORCH_DTYPES
 from tiercache.processors.processor import RowArrays
@@ -373,8 +372,7 @@ def _rule(one: GroupStep, number: int) -> Rule:
         case RowWiseAdagrad(eps=eps):
             return make_rule(ROWWISE, rate, eps, decay)
         case Adam(beta1=beta1, beta2=beta2, eps=eps):
-            corrected = rate * math.sqrt(1.0 - beta2**number) / (1.0 - beta1**number)
-            return make_rule(ADAM, corrected, eps, decay, 1.0 - beta1, 1.0 - beta2)
+            return adam_rule(number, rate, beta1, beta2, eps, decay)
         case SGD():
             return make_rule(PLAIN, rate, 0.0, decay)
     raise AssertionError(f"there is no kernel for {one.group.optimizer}")
