@@ -18,8 +18,8 @@ class BufferPool:
     """Hands out uninitialised arrays and takes their memory back when nobody refers to them any more.
 
     A fresh array of many megabytes costs as much in page faults as filling it. Sizes are rounded up to a power
-    of two times 1, 1.25, 1.5 or 1.75, so that batches of nearly equal size share buffers. Not thread-safe: for
-    the training thread.
+    of two times 1, 1.25, 1.5 or 1.75, so that batches of nearly equal size share buffers. For the training thread and
+    the one that exchanges rows beside it.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class BufferPool:
         count = int(np.prod(shape, dtype=np.int64))
         size = _size_class(max(1, count * dtype.itemsize))
         kept = self._free.setdefault(size, [])
-        if kept:
+        try:
             block = kept.pop()
-        else:
+        except IndexError:
             room = np.empty(size + LINE_BYTES, dtype=np.uint8)
             skip = -room.ctypes.data % LINE_BYTES  # kernels stream whole cache lines
             block = room[skip : skip + size]
