@@ -7,7 +7,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -278,7 +278,7 @@ def _device(device: str | torch.device) -> torch.device:
     device = torch.device(device)
     if device.type != "cuda":
         return device
-    if device.index is None:
+    if str(device) == "cuda":  # no number said
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
@@ -292,8 +292,10 @@ def _new_group(like: dist.ProcessGroup | None, backend: str, timeout: float) -> 
     ranks = dist.get_process_group_ranks(like)
     # ranks outside of a smaller group cannot be asked to take part in making it
     local = len(ranks) < dist.get_world_size()
-    made: Any = dist.new_group(ranks, timedelta(seconds=timeout), backend, use_local_synchronization=local)
-    return cast("dist.ProcessGroup", made)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timedelta(seconds=timeout), backend, use_local_synchronization=local
+    )
+    return made
 
 
 def _target(into: Tensor | None, send: Tensor, sizes: Sequence[int]) -> Tensor:
