@@ -9,6 +9,7 @@ from tiercache.processors.opening import open_processor
 from tiercache.ranks.batches import BatchMaker
 from tiercache.ranks.evaluation import evaluation_slices, unknown_rows
 from tiercache.ranks.exchange import RowExchange
+from tiercache.ranks.facts import check_same
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, placement_of
 from tiercache.ranks.shares import Share, part_tables
@@ -78,9 +79,11 @@ class ShardedCache:
         with ranks.together("opening the sharded store"):
             budget = parse_bytes(device_budget)
             self.placement = placement_of(passes, ranks.size, placement)
-        ranks.check_same(
+        check_same(
+            ranks,
             {
                 "the schema": passes.schema.digest,
+                "the tables": [str(table) for table in passes.tables],
                 "the pass set": passes.digest,
                 "the placement": self.placement.digest,
                 "device_budget": budget,
@@ -90,7 +93,7 @@ class ShardedCache:
                 "retention": retention,
                 "seed": seed,
                 "order_seed": order_seed,
-            }
+            },
         )
         tables = part_tables(passes.tables, self.placement, ranks.rank)
         self._share = Share(passes, self.placement, ranks.rank)

@@ -66,7 +66,8 @@ def evaluation_slices(
     for source in share.passes:
         source.check_samples()
         owners = share.owners(source.index)
-        spans = {table.name: owners.span(table.name, ranks.rank) for table in share.tables}
+        found = {table.name: source.span(table.name) for table in share.tables}
+        spans = {name: (span.start, span.stop) for name, span in found.items()}
         wanted = Wanted(source, positions, share.schema.features, spans)  # type: ignore[arg-type]
         first = 0
         while first < source.samples:
@@ -87,7 +88,7 @@ def unknown_rows(share: Share, rows_now: RowsNow, ranks: Ranks) -> dict[str, lis
     """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
     mine = {}
     for table in share.tables:
-        if share.placement.tables[table.name].kind in ("row", "replicate"):
+        if share.placement.tables[table.name].by_hash:
             place = np.full(1, -1, dtype=np.int64)
             unknown = np.array([OOV_KEY], dtype=np.int64)
             for source in share.passes:
