@@ -116,7 +116,9 @@ def main() -> None:
         losses = train_in_stages(folder, passes, ranks)
         if ranks.rank == ranks.size - 1:
             whole = train_whole(passes)
-            print(f"in {ranks.size} stages: {losses[0]:.4f} to {losses[-1]:.4f}; whole: {whole[0]:.4f} to {whole[-1]:.4f}")
+            print(
+                f"in {ranks.size} stages: {losses[0]:.4f} to {losses[-1]:.4f}; whole: {whole[0]:.4f} to {whole[-1]:.4f}"
+            )
             if not np.allclose(losses, whole, atol=1e-4):
                 raise SystemExit("the losses differ")
         ranks.barrier()
