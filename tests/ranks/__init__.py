@@ -1,5 +1,1 @@
-<<<<<<< HEAD
 """Several ranks: how they talk, what they own, and that they train as one process does."""
-=======
-"""Tests of training on several ranks."""
->>>>>>> placement
