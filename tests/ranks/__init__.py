@@ -1,1 +1,1 @@
-"""Several ranks."""
+"""Tests of training on several ranks."""

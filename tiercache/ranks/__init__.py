@@ -1,1 +1,1 @@
-"""Several ranks: who owns which rows, what travels between them, and the parts of one sharded store."""
+"""Several devices: one process for each, rows and passes divided among them, exchanged by torch.distributed."""
