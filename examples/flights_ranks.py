@@ -64,12 +64,10 @@ def area(cache: tc.ShardedCache, model: nn.Module, test: tc.PassSet, batch_size:
     model.eval()
     with torch.no_grad():
         for piece in cache.evaluation(test):
-            for batch in piece.batches(batch_size):
-                if batch.weight:
-                    found.append(torch.stack([model(batch), batch.label], dim=1).clone())
-    mine = torch.cat(found)
-    sizes = cache.ranks.values(mine.numel())
-    scores, labels = cache.ranks.gather(mine.reshape(-1), sizes).reshape(-1, 2).numpy().T
+            mine = (batch for batch in piece.batches(batch_size))
+            found += [torch.stack([model(batch), batch.label], dim=1) for batch in mine if batch.weight]
+    flat = torch.cat(found).reshape(-1)
+    scores, labels = cache.ranks.gather(flat, cache.ranks.values(flat.numel())).reshape(-1, 2).numpy().T
     return area_under_curve(scores, labels)
 
 

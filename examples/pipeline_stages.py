@@ -1,4 +1,4 @@
-"""A dense part in two stages on two devices, embeddings on both: torchrun --nproc-per-node 2 -m examples.pipeline_stages.
+"""A dense part in two stages: torchrun --nproc-per-node 2 -m examples.pipeline_stages.
 
 The embeddings stay outside the pipeline: every rank looks up its part of the batch in rows that all ranks share, the
 first stage gets the vectors of all, and the last stage has the loss. It prints the loss of the first and the last

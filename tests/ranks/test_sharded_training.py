@@ -37,7 +37,7 @@ def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps
 def test_rows_divided_by_hash_train_as_on_one_process(
     ranks_pool: RanksPool, tmp_path: Path, size: int, case: str
 ) -> None:
-    """Two epochs of shuffled batches, with every hotness and optimizer; and batches that leave ranks without samples."""
+    """Two epochs of shuffled batches, every hotness and optimizer; and batches that leave ranks without samples."""
     CASES[case].cut(tmp_path / "passes")
 
     found = ranks_pool.run(

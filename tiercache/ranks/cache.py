@@ -8,11 +8,11 @@ from tiercache.errors import BudgetError, StateError
 from tiercache.processors.opening import open_processor
 from tiercache.ranks.batches import BatchMaker
 from tiercache.ranks.evaluation import evaluation_slices, unknown_rows
-from tiercache.ranks.exchange import RowExchange
+from tiercache.ranks.exchange import RowExchange, check_wire, mirror_bytes
 from tiercache.ranks.facts import check_same
-from tiercache.ranks.parts import Parts
-from tiercache.ranks.placement import Placement, placement_of
-from tiercache.ranks.shares import Share, part_tables
+from tiercache.ranks.opening import choose_placement, open_parts
+from tiercache.ranks.placement import Placement
+from tiercache.ranks.shares import Share
 from tiercache.ranks.visit import ShardedVisit
 from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.table import group_tables
@@ -56,6 +56,7 @@ class ShardedCache:
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
         retention: int = 1,
+        reorganised: bool = False,
         eval_budget: int | str | None = None,
         commit_every: int = 1,
         seed: int = 0,
@@ -69,16 +70,18 @@ class ShardedCache:
         "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that of the
         store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of rows
         and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on disks
-        of their own perhaps; inside ``path`` where not given. retention: commits that can be gone back to. Everything
-        else as in TierCache.
+        of their own perhaps; inside ``path`` where not given. retention: commits that are kept. reorganised: whether
+        a store that was trained with other passes is put into the order of these first, as `tiercache.reorganise`
+        does; else that is refused. Everything else as in TierCache.
 
         Raises RankError where ranks disagree or one fails, and what TierCache and Store.open raise.
         """
         self.ranks, self.pass_set = ranks, passes
         self._closed = False
-        with ranks.together("opening the sharded store"):
+        self.placement = choose_placement(path, passes, ranks, placement)
+        with ranks.together("reading the budgets"):
             budget = parse_bytes(device_budget)
-            self.placement = placement_of(passes, ranks.size, placement)
+            check_wire(wire_dtype)
         check_same(
             ranks,
             {
@@ -95,21 +98,14 @@ class ShardedCache:
                 "order_seed": order_seed,
             },
         )
-        tables = part_tables(passes.tables, self.placement, ranks.rank)
         self._share = Share(passes, self.placement, ranks.rank)
-        self._parts = Parts.open(
-            path,
-            passes.tables,
-            tables,
-            self.placement.to_record(),
-            ranks,
-            engine=engine,
-            parts=parts,
-            retention=retention,
-        )
+        self._parts = open_parts(
+            path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
+            order_seed=order_seed,
+        )  # fmt: skip
         with ranks.together("planning the budgets"):
-            self._processor = open_processor(device or ranks.device, tables)
-            mirrors = self.placement.mirror_bytes(passes)
+            self._processor = open_processor(device or str(ranks.device), self._share.tables)
+            mirrors = mirror_bytes(passes, self.placement)
             if mirrors > budget:
                 raise BudgetError(
                     f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
