@@ -134,3 +134,115 @@ def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Res
             optimizer.zero_grad()
             done += 1
     return result_of_resident(cache, model)
+
+
+def train_and_stop(
+    ranks: Ranks, case: str, folder: str, *, visits: int, batches: int, within: bool, **options: Any
+) -> int:
+    """Train so many visits and batches, commit inside the visit where ``within``, and leave without another word."""
+    one = CASES[case]
+    criterion = nn.BCEWithLogitsLoss()
+    with open_sharded(ranks, one, folder, **options) as cache:
+        model, optimizer = model_of(cache, one)
+        for visit in cache.passes(epochs=one.epochs):
+            for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
+                if visit.index == visits and number == batches:
+                    if within:
+                        cache.commit()
+                    return int(cache.store.commit.id)
+                (criterion(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    raise AssertionError("there was nothing left to leave out")
+
+
+def evaluate(ranks: Ranks, case: str, folder: str, *, visits: int, **options: Any) -> list[Any]:
+    """Train so many visits and half of the next, then look up an evaluation set; return this rank's vectors in order."""
+    one = CASES[case]
+    criterion, found = nn.BCEWithLogitsLoss(), []
+    tests = tc.PassSet.open(Path(folder) / "tests")
+    with open_sharded(ranks, one, folder, **options) as cache:
+        model, optimizer = model_of(cache, one)
+        bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in one.specs})
+        for visit in cache.passes(epochs=one.epochs):
+            for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
+                if visit.index == visits and number == 2:
+                    slices = 0
+                    for piece in cache.evaluation(tests):
+                        slices += 1
+                        found += [bag(each).detach().numpy().copy() for each in piece.batches(7) if each.weight]
+                    return [slices, np.concatenate(found)]
+                (criterion(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    raise AssertionError("there was nothing left to train")
+
+
+def misuse(ranks: Ranks, case: str, folder: str, *, what: str) -> None:
+    """Do what must not be done, on all ranks or on one."""
+    one = CASES[case]
+    criterion = nn.BCEWithLogitsLoss()
+    with open_sharded(ranks, one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
+        model, optimizer = model_of(cache, one)
+        for visit in cache.passes(epochs=1):
+            batches = visit.batches(one.batch)
+            first = next(batches)
+            if what == "old batch":
+                optimizer.step()
+                model(first)
+            if what == "no step":
+                criterion(model(first), first.label).backward()
+                continue
+            if what == "size":
+                next(visit.batches(0))
+            if what == "one rank's samples":
+                if ranks.rank == 1:
+                    visit._visit.source.whole.read = _broken  # type: ignore[method-assign]
+                next(batches)
+            if what == "one rank's id":
+                if ranks.rank == 1:
+                    read = visit._visit.source.read
+                    visit._visit.source.read = lambda places: _with_a_wrong_id(read(places))  # type: ignore[method-assign]
+                next(batches)
+
+
+def _broken(*_: Any) -> Any:
+    raise OSError("the disk of rank 1 is gone")
+
+
+def _with_a_wrong_id(samples: Any) -> Any:
+    ids = samples.ids["user"].ids
+    ids.setflags(write=True)
+    ids[0] = 1 << 20
+    return samples
+
+
+def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[str]:
+    """Train one batch of 4 micro-batches, whose dense parts wait until what must come before has; return the order."""
+    import threading
+
+    one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
+    with open_sharded(ranks, one, folder) as cache:
+        model, optimizer = model_of(cache, one)
+        exchange = cache._exchange.rows_of
+
+        def noted(*arguments: Any) -> Any:
+            number = sum(event.is_set() for event in arrived)
+            found = exchange(*arguments)
+            events.append(f"rows {number}")
+            arrived[number].set()
+            return found
+
+        cache._exchange.rows_of = noted  # type: ignore[method-assign]
+        visit = next(cache.passes(epochs=1))
+        for batches in visit.steps(one.batch, micro_batches=4, schedule=schedule):
+            for number, batch in enumerate(batches):
+                out = model(batch)
+                if schedule == "interleaved" and number < 3:
+                    assert arrived[number + 1].wait(30), "the next rows never come while this one is in the dense part"
+                events.append(f"dense {number}")
+                (nn.functional.binary_cross_entropy_with_logits(out, batch.label) * batch.weight).backward()
+            optimizer.step()
+            events.append("step")
+            break
+    return events
