@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +158,7 @@ def train_and_stop(
 
 
 def evaluate(ranks: Ranks, case: str, folder: str, *, visits: int, **options: Any) -> list[Any]:
-    """Train so many visits and half of the next, then look up an evaluation set; return this rank's vectors in order."""
+    """Train so many visits and two batches, then look up an evaluation set; return slices and this rank's vectors."""
     one = CASES[case]
     criterion, found = nn.BCEWithLogitsLoss(), []
     tests = tc.PassSet.open(Path(folder) / "tests")
@@ -201,8 +202,7 @@ def misuse(ranks: Ranks, case: str, folder: str, *, what: str) -> None:
                 next(batches)
             if what == "one rank's id":
                 if ranks.rank == 1:
-                    read = visit._visit.source.read
-                    visit._visit.source.read = lambda places: _with_a_wrong_id(read(places))  # type: ignore[method-assign]
+                    visit._visit.source.read = partial(_with_a_wrong_id, visit._visit.source.read)  # type: ignore[method-assign]
                 next(batches)
 
 
@@ -210,7 +210,8 @@ def _broken(*_: Any) -> Any:
     raise OSError("the disk of rank 1 is gone")
 
 
-def _with_a_wrong_id(samples: Any) -> Any:
+def _with_a_wrong_id(read: Any, places: Any) -> Any:
+    samples = read(places)
     ids = samples.ids["user"].ids
     ids.setflags(write=True)
     ids[0] = 1 << 20

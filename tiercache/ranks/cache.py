@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tiercache.errors import BudgetError, StateError
 from tiercache.processors.opening import open_processor
 from tiercache.ranks.batches import BatchMaker
 from tiercache.ranks.evaluation import evaluation_slices, unknown_rows
-from tiercache.ranks.exchange import RowExchange, check_wire, mirror_bytes
+from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.opening import choose_placement, open_parts
 from tiercache.ranks.placement import Placement
@@ -24,14 +26,15 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    import torch
-
     from tiercache.passes.passset import PassSet
     from tiercache.ranks.evaluation import ShardedEvaluation
     from tiercache.ranks.group import Ranks
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.training.visit import Visit
+
+
+_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ShardedCache:
@@ -81,7 +84,8 @@ class ShardedCache:
         self.placement = choose_placement(path, passes, ranks, placement)
         with ranks.together("reading the budgets"):
             budget = parse_bytes(device_budget)
-            check_wire(wire_dtype)
+            if wire_dtype not in _WIRE_DTYPES:
+                raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
         check_same(
             ranks,
             {
@@ -105,7 +109,7 @@ class ShardedCache:
         )  # fmt: skip
         with ranks.together("planning the budgets"):
             self._processor = open_processor(device or str(ranks.device), self._share.tables)
-            mirrors = mirror_bytes(passes, self.placement)
+            mirrors = _mirror_bytes(passes, self.placement)
             if mirrors > budget:
                 raise BudgetError(
                     f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
@@ -124,7 +128,7 @@ class ShardedCache:
                 progress=progress if ranks.rank == 0 else False,
             )
         self._groups = group_tables(passes.tables)
-        self._beside, self._wire_dtype = ranks.beside(), wire_dtype
+        self._beside, self._wire_dtype = ranks.beside(), _WIRE_DTYPES[wire_dtype]
         self._exchange = self._new_exchange()
         self._maker = BatchMaker(ranks, self._exchange, passes.schema, self._processor)
         self._hooks = StepHooks(self.step)
@@ -190,6 +194,9 @@ class ShardedCache:
     def discard(self) -> None:
         """Drop the pending row gradients: for a skipped step, as ``zero_grad()`` does for dense ones."""
         self._maker.take_due()
+        self._inner.discard()
+        if self._visit is not None:
+            self._exchange.discard()
 
     def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
         """Change the row optimizers' learning rate from the next step on; part of the next commit."""
@@ -299,3 +306,9 @@ class ShardedCache:
     def _end_visit(self) -> None:
         self._maker.take_due()
         self._visit = None
+
+
+def _mirror_bytes(passes: PassSet, placement: Placement) -> int:
+    """Return the bytes that the vectors of replicated tables take on every device."""
+    copied = [table for table in passes.tables if placement.tables[table.name].kind == "replicate"]
+    return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in passes.passes), default=0)
