@@ -13,7 +13,6 @@ from tiercache.ranks.evaluation import evaluation_slices, unknown_rows
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.opening import choose_placement, open_parts
-from tiercache.ranks.placement import Placement
 from tiercache.ranks.shares import Share
 from tiercache.ranks.visit import ShardedVisit
 from tiercache.sizes import format_bytes, parse_bytes
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from tiercache.passes.passset import PassSet
     from tiercache.ranks.evaluation import ShardedEvaluation
     from tiercache.ranks.group import Ranks
+    from tiercache.ranks.placement import Placement
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.training.visit import Visit
