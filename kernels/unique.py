@@ -21,7 +21,8 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 def _count_firsts(part, parts, pairs, counts):  # type: ignore[no-untyped-def]
     count = 0
     for i in range(pairs.size * part // parts, pairs.size * (part + 1) // parts):
-        count += np.int64(i == 0 or (pairs[i] >> _HALF) != (pairs[i - 1] >> _HALF))
+        if i == 0 or (pairs[i] >> _HALF) != (pairs[i - 1] >> _HALF):
+            count += 1
     counts[part] = count
 
 
