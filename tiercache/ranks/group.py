@@ -79,6 +79,9 @@ class Ranks:
         ``DistributedDataParallel`` works. The ranks talk over groups of their own beside the one given, so other
         collectives do not mix with theirs. ``device="cuda"`` is the GPU of ``LOCAL_RANK``. Collective.
 
+        Between hosts Gloo listens at the address of the host's name; where that is not the one that the others reach,
+        set ``GLOO_SOCKET_IFNAME`` to the name of the network interface (NCCL: ``NCCL_SOCKET_IFNAME``).
+
         Raises:
             RankError: ranks are missing after ``timeout`` seconds, this process is not in ``group``, or NCCL is.
         """
@@ -139,7 +142,10 @@ class Ranks:
         try:
             told = self._all(b"" if error is None else json.dumps(_sentence(error)).encode(), what)
         except RankError as broken:
-            raise (error or broken) from (broken if error else broken.__cause__)
+            if error is None:
+                raise
+            error.add_note(str(broken))
+            raise error from error.__cause__
         if error is not None:
             raise error
         failed = [rank for rank, words in enumerate(told) if words]
@@ -180,7 +186,10 @@ class Ranks:
         self.least([0], what)
 
     def counts(self, to: NDArray[np.int64], what: str = "exchanging counts") -> NDArray[np.int64]:
-        """Send row r of ``to`` (size, H; int64) to rank r; row r of what is returned is what rank r sent here."""
+        """Send row r of ``to`` (size, H; int64) to rank r; row r of what is returned is what rank r sent here.
+
+        One rank alone gets ``to`` itself back.
+        """
         if to.ndim != 2 or to.shape[0] != self.size:
             raise ValueError(f"counts of shape {to.shape} for {self.size} ranks: give one row for each rank")
         sent = torch.from_numpy(np.ascontiguousarray(to, dtype=np.int64))
@@ -205,6 +214,7 @@ class Ranks:
         new tensor of the same dtype and device. Any dtype; sizes may be 0. One rank alone gets ``send`` itself back
         where ``into`` is not given.
         """
+        _check_size(send, sum(send_sizes))
         received = _target(into, send, receive_sizes)
         if self.size == 1:
             return send if into is None else into.copy_(send)
@@ -225,6 +235,7 @@ class Ranks:
 
         Any dtype; sizes may be 0. One rank alone gets ``mine`` itself back.
         """
+        _check_size(mine, sizes[self.rank])
         if self.size == 1:
             return mine
         gathered = torch.empty(sum(sizes), dtype=mine.dtype, device=mine.device)
@@ -260,6 +271,10 @@ class Ranks:
                 work.wait()
 
     def _wires_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        if tensor.device.type not in {"cpu", self.device.type}:
+            raise ValueError(
+                f"a tensor on {tensor.device} cannot travel between ranks on {self.device}: join with that device"
+            )
         return self._host if tensor.device.type == "cpu" else self._wires
 
     @contextmanager
@@ -276,11 +291,8 @@ class Ranks:
 
 def _device(device: str | torch.device) -> torch.device:
     device = torch.device(device)
-    if device.type != "cuda":
-        return device
     if str(device) == "cuda":  # no number said
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device
 
 
@@ -296,6 +308,13 @@ def _new_group(like: dist.ProcessGroup | None, backend: str, timeout: float) -> 
         ranks, timedelta(seconds=timeout), backend, use_local_synchronization=local
     )
     return made
+
+
+def _check_size(flat: Tensor, size: int) -> None:
+    if flat.dim() != 1 or len(flat) != size:
+        raise ValueError(
+            f"a tensor of shape {tuple(flat.shape)} with sizes for {size} elements: give a flat one of as many"
+        )
 
 
 def _target(into: Tensor | None, send: Tensor, sizes: Sequence[int]) -> Tensor:
