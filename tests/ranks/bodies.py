@@ -177,6 +177,13 @@ def repeats_after_a_break(ranks: Ranks) -> list[str]:
     return said
 
 
+def breaks_inside(ranks: Ranks) -> None:
+    """Rank 0 leaves while the others are inside of an agreement."""
+    if ranks.rank > 0:
+        with ranks.together("training"):
+            ranks.barrier("reading")
+
+
 def compare(ranks: Ranks, by_rank: list[dict[str, Any]], version: str | None = None) -> None:
     """Compare facts; the last rank has another version of the package where one is given."""
     import tiercache

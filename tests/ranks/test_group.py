@@ -133,7 +133,7 @@ def test_a_rank_that_leaves_on_its_own_ends_the_others(ranks_pool: RanksPool) ->
     got = ranks_pool.errors(3, BODIES + "leaves_early", limit=40)
     assert got[0] == ("ValueError", "on my own")
     for rank in (1, 2):
-        kind, sentence = got[rank]
+        kind, sentence = got[rank] or ("", "")
         assert kind == "RankError"
         assert sentence == (
             f"a rank left, or gave no answer for 30 seconds, while rank {rank} was waiting for rank 0: "
@@ -148,6 +148,16 @@ def test_ranks_that_broke_stay_broken(ranks_pool: RanksPool) -> None:
     for rank in (1, 2):
         assert len(got[rank]) == 2
         assert got[rank][0] == got[rank][1]
+
+
+def test_a_break_inside_of_an_agreement_is_told_once(ranks_pool: RanksPool) -> None:
+    """Ranks that cannot talk any more do not try to agree on that."""
+    got = ranks_pool.errors(3, BODIES + "breaks_inside", limit=40)
+    assert got[0] is None
+    for rank in (1, 2):
+        kind, sentence = got[rank] or ("", "")
+        assert kind == "RankError"
+        assert f"while rank {rank} was reading: training goes on from the last commit" in sentence
 
 
 def test_closed_ranks_say_so(ranks_pool: RanksPool) -> None:

@@ -53,6 +53,7 @@ class Ranks:
         host: dist.ProcessGroup | None = None,
         wires: dist.ProcessGroup | None = None,
         owns_default: bool = False,
+        peers: Sequence[Peer] = (),
     ) -> None:
         self.rank = 0 if host is None else host.rank()
         self.size = 1 if host is None else host.size()
@@ -62,8 +63,9 @@ class Ranks:
         self._wires = wires
         self._owns_default = owns_default
         self._broken: str | None = None
-        self._peers: list[Peer] = []
-        self._peers = [Peer(**peer) for peer in self.values(asdict(Peer.here()), "joining")]
+        self._peers = list(peers)
+        if not peers:
+            self._peers = [Peer(**peer) for peer in self.values(asdict(Peer.here()), "joining")]
 
     @classmethod
     def join(
@@ -120,7 +122,7 @@ class Ranks:
         with self._collective("joining beside"):
             host = _new_group(self._host, "gloo", self.timeout)
             wires = host if self._wires is self._host else _new_group(self._host, "nccl", self.timeout)
-        return Ranks(device=self.device, timeout=self.timeout, host=host, wires=wires)
+        return Ranks(device=self.device, timeout=self.timeout, host=host, wires=wires, peers=self._peers)
 
     def close(self) -> None:
         """Leave the ranks. Not collective; a rank that still waits for this one gets RankError. May be called twice."""
@@ -144,7 +146,8 @@ class Ranks:
         except RankError as broken:
             if error is None:
                 raise
-            error.add_note(str(broken))
+            if str(error) != str(broken):
+                error.add_note(str(broken))
             raise error from error.__cause__
         if error is not None:
             raise error
