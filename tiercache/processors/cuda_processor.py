@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.kernels.optimizers import Rule
-    from tiercache.processors.entries import Array, Entries, GroupStep, Pending
+    from tiercache.processors.entries import Array, Entries, GroupStep, Pending, Wanted
     from tiercache.processors.gpu import Gpu
     from tiercache.processors.processor import Layout, Mark
     from tiercache.store.table import Table
@@ -147,8 +147,8 @@ class CudaMover:
         cuda_rows.unpack(self._gpu.kernels, fields, slots, pieces.there)
 
     def generates(self, table: Table) -> bool:
-        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms."""
-        return isinstance(table.initializer, (Uniform, Zeros, Constant))
+        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms, nor for column slices."""
+        return table.whole_dim is None and isinstance(table.initializer, (Uniform, Zeros, Constant))
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
                  keys_there: Array | None) -> None:  # fmt: skip
@@ -287,6 +287,25 @@ class CudaProcessor:
         ]
         gather_many(self._gpu.kernels, found)
         return [one.out for one in found]
+
+    def find(self, wanted: Sequence[Wanted]) -> None:
+        """Map one group's after the other, and gather all in one launch."""
+        for rows, positions, slots, _ in wanted:
+            starts = np.array([0, positions.shape[0]], dtype=np.int64)
+            map_slots(
+                self._gpu.kernels, positions, np.zeros(1, dtype=np.int64), starts, rows.slot_of_local, slots
+            )  # fmt: skip
+        found = [Gathered(one.rows.vectors.values, one.slots, one.out) for one in wanted if one.out is not None]
+        if found:
+            gather_many(self._gpu.kernels, found)
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Mark them on the device, and wait for the marks."""
+        seen = self._gpu.tensor((num_slots,), torch.bool).zero_()
+        for some in slots:
+            seen[some.long()] = True
+        marks: NDArray[np.bool_] = seen.cpu().numpy()  # synchronize!
+        return None if marks.all() else marks
 
     def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:
         """Launch it once."""
