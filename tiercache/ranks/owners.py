@@ -81,6 +81,11 @@ class Owners:
         np.cumsum(owned, axis=1, out=bounds[:, 1:])
         return bounds
 
+    def span(self, table: str, rank: int) -> tuple[int, int]:
+        """Return the first local id of a table that a rank owns and the one behind the last."""
+        t = self.index(table)
+        return int(self.low_TW[t, rank]), int(self.high_TW[t, rank])
+
     def index(self, table: str) -> int:
         """Return t of a table. Raises KeyError for an unknown name."""
         for t, known in enumerate(self.tables):
