@@ -76,8 +76,8 @@ def digest(path: Path) -> str:
     found = hashlib.sha256()
     with tc.ShardedStore.open(path) as store:
         for table in store.tables:
-            for chunk in store.scan(table.name):
-                for values in (chunk.keys, *chunk.fields):
+            for keys, fields in store.scan(table.name):
+                for values in (keys, *fields):
                     found.update(np.ascontiguousarray(values).tobytes())
     return found.hexdigest()
 

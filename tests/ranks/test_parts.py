@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from tests.ranks.meeting import Alone, meet
-from tests.ranks.sharded_world import TABLES, WHOLE, divide_anew, expected, opened, placement_on, problems, take, whole_row
+from tests.ranks.sharded_world import (
+    TABLES,
+    WHOLE,
+    divide_anew,
+    expected,
+    opened,
+    placement_on,
+    problems,
+    take,
+    whole_row,
+)
 from tiercache.errors import RankError, StateError
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_store import ShardedStore
@@ -320,7 +330,11 @@ def damage(path: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("missing", StoreMissingError, "part 1 of the sharded store at .* is missing: there is no .*/part-0-1: restore"),
+        (
+            "missing",
+            StoreMissingError,
+            "part 1 of the sharded store at .* is missing: there is no .*/part-0-1: restore",
+        ),
         ("empty", StoreMissingError, "part 1 of .* is missing: .*/part-0-1 holds no store: restore"),
         ("no mark", NotAStoreError, r"part 1 of .* at .* has no mark beside it \(part-0-1.json\): restore"),
         ("another store", NotAStoreError, "part-0-1 is a part of another sharded store and not part 1 of"),
@@ -433,7 +447,9 @@ def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
                 for values, other in zip(found.values(), whole_row(table, key, *wanted[key]), strict=True):
                     assert values[i].tobytes() == other[0].tobytes()
             gone = np.array([10**9, 7 * 10**9, 10**10])
-            with pytest.raises(KeyMissingError, match=f"3 of 4 keys have no row in table '{name}' of the sharded store"):
+            with pytest.raises(
+                KeyMissingError, match=f"3 of 4 keys have no row in table '{name}' of the sharded store"
+            ):
                 store.lookup(name, np.array([*gone, keys[0]]))
             zeros = store.lookup(name, gone, missing="zeros")
             assert not any(np.any(values) for values in zeros.values())

@@ -108,10 +108,10 @@ def stored(
     rows = {}
     with tc.ShardedStore.open(folder / name) as store:
         for one in store.tables:
-            chunks = list(store.scan(one.name))
-            keys = np.concatenate([chunk.keys for chunk in chunks])
+            chunks = [(keys, tuple(fields)) for keys, fields in store.scan(one.name)]
+            keys = np.concatenate([chunk[0] for chunk in chunks])
             order = np.argsort(keys)
-            fields = [np.concatenate([chunk.fields[f] for chunk in chunks]) for f in range(len(one.fields))]
+            fields = [np.concatenate([chunk[1][f] for chunk in chunks]) for f in range(len(one.fields))]
             rows[one.name] = keys[order], tuple(field[order] for field in fields)
     return rows
 
@@ -147,13 +147,13 @@ def train_and_stop(
         model, optimizer = model_of(cache, one)
         for visit in cache.passes(epochs=one.epochs):
             for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
+                (criterion(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
                 if visit.index == visits and number == batches:
                     if within:
                         cache.commit()
                     return int(cache.store.commit.id)
-                (criterion(model(batch), batch.label) * batch.weight).backward()
-                optimizer.step()
-                optimizer.zero_grad()
     raise AssertionError("there was nothing left to leave out")
 
 
@@ -235,8 +235,8 @@ def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[s
             return found
 
         cache._exchange.rows_of = noted  # type: ignore[method-assign]
-        visit = next(cache.passes(epochs=1))
-        for batches in visit.steps(one.batch, micro_batches=4, schedule=schedule):
+        visits = cache.passes(epochs=1)
+        for batches in next(visits).steps(one.batch, micro_batches=4, schedule=schedule):
             for number, batch in enumerate(batches):
                 out = model(batch)
                 if schedule == "interleaved" and number < 3:

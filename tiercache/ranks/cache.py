@@ -154,13 +154,16 @@ class ShardedCache:
         """
         self._end_visit()
         run = self._run = self._inner.passes(epochs)
+        begun = False
         try:
             while True:
                 with self.ranks.together("changing the rows of the visit"):
                     visit = next(run, None)
-                self._record()
+                if visit is None or not begun:  # else the writers may be at work: some parts have the next commit
+                    self._record()
                 if visit is None:
                     return
+                begun = True
                 self._begin_visit(visit)
                 yield ShardedVisit(visit, self._maker)
                 if self._run is not run:

@@ -222,11 +222,12 @@ class Ranks:
         if self.size == 1:
             return send if into is None else into.copy_(send)
         width = send.element_size()
+        # as bytes: the same transfer whatever the dtype, and Gloo has no bfloat16 in older versions of torch
+        come, go = _bytes_of(received), _bytes_of(send.contiguous())
         with self._collective(what):
-            # as bytes: the same transfer whatever the dtype, and Gloo has no bfloat16 in older versions of torch
             dist.all_to_all_single(
-                received.view(torch.uint8),
-                send.contiguous().view(torch.uint8),
+                come,
+                go,
                 [size * width for size in receive_sizes],
                 [size * width for size in send_sizes],
                 group=self._wires_of(send),
@@ -318,6 +319,11 @@ def _check_size(flat: Tensor, size: int) -> None:
         raise ValueError(
             f"a tensor of shape {tuple(flat.shape)} with sizes for {size} elements: give a flat one of as many"
         )
+
+
+def _bytes_of(flat: Tensor) -> Tensor:
+    """Return its memory. An empty tensor, as of an empty NumPy array, may have strides that no view takes."""
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
 
 
 def _target(into: Tensor | None, send: Tensor, sizes: Sequence[int]) -> Tensor:

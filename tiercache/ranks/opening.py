@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement
+from tiercache.ranks.placing import placement_of
 from tiercache.ranks.record import Record
 from tiercache.ranks.resharding import reshard
-from tiercache.ranks.strategies import STRATEGIES, place_passes
 from tiercache.training.reorganise import reorganise
 
 if TYPE_CHECKING:
@@ -34,18 +34,7 @@ def choose_placement(
             found = Record.read(Path(path))
     told = ranks.values(None if found is None or found.num_ranks != ranks.size else found.placement)[0]
     with ranks.together("placing the tables"):
-        if isinstance(asked, Placement):
-            if asked.num_ranks != ranks.size:
-                raise ValueError(f"the placement is for {asked.num_ranks} ranks and {ranks.size} were started")
-            asked.check(passes.tables)
-            return asked
-        if told is not None:
-            return Placement.from_record(told)
-        if isinstance(asked, str):
-            if asked not in STRATEGIES:
-                raise ValueError(f"placement {asked!r} is unknown: it must be one of {', '.join(STRATEGIES)}")
-            return place_passes(passes, ranks.size, strategy=asked)
-        return place_passes(passes, ranks.size, kinds=asked)
+        return Placement.from_record(told) if told is not None else placement_of(passes, ranks.size, asked)
 
 
 def open_parts(

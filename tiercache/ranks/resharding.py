@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def reshard(*a, **k):
+    raise NotImplementedError
