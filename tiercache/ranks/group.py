@@ -225,8 +225,8 @@ class Ranks:
         with self._collective(what):
             # as bytes: the same transfer whatever the dtype, and Gloo has no bfloat16 in older versions of torch
             dist.all_to_all_single(
-                received.view(torch.uint8),
-                send.contiguous().view(torch.uint8),
+                _bytes(received),
+                _bytes(send.contiguous()),
                 [size * width for size in receive_sizes],
                 [size * width for size in send_sizes],
                 group=self._wires_of(send),
@@ -318,6 +318,11 @@ def _check_size(flat: Tensor, size: int) -> None:
         raise ValueError(
             f"a tensor of shape {tuple(flat.shape)} with sizes for {size} elements: give a flat one of as many"
         )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a flat tensor; one over an empty NumPy array has strides that no view may have."""
+    return tensor.view(torch.uint8) if len(tensor) else torch.empty(0, dtype=torch.uint8, device=tensor.device)
 
 
 def _target(into: Tensor | None, send: Tensor, sizes: Sequence[int]) -> Tensor:

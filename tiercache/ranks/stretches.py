@@ -84,9 +84,7 @@ class Stretches:
                 found.append((key, (t, d.rank, d.group, d.low, d.high, d.first, d.first_column, d.last_column, kind)))
         found.sort()
         columns = np.array([numbers for _, numbers in found], dtype=np.int64).reshape(-1, 9).T.copy()
-        self.table_K, self.rank_K, part_group, self.low_K, self.high_K, self.first_K, column, last, place = (
-            columns
-        )
+        self.table_K, self.rank_K, part_group, self.low_K, self.high_K, self.first_K, column, last, place = columns
         self.group_T = [group_of[table.name] for table in owners.tables]
         """The group of whole tables that each table is in."""
         self.group_K = np.array(self.group_T, dtype=np.int64)[self.table_K]
