@@ -51,7 +51,12 @@ MIXED = Case(
 """Every optimizer and every kind of feature; the last batch of a pass is short."""
 ONE_GROUP = Case(
     tables=tuple(table(name, 16, tc.SGD(learning_rate=0.25), tc.Constant(value=0.5)) for name in "abc"),
-    specs=(Spec(name="f", table="a"), Spec(name="g", table="b", hotness="ragged"), Spec(name="h", table="a")),
+    specs=(
+        Spec(name="f", table="a"),
+        Spec(name="g", table="b", hotness="ragged"),
+        Spec(name="h", table="a"),
+        Spec(name="i", table="c", hotness="fixed"),
+    ),
     num_samples=128,
     pass_rows=64,
     integers=True,

@@ -195,4 +195,4 @@ def test_what_went_wrong_before_a_batch_is_told_to_every_rank(
 def test_ranks_without_any_id_take_part(ranks_pool: RanksPool, passes_of: dict[str, tc.PassSet]) -> None:
     """Their output has no rows, and their step waits for nobody."""
     told = ranks_pool.run(4, "tests.ranks.exchanged:ask_for_nothing", folder=str(passes_of["mixed"].path))
-    assert told == [[8, 28], [0, 28], [8, 28], [0, 28]]
+    assert told == [[8, 21], [0, 21], [8, 21], [0, 21]]
