@@ -45,6 +45,8 @@ from tiercache.store.initial import initial_rows
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.ranks.pool import RanksPool
+
 ENGINES = ("lmdb", "zarr")
 
 
@@ -124,7 +126,7 @@ def test_a_part_that_is_ahead_steps_back(tmp_path: Path) -> None:
 
 
 def test_parts_that_stepped_back_may_be_left_behind_again(tmp_path: Path) -> None:
-    """What was rolled back is what the record names before another commit is made, which may not be published either."""
+    """The record names what was rolled back to before another commit is made, which may not be published either."""
     path = tmp_path / "s"
     assert train(path, 2, 4) == [None] * 2
 
@@ -508,6 +510,26 @@ def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     monkeypatch.setattr(sharded_store, "_open_parts", slow)
     check(path, Cursor(2) if divided else Cursor(5))
     assert times[0] == (2 if divided else 3)
+
+
+def test_ranks_of_torch_make_commits_together(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """As the stand-ins do: train, go on, divide anew, and fail together where one part is missing."""
+    path = tmp_path / "s"
+    assert ranks_pool.run(3, "tests.ranks.parts_bodies:train", path=str(path), commits=2) == [[1, 0]] * 3
+    assert ranks_pool.run(3, "tests.ranks.parts_bodies:train", path=str(path), commits=2) == [[2, 0]] * 3
+    check(path, Cursor(2))
+    ranks_pool.run(2, "tests.ranks.parts_bodies:divide", path=str(path))
+    check(path, Cursor(2))
+    assert ranks_pool.run(2, "tests.ranks.parts_bodies:train", path=str(path), commits=3, turn=1) == [[4, 0]] * 2
+    check(path, Cursor(4))
+    shutil.rmtree(path / "part-1-1")
+    other, own = ranks_pool.errors(2, "tests.ranks.parts_bodies:train", path=str(path), commits=0, turn=1)
+    assert other is not None
+    assert own is not None
+    assert own[0] == "StoreMissingError"
+    assert other == ("RankError", f"rank 1 failed while opening the parts of the sharded store at {path}: {own[1]}")
+    errors = ranks_pool.errors(3, "tests.ranks.parts_bodies:train", path=str(path), commits=0, turn=1)
+    assert [error[0] for error in errors if error is not None] == ["StateError"] * 3
 
 
 def test_a_mark_and_a_record_are_plain_json(tmp_path: Path) -> None:
