@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tiercache.errors import StoreError, TierCacheError
 from tiercache.tiers.rows import RowView
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.training.batch import Batch
 
-Schedule = Literal["interleaved", "simple"]
 SCHEDULES = ("interleaved", "simple")
 SHARED_ERRORS = (TierCacheError, StoreError, ValueError, OSError)
 """What one rank may meet between two exchanges, and all then raise."""
@@ -91,7 +90,7 @@ class BatchMaker:
         share = mine.size / (places.size if of is None else of)
         return make_batch(samples, view, ids=ids, weight=self._ranks.size * share)
 
-    def ahead(self, makes: Iterable[Callable[[], Batch]], schedule: Schedule) -> Iterator[Batch]:
+    def ahead(self, makes: Iterable[Callable[[], Batch]], schedule: str) -> Iterator[Batch]:
         """Yield what each of ``makes`` returns; "interleaved": it is made while the batch before is used."""
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")

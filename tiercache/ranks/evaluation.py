@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tiercache.passes.passset import Pass
     from tiercache.processors.processor import Processor
-    from tiercache.ranks.batches import BatchMaker, Schedule
+    from tiercache.ranks.batches import BatchMaker
     from tiercache.ranks.exchange import RowExchange
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.shares import Share
@@ -38,7 +38,7 @@ class ShardedEvaluation:
         """Samples of the slice, those of all ranks."""
         self._source, self._first, self._last, self._maker = source, first, last, maker
 
-    def batches(self, size: int, *, schedule: Schedule = "interleaved") -> Iterator[Batch]:
+    def batches(self, size: int, *, schedule: str = "interleaved") -> Iterator[Batch]:
         """Yield this rank's part of each batch of ``size`` samples, in the order of the data. Collective.
 
         Rank r of W has samples [r * n // W, (r + 1) * n // W) of a batch of n; one without any gets the first of them

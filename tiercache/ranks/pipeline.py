@@ -85,5 +85,6 @@ class StageInput:
             [mine.numel() if rank == self._first else 0 for rank in range(ranks.size)],
         )
         if mine.shape[0]:
-            mine.backward(found.reshape(mine.shape) * ranks.size)  # rows' gradients are averaged over ranks
+            averaged = found.reshape(mine.shape) * ranks.size  # a step divides rows' gradients by the ranks
+            torch.autograd.backward(mine, averaged)
         self._mine = None

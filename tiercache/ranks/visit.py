@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.ranks.batches import SCHEDULES, SHARED_ERRORS, parts_of
+from tiercache.ranks.batches import SHARED_ERRORS, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from tiercache.ranks.batches import BatchMaker, Schedule
+    from tiercache.ranks.batches import BatchMaker
     from tiercache.training.batch import Batch
     from tiercache.training.visit import Visit
 
@@ -51,7 +51,7 @@ class ShardedVisit:
             yield self._maker.make(self._visit.source, places, self._name, error=error)
 
     def steps(
-        self, size: int, *, micro_batches: int, shuffle: bool = False, schedule: Schedule = "interleaved"
+        self, size: int, *, micro_batches: int, shuffle: bool = False, schedule: str = "interleaved"
     ) -> Iterator[Iterator[Batch]]:
         """Yield each global batch as an iterator over its micro-batches; step once behind all of them.
 
@@ -62,8 +62,6 @@ class ShardedVisit:
         """
         if micro_batches < 1:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")
         for places, error in self._places(size, shuffle):
             parts = [part for part in parts_of(places, micro_batches) if part.size] or [places]
             make = partial(self._maker.make, self._visit.source, name=self._name, of=places.size)
