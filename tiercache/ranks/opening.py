@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement
@@ -28,13 +28,13 @@ def choose_placement(
 
     Raises ValueError for one that makes no sense.
     """
-    found: Record | None = None
-    with ranks.together("reading the record of the sharded store"):
-        if ranks.rank == 0 and asked == "auto":
-            found = Record.read(Path(path))
-    told = ranks.values(None if found is None or found.num_ranks != ranks.size else found.placement)[0]
+    chosen: dict[str, Any] | None = None
     with ranks.together("placing the tables"):
-        return Placement.from_record(told) if told is not None else placement_of(passes, ranks.size, asked)
+        if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
+            found = Record.read(Path(path)) if asked == "auto" else None
+            kept = found is not None and found.num_ranks == ranks.size
+            chosen = found.placement if kept and found else placement_of(passes, ranks.size, asked).to_record()
+    return Placement.from_record(ranks.values(chosen)[0])
 
 
 def open_parts(
