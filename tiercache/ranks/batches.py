@@ -13,6 +13,7 @@ from tiercache.training.row_optimizer import RowGradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
     import numpy as np
     from numpy.typing import NDArray
@@ -98,14 +99,13 @@ class BatchMaker:
             for make in makes:
                 yield make()
             return
-        waiting = None
+        coming: list[Future[Batch]] = []
         for make in makes:
-            made = waiting
-            waiting = self._thread.submit(make)
-            if made is not None:
-                yield made.result()
-        if waiting is not None:
-            yield waiting.result()
+            coming.append(self._thread.submit(make))
+            if len(coming) > 1:
+                yield coming.pop(0).result()
+        for last in coming:
+            yield last.result()
 
     def rest(self) -> None:
         """Wait until no batch is being made."""
