@@ -1,1 +1,1 @@
-"""Tests of training on several ranks."""
+"""Several ranks: how they talk, what they own, and that they train as one process does."""

@@ -1,1 +1,1 @@
-"""Several devices: one process for each, rows and passes divided among them, exchanged by torch.distributed."""
+"""More than one device: one process each, rows exchanged between them, a part of the store for each."""
