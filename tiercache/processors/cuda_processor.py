@@ -78,7 +78,7 @@ class CudaMover:
         if total > free:
             raise refused
         try:
-            memory = self._gpu.tensor((total,), torch.uint8)
+            memory = self._gpu.tensor((max(total, 1),), torch.uint8)  # a rank may own no row at all
         except torch.OutOfMemoryError as error:
             raise refused from error
         at = 0
