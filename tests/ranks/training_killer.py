@@ -1,0 +1,179 @@
+"""Kills ranks of a real training with SIGKILL, one or all, at random moments, and starts all of them again.
+
+A program, because a fork server belongs to a process of its own: python -m tests.ranks.training_killer FOLDER KILLS
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+CASE = "bags"
+RESULT, ERROR = "result.json", "error-{}.txt"
+SURVIVORS_SECONDS = 30.0
+"""Within which the ranks that were not killed end by themselves: far more than they need, on any machine."""
+
+
+def be_rank(rank: int, size: int, port: int, folder: Path) -> None:
+    """Train the case to its end; what comes out wrong stands in a file."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    import torch
+
+    from tests.ranks.trainings import stored, train
+    from tiercache.ranks.group import Ranks
+
+    torch.set_num_threads(1)
+    (folder / f"begun-{rank}").touch()
+    try:
+        ranks = Ranks.join(timeout=60)
+        found = train(ranks, CASE, str(folder))
+        ranks.barrier()
+        if rank == 0:
+            record = {name: _digest(value) for name, value in found.items()}
+            for name, (keys, fields) in stored(folder).items():
+                record |= {f"{name}.{i}": _digest(part) for i, part in enumerate((keys, *fields))}
+            (folder / RESULT).write_text(json.dumps(record))
+        ranks.barrier()
+        ranks.close()
+    except Exception:
+        (folder / ERROR.format(rank)).write_text(traceback.format_exc())
+        sys.exit(1)
+
+
+def _digest(value: Any) -> str:
+    import numpy as np
+
+    return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+
+
+class Killer:
+    """Runs trainings of several ranks and kills them."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._random = folder, random.Random(seed)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["benchmarks.warm", "tests.ranks.warm"])
+        self._stood: dict[Path, tuple[int, ...]] = {}
+        self.figures: dict[str, Any] = {
+            "kills": 0, "kills_of_all": 0, "trainings": 0, "resumed_behind_a_commit": 0, "told_why": 0, "problems": [],
+        }  # fmt: skip
+
+    def run(self, kills: int) -> dict[str, Any]:
+        """Kill so many times; every training that is killed is resumed to its end and compared."""
+        expected, seconds = {}, {}
+        number = 0
+        while self.figures["kills"] < kills and not self.figures["problems"]:
+            size = 2 + number % 2
+            folder = self._prepare(f"killed-{number}")
+            if size not in expected:
+                whole = self._prepare(f"whole-{size}")
+                begun = time.perf_counter()
+                self._end(whole, self._start(whole, size))
+                seconds[size] = time.perf_counter() - begun
+                expected[size] = json.loads((whole / RESULT).read_text())
+            for _ in range(1 + self._random.randrange(4)):
+                if self.figures["kills"] < kills:
+                    self._kill(folder, size, seconds[size])
+            self._end(folder, self._start(folder, size))
+            self.figures["trainings"] += 1
+            if json.loads((folder / RESULT).read_text()) != expected[size]:
+                self.figures["problems"].append(f"{folder.name} on {size} ranks ended with other bits")
+            number += 1
+        return self.figures
+
+    def _prepare(self, name: str) -> Path:
+        from tests.ranks.trainings import CASES
+
+        folder = self._folder / name
+        folder.mkdir()
+        CASES[CASE].cut(folder / "passes")
+        return folder
+
+    def _start(self, folder: Path, size: int) -> list[BaseProcess]:
+        for left in [*folder.glob("begun-*"), *folder.glob("error-*")]:
+            left.unlink()
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        processes = [self._context.Process(target=be_rank, args=(rank, size, port, folder)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        while any(not (folder / f"begun-{rank}").exists() for rank in range(size)):
+            time.sleep(0.005)
+        return list(processes)
+
+    def _end(self, folder: Path, processes: list[BaseProcess]) -> None:
+        for rank, process in enumerate(processes):
+            process.join()
+            if process.exitcode != 0:
+                raise RuntimeError(f"rank {rank} of {folder.name} failed: {(folder / ERROR.format(rank)).read_text()}")
+
+    def _kill(self, folder: Path, size: int, seconds: float) -> None:
+        processes = self._start(folder, size)
+        time.sleep(self._random.uniform(0.0, seconds))
+        victims = processes if self._random.random() < 0.3 else [self._random.choice(processes)]
+        for victim in victims:
+            victim.kill()
+        until = time.monotonic() + SURVIVORS_SECONDS
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.exitcode is None:
+                self.figures["problems"].append(f"a rank of {folder.name} did not end when another was killed")
+                process.kill()
+                process.join()
+        if all(process.exitcode == 0 for process in processes):
+            return  # they were done before
+        self.figures["kills"] += 1
+        self.figures["kills_of_all"] += len(victims) == size
+        for rank, process in enumerate(processes):
+            if process.exitcode not in {0, -signal.SIGKILL}:
+                said = (folder / ERROR.format(rank)).read_text()
+                self.figures["told_why"] += "RankError" in said
+                if "RankError" not in said:
+                    self.figures["problems"].append(f"rank {rank} of {folder.name} ended otherwise: {said}")
+        self._look(folder)
+
+    def _look(self, folder: Path) -> None:
+        """Open what was left: it stands at a commit of all ranks, whole, or nothing was ever committed."""
+        import tiercache as tc
+        from tiercache.ranks.inspection import verify_sharded
+        from tiercache.store import StoreMissingError
+
+        at = (-1, -1)
+        with suppress(StoreMissingError):
+            with tc.ShardedStore.open(folder / "model.tc") as store:
+                at = tuple(store.commit.cursor)
+            self.figures["problems"] += verify_sharded(folder / "model.tc")["problems"]
+        if at < self._stood.get(folder, at):
+            self.figures["problems"].append(f"{folder.name} stood at {self._stood[folder]} and now stands at {at}")
+        self._stood[folder] = at
+        self.figures["resumed_behind_a_commit"] += at > (0, 0)
+
+
+def main() -> None:
+    """Kill, and print the figures as JSON."""
+    folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+    with suppress(KeyboardInterrupt):
+        sys.stdout.write(json.dumps(Killer(folder, seed=kills).run(kills)))
+
+
+if __name__ == "__main__":
+    main()
