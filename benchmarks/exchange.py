@@ -8,11 +8,12 @@ samples with all rows on the rank, and a bare all-to-all of the bytes that the e
 Keys, for each SHAPE and plain for the least favourable one: wire_ratio_SHAPE is the bytes that left the ranks over the
 fewest that must: for each unique row of another rank in a rank's batch, its address, the row and its gradient, counted
 from the ids. time_ratio_SHAPE is what the exchange adds to a step (the exchanged step less the one with all rows on the
-rank: both gather rows and sum up gradients) over the bare all-to-all; time_ratio_of_calls_SHAPE the whole time within
-the two calls that exchange rows and gradients, over the same: it counts the summing of gradients, which the step on one
-rank has too, as the exchange's. bytes_saved_by_unique_ids_SHAPE is how many times the bytes would be without, where
-every lookup travelled; time_saved_by_unique_ids_SHAPE the time of a bare all-to-all of those, over that of the
-exchange's calls.
+rank: both gather rows and sum up gradients) over the bare all-to-all; cpu_ratio_SHAPE the same of the seconds of CPU
+that all threads of both ranks took, which stands where other processes want the cores too. time_ratio_of_calls_SHAPE is
+the whole time within the two calls that exchange rows and gradients over the bare all-to-all: it counts the summing of
+gradients, which the step on one rank has too, as the exchange's. bytes_saved_by_unique_ids_SHAPE is how many times the
+bytes would be without, where every lookup travelled; time_saved_by_unique_ids_SHAPE the time of a bare all-to-all of
+those, over that of the exchange's calls.
 """
 
 from __future__ import annotations
@@ -82,10 +83,12 @@ def figures_of(shape: str, told: list[dict[str, Any]]) -> dict[str, Any]:
     added = [step - alone for step, alone in zip(turns["step"], turns["alone"], strict=True)]
     record = {f"ms_{name}_{shape}": middle(values) * 1e3 for name, values in turns.items()}
     bare = middle(turns["bare"])
+    busy = {name: sum(middle(one[f"{name}_cpu"]) for one in seconds) for name in ("step", "alone", "bare")}
     return record | {
         f"wire_ratio_{shape}": sent / once,
         f"time_ratio_{shape}": middle(added) / bare,
         f"time_ratio_of_calls_{shape}": middle(calls) / bare,
+        f"cpu_ratio_{shape}": (busy["step"] - busy["alone"]) / busy["bare"],
         f"bytes_sent_{shape}": sent / len(calls),
         f"bytes_saved_by_unique_ids_{shape}": each / sent,
         f"time_saved_by_unique_ids_{shape}": middle(turns["bare_each"]) / middle(calls),
@@ -107,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     turns, warm_up = (3, 1) if options.tiny else (10, 3) if options.quick else (30, 5)
     for shape in shapes:
         record |= figures_of(shape, measure(shape, turns, warm_up))
-    for name in ("wire_ratio", "time_ratio", "time_ratio_of_calls"):
+    for name in ("wire_ratio", "time_ratio", "time_ratio_of_calls", "cpu_ratio"):
         record[name] = max(record[f"{name}_{shape}"] for shape in shapes)
     for name in ("bytes_saved_by_unique_ids", "time_saved_by_unique_ids"):
         record[name] = min(record[f"{name}_{shape}"] for shape in shapes)

@@ -124,7 +124,7 @@ class Rank:
         ids, tables = self.batches[batch], dict(zip(self.part.features, self.part.tables, strict=True))
         seconds, gradients = {}, RowGradients(1)
         self.ranks.barrier()
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), time.process_time()
         rows, local, exchanged = self.exchange.rows_of(ids, tables, "a batch")
         seconds["there"] = time.perf_counter() - begun
         self._look_up(RowView(rows, gradients, "a visit", self.processor), local)
@@ -132,17 +132,17 @@ class Rank:
         self.exchange.gradients_of(exchanged, gradients, self.optimizer.gradients)
         seconds["back"] = time.perf_counter() - pooled
         self.exchange.step(self.optimizer, self.rows)
-        seconds["step"] = time.perf_counter() - begun
+        seconds["step"], seconds["step_cpu"] = time.perf_counter() - begun, time.process_time() - busy
         return seconds, exchanged
 
-    def train_alone(self, batch: int) -> float:
-        """Train this rank's samples of a batch with the rows of all ranks here; return the seconds."""
+    def train_alone(self, batch: int) -> tuple[float, float]:
+        """Train this rank's samples of a batch with the rows of all ranks here; return seconds, and those of CPU."""
         gradients = RowGradients(1)
         self.ranks.barrier()
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), time.process_time()
         self._look_up(RowView(self.all_rows, gradients, "a visit", self.processor), self.batches[batch])
         self.processor.step([GroupStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01)], 1)
-        return time.perf_counter() - begun
+        return time.perf_counter() - begun, time.process_time() - busy
 
     def _look_up(self, rows: RowView, ids: dict[str, FeatureIds]) -> None:
         """Pool a batch, and leave the gradient of the output."""
@@ -151,8 +151,8 @@ class Rank:
         self.processor.pool([(lookup.rows, lookup.entries)], self.processor.empty(self.gradient.shape, np.float32))
         lookup.backward(self.gradient)
 
-    def bare(self, exchanged: Exchanged, *, times: float = 1.0) -> float:
-        """Return the seconds of three bare all-to-all of the same bytes, or ``times`` as many."""
+    def bare(self, exchanged: Exchanged, *, times: float = 1.0) -> tuple[float, float]:
+        """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""
         me, size = self.ranks.rank, self.ranks.size
         send = [0 if r == me else int(times * exchanged.request.counts_WS[r].sum()) for r in range(size)]
         receive = [int(n) for n in self.ranks.counts(np.array(send, dtype=np.int64)[:, None])[:, 0]]
@@ -174,9 +174,9 @@ class Rank:
 
         run()
         self.ranks.barrier()
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), time.process_time()
         run()
-        return time.perf_counter() - begun
+        return time.perf_counter() - begun, time.process_time() - busy
 
 
 def _keys(table: tc.Table, count: int) -> NDArray[np.int64]:
@@ -197,9 +197,11 @@ def main() -> None:
         batch, before = turn % NUM_BATCHES, rank.exchange.bytes_sent
         seconds, exchanged = rank.train(batch)
         counted = rank.least_bytes(batch)
-        seconds["alone"] = rank.train_alone(batch)
-        seconds["bare"] = rank.bare(exchanged)
-        seconds["bare_each"] = rank.bare(exchanged, times=counted["each"] / max(1, counted["once"]))
+        seconds["alone"], seconds["alone_cpu"] = rank.train_alone(batch)
+        seconds["bare"], seconds["bare_cpu"] = rank.bare(exchanged)
+        seconds["bare_each"], seconds["bare_each_cpu"] = rank.bare(
+            exchanged, times=counted["each"] / max(1, counted["once"])
+        )
         if turn >= warm_up:
             sent += rank.exchange.bytes_sent - before
             least = {name: least[name] + counted[name] for name in least}

@@ -38,14 +38,21 @@ def _number(part, parts, pairs, counts, unique, inverse):  # type: ignore[no-unt
         inverse[pairs[i] & _LOW] = np.int32(number)
 
 
+@worker
+def _work(numbering, part, parts, pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
+    if numbering:
+        _number(part, parts, pairs, counts, unique, inverse)
+    else:
+        _count_firsts(part, parts, pairs, counts)
+
+
 @parallel
 def _unique(pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
     parts = counts.size
-    for part in prange(parts):
-        _count_firsts(part, parts, pairs, counts)
-    for part in prange(parts):
-        _number(part, parts, pairs, counts, unique, inverse)
-    return counts.sum()
+    for step in range(2):  # not two loops one behind the other: the compiler may merge what it sees no bond between
+        if step == 1 or parts > 1:
+            for part in prange(parts):
+                _work(step == 1, part, parts, pairs, counts, unique, inverse)
 
 
 def unique_slots(pairs: NDArray[np.uint64], unique: NDArray[np.int32], inverse: NDArray[np.int32]) -> int:
@@ -59,7 +66,8 @@ def unique_slots(pairs: NDArray[np.uint64], unique: NDArray[np.int32], inverse: 
     if not same_length(pairs=pairs, unique=unique, inverse=inverse):
         return 0
     parts = max(1, min(threads(), pairs.size // _PART_ENTRIES))
-    return int(_unique(pairs, np.zeros(parts, np.int64), unique, inverse))
+    _unique(pairs, np.zeros(parts, np.int64), unique, inverse)
+    return int(inverse[int(pairs[-1] & _LOW)]) + 1
 
 
 @serial
@@ -107,10 +115,9 @@ def lay_out(
 @serial
 def _mark(slots, seen):  # type: ignore[no-untyped-def]
     count = 0
-    for i in range(slots.size):
-        if not seen[slots[i]]:
-            seen[slots[i]] = True
-            count += 1
+    for i in range(slots.size):  # without a branch: whether a slot is new is anybody's guess
+        count += 1 - np.int64(seen[slots[i]])
+        seen[slots[i]] = True
     return count
 
 

@@ -55,6 +55,16 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
     assert found["store_bytes_read"] == found["rows_read"] * found["row_bytes"]
 
 
+def test_the_exchange_benchmark_moves_hardly_a_byte_too_many(tmp_path: Path) -> None:
+    """The smallest run has all its keys; a batch moves its counts beside the bytes that must move."""
+    found = figures("benchmarks.exchange", tmp_path)
+    assert_has(found, (*SAID, "time_ratio", "cpu_ratio", "time_ratio_of_calls", "time_saved_by_unique_ids"))
+    assert 1 < found["wire_ratio"] <= 1.05
+    assert found["wire_ratio_verdict"] == "goal"
+    assert found["bytes_saved_by_unique_ids"] > 1
+    assert found["ms_bare_4xtiny"] > 0
+
+
 def test_the_store_benchmark_measures_every_engine_and_its_lookups_agree(tmp_path: Path) -> None:
     """The smallest run of the store's benchmark has all its keys, and the ones that are facts hold."""
     found = figures("benchmarks.store", tmp_path, "--folder", str(tmp_path / "data"))
