@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tiercache.extraction.extract import extract as extract
     from tiercache.passes.key_sets import write_key_sets as write_key_sets
     from tiercache.passes.passset import PassSet as PassSet
+    from tiercache.passes.splitting import split_passes as split_passes
     from tiercache.schema import Dense as Dense
     from tiercache.schema import Feature as Feature
     from tiercache.schema import Schema as Schema
@@ -66,6 +67,7 @@ _HOME = {
     "extract": "extraction.extract",
     "import_store": "exchange.importing",
     "reorganise": "training.reorganise",
+    "split_passes": "passes.splitting",
     "write_key_sets": "passes.key_sets",
 }
 
@@ -96,6 +98,7 @@ __all__ = [
     "extract",
     "import_store",
     "reorganise",
+    "split_passes",
     "write_key_sets",
 ]
 

@@ -50,6 +50,8 @@ def train_to(store: tc.Store, passes: tc.PassSet, case: Case, visit: int, batche
         def stop(at: int, batch: int) -> None:
             if (at, batch + 1) == (visit, batches):
                 cache.commit()
+                if batches * case.batch == case.pass_rows:
+                    raise _StopError
             if (at, batch) == (visit, batches):  # what was trained since is not kept
                 raise _StopError
 
