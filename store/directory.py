@@ -131,8 +131,9 @@ class StoreDirectory:
 class WriterLock:
     """The right to write to a store, held by one process until ``release`` or its end, however it ends."""
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / LOCK
+    def __init__(self, directory: Path, name: str = LOCK) -> None:
+        """``name`` is the file's: another one is for what is no store itself, and is made of stores."""
+        path = directory / name
         with room_for(_EMPTY_BYTES, path, f"the lock of the store at {directory}"):
             self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -29,11 +29,12 @@ _BATCH_NUMBERS = 1 << 20
 def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
     """Return the first row of each key (n,) of a table: (n, width) of float32 for each field.
 
-    Vectors are rounded to the nearest of the table's dtype; state begins at its constant.
+    Vectors are rounded to the nearest of the table's dtype; state begins at its constant. Those of a column slice are
+    its columns of the whole ones.
     """
     keys = np.ascontiguousarray(keys, dtype=np.int64)
     vectors = np.empty((keys.size, table.dim), dtype=np.float32)
-    step = max(1, _BATCH_NUMBERS // table.dim)
+    step = max(1, _BATCH_NUMBERS // (table.first_column + table.dim))
     for first in range(0, keys.size, step):
         vectors[first : first + step] = nearest(_vectors(table, keys[first : first + step]), table.dtype)
     states = (np.full((keys.size, field.width), field.initial, dtype=np.float32) for field in table.fields[1:])
@@ -41,21 +42,21 @@ def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
 
 
 def _vectors(table: Table, keys: NDArray[np.int64]) -> Floats:
-    dim = table.dim
+    dim, mine = table.dim, slice(table.first_column, table.first_column + table.dim)
     match table.initializer:
         case Zeros():
             return np.zeros((keys.size, dim), dtype=np.float32)
         case Constant(value=value):
             return np.full((keys.size, dim), value, dtype=np.float32)
         case Uniform(low=low, high=high):
-            return _F(low) + _unit(_words(table, keys)[:, :dim]) * _F(_F(high) - _F(low))
+            return _F(low) + _unit(_words(table, keys)[:, mine]) * _F(_F(high) - _F(low))
         case Normal(mean=mean, std=std):
-            return _normal(_words(table, keys), _F(mean), _F(std))[:, :dim]
+            return _normal(_words(table, keys), _F(mean), _F(std))[:, mine]
 
 
 def _words(table: Table, keys: NDArray[np.int64]) -> Words:
-    """Return the words of each element: (n, dim rounded up to whole blocks)."""
-    blocks = -(-table.dim // 4)
+    """Return the words of each element up to the table's last column: (n, these rounded up to whole blocks)."""
+    blocks = -(-(table.first_column + table.dim) // 4)
     stream = int(mix(np.array([table.seed ^ table.table_id], np.uint64))[0])
     counters = keys.view(np.uint64)[:, None], np.arange(blocks, dtype=np.uint64)[None, :]
     key, block = np.broadcast_arrays(*counters)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what the store at ``path`` holds at its newest commit, as plain values; reads no row.
+def info(path: str | os.PathLike[str], *, at: int | None = None) -> dict[str, Any]:
+    """Return what the store at ``path`` holds at its newest commit, or at commit ``at``, as plain values; reads no row.
 
     "rows" and "live_rows" count each key once, "row_bytes" their bytes; "stale_rows" are those in settled segments
     whose keys newer segments have too. "changed_bytes" are those of the last changes of moved rows, dead ones included.
@@ -28,7 +28,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises what ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
-    with Store.open(path, mode="r") as store:
+    with Store.open(path, mode="r", commit=at) as store:
         live = {table.name: 0 for table in store.tables}
         settled = {} if store.commit is None else {one.segment_id: one for one in store.commit.settled}
         segments, stale_bytes = [], 0

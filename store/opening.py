@@ -175,12 +175,12 @@ def _tables_of(
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
     if wanted is not None:
-        _compare(stored, wanted, store)
+        compare_tables(stored, wanted, store)
     return stored
 
 
-def _compare(stored: tuple[Table, ...], wanted: tuple[Table, ...], store: str) -> None:
-    """Raise TableMismatchError that names the first difference."""
+def compare_tables(stored: tuple[Table, ...], wanted: tuple[Table, ...], store: str) -> None:
+    """Raise TableMismatchError that names the first difference between the tables of ``store`` and those given."""
     advice = "give the tables it was made with, or the path of a new store"
     have, want = ({table.name: table for table in tables} for tables in (stored, wanted))
     for name in sorted(have.keys() | want.keys()):

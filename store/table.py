@@ -78,6 +78,11 @@ class Table:
     compression: str | None = field(default=None, compare=False)
     """"zstd" or "blosc": how a store on Zarr arrays keeps the bytes of its rows; None: as they are. The rows are the
     same, so tables that differ in nothing else are equal."""
+    first_column: int = 0
+    """Of a column slice: the column of the whole vectors that is its first."""
+    whole_dim: int | None = None
+    """Of a column slice, which keeps ``dim`` neighbouring columns of every vector: numbers in a whole one. Its initial
+    rows are those columns of the whole rows. None: no slice."""
     table_id: int = field(init=False, repr=False, compare=False)
     """XXH64 (seed 0) of the name in UTF-8."""
     fields: tuple[Field, ...] = field(init=False, repr=False, compare=False)
@@ -105,6 +110,7 @@ class Table:
             raise ValueError(f"seed of table {self.name!r} is {self.seed!r}: it must be 0 .. 2**64 - 1")
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype of table {self.name!r} is {self.dtype!r}: it must be {_DTYPES}")
+        _check_columns(self)
         _check_start(self)
         _check_spread(self)
         if self.compression is not None and self.compression not in COMPRESSIONS:
@@ -118,7 +124,7 @@ class Table:
         object.__setattr__(self, "row_bytes", 4 * sum(f.words for f in fields))
 
     def to_record(self) -> dict[str, Any]:
-        """Return the table as plain JSON values; without compression they do not speak of it."""
+        """Return the table as plain JSON values; without compression, or whole, they do not speak of it."""
         record = {
             "name": self.name,
             "dim": self.dim,
@@ -127,7 +133,11 @@ class Table:
             "seed": self.seed,
             "dtype": self.dtype,
         }
-        return record if self.compression is None else record | {"compression": self.compression}
+        if self.compression is not None:
+            record["compression"] = self.compression
+        if self.whole_dim is not None:
+            record |= {"first_column": self.first_column, "whole_dim": self.whole_dim}
+        return record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Table:
@@ -142,6 +152,8 @@ class Table:
                 seed=record["seed"],
                 dtype=record["dtype"],
                 compression=record.get("compression"),
+                first_column=record.get("first_column", 0),
+                whole_dim=record.get("whole_dim"),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"a table's record lacks {error}: it must be what a store wrote") from error
@@ -200,6 +212,8 @@ class Group:
 def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
     """Group tables by (dim, dtype, optimizer, compression): groups and tables within stand in the order of table ids.
 
+    A column slice with RowWiseAdagrad, whose rows have one number for all slices, is a group of its own.
+
     Raises ValueError for no tables, two of one name, or two names of one table id.
     """
     ordered = sorted(tables, key=lambda table: table.table_id)
@@ -210,10 +224,28 @@ def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
             raise ValueError(f"two tables are named {one.name!r}: every table needs its own name")
         if one.table_id == other.table_id:
             raise ValueError(f"tables {one.name!r} and {other.name!r} have one table id: rename one of them")
-    members: dict[tuple[int, str, Optimizer, str | None], list[Table]] = {}
+    members: dict[tuple[int, str, Optimizer, str | None, str | None], list[Table]] = {}
     for table in ordered:
-        members.setdefault((table.dim, table.dtype, table.optimizer, table.compression), []).append(table)
+        alone = table.whole_dim is not None and isinstance(table.optimizer, RowWiseAdagrad)
+        layout = table.dim, table.dtype, table.optimizer, table.compression, table.name if alone else None
+        members.setdefault(layout, []).append(table)
     return tuple(Group(index=i, tables=tuple(group)) for i, group in enumerate(members.values()))
+
+
+def _check_columns(table: Table) -> None:
+    """Raise ValueError unless the table is whole, or a slice of fewer columns than the whole."""
+    first, whole = table.first_column, table.whole_dim
+    numbers = [first] if whole is None else [first, whole]
+    whole = table.dim if whole is None else whole
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or not 0 <= first <= whole - table.dim:
+        raise ValueError(
+            f"columns of table {table.name!r} are {table.dim} from first_column {first!r} on, of whole_dim "
+            f"{table.whole_dim!r}: they must lie within the whole"
+        )
+    if table.whole_dim == table.dim:
+        raise ValueError(
+            f"table {table.name!r} is a slice with all {table.dim} columns: leave out whole_dim where it is whole"
+        )
 
 
 def _check_start(table: Table) -> None:

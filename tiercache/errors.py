@@ -8,11 +8,13 @@ TierCacheError
  ├─ BudgetError      something does not fit into the memory that it was given
  ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
  ├─ ExchangeError    an export or import cannot be done, or files to import are not what they should be
- └─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
+ ├─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
+ └─ RankError        (a RuntimeError) ranks differ, one of them failed, or one ended or gave no answer
  CudaError            (a RuntimeError) a GPU cannot be used: says what was found and what to install
 
-All but TierCacheError itself are ValueErrors too, and KeyNotInPassError an IndexError in place of it. ExchangeWarning
-tells of files and state that an export or import leaves out. StoreError and its tree: `tiercache.store.errors`.
+All but TierCacheError itself and RankError are ValueErrors too, and KeyNotInPassError an IndexError in place of it.
+ExchangeWarning tells of files and state that an export or import leaves out. StoreError and its tree:
+`tiercache.store.errors`.
 """
 
 from tiercache.kernels.cuda import CudaError
@@ -41,6 +43,7 @@ __all__ = [
     "KeyNotInPassError",
     "NotAStoreError",
     "PassSetError",
+    "RankError",
     "SchemaError",
     "SourceError",
     "StateError",
@@ -92,6 +95,10 @@ class KeyNotInPassError(TierCacheError, IndexError):
     def __init__(self, message: str, *, table: str, key: int, batch: int) -> None:
         super().__init__(message)
         self.table, self.key, self.batch = table, key, batch
+
+
+class RankError(TierCacheError, RuntimeError):
+    """Ranks cannot go on together: names the rank and what it was doing, where they are known."""
 
 
 class ExchangeWarning(UserWarning):

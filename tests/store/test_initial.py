@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,3 +40,15 @@ def test_first_rows_have_the_bits_that_training_starts_from(
     for field, state in zip(table.fields[1:], states, strict=True):
         assert state.shape == (len(keys), field.width)
         assert np.all(state == np.float32(field.initial))
+
+
+@settings(max_examples=60, deadline=None)
+@given(start=STARTS, dim=st.integers(1, 13), first=st.integers(0, 9), behind=st.integers(0, 5), seed=st.integers(0, 9))
+def test_first_rows_of_a_column_slice_are_columns_of_the_whole_rows(
+    start: Zeros | Constant | Uniform | Normal, dim: int, first: int, behind: int, seed: int
+) -> None:
+    """Wherever it begins, also between the two numbers that a Normal makes together."""
+    whole = Table(name="item", dim=first + dim + behind + 1, optimizer=Adam(), initializer=start, seed=seed)
+    part = replace(whole, dim=dim, first_column=first, whole_dim=whole.dim)
+    keys = np.array([0, -5, 2**63 - 1, 17], np.int64)
+    assert np.array_equal(initial_rows(part, keys)[0], initial_rows(whole, keys)[0][:, first : first + dim])

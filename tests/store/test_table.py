@@ -210,3 +210,45 @@ def test_initializers_have_codes_for_kernels() -> None:
     assert initializer_code(Constant(value=2)) == (1, 2.0, 0.0)
     assert initializer_code(Uniform(low=-1, high=1)) == (2, -1.0, 1.0)
     assert initializer_code(Normal(mean=3, std=4)) == (3, 3.0, 4.0)
+
+
+def test_a_column_slice_is_recorded_and_a_whole_table_does_not_speak_of_slices() -> None:
+    """So stores of whole tables keep their bytes."""
+    part = table(dim=3, first_column=4, whole_dim=8)
+    assert Table.from_record(json.loads(json.dumps(part.to_record()))) == part
+    assert part != table(dim=3)
+    assert part.fields == table(dim=3).fields
+    assert not {"first_column", "whole_dim"} & table().to_record().keys()
+
+
+@pytest.mark.parametrize(
+    ("first", "whole", "words"),
+    [
+        (0, 3, "must lie within the whole"),
+        (5, 8, "must lie within the whole"),
+        (-1, 8, "must lie within the whole"),
+        (1, None, "must lie within the whole"),
+        (0, "8", "must lie within the whole"),
+        (1.0, 8, "must lie within the whole"),
+        (True, 8, "must lie within the whole"),
+        (0, 4, "leave out whole_dim"),
+    ],
+)
+def test_columns_that_are_no_slice_are_refused(first: Any, whole: Any, words: str) -> None:
+    """In a table, and in the record of one."""
+    with pytest.raises(ValueError, match=words):
+        table(first_column=first, whole_dim=whole)
+    with pytest.raises(ValueError, match=words):
+        Table.from_record(table().to_record() | {"first_column": first, "whole_dim": whole})
+
+
+def test_slices_share_a_group_unless_a_number_of_theirs_is_for_all_slices() -> None:
+    """Row-wise Adagrad has one sum for the whole row, which its slices must find together."""
+    for optimizer, groups in [(Adagrad(learning_rate=0.1), 1), (RowWiseAdagrad(learning_rate=0.1), 3)]:
+        tables = [
+            table(name="a", optimizer=optimizer, whole_dim=8),
+            table(name="b", optimizer=optimizer, first_column=4, whole_dim=8),
+            table(name="c", optimizer=optimizer),
+            table(name="d", optimizer=optimizer),
+        ]
+        assert len(group_tables(tables)) == groups

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiercache.cli.progress import shown_rows
+from tiercache.cli.sharded import refuse_sharded
 
 if TYPE_CHECKING:
     from tiercache.exchange.listing import Listing
@@ -32,6 +33,7 @@ def export_rows(
     """Write all rows at the newest commit, key by key in hash order."""
     from tiercache.exchange.exporting import export_store
 
+    refuse_sharded(path, "export")
     began = time.perf_counter()
     with shown_rows(as_json=as_json) as tell:
         listing = export_store(

@@ -11,6 +11,8 @@ import typer
 
 from tiercache.cli.exchange import export_rows, import_rows
 from tiercache.cli.progress import shown_rows
+from tiercache.cli.sharded import print_info, print_verification, refuse_parts, refuse_sharded
+from tiercache.cli.tables import new_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,8 +36,12 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object inste
 @app.command("info")
 def show_info(path: _Path, as_json: _Json = False) -> None:
     """Show tables, segments and the newest commit; reads no row."""
+    from tiercache.ranks.inspection import is_sharded
     from tiercache.store import info
 
+    if is_sharded(path):
+        print_info(path, as_json=as_json)
+        return
     found = info(path)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -56,7 +62,7 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    tables = _table("tables", "name", "dim", "optimizer", "group", "rows", "bytes")
+    tables = new_table("tables", "name", "dim", "optimizer", "group", "rows", "bytes")
     for table in found["tables"]:
         tables.add_row(
             table["name"],
@@ -68,7 +74,7 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
         )
     console.print(tables)
     if len(found["commits"]) > 1:
-        commits = _table(f"commits (the newest {found['retention']} are kept)", "id", "visit", "sample", "segments")
+        commits = new_table(f"commits (the newest {found['retention']} are kept)", "id", "visit", "sample", "segments")
         for kept in found["commits"]:
             commits.add_row(str(kept["id"]), *(f"{kept[name]:,}" for name in ("visit", "sample", "segments")))
         console.print(commits)
@@ -79,6 +85,11 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
 @app.command("verify")
 def check(path: _Path, as_json: _Json = False) -> None:
     """Read everything that the kept commits need and check it; exit code 1 where anything is wrong."""
+    from tiercache.ranks.inspection import is_sharded
+
+    if is_sharded(path):
+        print_verification(path, as_json=as_json)
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -117,6 +128,8 @@ def show_rows(
     """Show the rows of keys: the vector and every optimizer state."""
     import numpy as np
 
+    from tiercache.ranks.inspection import is_sharded
+    from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.store import Store
     from tiercache.store.serving import lookup
 
@@ -126,15 +139,21 @@ def show_rows(
     wanted = np.array(keys or [], dtype=np.int64)
     if keys_file is not None:
         wanted = np.concatenate([wanted, _read_keys(keys_file)])
-    with Store.open(path, mode="r", commit=commit) as store, shown_rows(as_json=as_json) as tell:
-        fields = lookup(store, table, wanted, missing, progress=tell)
+    if is_sharded(path):
+        if commit is not None:
+            raise ValueError(f"{path} is a sharded store, which is read at its newest commit: leave --commit out")
+        with ShardedStore.open(path) as sharded, shown_rows(as_json=as_json) as tell:
+            fields = sharded.lookup(table, wanted, missing=missing, progress=tell)
+    else:
+        with Store.open(path, mode="r", commit=commit) as store, shown_rows(as_json=as_json) as tell:
+            fields = lookup(store, table, wanted, missing, progress=tell)
     if as_json:
         rows = [{name: values[i].tolist() for name, values in fields.items()} for i in range(wanted.size)]
         typer.echo(json.dumps([{"key": key, **row} for key, row in zip(wanted.tolist(), rows, strict=True)]))
         return
     from rich.console import Console
 
-    shown = _table(f"table {table}", "key", *fields)
+    shown = new_table(f"table {table}", "key", *fields)
     for i, key in enumerate(wanted.tolist()):
         shown.add_row(str(key), *(_numbers(values[i]) for values in fields.values()))
     Console().print(shown)
@@ -151,6 +170,7 @@ def show_changes(
     from tiercache.store import Store
     from tiercache.store.serving import changed_rows
 
+    refuse_sharded(path, "changes")
     with Store.open(path, mode="r") as store, shown_rows(as_json=as_json) as tell:
         newest = -1 if store.commit is None else store.commit.id
         counts = {table.name: changed_rows(store, table.name, since) for table in store.tables}
@@ -177,6 +197,9 @@ def compare(
 
     from tiercache.store import Store, differences
 
+    refuse_sharded(path, "diff")
+    if other is not None:
+        refuse_sharded(other, "diff")
     with ExitStack() as stack:
         tell = stack.enter_context(shown_rows(as_json=as_json))
         first = stack.enter_context(Store.open(path, mode="r"))
@@ -191,7 +214,7 @@ def compare(
         from rich.console import Console
 
         names = "only first", "only second", "different", "same"
-        shown = _table("differences", "table", *names, "for example keys")
+        shown = new_table("differences", "table", *names, "for example keys")
         for one in found:
             counts = (one.only_first, one.only_second, one.different, one.same)
             shown.add_row(one.table, *(f"{count:,}" for count in counts), ", ".join(map(str, one.examples)))
@@ -207,6 +230,7 @@ def compact(path: _Path, as_json: _Json = False) -> None:
     from tiercache.store.scan import live_rows
     from tiercache.training.progress import RewriteProgress
 
+    refuse_parts(path, "compact")
     with Store.open(path) as store:
         rows = 0 if store.commit is None else sum(live_rows(store, table.name) for table in store.tables)
         with RewriteProgress(rows, shown=not as_json and sys.stderr.isatty()) as bar:
@@ -222,6 +246,7 @@ def roll_back(
     """Go back to the rows, the dense state and the cursor of an older commit, as a new commit."""
     from tiercache.store import Store
 
+    refuse_parts(path, "rollback")
     with Store.open(path) as store:
         commit = store.rollback(to)
     done = {"commit": commit.id, "visit": commit.cursor.visit, "sample": commit.cursor.sample}
@@ -276,20 +301,10 @@ def _numbers(values: NDArray[np.float32]) -> str:
 
 
 def _segments(segments: list[dict[str, Any]]) -> Table:
-    table = _table("segments", "id", "visit", "rows", "live rows", "stale rows", "live ranges", "dead ranges")
+    table = new_table("segments", "id", "visit", "rows", "live rows", "stale rows", "live ranges", "dead ranges")
     for segment in segments:
         numbers = (segment[name] for name in ("rows", "live_rows", "stale_rows", "live_ranges", "dead_ranges"))
         visit = f"{segment['visit']}{' (within)' if segment['within'] else ''}"
         visit = "settled" if segment["settled"] else visit
         table.add_row(str(segment["id"]), visit, *(f"{number:,}" for number in numbers))
-    return table
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
     return table

@@ -147,8 +147,8 @@ class CudaMover:
         cuda_rows.unpack(self._gpu.kernels, fields, slots, pieces.there)
 
     def generates(self, table: Table) -> bool:
-        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms."""
-        return isinstance(table.initializer, (Uniform, Zeros, Constant))
+        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms, nor for column slices."""
+        return table.whole_dim is None and isinstance(table.initializer, (Uniform, Zeros, Constant))
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
                  keys_there: Array | None) -> None:  # fmt: skip

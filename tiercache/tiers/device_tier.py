@@ -148,7 +148,7 @@ class DeviceTier:
                 for i, table in enumerate(group.tables):
                     slots = placements[g].slots_K[starts[i] : starts[i + 1]]
                     keys = keys_of(pass_index, self._positions.first_table(g) + i)
-                    set_streams(self._streams_G[g], slots, keys, table.table_id, table.seed)
+                    set_streams(self._streams_G[g], slots, keys, table.table_id, table.seed ^ table.first_column)
 
     def rows_of(self, pass_index: int) -> list[GroupRows]:
         """Return what a lookup sees."""

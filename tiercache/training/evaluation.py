@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError
-from tiercache.kernels.initial import initial_rows
 from tiercache.kernels.uses import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.sizes import format_bytes
-from tiercache.store.table import initializer_code
-from tiercache.store.vectors import from_words, nearest
+from tiercache.store.vectors import from_words
+from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch import read_batches
 
@@ -137,12 +136,7 @@ class RowsNow:
             stand_in = np.full(rest.size, OOV_KEY, dtype=np.int64)
         table_spec = self._positions.tables[table]
         for part in _chunks(rest.size, 4 * table_spec.dim):
-            vectors = np.empty((rest[part].size, table_spec.dim), dtype=np.float32)
-            initial_rows(
-                np.ascontiguousarray(stand_in[part]), table_spec.table_id, table_spec.seed,
-                *initializer_code(table_spec.initializer), vectors,
-            )  # fmt: skip
-            out[0][rest[part]] = nearest(vectors, table_spec.dtype)
+            out[0][rest[part]] = initial_vectors(table_spec, stand_in[part])
         for to, field in zip(out[1:], self._positions.groups[g].fields[1:], strict=False):
             to[rest] = field.initial
 

@@ -13,14 +13,12 @@ import numpy as np
 import torch
 
 from tiercache.errors import BudgetError, KeyNotInPassError, StateError
-from tiercache.kernels.initial import initial_rows
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.kernels.pooling import gather
 from tiercache.passes.samples import FeatureIds
 from tiercache.processors.cpu_processor import CpuProcessor, places_of
 from tiercache.sizes import format_bytes
-from tiercache.store.table import initializer_code
-from tiercache.store.vectors import nearest
+from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch import Batch
 from tiercache.training.key_finder import KeyFinder
@@ -257,13 +255,6 @@ class RawKeys:
             else:
                 vectors.append(initial_vectors(table, keys))
         return keys.size
-
-
-def initial_vectors(table: Table, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the initial vectors of keys (n,), rounded to the table's dtype: float32 (n, D)."""
-    vectors = np.empty((keys.size, table.dim), np.float32)
-    initial_rows(keys, table.table_id, table.seed, *initializer_code(table.initializer), vectors)
-    return nearest(vectors, table.dtype)
 
 
 class _GatheredRows:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.initial import initial_rows
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.first_use import FirstUses
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.visit_plan import Planner
-from tiercache.store import Cursor, initializer_code
+from tiercache.store import Cursor
 from tiercache.store.scan import live_rows
+from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.matching import check_tables
 from tiercache.training.progress import RewriteProgress, prepare_kernels
@@ -92,7 +92,5 @@ def _check_start(start: Cursor, schedule: Schedule, passes: PassSet) -> None:
 
 
 def _first_rows(table: Table, keys: NDArray[np.int64]) -> list[NDArray[np.float32]]:
-    vectors = np.empty((keys.size, table.dim), dtype=np.float32)
-    initial_rows(np.ascontiguousarray(keys), table.table_id, table.seed, *initializer_code(table.initializer), vectors)
     states = (np.full((keys.size, field.width), field.initial, dtype=np.float32) for field in table.fields[1:])
-    return [vectors, *states]
+    return [initial_vectors(table, keys), *states]

@@ -17,10 +17,10 @@ from tiercache.processors.opening import open_processor
 from tiercache.processors.processor import Layout
 from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
-from tiercache.tiers.first_vectors import first_vectors
+from tiercache.tiers.first_vectors import first_vectors, initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.progress import prepare_kernels
-from tiercache.training.raw_batch import RawKeys, initial_vectors
+from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.step_hooks import StepHooks
 from tiercache.training.threads import share_threads
@@ -232,7 +232,7 @@ class ResidentRows:
             to[found] = have[at[found]]
         if not found.all():
             rest = np.nonzero(~found)[0]
-            out[0][rest] = initial_vectors(table, np.ascontiguousarray(keys[rest]))
+            out[0][rest] = initial_vectors(table, keys[rest])
             for to, field in zip(out[1:], table.fields[1:], strict=False):
                 to[rest] = field.initial
 

@@ -1,0 +1,113 @@
+"""Ranks without torch: threads of one process, or forked processes that any of which may be killed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from tiercache.errors import RankError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+SECONDS = 60.0
+"""After which a rank is given up."""
+
+
+class _Agreeing:
+    """What a meeting needs beside ``values``."""
+
+    rank: int
+    size: int
+
+    def agree(self, what: str, error: BaseException | None = None) -> None:
+        """Raise where any rank brings an error."""
+        told = self.values(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, sentence in enumerate(told):
+            if sentence is not None:
+                raise RankError(f"rank {rank} failed while {what}: {sentence}")
+
+    def values(self, mine: Any) -> list[Any]:
+        """Return what each rank brings."""
+        raise NotImplementedError
+
+
+class Alone(_Agreeing):
+    """The only rank."""
+
+    rank, size = 0, 1
+
+    def values(self, mine: Any) -> list[Any]:
+        """Return it."""
+        return [mine]
+
+
+class _Threads(_Agreeing):
+    """A rank that is a thread."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(shared)
+        self._shared, self._barrier = shared, barrier
+
+    def values(self, mine: Any) -> list[Any]:
+        """Return what each rank brings."""
+        try:
+            self._barrier.wait()
+            self._shared[self.rank] = json.dumps(mine)
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RankError("a rank left, or gave no answer") from error
+        return [json.loads(value) for value in self._shared]
+
+
+def meet(size: int, body: Callable[[Any], Any]) -> list[Any]:
+    """Run ``body(ranks)`` on so many threads; returns what each returned or raised, in rank order."""
+    shared, barrier = [None] * size, threading.Barrier(size, timeout=SECONDS)
+
+    def run(rank: int) -> Any:
+        try:
+            return body(_Threads(rank, shared, barrier))
+        except Exception as error:  # the test looks at it
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+class Processes(_Agreeing):
+    """A rank that is a process: rank 0 has a socket to each other one, the others one to rank 0."""
+
+    def __init__(self, rank: int, size: int, sockets: Sequence[socket.socket]) -> None:
+        self.rank, self.size = rank, size
+        self._sockets = sockets
+        self._files = [one.makefile("rwb") for one in sockets]
+        for one in sockets:
+            one.settimeout(SECONDS)
+
+    def values(self, mine: Any) -> list[Any]:
+        """Return what each rank brings. Raises RankError where one is gone."""
+        try:
+            if self.rank == 0:
+                told = [mine, *(self._hear(i) for i in range(self.size - 1))]
+                for i in range(self.size - 1):
+                    self._say(i, told)
+                return json.loads(json.dumps(told))
+            self._say(0, mine)
+            return self._hear(0)
+        except OSError as error:
+            raise RankError("a rank left, or gave no answer") from error
+
+    def _say(self, index: int, value: Any) -> None:
+        self._files[index].write(json.dumps(value).encode() + b"\n")
+        self._files[index].flush()
+
+    def _hear(self, index: int) -> Any:
+        line = self._files[index].readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError
+        return json.loads(line)

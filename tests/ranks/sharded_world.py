@@ -1,0 +1,177 @@
+"""A training of made-up rows on several ranks: every row is a function of table, key and what trained it last.
+
+So what the sharded store must hold at a cursor is known without having run anything: that is the oracle.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.ranks.parts import Parts
+from tiercache.ranks.placement import Placement, Slice, TablePlacement, hash_bounds, sliced
+from tiercache.ranks.shares import part_tables
+from tiercache.store import Adagrad, Adam, Cursor, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
+from tiercache.store.testing.world import World
+from tiercache.store.vectors import row_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.ranks.parts import Meeting
+    from tiercache.ranks.sharded_store import ShardedStore
+
+TABLES = (
+    Table(name="item", dim=8, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-1.0, high=1.0)),
+    Table(name="word", dim=5, optimizer=RowWiseAdagrad(learning_rate=0.1), initializer=Uniform(low=-1.0, high=1.0)),
+    Table(name="day", dim=3, optimizer=Adam(), initializer=Zeros()),
+    Table(name="user", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
+)
+WHOLE = {table.name: table for table in TABLES}
+NUM_PASSES = 3
+UNIVERSE = 60
+
+
+def placement_on(num_ranks: int, turn: int = 0) -> Placement:
+    """Return a placement of every kind; another one for another ``turn``."""
+    ways = [
+        TablePlacement("row"),
+        sliced(5, list(range(num_ranks))) if num_ranks > 1 else TablePlacement("replicate"),
+        TablePlacement("table", (Slice(num_ranks - 1, 0, 3),)),
+        TablePlacement("replicate"),
+    ]
+    if turn:
+        ways = [sliced(8, list(range(num_ranks))[::-1]), ways[0], ways[0], TablePlacement("table", (Slice(0, 0, 3),))]
+    return Placement(num_ranks, {table.name: way for table, way in zip(TABLES, ways, strict=True)})
+
+
+def whole_row(table: Table, key: int, visit: int, part: int) -> tuple[NDArray[np.float32], ...]:
+    """Return the fields (1, width) of the row that a part of a visit leaves."""
+    random = np.random.default_rng([visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
+    return tuple(random.random((1, field.width), dtype=np.float32) for field in table.fields)
+
+
+class PartWorld(World):
+    """The keys and rows of one rank."""
+
+    def train(self, *, part: int = 0) -> None:
+        """Change the rank's columns of every row of the visit."""
+        for table in self.tables:
+            columns = slice(table.first_column, table.first_column + table.dim)
+            whole = WHOLE[table.name]
+            for key in self.passes[self.visit % self.num_passes][table.name].tolist():
+                fields = whole_row(whole, key, self.visit, part)
+                mine = tuple(values[:, columns] if values.shape[1] == whole.dim else values for values in fields)
+                self.rows[table.name, key] = row_words(table.fields, mine).tobytes()
+
+
+def whole_passes() -> list[dict[str, NDArray[np.int64]]]:
+    """Return the keys of each table in each pass."""
+    return World(TABLES, num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25).passes
+
+
+def world_of(placement: Placement, rank: int) -> PartWorld:
+    """Return the world of one rank: of each pass the keys that it owns."""
+    world = PartWorld(part_tables(TABLES, placement, rank), num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25)
+    bounds = [bound - (bound == 1 << 64) for bound in hash_bounds(placement.num_ranks)[rank : rank + 2]]
+    passes = whole_passes()
+    for keys in passes:
+        for name, placed in placement.tables.items():
+            if not placed.by_hash:
+                keys[name] = keys[name][: None if placed.slice_of(rank) else 0]
+            else:
+                hashes = hash_keys(keys[name], WHOLE[name].table_id)
+                keys[name] = keys[name][(hashes >= bounds[0]) & (hashes < bounds[1])]
+    world.passes = passes
+    return world
+
+
+def next_cursor(cursor: Cursor | None) -> Cursor:
+    """Return where the next commit stands: every other visit commits in its midst, too."""
+    if cursor is None:
+        return Cursor(0)
+    if cursor.visit % 2 and not cursor.sample:
+        return Cursor(cursor.visit, 5)
+    return Cursor(cursor.visit + 1)
+
+
+def take(parts: Parts, world: PartWorld, note: Callable[..., None] = lambda **_: None) -> None:
+    """Train to the next commit and make it that of all ranks."""
+    before, after = parts.cursor, next_cursor(parts.cursor)
+    if before is not None:
+        world.visit = before.visit
+        world.train(part=0 if after.sample else 1)
+        world.append(parts.store, within=after.sample > 0)
+        world.visit = after.visit
+    note(begun=after)
+    world.publish(parts.store, sample=after.sample)
+    parts.publish(after)
+    note(done=after)
+
+
+def divide_anew(path: Path, ranks: Meeting, placement: Placement, note: Callable[..., None], **options: object) -> None:
+    """Make parts of another placement; the new ones have the rows that the old ones have."""
+    tables = part_tables(TABLES, placement, ranks.rank)
+    record = placement.to_record()
+    with Parts.begin_generation(path, TABLES, tables, record, ranks, **options) as parts:  # type: ignore[arg-type]
+        cursor = parts.record.cursor
+        assert cursor is not None
+        assert not cursor.sample
+        world = world_of(placement, ranks.rank)
+        for visit in range(max(0, cursor.visit - NUM_PASSES), cursor.visit):
+            world.visit = visit
+            world.train(part=1)
+            world.append(parts.store)
+        world.visit = cursor.visit
+        world.publish(parts.store)
+        parts.publish(cursor)
+        note(done=cursor)
+
+
+def opened(path: Path, ranks: Meeting, turn: int = 0, **options: object) -> tuple[Parts, PartWorld]:
+    """Open or make the sharded store."""
+    placement = placement_on(ranks.size, turn)
+    tables = part_tables(TABLES, placement, ranks.rank)
+    parts = Parts.open(path, TABLES, tables, placement.to_record(), ranks, **options)  # type: ignore[arg-type]
+    return parts, world_of(placement, ranks.rank)
+
+
+def expected(cursor: Cursor) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return of each table what trained each key last: visit and part."""
+    passes, found = whole_passes(), {name: dict[int, tuple[int, int]]() for name in WHOLE}
+    steps = [(visit, 1) for visit in range(cursor.visit)] + ([(cursor.visit, 0)] if cursor.sample else [])
+    for visit, part in steps:
+        for name, keys in passes[visit % NUM_PASSES].items():
+            found[name] |= dict.fromkeys(keys.tolist(), (visit, part))
+    return found
+
+
+def problems(store: ShardedStore) -> Iterator[str]:
+    """Yield a sentence for each thing that is not as it is at the store's cursor."""
+    for rank, part in enumerate(store.parts):
+        if part.commit is None or part.commit.cursor != store.cursor:
+            yield f"part {rank} stands elsewhere than {store.cursor}"
+    if store.state() != f"state at {store.cursor.visit}, {store.cursor.sample}".encode():
+        yield f"the dense state is not that of {store.cursor}"
+    for name, wanted in expected(store.cursor).items():
+        table, chunks = WHOLE[name], list(store.scan(name, chunk_rows=7))
+        keys = np.concatenate([keys for keys, _ in chunks]) if chunks else np.empty(0, np.int64)
+        if keys.size and np.any(np.diff(hash_keys(keys, table.table_id).astype(object)) <= 0):
+            yield f"rows of table {name!r} are not in hash order"
+        if set(keys.tolist()) != set(wanted) or keys.size != len(wanted):
+            yield f"table {name!r} has other keys at {store.cursor}"
+            continue
+        for chunk, fields in chunks:
+            for i, key in enumerate(chunk.tolist()):
+                row = whole_row(table, key, *wanted[key])
+                if any(one[i].tobytes() != other[0].tobytes() for one, other in zip(fields, row, strict=True)):
+                    yield f"row {key} of table {name!r} at {store.cursor} has other bits"
+
+
+def stands(path: Path, store: Store) -> str:
+    """Return where a part stands, for messages."""
+    return f"{path}: {store!r}"

@@ -1,0 +1,88 @@
+"""Column slices: a rank that keeps some columns of a table makes, keeps and writes what the whole table has there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.training.cases import Case, Spec, device_of_tests, table
+from tests.training.devices import DTYPES, shim
+from tiercache.ranks.placement import Placement, sliced
+from tiercache.ranks.shares import Share, part_tables
+from tiercache.store import MemoryEngine
+from tiercache.store.initial import initial_rows
+from tiercache.store.vectors import from_words
+from tiercache.tiers.first_vectors import first_vectors, initial_vectors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STARTS: dict[str, Any] = {
+    "uniform": tc.Uniform(low=-1.0, high=1.0),
+    "normal": tc.Normal(std=0.5),
+    "constant": tc.Constant(value=0.25),
+    "zeros": tc.Zeros(),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("start", STARTS)
+def test_every_maker_of_initial_rows_cuts_a_slice_out_of_the_whole_ones(start: str, dtype: str) -> None:
+    """More keys than fit into one batch of the maker; slices that begin anywhere."""
+    whole = table("t", 23, initializer=STARTS[start], dtype=dtype)
+    keys = np.arange(-10, 7000, dtype=np.int64)
+    wanted = initial_rows(whole, keys)[0]
+    placement = Placement(3, {"t": sliced(23, [2, 0, 1])})
+    for rank in range(3):
+        (part,) = part_tables([whole], placement, rank)
+        mine = wanted[:, part.first_column : part.first_column + part.dim]
+        np.testing.assert_array_equal(initial_vectors(part, keys[::-1])[::-1], mine)
+        words = np.zeros((keys.size, part.fields[0].words), dtype=np.float32)
+        first_vectors(part, keys, words)
+        np.testing.assert_array_equal(from_words(part.fields[:1], [words])[0], mine)
+        np.testing.assert_array_equal(initial_rows(part, keys)[0], mine)
+
+
+def test_a_device_that_makes_rows_itself_leaves_slices_to_the_host() -> None:
+    """Its kernel counts elements from the first of the whole row."""
+    whole = table("t", 8)
+    mover = shim().mover
+    assert mover.generates(whole)
+    assert not mover.generates(part_tables([whole], Placement(2, {"t": sliced(8, [0, 1])}), 1)[0])
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES)))
+@pytest.mark.parametrize("start", ["uniform", "normal"])
+def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Path, start: str, dtype: str) -> None:
+    """Trained without a step, in the store as in an evaluation, and after a reorganise that makes new rows."""
+    case = Case(
+        tables=(table("t", 7, initializer=STARTS[start], dtype=dtype), table("u", 4)),
+        specs=(Spec(name="f", table="t"), Spec(name="g", table="u")),
+    )
+    passes = case.cut(tmp_path / "passes")
+    others = replace(case, data_seed=1, num_keys=400).cut(tmp_path / "others")
+    placement = Placement(3, {"t": sliced(7, [2, 0, 1]), "u": sliced(4, [0, 0])})
+    strange = np.array([10**12, -7], dtype=np.int64)
+    for rank in range(3):
+        share, other = (cast("tc.PassSet", Share(some, placement, rank)) for some in (passes, others))
+        store = tc.Store.open(None, tables=share.tables, engine=MemoryEngine())
+        with tc.TierCache(
+            store, share, device=device_of_tests(), device_budget="1MiB", host_budget="8MiB", progress=False
+        ) as cache:
+            for _ in cache.passes(1):
+                pass
+            (part,) = (one for one in share.tables if one.name == "t")
+            columns = slice(part.first_column, part.first_column + part.dim)
+            now = cache.rows_now().fields("t", strange)[0]
+            np.testing.assert_array_equal(now, initial_rows(case.tables[0], strange)[0][:, columns])
+        tc.reorganise(store, other, progress=False)
+        chunks = list(store.scan("t"))
+        keys = np.concatenate([some for some, _ in chunks])
+        vectors = np.concatenate([fields[0] for _, fields in chunks])
+        both = np.union1d(*(np.concatenate([p.keys("t") for p in some.passes]) for some in (passes, others)))
+        np.testing.assert_array_equal(np.sort(keys), both)
+        np.testing.assert_array_equal(vectors, initial_rows(case.tables[0], keys)[0][:, columns])

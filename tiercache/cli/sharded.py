@@ -1,0 +1,111 @@
+"""What ``tiercache store`` says of a sharded store, whose parts several ranks train."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tiercache.cli.tables import new_table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["print_info", "print_verification", "refuse_parts", "refuse_sharded"]
+
+
+def refuse_sharded(path: Path, what: str) -> None:
+    """Raise ValueError where ``path`` is a sharded store, for a command that takes one store."""
+    from tiercache.ranks.inspection import is_sharded
+
+    if is_sharded(path):
+        raise ValueError(
+            f"{path} is a sharded store, of which {what} reads one part at a time: give the path of a part"
+        )
+
+
+def refuse_parts(path: Path, what: str) -> None:
+    """Raise ValueError where ``path`` is a sharded store or a part of one, whose commits belong together."""
+    from tiercache.ranks.inspection import is_sharded
+    from tiercache.ranks.part_folder import Mark
+
+    if is_sharded(path) or Mark.read(path) is not None:
+        raise ValueError(
+            f"{path} is {'' if is_sharded(path) else 'a part of '}a sharded store, whose parts make commits together, "
+            f"and {what} makes one of its own: use it on a store of one process"
+        )
+
+
+def print_info(path: Path, *, as_json: bool) -> None:
+    """Show tables, parts and the commit of the record."""
+    from rich.console import Console
+
+    from tiercache.ranks.inspection import sharded_info
+    from tiercache.sizes import format_bytes
+
+    found = sharded_info(path)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    console, cursor = Console(), found["cursor"]
+    at = "no commit yet" if cursor is None else f"visit {cursor['visit']}"
+    if cursor is not None and cursor["sample"]:
+        at += f", sample {cursor['sample']:,}"
+    console.print(
+        f"[bold]{path}[/bold]: {found['ranks']} parts at {at}; {found['rows']:,} live rows, "
+        f"{format_bytes(found['row_bytes'])}; files take {format_bytes(found['file_bytes'])}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    tables = new_table("tables", "name", "dim", "optimizer", "placement", "rows", "bytes")
+    for table in found["tables"]:
+        tables.add_row(
+            table["name"],
+            str(table["dim"]),
+            table["optimizer"]["kind"],
+            _placed(table["placement"]),
+            f"{table['rows']:,}",
+            format_bytes(table["rows"] * table["row_bytes"]),
+        )
+    console.print(tables)
+    parts = new_table("parts", "rank", "commit", "rows", "bytes", "files", "folder")
+    for rank, (part, folder) in enumerate(zip(found["parts"], found["folders"], strict=False)):
+        numbers = f"{part['rows']:,}", format_bytes(part["row_bytes"]), format_bytes(part["file_bytes"])
+        parts.add_row(str(rank), str(part["commit"]["id"]), *numbers, folder)
+    console.print(parts)
+
+
+def print_verification(path: Path, *, as_json: bool) -> None:
+    """Read every part and check it; exit code 1 where anything is wrong."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    from tiercache.ranks.inspection import verify_sharded
+    from tiercache.sizes import format_bytes
+
+    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json) as bar:
+        task = bar.add_task("verify", total=None)
+        report = verify_sharded(path, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    for problem in report["problems"]:
+        typer.echo(f"error: {problem}", err=True)
+    if report["problems"]:
+        raise typer.Exit(1)
+    if not as_json:
+        typer.echo(
+            f"{path} is whole: {report['ranks']} parts that belong together, {report['segments']} segments, "
+            f"{report['pieces']:,} pieces and {report['rows']:,} rows ({format_bytes(report['bytes'])}) are what was "
+            "written"
+        )
+
+
+def _placed(placement: dict[str, Any]) -> str:
+    slices = placement.get("slices", [])
+    if not slices:
+        return str(placement["kind"])
+    if placement["kind"] == "table":
+        return f"table: rank {slices[0][0]}"
+    return f"{placement['kind']}: " + ", ".join(f"{last - first} on rank {rank}" for rank, first, last in slices)

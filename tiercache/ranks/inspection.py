@@ -1,0 +1,160 @@
+"""Looking at a sharded store from outside: what it holds, and whether all parts are whole and belong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.ranks.placement import HASHES, hash_bounds
+from tiercache.ranks.record import RECORD, Record
+from tiercache.ranks.sharded_folder import check_there
+from tiercache.ranks.sharded_store import ShardedStore, placement_of
+from tiercache.store import StoreError, hash_keys, info, verify
+from tiercache.store.run import runs_of
+from tiercache.store.scan import live_rows
+from tiercache.store.table import find_table
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from tiercache.store import Store, Table
+
+__all__ = ["is_sharded", "sharded_info", "verify_sharded"]
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a sharded store's record at ``path``, whatever is in it."""
+    return (Path(path) / RECORD).is_file()
+
+
+def sharded_info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the sharded store at ``path`` holds at the commit of its record, as plain values; reads no row.
+
+    Rows and bytes are those of all parts; "parts" has what ``info`` says of each. Raises what ``ShardedStore.open``
+    raises, but for a store without a commit: that has no rows.
+    """
+    place = Path(path)
+    check_there(place)
+    record = Record.read(place)
+    assert record is not None
+    parts: list[dict[str, Any]] = []
+    placement = placement_of(record, place)
+    if record.cursor is not None:
+        with ShardedStore.open(place) as store:  # nobody takes its commits away meanwhile
+            record, placement = store.record, store.placement
+            parts = [info(part.path or place, at=id_) for part, id_ in zip(store.parts, record.commits, strict=True)]
+    rows = [{table["name"]: table["rows"] for table in part["tables"]} for part in parts]
+    tables = []
+    for table in record.tables:
+        slices = placement.tables[table.name].slices
+        found = [rows[slices[0].rank]] if slices and rows else rows
+        placed = placement.to_record()["tables"][table.name]
+        tables.append(
+            {**table.to_record(), "placement": placed, "rows": sum(one[table.name] for one in found)}
+            | {"row_bytes": table.row_bytes}
+        )
+    return {
+        "path": str(path),
+        "ranks": record.num_ranks,
+        "generation": record.generation,
+        "engine": record.engine,
+        "retention": record.retention,
+        "cursor": None if record.cursor is None else {"visit": record.cursor.visit, "sample": record.cursor.sample},
+        "commits": list(record.commits),
+        "rows": sum(table["rows"] for table in tables),
+        "row_bytes": sum(part["row_bytes"] for part in parts),
+        "file_bytes": sum(part["file_bytes"] for part in parts),
+        "tables": tables,
+        "folders": [str(record.folder(place, rank)) for rank in range(record.num_ranks)],
+        "obsolete": list(record.obsolete),
+        "parts": parts,
+    }
+
+
+def verify_sharded(
+    path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """Verify every part of the sharded store at ``path``, and that the parts belong together.
+
+    Returns, beside sums, "parts", which has what ``verify`` returns for each, and under "problems" a sentence for each
+    thing that is wrong: with a part, or a part that is missing or lacks the commit of the record, with rows that are
+    another rank's, or with slices of a table that have different rows. ``progress`` is called with bytes done and bytes
+    in all, as far as they are known: parts are read one after the other.
+
+    Raises what ``ShardedStore.open`` raises where the record cannot be read.
+    """
+    place = Path(path)
+    check_there(place)
+    record = Record.read(place)
+    assert record is not None
+    placement_of(record, place)
+    report: dict[str, Any] = {"path": str(path), "ranks": record.num_ranks, "problems": [], "parts": []}
+    problems: list[str] = report["problems"]
+    before = 0
+    for rank in range(record.num_ranks if record.cursor is not None else 0):
+        last = (0, 0)
+
+        def tell(done: int, total: int, before: int = before) -> None:
+            nonlocal last
+            last = done, total
+            if progress is not None:
+                progress(before + done, before + total)
+
+        try:
+            part = verify(record.folder(place, rank), progress=tell)
+        except StoreError as error:
+            part = {"problems": [str(error)]}
+        before += last[1]
+        report["parts"].append(part)
+        problems += [f"part {rank}: {problem}" for problem in part["problems"]]
+    for name in ("segments", "blocks", "pieces", "rows", "bytes"):
+        report[name] = sum(part.get(name, 0) for part in report["parts"])
+    if record.cursor is not None and not problems:
+        try:
+            with ShardedStore.open(place) as store:
+                problems += _strays(store)
+        except StoreError as error:
+            problems.append(str(error))
+    return report
+
+
+def _strays(store: ShardedStore) -> Iterator[str]:
+    """Yield a sentence for each table of each part that has rows of other ranks, or other rows than its slices."""
+    bounds = hash_bounds(len(store.parts))
+    for table in store.tables:
+        placed = store.placement.tables[table.name]
+        rows = [live_rows(part, table.name) for part in store.parts]
+        for rank, part in enumerate(store.parts):
+            mine = (bounds[rank], bounds[rank + 1])
+            if placed.slices and placed.slice_of(rank) is None:
+                mine = (0, 0)
+            elif placed.slices:
+                mine = (0, HASHES)
+            if not _within(part, table, *mine):
+                yield (
+                    f"part {rank} of {store.label} has rows of table {table.name!r} that the placement gives to other "
+                    "ranks: restore all parts from copies of one moment"
+                )
+        if len({rows[one.rank] for one in placed.slices}) > 1:
+            yield (
+                f"the slices of table {table.name!r} of {store.label} have "
+                f"{', '.join(f'{rows[one.rank]:,}' for one in placed.slices)} rows: restore all parts from copies of "
+                "one moment"
+            )
+
+
+def _within(part: Store, table: Table, low: int, high: int) -> bool:
+    """Return whether all rows of a table have hashes in [low, high); reads the first and the last key of each run."""
+    group, mine = find_table(part.groups, table.name, part.label)
+    standing = part.standing
+    for run in runs_of(part, standing, standing.named, group, mine):
+        stream = run.segment.streams[group.index]
+        for row in (run.low, run.high - 1):
+            block = row // stream.block_rows
+            key = part.read_keys(run.segment, group.index, block)[row - int(stream.block_first_row_B[block])]
+            if not low <= int(hash_keys(np.array([key]), table.table_id)[0]) < high:
+                return False
+    return True

@@ -1,0 +1,367 @@
+"""The parts of a sharded store, one for each rank, and commits that all of them make or none.
+
+Why a kill at any instant, of one rank or of all, loses nothing. Let the record name commit c of every part.
+
+1. A part makes a commit in one atomic, durable step, and keeps one commit more than the user asked for: at least two.
+2. ``publish`` returns on no rank before every part has its next commit, t, and the record that names t is on disk. A
+   rank makes the commit after t when ``publish`` of t has returned. So at any instant every part's newest commit is
+   the one that the record names, or the one after it; either way the part still has the one that the record names.
+3. The record is replaced in one atomic, durable step, by rank 0 alone, when every rank has said that its part has t.
+   So it never names a commit that a part lacks.
+4. On open a part that is one ahead is rolled back, in one atomic, durable step: a new commit, which has the rows of the
+   one that the record names and a new id, and that one is kept as well. A kill meanwhile leaves some parts with the new
+   commit and some without: all still have the one that the record names, and are rolled back again. When all stand
+   there, the record is replaced by one that names the new commits; no part makes another commit before.
+5. Parts of another generation are made beside those that the record names, and become the store's when one record
+   names them. Every record names the folders of the generation that is to be deleted: before the switch the new one,
+   after it the old one. So what a kill leaves half-made or half-deleted is found on the next open, and no other folder
+   is ever touched.
+
+A lock in the folder of the sharded store, held by rank 0, lets one training at a time write; each part's own lock
+stops one whose rank 0 is gone while others of its ranks still write.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from tiercache.errors import StateError
+from tiercache.ranks.part_folder import Mark, delete_part
+from tiercache.ranks.record import RECORD, Record, in_words
+from tiercache.ranks.sharded_folder import LOCK, check_place
+from tiercache.ranks.wanted import Wanted
+from tiercache.store import Cursor, Store
+from tiercache.store.directory import StoreDirectory, WriterLock
+from tiercache.store.opening import compare_tables
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from tiercache.store import Commit, Table
+
+__all__ = ["Meeting", "Parts"]
+
+
+class Meeting(Protocol):
+    """This process among the ranks, as far as parts need it; every call is made by all ranks in one order."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def agree(self, what: str, error: BaseException | None = None) -> None:
+        """Raise on every rank where any brings an error: its own on that rank, on the others one that tells of it."""
+
+    def values(self, mine: Any) -> list[Any]:
+        """Return the JSON value that each rank brings, in the order of ranks."""
+
+
+class Parts:
+    """This rank's part of a sharded store, and the record of all. Made by ``open`` or ``begin_generation``.
+
+    ``open``, ``begin_generation`` and ``publish`` are made by all ranks together; where one fails, all raise. A rank
+    makes no commit of ``store`` before the one before was published; after a ``publish`` that failed, ``publish`` may
+    be called again, and else all ranks start again.
+    """
+
+    def __init__(self, path: Path, ranks: Meeting) -> None:
+        """Only ``open`` and ``begin_generation`` call this."""
+        self.path = path
+        self.record: Record
+        """As it stands on disk: of a generation that was begun and not published, the one before it."""
+        self._next: Record
+        """What the next publication writes, but for commits; another one than ``record`` in a generation begun."""
+        self._ranks = ranks
+        self._store: Store | None = None
+        self._locks: list[WriterLock] = []
+
+    # -- opening and closing -----------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        tables: Iterable[Table],
+        part_tables: Iterable[Table],
+        placement: Mapping[str, Any],
+        ranks: Meeting,
+        *,
+        engine: str | None = None,
+        parts: Sequence[str | os.PathLike[str]] | None = None,
+        retention: int | None = None,
+        max_bytes: int | None = None,
+    ) -> Parts:
+        """Open the sharded store at ``path`` for writing, all parts at the commit of its record, or make it.
+
+        tables: whole ones; part_tables: of this rank's part; placement: which rank has which rows, as plain JSON
+        values. parts: for each rank the folder that its part is in, as ``part-G-R``; None: where the record has it,
+        of a new store its own. engine, max_bytes: of each part, as in ``Store.open``. retention: commits to be kept;
+        None: as many as before, or 1. Where nothing was ever committed, what is there is made anew.
+
+        Raises, beside what ``Store.open`` raises, StateError for another number of ranks or another placement than
+        the store's (``begin_generation`` is for those), and ValueError.
+        """
+        self = cls(Path(path), ranks)
+        try:
+            with self._together(f"opening {self.label}"):
+                wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
+            found = self._hold()
+            if found is None or found.cursor is None:
+                self._create(found, wanted)
+            else:
+                self._take_up(found, wanted)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @classmethod
+    def begin_generation(
+        cls,
+        path: str | os.PathLike[str],
+        tables: Iterable[Table],
+        part_tables: Iterable[Table],
+        placement: Mapping[str, Any],
+        ranks: Meeting,
+        *,
+        engine: str | None = None,
+        parts: Sequence[str | os.PathLike[str]] | None = None,
+        retention: int | None = None,
+        max_bytes: int | None = None,
+    ) -> Parts:
+        """Begin parts for this number of ranks and this placement, beside those of a store that has commits.
+
+        ``store`` is this rank's new part, without a commit; ``record`` names the old ones, to be read at its commits:
+        nobody else writes to them meanwhile. The first ``publish`` makes the new ones the store's and deletes the old;
+        without one nothing has changed. Close what reads the old ones before. parts: None puts the new ones into the
+        folder of the sharded store; engine: None takes the old ones'. Raises as ``open`` does.
+        """
+        self = cls(Path(path), ranks)
+        try:
+            with self._together(f"opening {self.label}"):
+                wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
+            found = self._hold()
+            if found is None or found.cursor is None:
+                raise StateError(f"{self.label} has no commit yet: there is nothing to make parts of")
+            self._check_record(found, wanted)
+            self._delete(found)
+            with self._together("taking the old parts"):
+                self._take_old(found)
+            self._begin(found, wanted)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Give up the part; what was not published is lost. A second time does nothing."""
+        if self._store is not None:
+            self._store.close()
+        while self._locks:
+            self._locks.pop().release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def store(self) -> Store:
+        """This rank's part."""
+        assert self._store is not None, "open() gives parts that have one"
+        return self._store
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where the sharded store stands; None before the first publication, of a generation begun, too."""
+        return self.record.cursor if self._next.generation == self.record.generation else None
+
+    @property
+    def label(self) -> str:
+        """The sharded store in the words of a message."""
+        return f"the sharded store at {self.path}"
+
+    # -- commits -----------------------------------------------------------------------------------------
+
+    def publish(self, cursor: tuple[int, int]) -> None:
+        """Make the newest commits of all parts, which stand at ``cursor``, the sharded store's; durable on return.
+
+        Where the record names them already, nothing is written. Raises StateError where a part stands elsewhere, and
+        StoreFullError, on all ranks: the record before stands.
+        """
+        cursor, commit = Cursor(*cursor), self.store.commit
+        with self._together("publishing a commit"):
+            self._check_commit(commit, cursor)
+        assert commit is not None
+        found = self._ranks.values([commit.id, *cursor])
+        others = {rank: Cursor(*at) for rank, (_, *at) in enumerate(found) if tuple(at) != cursor}
+        if others:
+            rank, other = next(iter(others.items()))
+            raise StateError(
+                f"rank {rank} commits at {in_words(other)} and rank {self._ranks.rank} at {in_words(cursor)}: all "
+                "ranks must take the same steps; start them again: they go on from the last commit"
+            )
+        before, record = self.record, self._next.at(cursor, [id_ for id_, *_ in found])
+        if record == before:
+            return
+        self._write(record)
+        if record.generation != before.generation:
+            while len(self._locks) > (self._ranks.rank == 0):
+                self._locks.pop().release()
+            self._delete(record)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _hold(self) -> Record | None:
+        """Take the right to write, as rank 0, and give all ranks the record."""
+        found: Record | None = None
+        with self._together(f"opening {self.label}"):
+            if self._ranks.rank == 0:
+                check_place(self.path)
+                StoreDirectory(self.path).create()
+                self._locks.append(WriterLock(self.path, LOCK))
+                found = Record.read(self.path)
+        return self._told(found)
+
+    def _told(self, record: Record | None) -> Record | None:
+        """Return what rank 0 has, on every rank."""
+        told = self._ranks.values(record.to_bytes().decode() if self._ranks.rank == 0 and record is not None else None)
+        return None if told[0] is None else Record.from_bytes(told[0].encode(), str(self.path / RECORD))
+
+    def _create(self, found: Record | None, wanted: Wanted) -> None:
+        """Make the parts of a store without a commit."""
+        record: Record | None = None
+        with self._together(f"making {self.label}"):
+            if self._ranks.rank == 0:
+                record = wanted.record(self.path, found)
+        record = self._told(record)
+        assert record is not None
+        self._write(record)
+        self._delete(record)
+        self._make_part(self._next, wanted)
+
+    def _begin(self, found: Record, wanted: Wanted) -> None:
+        """Make the parts of another generation, which the record on disk names as what is to be deleted."""
+        fresh = replace(wanted.record(self.path, found), obsolete=found.parts)
+        self._write(replace(found, obsolete=fresh.parts))
+        self._make_part(fresh, wanted)
+        self._next = fresh
+
+    def _make_part(self, record: Record, wanted: Wanted) -> None:
+        rank = self._ranks.rank
+        folder = record.folder(self.path, rank)
+        with self._together(f"making the parts of {self.label}"):
+            Mark(store=record.id, generation=record.generation, rank=rank).make(folder)
+            self._store = Store.open(
+                folder,
+                tables=wanted.part_tables,
+                engine=record.engine,
+                max_bytes=wanted.max_bytes,
+                retention=record.retention + 1,
+            )
+
+    def _take_up(self, found: Record, wanted: Wanted) -> None:
+        """Open the part that is there, and step back to the commit of the record."""
+        rank = self._ranks.rank
+        self._check_record(found, wanted)
+        with self._together(f"opening {self.label}"):
+            if found.num_ranks != self._ranks.size:
+                raise StateError(
+                    f"{self.label} has the parts of {found.num_ranks} ranks and {self._ranks.size} were started: "
+                    f"start {found.num_ranks}, or make parts for {self._ranks.size} first"
+                )
+            if found.placement != wanted.placement:
+                raise StateError(
+                    f"{self.label} has another placement than was given: give its own, or make parts for the other"
+                )
+        self._delete(found)
+        record = wanted.moved(self.path, replace(found, obsolete=()))
+        folder = record.folder(self.path, rank)
+        with self._together(f"opening the parts of {self.label}"):
+            Mark(store=record.id, generation=record.generation, rank=rank).check(folder, self.label)
+            self._store = Store.open(
+                folder,
+                tables=wanted.part_tables,
+                engine=record.engine,
+                max_bytes=wanted.max_bytes,
+                retention=record.retention + 1,
+            )
+            record.check_part(self._store, rank, self.label)
+            assert self._store.commit is not None
+            if self._store.commit.id != record.commits[rank]:
+                self._store.rollback(record.commits[rank])
+        assert self._store is not None
+        assert self._store.commit is not None
+        assert record.cursor is not None
+        record = record.at(record.cursor, self._ranks.values(self._store.commit.id))
+        self.record = self._next = record
+        if record != found:
+            self._write(record)
+
+    def _check_commit(self, commit: Commit | None, cursor: Cursor) -> None:
+        """Raise StateError where this part does not stand one commit after the record at most, at ``cursor``."""
+        if commit is None or commit.cursor != cursor:
+            at = "has no commit" if commit is None else f"stands at {in_words(commit.cursor)}"
+            raise StateError(
+                f"{self.store.label} {at} and {in_words(cursor)} is to be published: commit it on every rank first"
+            )
+        if self._next.generation == self.record.generation and self.record.commits:
+            made = commit.id - self.record.commits[self._ranks.rank]
+            if made > 1:
+                raise StateError(
+                    f"{self.store.label} made {made} commits since the record was written: publish each before the next"
+                )
+
+    def _check_record(self, found: Record, wanted: Wanted) -> None:
+        with self._together(f"opening {self.label}"):
+            compare_tables(found.tables, wanted.tables, self.label)
+            if wanted.engine not in {None, found.engine} and wanted.placement == found.placement:
+                raise ValueError(
+                    f"{self.label} was made with engine {found.engine!r}, not {wanted.engine!r}: leave engine out, or "
+                    "give the path of a new store"
+                )
+
+    def _take_old(self, found: Record) -> None:
+        """Take the right to write to the old parts that fall to this rank: a training that goes on still has it."""
+        for rank in range(self._ranks.rank, found.num_ranks, self._ranks.size):
+            folder = found.folder(self.path, rank)
+            if folder.exists():  # else it is on another machine
+                self._locks.append(WriterLock(folder))
+
+    def _delete(self, record: Record) -> None:
+        """Delete the folders that a record says are to be deleted; the next record does not name them any more.
+
+        Every rank tries every folder: it may be on a disk that only some of them see.
+        """
+        if not record.obsolete:
+            return
+        with self._together(f"deleting old parts of {self.label}"):
+            for part in record.obsolete:
+                delete_part(self.path / part, record.id)
+        self._next = replace(record, obsolete=())
+
+    def _write(self, record: Record) -> None:
+        """Have rank 0 write the record; all return when it is on disk."""
+        with self._together(f"writing the record of {self.label}"):
+            if self._ranks.rank == 0:
+                record.write(self.path)
+        self.record = self._next = record
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Run the body on each rank, without a meeting inside; where one fails, all raise."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # whatever it is, the others wait
+            error = raised
+        self._ranks.agree(what, error)

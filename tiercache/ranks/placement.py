@@ -1,0 +1,199 @@
+"""Placement: which rank owns which columns of which rows of every table. Plain values; knows no passes and no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tiercache.passes.passset import PassSet
+    from tiercache.store.table import Table
+
+__all__ = ["HASHES", "KINDS", "Kind", "Placement", "Slice", "TablePlacement", "hash_bounds", "slice_widths", "sliced"]
+
+Kind = Literal["row", "table", "column", "replicate"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+HASHES = 1 << 64
+"""How many hashes keys can have."""
+_WAYS = "'row', 'table', 'column' or 'replicate'"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Neighbouring columns of a table, which one rank owns for all keys."""
+
+    rank: int
+    first: int
+    """The first column."""
+    last: int
+    """The column behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlacement:
+    """How the rows of one table are divided among ranks.
+
+    "row": each rank owns the keys of its range of hashes (``hash_bounds``). "replicate": the same, and every rank holds
+    a copy of the vectors beside. "table": one rank owns all rows. "column": several ranks own all keys, each some
+    columns of the vector with the optimizer state of these.
+    """
+
+    kind: Kind
+    slices: tuple[Slice, ...] = ()
+    """Of kind "table": one with all columns; "column": two and more in the order of columns, each of another rank;
+    else none."""
+
+    @property
+    def by_hash(self) -> bool:
+        """Whether the hash of a key says which rank owns it."""
+        return self.kind in {"row", "replicate"}
+
+    def slice_of(self, rank: int) -> Slice | None:
+        """Return the columns that a rank owns, None where it owns none or where hashes decide."""
+        return next((part for part in self.slices if part.rank == rank), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The placement of every table on so many ranks."""
+
+    num_ranks: int
+    tables: Mapping[str, TablePlacement]
+    """By name of the table, in the order of names."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_ranks, bool) or not isinstance(self.num_ranks, int) or self.num_ranks < 1:
+            raise ValueError(f"a placement is for {self.num_ranks!r} ranks: it must be a whole number >= 1")
+        object.__setattr__(self, "tables", dict(sorted(self.tables.items())))
+        for name, placed in self.tables.items():
+            _check_table(name, placed, self.num_ranks)
+
+    def __hash__(self) -> int:
+        return hash((self.num_ranks, tuple(self.tables.items())))
+
+    def check(self, tables: Iterable[Table]) -> None:
+        """Raise ValueError unless exactly these tables are placed, each with all its columns."""
+        dims = {table.name: table.dim for table in tables}
+        if dims.keys() != self.tables.keys():
+            different = ", ".join(sorted(dims.keys() ^ self.tables.keys()))
+            raise ValueError(f"the placement is of other tables (they differ in {different}): place all tables")
+        for name, placed in self.tables.items():
+            if placed.slices and placed.slices[-1].last != dims[name]:
+                raise ValueError(
+                    f"the placement of table {name!r} has {placed.slices[-1].last} columns and the table "
+                    f"{dims[name]}: slices must have every column once"
+                )
+
+    def mirror_bytes(self, passes: PassSet) -> int:
+        """Return the most bytes that a pass has of copies of replicated vectors, which are float32, on every rank."""
+        copied = [t for t in passes.tables if self.tables[t.name].kind == "replicate" and self.num_ranks > 1]
+        return max((sum(4 * t.dim * p.rows(t.name) for t in copied) for p in passes.passes), default=0)
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digest: equal where ranks and tables are placed alike."""
+        return hashlib.sha256(json.dumps(self.to_record(), sort_keys=True).encode()).hexdigest()
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the placement as plain JSON values; ``from_record`` reads them."""
+        tables = {
+            name: {"kind": placed.kind}
+            | ({"slices": [[s.rank, s.first, s.last] for s in placed.slices]} if placed.slices else {})
+            for name, placed in self.tables.items()
+        }
+        return {"num_ranks": self.num_ranks, "tables": tables}
+
+    @classmethod
+    def from_record(cls, record: Any) -> Placement:
+        """Read what ``to_record`` returned. Raises ValueError for anything else."""
+        fields = _fields(record, "a placement's record", {"num_ranks", "tables"}, set())
+        tables = {}
+        for name, one in _object(fields["tables"], "what a placement's record says of tables").items():
+            what = f"the placement of table {name!r}"
+            placed = _fields(one, what, {"kind"}, {"slices"})
+            slices = placed.get("slices", [])
+            if not isinstance(slices, list) or not all(
+                isinstance(part, list) and len(part) == 3 and all(type(number) is int for number in part)
+                for part in slices
+            ):
+                raise ValueError(f"{what} has the slices {_shown(slices)}: each is [rank, first column, column behind]")
+            tables[name] = TablePlacement(placed["kind"], tuple(Slice(*part) for part in slices))
+        return cls(fields["num_ranks"], tables)
+
+
+def hash_bounds(num_ranks: int) -> tuple[int, ...]:
+    """Return where the ranges of hashes of the ranks begin, and 2^64 behind the last: ``floor(r * 2^64 / W)``."""
+    return tuple(r * HASHES // num_ranks for r in range(num_ranks + 1))
+
+
+def slice_widths(dim: int, num_slices: int) -> tuple[int, ...]:
+    """Return the widths of so many slices of ``dim`` columns, wider ones first: 15 in 8 are 2, 2, 2, 2, 2, 2, 2, 1.
+
+    Raises ValueError unless every slice gets a column.
+    """
+    if not 1 <= num_slices <= dim:
+        raise ValueError(f"{dim} columns cannot be {num_slices} slices: a slice has at least 1 column")
+    width, wider = divmod(dim, num_slices)
+    return tuple(width + (i < wider) for i in range(num_slices))
+
+
+def sliced(dim: int, ranks: Sequence[int]) -> TablePlacement:
+    """Return the placement of ``dim`` columns in equal slices for these ranks; those of one rank become neighbours.
+
+    A rank may stand there several times. One rank alone owns the whole table.
+    """
+    widths: dict[int, int] = {}
+    for rank, width in zip(ranks, slice_widths(dim, len(ranks)), strict=True):
+        widths[rank] = widths.get(rank, 0) + width
+    first, slices = 0, []
+    for rank, width in widths.items():
+        slices.append(Slice(rank, first, first + width))
+        first += width
+    return TablePlacement("table" if len(slices) == 1 else "column", tuple(slices))
+
+
+def _check_table(name: str, placed: TablePlacement, num_ranks: int) -> None:
+    """Raise ValueError where the placement of a table contradicts itself."""
+    what, slices = f"the placement of table {name!r}", placed.slices
+    if placed.kind not in KINDS:
+        raise ValueError(f"{what} is {_shown(placed.kind)}: it must be {_WAYS}")
+    allowed = {"table": "1 slice", "column": "2 or more slices"}.get(placed.kind, "no slices")
+    if (min(len(slices), 2)) != {"table": 1, "column": 2}.get(placed.kind, 0):
+        raise ValueError(f"{what} is {placed.kind!r} with {len(slices)} slices: it has {allowed}")
+    if not slices:
+        return
+    for part in slices:
+        if not 0 <= part.rank < num_ranks:
+            raise ValueError(f"{what} names rank {part.rank}: there are {num_ranks} ranks, counted from 0")
+        if part.first >= part.last:
+            raise ValueError(f"{what} has a slice of columns {part.first} to {part.last}: it must have a column")
+    if slices[0].first != 0 or any(one.last != other.first for one, other in pairwise(slices)):
+        columns = ", ".join(f"{part.first} to {part.last}" for part in slices)
+        raise ValueError(f"{what} has slices of columns {columns}: they must begin at 0 and follow one another")
+    if len({part.rank for part in slices}) < len(slices):
+        raise ValueError(f"{what} gives a rank two slices: make one slice of the columns of a rank")
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {_shown(value)}: it must be an object")  # noqa: TRY004 - a record's type is a value
+    return value
+
+
+def _fields(record: Any, what: str, needed: set[str], allowed: set[str]) -> dict[str, Any]:
+    """Return an object of a record. Raises ValueError where it is none, lacks a field or has an unknown one."""
+    fields = _object(record, what)
+    for name in sorted(needed - fields.keys()):
+        raise ValueError(f"{what} lacks {name!r}: it must be what a placement wrote")
+    for name in sorted(map(str, fields.keys() - needed - allowed)):
+        raise ValueError(f"{what} has the unknown {name!r}: it must be what a placement wrote")
+    return fields
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]

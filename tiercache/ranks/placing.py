@@ -1,0 +1,268 @@
+"""Placing: strategies that choose where the rows of each table stand. Deciding only, from sizes; nothing moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from tiercache.ranks.loads import loads_of
+from tiercache.ranks.placement import KINDS, Placement, TablePlacement, slice_widths, sliced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import PassSet
+    from tiercache.ranks.loads import Load
+    from tiercache.ranks.placement import Kind
+    from tiercache.store.table import Table
+
+__all__ = ["STRATEGIES", "Costs", "Strategy", "place", "placement_of"]
+
+Strategy = Literal["auto", "basic", "memory_balanced", "memory_optimized", "cost"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What the strategy "cost" counts with."""
+
+    samples: int = 8192
+    """Of a batch of all ranks together."""
+    batches_per_step: int = 1
+    """Batches, or micro-batches, between two steps."""
+    number_bytes: int = 4
+    """Of a number on the wire."""
+    link_bytes_per_second: float = 10e9
+    """What a rank can send and receive, together."""
+    store_bytes_per_second: float = 1e9
+    """What a rank's part can be read and written at."""
+    piece_seconds: float = 1e-6
+    """What the rows of one table from or for one other rank cost in a batch, however few they are."""
+
+
+def place(
+    tables: Sequence[Table],
+    loads: Mapping[str, Load],
+    num_ranks: int,
+    *,
+    strategy: str = "auto",
+    kinds: Mapping[str, str] | None = None,
+    replicate_threshold: int | None = None,
+    column_threshold: int | None = None,
+    row_threshold: int | None = None,
+    costs: Costs | None = None,
+) -> Placement:
+    """Place every table on so many ranks. Equal arguments give equal placements; on one rank every table is "row".
+
+    What decides a table's kind, the first that speaks: ``kinds`` ("row", "table", "column", "replicate", by name of the
+    table); the thresholds, in bytes of the rows of its largest pass with their optimizer state: replicated where it has
+    at most ``replicate_threshold``, by row above ``row_threshold``, in column slices above ``column_threshold``; the
+    strategy. Columns are cut in 2, 4, 8 ... slices until each is within the threshold, in as many as there are ranks
+    (or columns) at most; slices that meet on a rank are one.
+
+    "basic": whole tables and slices go to one rank after the other, in the order given. "memory_balanced": the largest
+    goes first, each to the rank with the fewest bytes so far. "memory_optimized": the same, and tables that are larger
+    than a rank's fair share of all bytes are placed by row where no threshold was given. "cost", which "auto" stands
+    for: the kind and ranks for which the busiest rank spends the least seconds on a batch (``_Busy``).
+
+    Raises ValueError for an unknown strategy, kind or name.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"the strategy of placement is {strategy!r}: it must be one of {_listed(STRATEGIES)}")
+    asked = _asked(tables, kinds or {})
+    if num_ranks == 1:
+        return Placement(1, {table.name: TablePlacement("row") for table in tables})
+    num_bytes = {table.name: loads[table.name].rows * table.row_bytes for table in tables}
+    if strategy == "memory_optimized" and row_threshold is None and column_threshold is None:
+        row_threshold = sum(num_bytes.values()) // num_ranks
+    wanted: dict[str, tuple[Kind | None, int]] = {}
+    for table in tables:
+        kind, size, slices = asked.get(table.name), num_bytes[table.name], min(num_ranks, table.dim)
+        if kind is None and replicate_threshold is not None and size <= replicate_threshold:
+            kind = "replicate"
+        elif kind is None and row_threshold is not None and size > row_threshold:
+            kind = "row"
+        elif kind is None and column_threshold is not None and size > column_threshold:
+            kind, slices = "column", min(slices, 1 << (-(-size // max(1, column_threshold)) - 1).bit_length())
+        wanted[table.name] = kind, slices
+    if strategy in {"auto", "cost"}:
+        return _by_cost(tables, loads, num_ranks, wanted, costs or Costs())
+    return _by_bytes(tables, num_bytes, num_ranks, wanted, in_turn=strategy == "basic")
+
+
+def placement_of(passes: PassSet, num_ranks: int, how: Placement | str | Mapping[str, str]) -> Placement:
+    """Return the placement of the tables of a pass set that a user asks for: a strategy, kinds by table, or itself.
+
+    Reads counts of keys. Raises ValueError where it is not for these tables or so many ranks.
+    """
+    if isinstance(how, Placement):
+        how.check(passes.tables)
+        if how.num_ranks != num_ranks:
+            raise ValueError(f"the placement is for {how.num_ranks} ranks and there are {num_ranks}: make another")
+        return how
+    strategy, kinds = (how, {}) if isinstance(how, str) else ("auto", how)
+    return place(passes.schema.tables, loads_of(passes), num_ranks, strategy=strategy, kinds=kinds)
+
+
+def _asked(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]:
+    """Check the kinds that a user gives."""
+    names = [table.name for table in tables]
+    found: dict[str, Kind] = {}
+    for name, asked in kinds.items():
+        if name not in names:
+            raise ValueError(f"a placement is asked for the unknown table {name!r}: the tables are {_listed(names)}")
+        for kind in KINDS:
+            if kind == asked:
+                found[name] = kind
+        if name not in found:
+            raise ValueError(f"table {name!r} is to be placed by {asked!r}: it must be one of {_listed(KINDS)}")
+    return found
+
+
+def _by_bytes(
+    tables: Sequence[Table],
+    num_bytes: Mapping[str, int],
+    num_ranks: int,
+    wanted: Mapping[str, tuple[Kind | None, int]],
+    *,
+    in_turn: bool,
+) -> Placement:
+    """Give whole tables and slices to ranks in turn, or the largest first to the rank with the fewest bytes."""
+    placed: dict[str, TablePlacement] = {}
+    held = [0.0] * num_ranks
+    pieces: list[tuple[float, Table]] = []
+    for table in tables:
+        kind, slices = wanted[table.name]
+        if kind in {"row", "replicate"}:
+            placed[table.name] = TablePlacement(kind)
+            held = [some + num_bytes[table.name] / num_ranks for some in held]
+        else:
+            widths = slice_widths(table.dim, slices if kind == "column" else 1)
+            pieces += [(num_bytes[table.name] * width / table.dim, table) for width in widths]
+    if not in_turn:
+        pieces.sort(key=lambda piece: -piece[0])
+    ranks: dict[str, list[int]] = {}
+    for turn, (size, table) in enumerate(pieces):
+        rank = turn % num_ranks if in_turn else held.index(min(held))
+        held[rank] += size
+        ranks.setdefault(table.name, []).append(rank)
+    dims = {table.name: table.dim for table in tables}
+    return Placement(num_ranks, placed | {name: sliced(dims[name], some) for name, some in ranks.items()})
+
+
+def _by_cost(
+    tables: Sequence[Table],
+    loads: Mapping[str, Load],
+    num_ranks: int,
+    wanted: Mapping[str, tuple[Kind | None, int]],
+    costs: Costs,
+) -> Placement:
+    """Place the table that keeps ranks busiest first, each as it keeps the busiest rank least busy."""
+    models = [_Busy(table, loads[table.name], num_ranks, costs) for table in tables]
+    busy, placed = np.zeros(num_ranks), {}
+    for model in sorted(models, key=lambda model: -model.by_row()[0]):
+        kind, slices = wanted[model.table.name]
+        best, best_score, best_busy = None, (math.inf, math.inf), busy
+        for choice in _choices(model.table, kind, slices, busy, all_ranks=len(tables) < num_ranks):
+            after = busy + model.seconds(choice)
+            score = float(after.max()), float(after.sum())
+            if score < best_score:
+                best, best_score, best_busy = choice, score, after
+        assert best is not None
+        placed[model.table.name], busy = best, best_busy
+    return Placement(num_ranks, placed)
+
+
+def _choices(
+    table: Table, kind: Kind | None, slices: int, busy: NDArray[np.float64], *, all_ranks: bool
+) -> Iterator[TablePlacement]:
+    """Yield the placements of a table among which cost decides; the least busy ranks get slices."""
+    order = np.argsort(busy, kind="stable").tolist()
+    if kind in {None, "row"}:
+        yield TablePlacement("row")
+    if kind == "table" or (kind is None and not all_ranks):
+        yield sliced(table.dim, order[:1])
+    if kind == "column":
+        yield sliced(table.dim, order[:slices])
+    elif kind is None:
+        counts = [1 << i for i in range(1, len(order).bit_length()) if 1 << i < len(order)] + [len(order)]
+        for count in counts[-1:] if all_ranks else counts:
+            if count <= table.dim:
+                yield sliced(table.dim, order[:count])
+    if kind in {None, "replicate"}:
+        yield TablePlacement("replicate")
+
+
+class _Busy:
+    """The seconds that one table costs each of W ranks in one batch.
+
+    With u the different ids of one rank's samples of a batch, U those of all ranks between two steps, D numbers in a
+    vector, b bytes of a number and a batches between two steps; a rank asks with addresses of 4 bytes, gets rows, and
+    sends gradients. Bytes in and out of a rank that owns the share f of the rows:
+
+    * row: ``u (4 + 2 b D) (f (W - 1) + 1 - f)``, f = 1/W and what chance adds to the fullest rank,
+      ``sqrt(2 ln W (1 - 1/W) / (W u))``.
+    * table: the same with f = 1 for the owner and f = 0 for others.
+    * column: the same, summed over the slices with their own widths; every slice is asked.
+    * replicate: ``u (4 + b D) (f (W - 1) + 1 - f)`` for addresses and gradients, and ``2 U b D (W - 1) / (W a)`` for
+      the rows that owners send to all after a step; lookups bring no rows.
+
+    These bytes are divided by those a second of the link. To them come the rows of the pass with their optimizer state,
+    read and written once, of the owned share: ``2 rows row_bytes / (batches of the pass)`` by the bytes a second of the
+    store, the copies of replicated vectors, and the seconds of a piece for each other rank asked and served.
+    """
+
+    def __init__(self, table: Table, load: Load, num_ranks: int, costs: Costs) -> None:
+        self.table, self._load, self._ranks, self._costs = table, load, num_ranks, costs
+        batches = max(1.0, load.samples / costs.samples)
+        self._asked = load.unique(costs.samples / num_ranks)
+        self._stepped = load.unique(costs.samples * costs.batches_per_step)
+        self._store_seconds = 2 * load.rows * table.row_bytes / batches / costs.store_bytes_per_second
+
+    def seconds(self, placed: TablePlacement) -> NDArray[np.float64]:
+        """Return the seconds of every rank: (W,)."""
+        if placed.by_hash:
+            return self.by_replica() if placed.kind == "replicate" else self.by_row()
+        total = np.zeros(self._ranks)
+        for part in placed.slices:
+            width = part.last - part.first
+            total += self._traffic(width, 0.0)
+            total[part.rank] += self._traffic(width, 1.0) - self._traffic(width, 0.0)
+            total[part.rank] += self._store_seconds * width / self.table.dim
+        return total
+
+    def by_row(self) -> NDArray[np.float64]:
+        """Return the seconds of every rank where all own a range of hashes."""
+        return np.full(self._ranks, self._traffic(self.table.dim, self._share()) + self._store_seconds / self._ranks)
+
+    def by_replica(self) -> NDArray[np.float64]:
+        """Return the seconds of every rank where all have a copy as well."""
+        costs, ranks = self._costs, self._ranks
+        vector = costs.number_bytes * self.table.dim
+        updates = 2 * self._stepped * vector * (ranks - 1) / ranks / costs.batches_per_step
+        copies = self._load.rows * 4 * self.table.dim / max(1.0, self._load.samples / costs.samples)
+        asked = self._traffic(self.table.dim, self._share(), ways=1)
+        seconds = asked + (updates + copies) / costs.link_bytes_per_second + self._store_seconds / ranks
+        return np.full(ranks, seconds)
+
+    def _share(self) -> float:
+        """Return the share of asked rows that the fullest rank owns."""
+        ranks, asked = self._ranks, max(1, self._asked)
+        return min(1.0, 1 / ranks + math.sqrt(2 * math.log(ranks) * (1 - 1 / ranks) / (ranks * asked)))
+
+    def _traffic(self, width: int, share: float, ways: int = 2) -> float:
+        """Return the seconds for which ``width`` columns keep the link of a rank busy that owns a share of the rows."""
+        costs, others = self._costs, self._ranks - 1
+        row = 4 + ways * costs.number_bytes * width
+        served, asked = share * others, 1 - share
+        pieces = (others if share > 0 else 0) + (0 if share == 1 else 1 if share == 0 else others)
+        return self._asked * row * (served + asked) / costs.link_bytes_per_second + pieces * costs.piece_seconds
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(map(repr, words))
