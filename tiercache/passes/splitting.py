@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from bisect import bisect_left
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from tiercache.passes.passset import Pass
     from tiercache.schema import Schema
 
-__all__ = ["split_cursor", "split_passes"]
+__all__ = ["SplitSource", "split_cursor", "split_passes", "split_source"]
 
 _CHUNK_SAMPLES = 1 << 15
 _ALIGN = 8192
@@ -100,26 +101,46 @@ def split_passes(
     return PassSet.open(directory)
 
 
+@dataclass(frozen=True, slots=True)
+class SplitSource:
+    """What a pass set was split from."""
+
+    digest: str
+    """Of that pass set."""
+    parts: tuple[tuple[int, ...], ...]
+    """For each of its passes the samples of each part."""
+
+
+def split_source(passes: PassSet) -> SplitSource | None:
+    """Return what ``passes`` were split from; None where they were not."""
+    options = passes.manifest.options
+    if "split_of" not in options:
+        return None
+    try:
+        return SplitSource(str(options["split_of"]), tuple(tuple(map(int, sizes)) for sizes in options[_PARTS]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PassSetError(f"{passes.path} does not say what it was split from ({error}): split it again") from error
+
+
 def split_cursor(
-    new: PassSet,
-    old: PassSet,
+    passes: PassSet,
     cursor: tuple[int, int],
     *,
     order: Mapping[str, object] | None = None,
     order_seed: int | None = None,
 ) -> tuple[int, int]:
-    """Return where training stands in ``new``, made by ``split_passes`` from ``old``, when it stands at ``cursor``.
+    """Return where training stands in ``passes`` when it stands at ``cursor`` in what they were split from.
 
     ``cursor``: next visit and samples of it that are trained already. ``order``: how the samples of that visit are
-    ordered, as a commit inside it says. Raises PassSetError for sets that do not belong together, and where no place
-    of the new schedule has the same samples behind it: inside a visit that is shuffled or took raw keys, and inside an
-    epoch of a seeded order.
+    ordered, as a commit inside it says. Raises PassSetError for a set that was not split, and where no place of the
+    new schedule has the same samples behind it: inside a visit that is shuffled or took raw keys, and inside an epoch
+    of a seeded order.
     """
-    parts = new.manifest.options.get(_PARTS)
-    if new.manifest.options.get("split_of") != old.digest or not isinstance(parts, list):
-        raise PassSetError(f"the pass set {new.path} was not split from {old.path}: give the set that it was made from")
-    visit, sample = cursor
-    epoch, place = divmod(visit, len(old))
+    source = split_source(passes)
+    if source is None:
+        raise PassSetError(f"the pass set {passes.path} was not split from another: give one that split_passes made")
+    parts, (visit, sample) = source.parts, cursor
+    epoch, place = divmod(visit, len(parts))
     if order_seed is not None and (place or sample):
         raise PassSetError(
             f"training stands at visit {visit}, inside epoch {epoch} of a seeded order, which smaller passes would not "
@@ -134,7 +155,7 @@ def split_cursor(
     while part + 1 < len(sizes) and sample >= sizes[part]:
         sample -= sizes[part]
         part += 1
-    return epoch * len(new) + sum(map(len, parts[:place])) + part, sample
+    return epoch * len(passes) + sum(map(len, parts[:place])) + part, sample
 
 
 class _Limit(Protocol):
