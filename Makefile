@@ -34,7 +34,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -m "not long" --durations=15
+	$(BIN)/python -m pytest -n 2 -m "not long" --durations=15
 
 test-long: lint
 	$(BIN)/python -m pytest --durations=15

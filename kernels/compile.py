@@ -26,6 +26,7 @@ from tiercache.kernels import (
     samples,
     sorting,
     switch,
+    unique,
     update,
     uses,
 )
@@ -147,6 +148,13 @@ def _bucket() -> None:
     bucketing.bucket_ids(_I4, _I8[:1], _BOUNDS[1:], _BOUNDS, owners, 1, _I4.copy(), _I4.copy(), starts)
 
 
+def _name_once() -> None:
+    pairs = sorting.sort_slots(_I4, 2, sorting.SortBuffers())
+    unique.unique_slots(pairs, _I4.copy(), _I4.copy())
+    unique.lay_out(_I4, _I8[:1], _I8[:1], _I8[:1], _I8[:1], _I8[:1], _I4.copy(), _I4.copy())
+    unique.mark_slots(_I4, np.zeros(2, np.bool_))
+
+
 def _read_samples() -> None:
     words, starts, ids = np.zeros(8, np.int32), _I8[:1], _I4.copy()
     samples.gather_rows(words, starts, 16, _I8, np.empty((2, 2), np.int32))
@@ -163,6 +171,7 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("number keys", _number),
     ("index keys", _index),
     ("bucket ids", _bucket),
+    ("unique rows", _name_once),
     ("read samples", _read_samples),
     ("find uses", _find_uses),
     ("switch passes", _switch),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def info(path: str | os.PathLike[str], *, at: int | None = None) -> dict[str, Any]:
-    """Return what the store at ``path`` holds at its newest commit, or at commit ``at``, as plain values; reads no row.
+def info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the store at ``path`` holds at its newest commit, as plain values; reads no row.
 
     "rows" and "live_rows" count each key once, "row_bytes" their bytes; "stale_rows" are those in settled segments
     whose keys newer segments have too. "changed_bytes" are those of the last changes of moved rows, dead ones included.
@@ -28,78 +28,83 @@ def info(path: str | os.PathLike[str], *, at: int | None = None) -> dict[str, An
 
     Raises what ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
-    with Store.open(path, mode="r", commit=at) as store:
-        live = {table.name: 0 for table in store.tables}
-        settled = {} if store.commit is None else {one.segment_id: one for one in store.commit.settled}
-        segments, stale_bytes = [], 0
-        for segment in store.segments:
-            live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
-            for group, stream in zip(store.groups, segment.streams, strict=True):
-                first = store.first_range(segment, group.index)
-                ranges += len(stream.ranges)
-                live_ranges += len(stream.ranges) - first
-                for rows in stream.ranges[first:]:
-                    live_rows += rows.rows
-                    for table, count in zip(group.tables, rows.table_rows, strict=True):
-                        live[table.name] += count
-                stale = settled[segment.id].stale_rows[group.index] if segment.id in settled else ()
-                for table, count in zip(group.tables, stale, strict=False):
-                    live[table.name] -= count
-                stale_rows += sum(stale)
-                stale_bytes += sum(stale) * group.row_bytes
-            segments.append(
-                {
-                    "id": segment.id,
-                    "visit": segment.visit,
-                    "within": segment.within,
-                    "settled": segment.id in settled,
-                    "rows": segment.rows,
-                    "live_rows": live_rows - stale_rows,
-                    "stale_rows": stale_rows,
-                    "live_ranges": live_ranges,
-                    "dead_ranges": ranges - live_ranges,
-                    "row_bytes": segment.row_bytes,
-                    "changed_bytes": segment.changed_bytes,
-                }
-            )
-        tables = [
-            {**table.to_record(), "group": group.index, "row_bytes": table.row_bytes, "rows": live[table.name]}
-            for group in store.groups
-            for table in group.tables
-        ]
-        commit, row_bytes = store.commit, sum(table["rows"] * table["row_bytes"] for table in tables)
-        file_bytes = _file_bytes(path)
-        return {
-            "path": str(path),
-            "format_version": FORMAT_VERSION,
-            "file_bytes": file_bytes,
-            "rows": sum(live.values()),
-            "row_bytes": row_bytes,
-            "stale_rows": sum(segment["stale_rows"] for segment in segments),
-            "stale_bytes": stale_bytes,
-            "changed_bytes": sum(segment["changed_bytes"] for segment in segments),
-            "space_amplification": file_bytes / row_bytes if row_bytes else None,
-            "live_ranges": sum(segment["live_ranges"] for segment in segments),
-            "dead_ranges": sum(segment["dead_ranges"] for segment in segments),
-            "commit": None
-            if commit is None
-            else {
-                "id": commit.id,
-                "visit": commit.cursor.visit,
-                "sample": commit.cursor.sample,
-                "schedule_digest": commit.schedule_digest,
-                "state_bytes": commit.state_bytes,
-                "settings": commit.settings,
-                "environment": commit.environment,
-            },
-            "retention": None if commit is None else commit.retention,
-            "commits": [
-                {"id": c.id, "visit": c.cursor.visit, "sample": c.cursor.sample, "segments": len(c.segment_ids)}
-                for c in store.commits
-            ],
-            "tables": tables,
-            "segments": segments,
-        }
+    with Store.open(path, mode="r") as store:
+        return describe(store, path)
+
+
+def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what ``info`` does, of a store at ``path`` that is open, at the commit where it stands."""
+    live = {table.name: 0 for table in store.tables}
+    settled = {} if store.commit is None else {one.segment_id: one for one in store.commit.settled}
+    segments, stale_bytes = [], 0
+    for segment in store.segments:
+        live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
+        for group, stream in zip(store.groups, segment.streams, strict=True):
+            first = store.first_range(segment, group.index)
+            ranges += len(stream.ranges)
+            live_ranges += len(stream.ranges) - first
+            for rows in stream.ranges[first:]:
+                live_rows += rows.rows
+                for table, count in zip(group.tables, rows.table_rows, strict=True):
+                    live[table.name] += count
+            stale = settled[segment.id].stale_rows[group.index] if segment.id in settled else ()
+            for table, count in zip(group.tables, stale, strict=False):
+                live[table.name] -= count
+            stale_rows += sum(stale)
+            stale_bytes += sum(stale) * group.row_bytes
+        segments.append(
+            {
+                "id": segment.id,
+                "visit": segment.visit,
+                "within": segment.within,
+                "settled": segment.id in settled,
+                "rows": segment.rows,
+                "live_rows": live_rows - stale_rows,
+                "stale_rows": stale_rows,
+                "live_ranges": live_ranges,
+                "dead_ranges": ranges - live_ranges,
+                "row_bytes": segment.row_bytes,
+                "changed_bytes": segment.changed_bytes,
+            }
+        )
+    tables = [
+        {**table.to_record(), "group": group.index, "row_bytes": table.row_bytes, "rows": live[table.name]}
+        for group in store.groups
+        for table in group.tables
+    ]
+    commit, row_bytes = store.commit, sum(table["rows"] * table["row_bytes"] for table in tables)
+    file_bytes = _file_bytes(path)
+    return {
+        "path": str(path),
+        "format_version": FORMAT_VERSION,
+        "file_bytes": file_bytes,
+        "rows": sum(live.values()),
+        "row_bytes": row_bytes,
+        "stale_rows": sum(segment["stale_rows"] for segment in segments),
+        "stale_bytes": stale_bytes,
+        "changed_bytes": sum(segment["changed_bytes"] for segment in segments),
+        "space_amplification": file_bytes / row_bytes if row_bytes else None,
+        "live_ranges": sum(segment["live_ranges"] for segment in segments),
+        "dead_ranges": sum(segment["dead_ranges"] for segment in segments),
+        "commit": None
+        if commit is None
+        else {
+            "id": commit.id,
+            "visit": commit.cursor.visit,
+            "sample": commit.cursor.sample,
+            "schedule_digest": commit.schedule_digest,
+            "state_bytes": commit.state_bytes,
+            "settings": commit.settings,
+            "environment": commit.environment,
+        },
+        "retention": None if commit is None else commit.retention,
+        "commits": [
+            {"id": c.id, "visit": c.cursor.visit, "sample": c.cursor.sample, "segments": len(c.segment_ids)}
+            for c in store.commits
+        ],
+        "tables": tables,
+        "segments": segments,
+    }
 
 
 def _file_bytes(path: str | os.PathLike[str]) -> int:

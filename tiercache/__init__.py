@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tiercache.passes.key_sets import write_key_sets as write_key_sets
     from tiercache.passes.passset import PassSet as PassSet
     from tiercache.passes.splitting import split_passes as split_passes
+    from tiercache.ranks.cache import ShardedCache as ShardedCache
+    from tiercache.ranks.group import Ranks as Ranks
+    from tiercache.ranks.placement import Placement as Placement
+    from tiercache.ranks.sharded_store import ShardedStore as ShardedStore
     from tiercache.schema import Dense as Dense
     from tiercache.schema import Feature as Feature
     from tiercache.schema import Schema as Schema
@@ -50,9 +54,13 @@ _HOME = {
     "Feature": "schema",
     "Normal": "store.table",
     "PassSet": "passes.passset",
+    "Placement": "ranks.placement",
+    "Ranks": "ranks.group",
     "ResidentCache": "training.resident",
     "RowWiseAdagrad": "store.table",
     "Schema": "schema",
+    "ShardedCache": "ranks.cache",
+    "ShardedStore": "ranks.sharded_store",
     "Store": "store",
     "StoreError": "store.errors",
     "Table": "store.table",
@@ -81,9 +89,13 @@ __all__ = [
     "Feature",
     "Normal",
     "PassSet",
+    "Placement",
+    "Ranks",
     "ResidentCache",
     "RowWiseAdagrad",
     "Schema",
+    "ShardedCache",
+    "ShardedStore",
     "Store",
     "StoreError",
     "Table",

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tiercache.errors import BudgetError
+from tiercache.ranks.facts import check_same
+from tiercache.ranks.group import Ranks
 
 if TYPE_CHECKING:
-    from tiercache.ranks.group import Ranks
+    from numpy.typing import NDArray
 
 
 def who(ranks: Ranks) -> list[int]:
@@ -38,3 +50,179 @@ def uneven_exchange(ranks: Ranks, dtype: str, silent: bool = False) -> list[Any]
     assert torch.equal(again, received)
     assert received.dtype == kind
     return received.to(torch.float64).tolist()
+
+
+def nothing_at_all(ranks: Ranks) -> list[int]:
+    """Exchange and gather where nobody has anything."""
+    none = torch.empty(0, dtype=torch.float32)
+    zeros = [0] * ranks.size
+    return [len(ranks.exchange(none, zeros, zeros)), len(ranks.gather(none, zeros))]
+
+
+def uneven_gather(ranks: Ranks, dtype: str, sizes: list[int]) -> list[float]:
+    """Gather ``sizes[r]`` elements of value r + 1 from every rank r."""
+    mine = torch.full((sizes[ranks.rank],), ranks.rank + 1).to(getattr(torch, dtype))
+    gathered = ranks.gather(mine, sizes)
+    assert gathered.dtype == mine.dtype
+    return gathered.to(torch.float64).tolist()
+
+
+def counts(ranks: Ranks) -> NDArray[np.int64]:
+    """Send [sender, receiver, a number beyond 32 bits] to every rank."""
+    to = [[ranks.rank, target, 2**40 + ranks.rank] for target in range(ranks.size)]
+    return ranks.counts(np.array(to, dtype=np.int64))
+
+
+def least(ranks: Ranks) -> list[int]:
+    """Compare two numbers, one of which is least here and the other on the last rank."""
+    return ranks.least([ranks.rank, -(2**40) * ranks.rank])
+
+
+def two_threads(ranks: Ranks) -> list[float]:
+    """On even ranks a thread's exchanges begin before those of the main thread, on odd ranks after they ended."""
+    other = ranks.beside()
+    ones = torch.ones(ranks.size)
+    one_each = [1] * ranks.size
+    sums: dict[str, float] = {}
+
+    def exchange(name: str, on: Ranks, scale: float) -> None:
+        total = torch.zeros(ranks.size)
+        for step in range(20):
+            total += on.exchange(ones * scale * step, one_each, one_each)
+        sums[name] = float(total.sum())
+
+    thread = threading.Thread(target=exchange, args=("beside", other, 2.0))
+    if ranks.rank % 2:
+        exchange("main", ranks, 1.0)
+        thread.start()
+    else:
+        thread.start()
+        exchange("main", ranks, 1.0)
+    thread.join()
+    other.close()
+    return [sums["main"], sums["beside"]]
+
+
+def dense_layers(ranks: Ranks) -> list[float]:
+    """Train one step of a layer in DistributedDataParallel between exchanges; return its weights."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    ranks.barrier()
+    model(torch.full((1, 2), float(ranks.rank))).sum().backward()
+    ranks.barrier()
+    weight = model.module.weight
+    assert weight.grad is not None
+    return [float(each) for each in weight.grad.flatten()]
+
+
+def fails_in_the_body(ranks: Ranks, who: list[int], kind: str) -> Any:
+    """Fail on some ranks inside of ``together``, before the collective that the others go on to."""
+    with ranks.together("opening the store"):
+        if ranks.rank in who:
+            raise {"BudgetError": BudgetError, "KeyError": KeyError, "OSError": OSError}[kind](f"no room {ranks.rank}")
+    return ranks.values("went on")
+
+
+def fails_inside_of_the_inside(ranks: Ranks) -> Any:
+    """An agreement inside an agreement: the outer one is reached by all."""
+    with ranks.together("training"), ranks.together("reading rows"):
+        if ranks.rank == 0:
+            raise BudgetError("no room")
+
+
+def goes_on_after_an_error(ranks: Ranks) -> list[Any]:
+    """After an error that all agreed on, the same ranks still talk."""
+    try:
+        fails_in_the_body(ranks, [0], "OSError")
+    except (OSError, RuntimeError) as error:
+        return ranks.values(type(error).__name__)
+    return []
+
+
+def keeps_its_cause(ranks: Ranks) -> None:
+    """Rank 0's own error has a cause, and it is alone with it."""
+    with ranks.together("reading"):
+        if ranks.rank == 0:
+            try:
+                raise KeyError("inner")
+            except KeyError as inner:
+                raise BudgetError("outer") from inner
+
+
+def leaves_early(ranks: Ranks) -> None:
+    """Rank 0 ends with an error of its own, outside of any agreement, while the others wait for it."""
+    if ranks.rank == 0:
+        raise ValueError("on my own")
+    ranks.barrier("waiting for rank 0")
+
+
+def talks_after_leaving(ranks: Ranks) -> None:
+    """Use ranks that were closed."""
+    ranks.barrier()
+    ranks.close()
+    ranks.close()
+    ranks.barrier()
+
+
+def repeats_after_a_break(ranks: Ranks) -> list[str]:
+    """Rank 0 leaves; the others try twice."""
+    said: list[str] = []
+    if ranks.rank == 0:
+        return said
+    for _ in range(2):
+        try:
+            ranks.barrier("waiting")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def breaks_inside(ranks: Ranks) -> None:
+    """Rank 0 leaves while the others are inside of an agreement."""
+    if ranks.rank > 0:
+        with ranks.together("training"):
+            ranks.barrier("reading")
+
+
+def compare(ranks: Ranks, by_rank: list[dict[str, Any]], version: str | None = None) -> None:
+    """Compare facts; the last rank has another version of the package where one is given."""
+    import tiercache
+
+    kept = tiercache.__version__
+    try:
+        if version and ranks.rank == ranks.size - 1:
+            tiercache.__version__ = version
+        check_same(ranks, by_rank[ranks.rank])
+    finally:
+        tiercache.__version__ = kept
+
+
+def joins_a_part(ranks: Ranks) -> list[Any]:
+    """Ranks 1 and above join a group of their own."""
+    mine = list(range(1, ranks.size))
+    group: Any = dist.new_group(mine)
+    if ranks.rank == 0:
+        try:
+            Ranks.join(group=group)
+        except RuntimeError as error:
+            return [str(error)]
+    inner = Ranks.join(group=group, timeout=20)
+    told = inner.values(ranks.rank)
+    again = inner.beside().values(ranks.rank)
+    inner.close()
+    return [inner.rank, inner.size, told, again]
+
+
+def hangs(ranks: Ranks) -> None:
+    """Rank 1 sleeps for longer than the test waits."""
+    sys.stderr.write("about to hang\n")
+    if ranks.rank == 1:
+        time.sleep(60)
+    ranks.barrier()
+
+
+def dies(ranks: Ranks) -> None:
+    """Rank 1 is killed."""
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.barrier()

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 4
 LIMIT_SECONDS = 60.0
+PATIENCE = 0.75
+"""Part of a run's limit after which a rank gives up others, so that it says so before the run is killed."""
 LAST_WORDS_SECONDS = 2.0
 """How long ranks are given to end by themselves after one of them died, and to write where they hang."""
 
@@ -53,8 +55,9 @@ class RunFailedError(AssertionError):
 class RanksPool:
     """Up to four ranks on the CPU, each a process with one thread for torch and one for the kernels."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most: int = MOST_RANKS) -> None:
         self._folder = folder
+        self._most = most
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: TCPStore | None = None
@@ -135,7 +138,7 @@ class RanksPool:
 
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
-        for rank in range(MOST_RANKS):
+        for rank in range(self._most):
             here, there = context.Pipe()
             process = context.Process(
                 target=serve, args=(rank, there, self._store.port, str(self._log(rank))), daemon=True
@@ -187,16 +190,17 @@ def _run(rank: int, size: int, run: int, store: TCPStore, body: str, limit: floa
     from tiercache.ranks.group import Ranks
 
     module, name = body.split(":")
+    patience = limit * PATIENCE
     function = getattr(importlib.import_module(module), name)
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"run-{run}", store),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=limit),
+        timeout=timedelta(seconds=patience),
     )
     try:
-        ranks = Ranks.join(timeout=limit)
+        ranks = Ranks.join(timeout=patience)
         try:
             return function(ranks, **arguments)
         finally:

@@ -12,7 +12,7 @@ import numpy as np
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, hash_bounds, sliced
 from tiercache.ranks.shares import part_tables
-from tiercache.store import Adagrad, Adam, Cursor, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
+from tiercache.store import Adagrad, Adam, Cursor, RowWiseAdagrad, Table, Uniform, Zeros, hash_keys
 from tiercache.store.testing.world import World
 from tiercache.store.vectors import row_words
 
@@ -128,6 +128,7 @@ def divide_anew(path: Path, ranks: Meeting, placement: Placement, note: Callable
             world.append(parts.store)
         world.visit = cursor.visit
         world.publish(parts.store)
+        note(switching=True)
         parts.publish(cursor)
         note(done=cursor)
 
@@ -170,8 +171,3 @@ def problems(store: ShardedStore) -> Iterator[str]:
                 row = whole_row(table, key, *wanted[key])
                 if any(one[i].tobytes() != other[0].tobytes() for one, other in zip(fields, row, strict=True)):
                     yield f"row {key} of table {name!r} at {store.cursor} has other bits"
-
-
-def stands(path: Path, store: Store) -> str:
-    """Return where a part stands, for messages."""
-    return f"{path}: {store!r}"

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import torch
+
+from tiercache.errors import RankError
+from tiercache.ranks.group import Ranks
 
 if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool
 
 SIZES = (1, 2, 3, 4)
+BODIES = "tests.ranks.bodies:"
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_knows_itself_and_hears_all(ranks_pool: RanksPool, size: int) -> None:
     """Values arrive in rank order, whatever their kinds and lengths."""
-    assert ranks_pool.run(size, "tests.ranks.bodies:who") == [[rank, size] for rank in range(size)]
+    assert ranks_pool.run(size, BODIES + "who") == [[rank, size] for rank in range(size)]
     expected = [{"rank": r, "words": "é" * r, "list": list(range(r)), "none": None} for r in range(size)]
-    assert ranks_pool.run(size, "tests.ranks.bodies:tell") == [expected] * size
+    assert ranks_pool.run(size, BODIES + "tell") == [expected] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -25,7 +33,183 @@ def test_every_rank_knows_itself_and_hears_all(ranks_pool: RanksPool, size: int)
 def test_uneven_pieces_of_any_dtype_arrive_in_rank_order(ranks_pool: RanksPool, size: int, dtype: str) -> None:
     """Rank r gets what each rank s meant for it, one after the other."""
     for silent in (False, True):
-        got = ranks_pool.run(size, "tests.ranks.bodies:uneven_exchange", dtype=dtype, silent=silent)
+        got = ranks_pool.run(size, BODIES + "uneven_exchange", dtype=dtype, silent=silent)
         for rank in range(size):
             from_each = [(16 * s + rank, 0 if silent and s == 0 else 3 * s + rank) for s in range(size)]
             assert got[rank] == [value for value, count in from_each for _ in range(count)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_have_nothing_exchange_nothing(ranks_pool: RanksPool, size: int) -> None:
+    """No rank waits for bytes that nobody has."""
+    assert ranks_pool.run(size, BODIES + "nothing_at_all") == [[0, 0]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_pieces_of_uneven_sizes_are_gathered_in_rank_order(ranks_pool: RanksPool, size: int, dtype: str) -> None:
+    """Everybody has everybody's, empty pieces left out."""
+    for sizes in ([3, 0, 2, 5], [0, 0, 1, 0], [1, 4, 0, 0]):
+        got = ranks_pool.run(size, BODIES + "uneven_gather", dtype=dtype, sizes=sizes[:size])
+        assert got == [[float(rank + 1) for rank in range(size) for _ in range(sizes[rank])]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_counts_of_64_bits_are_transposed(ranks_pool: RanksPool, size: int) -> None:
+    """Row r of what a rank gets is what rank r sent to it."""
+    for rank, got in enumerate(ranks_pool.run(size, BODIES + "counts")):
+        np.testing.assert_array_equal(got, [[source, rank, 2**40 + source] for source in range(size)])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_least_of_all_ranks_is_known_to_all(ranks_pool: RanksPool, size: int) -> None:
+    """Place by place."""
+    assert ranks_pool.run(size, BODIES + "least") == [[0, -(2**40) * (size - 1)]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_two_threads_exchange_in_any_order_where_one_has_ranks_beside(ranks_pool: RanksPool, size: int) -> None:
+    """Half the ranks run the thread's exchanges first, half last, and nothing waits or mixes."""
+    total = float(size * sum(range(20)))
+    assert ranks_pool.run(size, BODIES + "two_threads") == [[total, 2 * total]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dense_layers_in_ddp_train_beside_the_ranks(ranks_pool: RanksPool, size: int) -> None:
+    """DistributedDataParallel averages over the default group between exchanges of ours."""
+    mean = sum(range(size)) / size
+    assert ranks_pool.run(size, BODIES + "dense_layers") == [[mean, mean]] * size
+
+
+def test_a_group_of_some_of_the_processes_is_joined(ranks_pool: RanksPool) -> None:
+    """Ranks count within the group; a process outside of it is told so."""
+    outside, *inside = ranks_pool.run(3, BODIES + "joins_a_part")
+    assert outside == ["this process is not in the group to join: give a group that it is in"]
+    assert inside == [[0, 2, [1, 2], [1, 2]], [1, 2, [1, 2], [1, 2]]]
+
+
+def test_an_error_on_one_rank_is_raised_on_all(ranks_pool: RanksPool) -> None:
+    """The rank that has it keeps its type, the others name the rank, what it did and its sentence; nobody waits."""
+    got = ranks_pool.errors(3, BODIES + "fails_in_the_body", who=[1], kind="BudgetError")
+    other = ("RankError", "rank 1 failed while opening the store: no room 1")
+    assert got == [other, ("BudgetError", "no room 1"), other]
+
+
+def test_errors_on_several_ranks_are_named_together(ranks_pool: RanksPool) -> None:
+    """The first rank's sentence stands for all; errors that are not ours say their type."""
+    got = ranks_pool.errors(4, BODIES + "fails_in_the_body", who=[1, 2, 3], kind="KeyError")
+    assert got[0] == (
+        "RankError",
+        "rank 1 failed while opening the store (and ranks 2 and 3 too): KeyError: 'no room 1'",
+    )
+    assert [kind for kind, _ in got[1:]] == ["KeyError"] * 3
+
+
+def test_one_rank_alone_raises_its_own_error(ranks_pool: RanksPool) -> None:
+    """As several do."""
+    assert ranks_pool.errors(1, BODIES + "fails_in_the_body", who=[0], kind="OSError") == [("OSError", "no room 0")]
+
+
+def test_an_agreement_holds_agreements(ranks_pool: RanksPool) -> None:
+    """The outer one is reached by the rank that failed and by those that were told."""
+    other = ("RankError", "rank 0 failed while reading rows: no room")
+    assert ranks_pool.errors(3, BODIES + "fails_inside_of_the_inside") == [("BudgetError", "no room"), other, other]
+
+
+def test_ranks_talk_on_after_an_agreed_error(ranks_pool: RanksPool) -> None:
+    """An error that all know of leaves no half-done collective behind."""
+    assert ranks_pool.run(3, BODIES + "goes_on_after_an_error") == [["OSError", "RankError", "RankError"]] * 3
+
+
+def test_an_error_keeps_its_cause(ranks_pool: RanksPool) -> None:
+    """What the rank itself sees is the error as it was raised."""
+    with pytest.raises(AssertionError) as failed:
+        ranks_pool.run(2, BODIES + "keeps_its_cause")
+    assert [error.cause for error in failed.value.errors] == ["KeyError", None]  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_leaves_on_its_own_ends_the_others(ranks_pool: RanksPool) -> None:
+    """Without any agreement, closing is seen at once; its sentence says what the others were doing."""
+    got = ranks_pool.errors(3, BODIES + "leaves_early", limit=40)
+    assert got[0] == ("ValueError", "on my own")
+    for rank in (1, 2):
+        kind, sentence = got[rank] or ("", "")
+        assert kind == "RankError"
+        assert sentence == (
+            f"a rank left, or gave no answer for 30 seconds, while rank {rank} was waiting for rank 0: "
+            "training goes on from the last commit: start all ranks again"
+        )
+
+
+def test_ranks_that_broke_stay_broken(ranks_pool: RanksPool) -> None:
+    """The second call fails with the sentence of the first, and waits for nothing."""
+    got = ranks_pool.run(3, BODIES + "repeats_after_a_break", limit=40)
+    assert got[0] == []
+    for rank in (1, 2):
+        assert len(got[rank]) == 2
+        assert got[rank][0] == got[rank][1]
+
+
+def test_a_break_inside_of_an_agreement_is_told_once(ranks_pool: RanksPool) -> None:
+    """Ranks that cannot talk any more do not try to agree on that."""
+    got = ranks_pool.errors(3, BODIES + "breaks_inside", limit=40)
+    assert got[0] is None
+    for rank in (1, 2):
+        kind, sentence = got[rank] or ("", "")
+        assert kind == "RankError"
+        assert f"while rank {rank} was reading: training goes on from the last commit" in sentence
+
+
+def test_closed_ranks_say_so(ranks_pool: RanksPool) -> None:
+    """Closing twice is nothing; talking after it is an error."""
+    got = ranks_pool.errors(2, BODIES + "talks_after_leaving")
+    assert got == [("RankError", f"rank {rank} has left the ranks: join again") for rank in range(2)]
+
+
+def test_alone_nothing_is_copied_and_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a group and without torchrun there is one rank, and torch.distributed stays untouched."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = Ranks.join()
+    assert not torch.distributed.is_initialized()
+    assert (ranks.rank, ranks.size) == (0, 1)
+    sent, to = torch.arange(5), np.array([[5]])
+    assert ranks.exchange(sent, [5], [5]) is sent
+    assert ranks.gather(sent, [5]) is sent
+    assert ranks.counts(to) is to
+    assert torch.equal(ranks.exchange(sent, [5], [5], torch.empty(5, dtype=torch.int64)), sent)
+    assert ranks.beside().values((1, "a")) == [[1, "a"]]
+    ranks.barrier()
+    ranks.close()
+
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    """Each with a sentence."""
+    ranks, sent = Ranks.join(), torch.arange(5)
+    with pytest.raises(ValueError, match=r"shape \(5,\) with sizes for 4 elements: give a flat one"):
+        ranks.exchange(sent, [4], [4])
+    with pytest.raises(ValueError, match=r"cannot be received in a tensor of torch\.float32 and shape \(5,\)"):
+        ranks.exchange(sent, [5], [5], torch.empty(5))
+    with pytest.raises(ValueError, match="give one row for each rank"):
+        ranks.counts(np.zeros((2, 3), np.int64))
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+def test_ranks_on_cuda_need_nccl() -> None:
+    """A torch for CPUs says so, rather than that a rank is missing."""
+    with pytest.raises(RankError, match="need NCCL, which this torch lacks"):
+        Ranks.join(device="cuda:0")
+
+
+def test_torch_distributed_is_called_in_one_module() -> None:
+    """Everything else knows ranks only."""
+    package = Path(__file__).parents[2] / "tiercache"
+    users = set()
+    for file in [*package.rglob("*.py"), *(package / "kernels").glob("*.py"), *(package / "store").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            if any(name.startswith("torch.distributed") for name in names):
+                users.add(str(file.relative_to(package)))
+    assert users == {"ranks/group.py"}

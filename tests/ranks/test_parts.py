@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,23 @@ import numpy as np
 import pytest
 
 from tests.ranks.meeting import Alone, meet
-from tests.ranks.sharded_world import TABLES, WHOLE, divide_anew, expected, opened, placement_on, problems, take, whole_row
+from tests.ranks.sharded_world import (
+    TABLES,
+    WHOLE,
+    divide_anew,
+    expected,
+    opened,
+    placement_on,
+    problems,
+    take,
+    whole_row,
+)
 from tiercache.errors import RankError, StateError
+from tiercache.ranks import sharded_store
+from tiercache.ranks.parts import Parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.ranks.shares import part_tables
 from tiercache.store import (
     CommitMissingError,
     CorruptStoreError,
@@ -30,6 +44,8 @@ from tiercache.store.initial import initial_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.ranks.pool import RanksPool
 
 ENGINES = ("lmdb", "zarr")
 
@@ -107,6 +123,27 @@ def test_a_part_that_is_ahead_steps_back(tmp_path: Path) -> None:
         check(path, Cursor(2))
         assert train(path, 3, 3) == [None] * 3
         check(path, Cursor(4))
+
+
+def test_parts_that_stepped_back_may_be_left_behind_again(tmp_path: Path) -> None:
+    """The record names what was rolled back to before another commit is made, which may not be published either."""
+    path = tmp_path / "s"
+    assert train(path, 2, 4) == [None] * 2
+
+    def ahead(ranks: Any) -> None:
+        parts, world = opened(path, ranks)
+        with parts:
+            world.visit = 2
+            world.train(part=1)
+            world.append(parts.store)
+            world.visit = 3
+            world.publish(parts.store)
+
+    for _ in range(3):
+        assert meet(2, ahead) == [None] * 2
+        check(path, Cursor(2))
+    assert train(path, 2, 3) == [None] * 2
+    check(path, Cursor(4))
 
 
 def test_parts_keep_one_commit_more_than_asked_for(tmp_path: Path) -> None:
@@ -242,11 +279,8 @@ def test_a_division_that_was_begun_changes_nothing(tmp_path: Path) -> None:
 
     def body(ranks: Any) -> None:
         placement = placement_on(ranks.size, 1)
-        tables, record = [t for t in TABLES], placement.to_record()
-        from tiercache.ranks.parts import Parts
-        from tiercache.ranks.shares import part_tables
-
-        Parts.begin_generation(path, tables, part_tables(TABLES, placement, ranks.rank), record, ranks).close()
+        tables, record = part_tables(TABLES, placement, ranks.rank), placement.to_record()
+        Parts.begin_generation(path, TABLES, tables, record, ranks).close()
 
     assert meet(3, body) == [None] * 3
     assert (path / "part-1-2" / "store.json").exists()
@@ -320,7 +354,11 @@ def damage(path: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("missing", StoreMissingError, "part 1 of the sharded store at .* is missing: there is no .*/part-0-1: restore"),
+        (
+            "missing",
+            StoreMissingError,
+            "part 1 of the sharded store at .* is missing: there is no .*/part-0-1: restore",
+        ),
         ("empty", StoreMissingError, "part 1 of .* is missing: .*/part-0-1 holds no store: restore"),
         ("no mark", NotAStoreError, r"part 1 of .* at .* has no mark beside it \(part-0-1.json\): restore"),
         ("another store", NotAStoreError, "part-0-1 is a part of another sharded store and not part 1 of"),
@@ -343,8 +381,6 @@ def test_a_part_that_does_not_belong_is_one_sentence_on_every_rank(
     errors = train(path, 2, 0)
     assert any(isinstance(error, kind) for error in errors), errors
     assert all(isinstance(error, (kind, RankError)) for error in errors), errors
-    import re
-
     for error in errors:
         assert re.search(words, str(error)), error
         assert "\n" not in str(error)
@@ -394,9 +430,9 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path) -> None:
         for error in train(path, num_ranks, 0, **options):
             assert isinstance(error, kind)
             assert words in str(error)
-    from tiercache.ranks.parts import Parts
-
-    with pytest.raises(TableMismatchError, match="the sharded store at .* has a table 'item' that was not given: give"):
+    with pytest.raises(
+        TableMismatchError, match=r"the sharded store at .* has a table 'item' that was not given: give"
+    ):
         Parts.open(path, TABLES[1:], TABLES[1:], {}, Alone())
     with Store.open(tmp_path / "plain", tables=TABLES):
         pass
@@ -433,7 +469,9 @@ def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
                 for values, other in zip(found.values(), whole_row(table, key, *wanted[key]), strict=True):
                     assert values[i].tobytes() == other[0].tobytes()
             gone = np.array([10**9, 7 * 10**9, 10**10])
-            with pytest.raises(KeyMissingError, match=f"3 of 4 keys have no row in table '{name}' of the sharded store"):
+            with pytest.raises(
+                KeyMissingError, match=f"3 of 4 keys have no row in table '{name}' of the sharded store"
+            ):
                 store.lookup(name, np.array([*gone, keys[0]]))
             zeros = store.lookup(name, gone, missing="zeros")
             assert not any(np.any(values) for values in zeros.values())
@@ -452,29 +490,46 @@ def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
         ShardedStore.open(path, mode="a")
 
 
+@pytest.mark.parametrize("divided", [False, True])
 def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: bool
 ) -> None:
-    """It stands at one commit of all parts whatever happens between opening one and the next."""
+    """Between reading the record and opening the parts: commits, or another division, took them away."""
     path, times = tmp_path / "s", [0]
-    assert train(path, 2, 2) == [None] * 2
-    plain = Store.open
+    assert train(path, 2, 4) == [None] * 2
+    plain = sharded_store._open_parts
 
-    def slow(place: Any, **options: Any) -> Store:
-        if options.get("mode") == "r" and str(place).endswith("part-0-1") and times[0] < 2:
-            times[0] += 1
-            shutil.copytree(path, tmp_path / f"{times[0]}")  # what this process may not open twice
-            assert train(tmp_path / f"{times[0]}", 2, 3) == [None] * 2
-            for name in ("part-0-1", "record.json"):
-                place = path / name
-                shutil.rmtree(place) if place.is_dir() else place.unlink()
-                (tmp_path / f"{times[0]}" / name).rename(place)
-        return plain(place, **options)
+    def slow(place: Path, record: Record) -> tuple[Store, ...]:
+        times[0] += 1
+        if times[0] == 1 and divided:
+            assert meet(1, lambda ranks: divide_anew(path, ranks, placement_on(1), lambda **_: None)) == [None]
+        elif times[0] <= 2 and not divided:
+            assert train(path, 2, 2) == [None] * 2
+        return plain(place, record)
 
-    monkeypatch.setattr(Store, "open", slow)
-    with pytest.raises(CommitMissingError, match="part 0 of"):  # which did not go on, and so is older than the record
-        ShardedStore.open(path)
-    assert times[0] == 2
+    monkeypatch.setattr(sharded_store, "_open_parts", slow)
+    check(path, Cursor(2) if divided else Cursor(5))
+    assert times[0] == (2 if divided else 3)
+
+
+def test_ranks_of_torch_make_commits_together(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """As the stand-ins do: train, go on, divide anew, and fail together where one part is missing."""
+    path = tmp_path / "s"
+    assert ranks_pool.run(3, "tests.ranks.parts_bodies:train", path=str(path), commits=2) == [[1, 0]] * 3
+    assert ranks_pool.run(3, "tests.ranks.parts_bodies:train", path=str(path), commits=2) == [[2, 0]] * 3
+    check(path, Cursor(2))
+    ranks_pool.run(2, "tests.ranks.parts_bodies:divide", path=str(path))
+    check(path, Cursor(2))
+    assert ranks_pool.run(2, "tests.ranks.parts_bodies:train", path=str(path), commits=3, turn=1) == [[4, 0]] * 2
+    check(path, Cursor(4))
+    shutil.rmtree(path / "part-1-1")
+    other, own = ranks_pool.errors(2, "tests.ranks.parts_bodies:train", path=str(path), commits=0, turn=1)
+    assert other is not None
+    assert own is not None
+    assert own[0] == "StoreMissingError"
+    assert other == ("RankError", f"rank 1 failed while opening the parts of the sharded store at {path}: {own[1]}")
+    errors = ranks_pool.errors(3, "tests.ranks.parts_bodies:train", path=str(path), commits=0, turn=1)
+    assert [error[0] for error in errors if error is not None] == ["StateError"] * 3
 
 
 def test_a_mark_and_a_record_are_plain_json(tmp_path: Path) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tiercache as tc
-from tests.training.cases import Case, Spec, table
+from tests.training.cases import Case, Spec, device_of_tests, table
 from tiercache.planning.positions import Positions
+from tiercache.ranks.owners import find_owners
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 from tiercache.ranks.shares import Share, part_tables
 from tiercache.store import MemoryEngine
+from tiercache.store.hashing import hash_keys
+from tiercache.store.inspect import verify
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -25,8 +30,10 @@ CASE = Case(
         Spec(name="g", table="b", hotness="ragged"),
         Spec(name="h", table="c"),
         Spec(name="i", table="d"),
+        Spec(name="j", table="a", hotness="fixed"),
     ),
 )
+NAMES = [one.name for one in CASE.tables]
 MIXED = Placement(
     4,
     {
@@ -36,45 +43,159 @@ MIXED = Placement(
         "d": TablePlacement("replicate"),
     },
 )
-ONE_RANK = Placement(3, {name: sliced(dim, [1]) for name, dim in [("a", 4), ("b", 4), ("c", 6), ("d", 4)]})
+ONE_RANK = Placement(3, {one.name: sliced(one.dim, [1]) for one in CASE.tables})
+PLACEMENTS = pytest.mark.parametrize("placement", [MIXED, ONE_RANK], ids=["mixed", "all on rank 1"])
 
 
-@pytest.mark.parametrize("placement", [MIXED, ONE_RANK], ids=["mixed", "all on rank 1"])
-def test_every_row_has_one_owner_for_each_column(tmp_path: Path, placement: Placement) -> None:
-    """And every rank finds it where its owner keeps it."""
-    passes = CASE.cut(tmp_path)
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassSet:
+    """Return one pass set, in which tables are shared by features."""
+    return CASE.cut(tmp_path_factory.mktemp("passes"))
+
+
+@st.composite
+def placements(draw: st.DrawFn, tables: tuple[tc.Table, ...] = CASE.tables) -> Placement:
+    """Draw any placement of the tables."""
+    ranks = draw(st.integers(1, 6))
+    tables_placed = {}
+    for one in tables:
+        owners = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=one.dim))
+        how = draw(st.sampled_from(["row", "replicate", "slices"]))
+        tables_placed[one.name] = sliced(one.dim, owners) if how == "slices" else TablePlacement(cast("Any", how))
+    return Placement(ranks, tables_placed)
+
+
+def check_owners(
+    tables: tuple[tc.Table, ...], placement: Placement, keys: dict[str, np.ndarray[Any, Any]], p: int = 0
+) -> None:
+    """Hold owners to the slow definition: each column of each row once, at the position of the rank's own layout."""
+    groups = [group_tables(part_tables(tables, placement, rank)) for rank in range(placement.num_ranks)]
+    owners = find_owners(placement, p, tables, groups, keys.__getitem__)
+    for t, whole in enumerate(tables):
+        hashes, placed = hash_keys(keys[whole.name], whole.table_id).tolist(), placement.tables[whole.name]
+        times = np.zeros((len(hashes), whole.dim), dtype=int)
+        for rank in range(placement.num_ranks):
+            low, high = owners.span(whole.name, rank)
+            if placed.by_hash:
+                begin, end = (n * 2**64 // placement.num_ranks for n in (rank, rank + 1))
+                assert [i for i, value in enumerate(hashes) if begin <= value < end] == list(range(low, high))
+            first, last = owners.columns_TW2[t, rank]
+            times[low:high, first:last] += 1
+        assert (times == 1).all()
+        owning = {d.rank for d in owners.destinations[t]}
+        for rank in range(placement.num_ranks):
+            assert rank in owning or owners.low_TW[t, rank] == owners.high_TW[t, rank]
+        for d in owners.destinations[t]:
+            arrays = owners.low_TW, owners.high_TW, owners.group_TW, owners.first_TW
+            assert (d.low, d.high, d.group, d.first) == tuple(array[t, d.rank] for array in arrays)
+            assert (d.first_column, d.last_column) == tuple(owners.columns_TW2[t, d.rank])
+            part = next(one for one in groups[d.rank][d.group].tables if one.name == whole.name)
+            assert d.last_column - d.first_column == part.dim
+            assert d.first_column == part.first_column
+        assert owners.rows_T[t] == len(hashes)
+    for rank, mine in enumerate(groups):
+        for group in mine:
+            at = 0
+            for one in group.tables:
+                t = owners.index(one.name)
+                assert (owners.group_TW[t, rank], owners.first_TW[t, rank]) == (group.index, at)
+                at += int(owners.high_TW[t, rank] - owners.low_TW[t, rank])
+
+
+KEYS = st.sets(st.integers(-(2**63), 2**63 - 1), max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(placement=placements(), sets=st.lists(KEYS, min_size=4, max_size=4))
+def test_every_column_of_every_row_has_one_owner(placement: Placement, sets: list[set[int]]) -> None:
+    """Whatever tables, keys, placement and number of ranks; and stands where its owner keeps it."""
+    tables = tuple(sorted(CASE.tables, key=lambda one: one.table_id))
+    keys = {}
+    for one, some in zip(tables, sets, strict=True):
+        array = np.array(sorted(some), dtype=np.int64)
+        keys[one.name] = array[np.argsort(hash_keys(array, one.table_id))]
+    check_owners(tables, placement, keys)
+
+
+@settings(max_examples=25, deadline=None)
+@given(placement=placements())
+def test_shares_of_all_ranks_are_the_pass_set(passes: tc.PassSet, placement: Placement) -> None:
+    """Keys and counts of each rank are those of its owned local ids, and its layout is the one that owners tell."""
     shares = [Share(passes, placement, rank) for rank in range(placement.num_ranks)]
-    positions = [Positions.of(cast("tc.PassSet", share), group_tables(share.tables)) for share in shares]
+    layouts = [Positions.of(cast("tc.PassSet", share), group_tables(share.tables)) for share in shares]
     for p, one in enumerate(passes.passes):
-        owners = shares[0].owners(p)
+        owners = shares[-1].owners(p)
+        check_owners(passes.tables, placement, {name: one.keys(name) for name in NAMES}, p)
         for t, whole in enumerate(passes.tables):
-            times = np.zeros((one.rows(whole.name), whole.dim), dtype=int)
             for rank, share in enumerate(shares):
-                low, high = int(owners.low_TW[t, rank]), int(owners.high_TW[t, rank])
+                low, high = owners.span(whole.name, rank)
                 np.testing.assert_array_equal(share.passes[p].keys(whole.name), one.keys(whole.name)[low:high])
                 np.testing.assert_array_equal(share.passes[p].counts(whole.name), one.counts(whole.name)[low:high])
-                first, last = owners.columns_TW2[t, rank]
-                times[low:high, first:last] += 1
+                assert share.passes[p].rows(whole.name) == high - low
                 group = int(owners.group_TW[t, rank])
-                place = positions[rank].groups[group].place(whole.name)
-                assert owners.first_TW[t, rank] == positions[rank].table_starts(p, group)[place]
-            assert (times == 1).all()
+                place = layouts[rank].groups[group].place(whole.name)
+                assert owners.first_TW[t, rank] == layouts[rank].table_starts(p, group)[place]
+        whole_ids, mine = one.read(np.arange(9)), shares[0].passes[p].read(np.arange(9))
+        for name, ids in whole_ids.ids.items():
+            np.testing.assert_array_equal(mine.ids[name].ids, ids.ids)
+    assert len({share.digest for share in shares}) == placement.num_ranks
 
 
-@pytest.mark.parametrize("placement", [MIXED, ONE_RANK], ids=["mixed", "all on rank 1"])
-def test_a_cache_walks_the_passes_of_a_share(tmp_path: Path, placement: Placement) -> None:
-    """Where the rank owns some tables, parts of tables, or nothing at all: its store ends with its initial rows."""
-    passes = CASE.cut(tmp_path)
-    for rank in range(placement.num_ranks):
+def test_a_share_says_what_it_is_of(passes: tc.PassSet) -> None:
+    """Its digest follows from pass set, placement and rank alone; ranks that are not there have none."""
+    share = Share(passes, MIXED, 2)
+    assert share.digest == Share(passes, Placement.from_record(MIXED.to_record()), 2).digest
+    assert share.digest != Share(passes, ONE_RANK, 2).digest
+    assert share.schema.digest == passes.schema.digest
+    assert {one.name: one.dim for one in share.schema.tables} == {"a": 4, "b": 4, "c": 3, "d": 4}
+    assert (len(share), share.samples, share.path) == (len(passes), passes.samples, passes.path)
+    assert [one.index for one in share] == list(range(len(passes)))
+    assert repr(share).startswith("Share(rank 2 of 4, PassSet(")
+    for rank in (-1, 4):
+        with pytest.raises(ValueError, match="has no share: the placement has 4 ranks"):
+            Share(passes, MIXED, rank)
+    with pytest.raises(ValueError, match="differ in b, c, d"):
+        Share(passes, Placement(2, {"a": TablePlacement("row")}), 0)
+
+
+def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
+    """With the number, before anything is sent."""
+
+    class Many:
+        size = 1 << 31
+
+    tables = (table("a", 4),)
+    placement = Placement(2, {"a": sliced(4, [1])})
+    groups = [group_tables(tables)] * 2
+    with pytest.raises(ValueError, match="rank 1 owns 2,147,483,648 rows of one group in pass 3"):
+        find_owners(placement, 3, tables, groups, lambda _: cast("Any", Many()))
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
+def test_a_cache_walks_the_passes_of_a_share(
+    tmp_path: Path, passes: tc.PassSet, placement: Placement, engine: str
+) -> None:
+    """Where the rank owns some tables, slices, or nothing at all; through commits inside visits and a reopening."""
+    for rank in range(placement.num_ranks if engine == "memory" else 1):
         share = Share(passes, placement, rank)
-        tables = part_tables(passes.tables, placement, rank)
-        store = tc.Store.open(None, tables=tables, engine=MemoryEngine())
-        with tc.TierCache(
-            store, cast("tc.PassSet", share), device_budget="1MiB", host_budget="8MiB", progress=False
-        ) as cache:
-            for visit in cache.passes(2):
-                assert visit.num_samples == passes.passes[visit.pass_index].samples
-        for one in tables:
-            wanted = {int(key) for p in share.passes for key in p.keys(one.name)}
-            found = {int(key) for some, *_ in store.scan(one.name) for key in some}
-            assert found == wanted
+        path = None if engine == "memory" else tmp_path / str(rank)
+        kind = MemoryEngine() if engine == "memory" else engine
+        store = None
+        for epochs in (1, 2):
+            if store is None or path is not None:
+                store = tc.Store.open(path, tables=share.tables, engine=kind)
+            options: Any = {"device_budget": "1MiB", "host_budget": "8MiB", "device": device_of_tests()}
+            with tc.TierCache(store, cast("tc.PassSet", share), order_seed=5, commit_every=2, **options) as cache:
+                for visit in cache.passes(epochs):
+                    assert visit.num_samples == passes.passes[visit.pass_index].samples
+                    next(visit.batches(16))
+                    cache.commit()
+            for one in share.tables:
+                wanted = np.unique(np.concatenate([p.keys(one.name) for p in share.passes]))
+                found = [keys for keys, _ in store.scan(one.name)]
+                np.testing.assert_array_equal(np.sort(np.concatenate([*found, wanted[:0]])), wanted)
+            if path is not None:
+                store.close()
+        if path is not None:
+            assert verify(path)["problems"] == []

@@ -11,11 +11,16 @@ import pytest
 import tiercache as tc
 from tests.training.cases import Case, Spec, device_of_tests, table
 from tests.training.devices import DTYPES, shim
+from tiercache.planning.positions import Positions
+from tiercache.processors.opening import open_processor
 from tiercache.ranks.placement import Placement, sliced
 from tiercache.ranks.shares import Share, part_tables
 from tiercache.store import MemoryEngine
 from tiercache.store.initial import initial_rows
+from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
+from tiercache.tiers.device_tier import DeviceTier
+from tiercache.tiers.device_tier import Placement as Placed
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
 
 if TYPE_CHECKING:
@@ -86,3 +91,20 @@ def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Pa
         both = np.union1d(*(np.concatenate([p.keys("t") for p in some.passes]) for some in (passes, others)))
         np.testing.assert_array_equal(np.sort(keys), both)
         np.testing.assert_array_equal(vectors, initial_rows(case.tables[0], keys)[0][:, columns])
+
+
+def test_slices_of_16_bits_round_by_numbers_of_their_own() -> None:
+    """A slice's numbers count from its first one: with the whole table's stream all slices would round alike."""
+    whole = table("t", 8, dtype="bfloat16")
+    parts = [part_tables([whole], Placement(2, {"t": sliced(8, [0, 1])}), rank)[0] for rank in range(2)]
+    keys = np.arange(5, dtype=np.int64)
+    streams = []
+    for one in (whole, *parts):
+        positions = Positions(group_tables([one]), np.array([[0, keys.size]]))
+        tier = DeviceTier(positions, 1 << 20, open_processor("cpu", (one,)).mover)
+        slots = np.arange(keys.size, dtype=np.int32)
+        tier.show([Placed(slots, slots, slots)])
+        tier.note_keys(0, [Placed(slots, slots, slots)], lambda _p, _t: keys)
+        streams.append(tier.rows_of(0)[0].streams.copy())
+    np.testing.assert_array_equal(streams[0], streams[1])  # it begins where the whole one does
+    assert not np.isin(streams[0], streams[2]).any()

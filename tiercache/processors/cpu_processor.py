@@ -13,6 +13,7 @@ from tiercache.kernels.pooling import MAX, gather, map_slots, pool_bags, pool_on
 from tiercache.kernels.rounding import make_rounding
 from tiercache.kernels.rows import Pieces, pack, unpack
 from tiercache.kernels.sorting import SortBuffers, sort_slots
+from tiercache.kernels.unique import mark_slots
 from tiercache.kernels.update import (
     Gradients,
     UpdateBuffers,
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.processors.entries import Array, Entries, GroupStep, Pending
+    from tiercache.processors.entries import Array, Entries, GroupStep, Pending, Wanted
     from tiercache.processors.processor import Layout
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
+
+_FROM_0 = np.zeros(1, dtype=np.int64)
 
 
 class Done:
@@ -200,6 +203,20 @@ class CpuProcessor:
             gather(rows.vectors, entries.slots[first:last], out)
             outs.append(out)
         return outs
+
+    def find(self, wanted: Sequence[Wanted]) -> None:
+        """Find one group's after the other."""
+        for rows, positions, slots, out in wanted:
+            map_slots(positions, _FROM_0, np.array([0, positions.size]), rows.slot_of_local, slots)
+            if out is not None:
+                gather(rows.vectors, slots, out)
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Mark them one after the other, until all are."""
+        seen, left = np.zeros(num_slots, dtype=np.bool_), num_slots
+        for some in slots:
+            left -= mark_slots(some, seen)
+        return seen if left else None
 
     def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:
         """Write it to a fresh array."""

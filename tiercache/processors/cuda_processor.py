@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.kernels.optimizers import Rule
-    from tiercache.processors.entries import Array, Entries, GroupStep, Pending
+    from tiercache.processors.entries import Array, Entries, GroupStep, Pending, Wanted
     from tiercache.processors.gpu import Gpu
     from tiercache.processors.processor import Layout, Mark
     from tiercache.store.table import Table
@@ -78,7 +78,7 @@ class CudaMover:
         if total > free:
             raise refused
         try:
-            memory = self._gpu.tensor((total,), torch.uint8)
+            memory = self._gpu.tensor((max(total, 1),), torch.uint8)  # a rank may own no row at all
         except torch.OutOfMemoryError as error:
             raise refused from error
         at = 0
@@ -287,6 +287,25 @@ class CudaProcessor:
         ]
         gather_many(self._gpu.kernels, found)
         return [one.out for one in found]
+
+    def find(self, wanted: Sequence[Wanted]) -> None:
+        """Map one group's after the other, and gather all in one launch."""
+        for rows, positions, slots, _ in wanted:
+            starts = np.array([0, positions.shape[0]], dtype=np.int64)
+            map_slots(
+                self._gpu.kernels, positions, np.zeros(1, dtype=np.int64), starts, rows.slot_of_local, slots
+            )  # fmt: skip
+        found = [Gathered(one.rows.vectors.values, one.slots, one.out) for one in wanted if one.out is not None]
+        if found:
+            gather_many(self._gpu.kernels, found)
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Mark them on the device, and wait for the marks."""
+        seen = self._gpu.tensor((num_slots,), torch.bool).zero_()
+        for some in slots:
+            seen[some.long()] = True
+        marks: NDArray[np.bool_] = seen.cpu().numpy()  # synchronize!
+        return None if marks.all() else marks
 
     def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:
         """Launch it once."""

@@ -7,7 +7,7 @@ tensors on a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 
@@ -83,3 +83,15 @@ class GroupStep:
     pending: list[Pending]
     """At least one, in the order of the backward calls."""
     learning_rate: float
+
+
+class Wanted(NamedTuple):
+    """Rows of a group that are wanted by their positions."""
+
+    rows: GroupRows
+    positions: Array
+    """(n,) int32, each below the number of positions of ``rows``."""
+    slots: Array
+    """(n,) int32; written."""
+    out: Array | None
+    """(n, dim) float32 for the vectors; None: only slots are wanted."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.processors.entries import Array, Entries, GroupStep
+    from tiercache.processors.entries import Array, Entries, GroupStep, Wanted
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
@@ -205,6 +205,14 @@ class Processor(Protocol):
 
     def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
         """Return the vectors of each feature, (ids, dim), and write the entries' slots."""
+        ...
+
+    def find(self, wanted: Sequence[Wanted]) -> None:
+        """Write slots and vectors of rows by their positions. On one thread at a time, which need not be always one."""
+        ...
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Return which of the slots from 0 on are among ``slots``, (num_slots,) in host memory; None where all are."""
         ...
 
     def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:

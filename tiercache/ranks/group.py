@@ -53,6 +53,7 @@ class Ranks:
         host: dist.ProcessGroup | None = None,
         wires: dist.ProcessGroup | None = None,
         owns_default: bool = False,
+        peers: Sequence[Peer] = (),
     ) -> None:
         self.rank = 0 if host is None else host.rank()
         self.size = 1 if host is None else host.size()
@@ -62,8 +63,9 @@ class Ranks:
         self._wires = wires
         self._owns_default = owns_default
         self._broken: str | None = None
-        self._peers: list[Peer] = []
-        self._peers = [Peer(**peer) for peer in self.values(asdict(Peer.here()), "joining")]
+        self._peers = list(peers)
+        if not peers:
+            self._peers = [Peer(**peer) for peer in self.values(asdict(Peer.here()), "joining")]
 
     @classmethod
     def join(
@@ -78,6 +80,9 @@ class Ranks:
         Under torchrun with nothing initialised, the default process group is made too (and ended by ``close``), so that
         ``DistributedDataParallel`` works. The ranks talk over groups of their own beside the one given, so other
         collectives do not mix with theirs. ``device="cuda"`` is the GPU of ``LOCAL_RANK``. Collective.
+
+        Between hosts Gloo listens at the address of the host's name; where that is not the one that the others reach,
+        set ``GLOO_SOCKET_IFNAME`` to the name of the network interface (NCCL: ``NCCL_SOCKET_IFNAME``).
 
         Raises:
             RankError: ranks are missing after ``timeout`` seconds, this process is not in ``group``, or NCCL is.
@@ -117,7 +122,7 @@ class Ranks:
         with self._collective("joining beside"):
             host = _new_group(self._host, "gloo", self.timeout)
             wires = host if self._wires is self._host else _new_group(self._host, "nccl", self.timeout)
-        return Ranks(device=self.device, timeout=self.timeout, host=host, wires=wires)
+        return Ranks(device=self.device, timeout=self.timeout, host=host, wires=wires, peers=self._peers)
 
     def close(self) -> None:
         """Leave the ranks. Not collective; a rank that still waits for this one gets RankError. May be called twice."""
@@ -139,7 +144,11 @@ class Ranks:
         try:
             told = self._all(b"" if error is None else json.dumps(_sentence(error)).encode(), what)
         except RankError as broken:
-            raise (error or broken) from (broken if error else broken.__cause__)
+            if error is None:
+                raise
+            if str(error) != str(broken):
+                error.add_note(str(broken))
+            raise error from error.__cause__
         if error is not None:
             raise error
         failed = [rank for rank, words in enumerate(told) if words]
@@ -180,7 +189,10 @@ class Ranks:
         self.least([0], what)
 
     def counts(self, to: NDArray[np.int64], what: str = "exchanging counts") -> NDArray[np.int64]:
-        """Send row r of ``to`` (size, H; int64) to rank r; row r of what is returned is what rank r sent here."""
+        """Send row r of ``to`` (size, H; int64) to rank r; row r of what is returned is what rank r sent here.
+
+        One rank alone gets ``to`` itself back.
+        """
         if to.ndim != 2 or to.shape[0] != self.size:
             raise ValueError(f"counts of shape {to.shape} for {self.size} ranks: give one row for each rank")
         sent = torch.from_numpy(np.ascontiguousarray(to, dtype=np.int64))
@@ -205,15 +217,17 @@ class Ranks:
         new tensor of the same dtype and device. Any dtype; sizes may be 0. One rank alone gets ``send`` itself back
         where ``into`` is not given.
         """
+        _check_size(send, sum(send_sizes))
         received = _target(into, send, receive_sizes)
         if self.size == 1:
             return send if into is None else into.copy_(send)
         width = send.element_size()
+        # as bytes: the same transfer whatever the dtype, and Gloo has no bfloat16 in older versions of torch
+        come, go = _bytes_of(received), _bytes_of(send.contiguous())
         with self._collective(what):
-            # as bytes: the same transfer whatever the dtype, and Gloo has no bfloat16 in older versions of torch
             dist.all_to_all_single(
-                received.view(torch.uint8),
-                send.contiguous().view(torch.uint8),
+                come,
+                go,
                 [size * width for size in receive_sizes],
                 [size * width for size in send_sizes],
                 group=self._wires_of(send),
@@ -225,6 +239,7 @@ class Ranks:
 
         Any dtype; sizes may be 0. One rank alone gets ``mine`` itself back.
         """
+        _check_size(mine, sizes[self.rank])
         if self.size == 1:
             return mine
         gathered = torch.empty(sum(sizes), dtype=mine.dtype, device=mine.device)
@@ -260,6 +275,10 @@ class Ranks:
                 work.wait()
 
     def _wires_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        if tensor.device.type not in {"cpu", self.device.type}:
+            raise ValueError(
+                f"a tensor on {tensor.device} cannot travel between ranks on {self.device}: join with that device"
+            )
         return self._host if tensor.device.type == "cpu" else self._wires
 
     @contextmanager
@@ -276,11 +295,8 @@ class Ranks:
 
 def _device(device: str | torch.device) -> torch.device:
     device = torch.device(device)
-    if device.type != "cuda":
-        return device
     if str(device) == "cuda":  # no number said
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device
 
 
@@ -296,6 +312,18 @@ def _new_group(like: dist.ProcessGroup | None, backend: str, timeout: float) -> 
         ranks, timedelta(seconds=timeout), backend, use_local_synchronization=local
     )
     return made
+
+
+def _check_size(flat: Tensor, size: int) -> None:
+    if flat.dim() != 1 or len(flat) != size:
+        raise ValueError(
+            f"a tensor of shape {tuple(flat.shape)} with sizes for {size} elements: give a flat one of as many"
+        )
+
+
+def _bytes_of(flat: Tensor) -> Tensor:
+    """Return its memory. An empty tensor, as of an empty NumPy array, may have strides that no view takes."""
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
 
 
 def _target(into: Tensor | None, send: Tensor, sizes: Sequence[int]) -> Tensor:

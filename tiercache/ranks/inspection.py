@@ -11,7 +11,8 @@ from tiercache.ranks.placement import HASHES, hash_bounds
 from tiercache.ranks.record import RECORD, Record
 from tiercache.ranks.sharded_folder import check_there
 from tiercache.ranks.sharded_store import ShardedStore, placement_of
-from tiercache.store import StoreError, hash_keys, info, verify
+from tiercache.store import StoreError, hash_keys, verify
+from tiercache.store.inspect import describe
 from tiercache.store.run import runs_of
 from tiercache.store.scan import live_rows
 from tiercache.store.table import find_table
@@ -45,7 +46,7 @@ def sharded_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     if record.cursor is not None:
         with ShardedStore.open(place) as store:  # nobody takes its commits away meanwhile
             record, placement = store.record, store.placement
-            parts = [info(part.path or place, at=id_) for part, id_ in zip(store.parts, record.commits, strict=True)]
+            parts = [describe(part, part.path or place) for part in store.parts]
     rows = [{table["name"]: table["rows"] for table in part["tables"]} for part in parts]
     tables = []
     for table in record.tables:

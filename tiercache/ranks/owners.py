@@ -45,7 +45,6 @@ class Owners:
 
     Rank w owns local ids ``[low_TW[t, w], high_TW[t, w])`` of table t, none where these are equal; the row of local id
     i is then at position ``first_TW[t, w] + i - low_TW[t, w]`` of group ``group_TW[t, w]`` of that rank's part.
-    Of tables placed by row or replicated, ``bounds_TB[t]`` cuts all local ids into those of the ranks.
     """
 
     pass_index: int
@@ -69,17 +68,6 @@ class Owners:
     def num_ranks(self) -> int:
         """W."""
         return int(self.low_TW.shape[1])
-
-    @property
-    def bounds_TB(self) -> NDArray[np.int64]:  # noqa: N802 - a shape stands in the name
-        """(T, W + 1): bounds of the local ids of each rank; of a table in column slices those of its first slice."""
-        owned = self.high_TW - self.low_TW
-        for t, found in enumerate(self.destinations):
-            for other in found[1:] if self.kinds[t] == "column" else ():
-                owned[t, other.rank] = 0
-        bounds = np.zeros((owned.shape[0], owned.shape[1] + 1), dtype=np.int64)
-        np.cumsum(owned, axis=1, out=bounds[:, 1:])
-        return bounds
 
     def span(self, table: str, rank: int) -> tuple[int, int]:
         """Return the first local id of a table that a rank owns and the one behind the last."""

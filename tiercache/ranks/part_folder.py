@@ -98,8 +98,10 @@ _KEYS = {"format", "version", "store", "generation", "rank"}
 def delete_part(folder: Path, store: str) -> None:
     """Delete a part, and then its mark, durably, where it is marked as one of the sharded store with the id ``store``.
 
-    Does nothing where there is no such mark. Several may delete the same folder at once.
+    Without a mark only the draft of one is deleted. Several may delete the same folder at once.
     """
+    draft = _file(folder).with_name(_file(folder).name + ".tmp")
+    draft.unlink(missing_ok=True)
     mark = Mark.read(folder)
     if mark is None or mark.store != store:
         return

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tiercache.passes.passset import PassSet
     from tiercache.store.table import Table
 
 __all__ = ["HASHES", "KINDS", "Kind", "Placement", "Slice", "TablePlacement", "hash_bounds", "slice_widths", "sliced"]
@@ -88,11 +87,6 @@ class Placement:
                     f"the placement of table {name!r} has {placed.slices[-1].last} columns and the table "
                     f"{dims[name]}: slices must have every column once"
                 )
-
-    def mirror_bytes(self, passes: PassSet) -> int:
-        """Return the most bytes that a pass has of copies of replicated vectors, which are float32, on every rank."""
-        copied = [t for t in passes.tables if self.tables[t.name].kind == "replicate" and self.num_ranks > 1]
-        return max((sum(4 * t.dim * p.rows(t.name) for t in copied) for p in passes.passes), default=0)
 
     @property
     def digest(self) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tiercache.ranks.loads import loads_of
 from tiercache.ranks.placement import KINDS, Placement, TablePlacement, slice_widths, sliced
+from tiercache.store.table import RowWiseAdagrad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ __all__ = ["STRATEGIES", "Costs", "Strategy", "place", "placement_of"]
 
 Strategy = Literal["auto", "basic", "memory_balanced", "memory_optimized", "cost"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+_COLUMNS_SAVE = 1.01
+"""Columns must be so much better than all else: the ranks of a table make each of its new rows once for each slice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,8 @@ class Costs:
     """What a rank can send and receive, together."""
     store_bytes_per_second: float = 1e9
     """What a rank's part can be read and written at."""
+    memory_bytes_per_second: float = 20e9
+    """What a device gathers and steps rows at."""
     piece_seconds: float = 1e-6
     """What the rows of one table from or for one other rank cost in a batch, however few they are."""
 
@@ -164,17 +169,21 @@ def _by_cost(
 ) -> Placement:
     """Place the table that keeps ranks busiest first, each as it keeps the busiest rank least busy."""
     models = [_Busy(table, loads[table.name], num_ranks, costs) for table in tables]
-    busy, placed = np.zeros(num_ranks), {}
-    for model in sorted(models, key=lambda model: -model.by_row()[0]):
+    busy, chance, placed = np.zeros(num_ranks), 0.0, {}
+    for model in sorted(models, key=lambda model: -model.of(TablePlacement("row"))[0][0]):
         kind, slices = wanted[model.table.name]
-        best, best_score, best_busy = None, (math.inf, math.inf), busy
+        best: tuple[tuple[float, float], TablePlacement, NDArray[np.float64], float] | None = None
         for choice in _choices(model.table, kind, slices, busy, all_ranks=len(tables) < num_ranks):
-            after = busy + model.seconds(choice)
-            score = float(after.max()), float(after.sum())
-            if score < best_score:
-                best, best_score, best_busy = choice, score, after
+            seconds, variance = model.of(choice)
+            after, risk = busy + seconds, chance + variance
+            most = float(after.max()) + math.sqrt(2 * math.log(num_ranks) * risk)
+            if kind is None and choice.kind == "column":
+                most *= _COLUMNS_SAVE
+            score = most, float(after.sum())
+            if best is None or score < best[0]:
+                best = score, choice, after, risk
         assert best is not None
-        placed[model.table.name], busy = best, best_busy
+        _, placed[model.table.name], busy, chance = best
     return Placement(num_ranks, placed)
 
 
@@ -205,63 +214,65 @@ class _Busy:
     vector, b bytes of a number and a batches between two steps; a rank asks with addresses of 4 bytes, gets rows, and
     sends gradients. Bytes in and out of a rank that owns the share f of the rows:
 
-    * row: ``u (4 + 2 b D) (f (W - 1) + 1 - f)``, f = 1/W and what chance adds to the fullest rank,
-      ``sqrt(2 ln W (1 - 1/W) / (W u))``.
+    * row: ``u (4 + 2 b D) (f (W - 1) + 1 - f)`` with f = 1/W. Hashes do not give all ranks the same: f has the variance
+      ``(1 - 1/W) / (W u)``, that of all tables adds up, and the busiest of W ranks has ``sqrt(2 ln W variance)`` more.
     * table: the same with f = 1 for the owner and f = 0 for others.
-    * column: the same, summed over the slices with their own widths; every slice is asked.
+    * column: the same, summed over the slices with their own widths; every slice is asked. With row-wise Adagrad each
+      of S slices gets and sends ``4 U (S - 1) / a`` more.
     * replicate: ``u (4 + b D) (f (W - 1) + 1 - f)`` for addresses and gradients, and ``2 U b D (W - 1) / (W a)`` for
       the rows that owners send to all after a step; lookups bring no rows.
 
-    These bytes are divided by those a second of the link. To them come the rows of the pass with their optimizer state,
-    read and written once, of the owned share: ``2 rows row_bytes / (batches of the pass)`` by the bytes a second of the
-    store, the copies of replicated vectors, and the seconds of a piece for each other rank asked and served.
+    These bytes are divided by those a second of the link. Owning all rows costs ``W u 4 D + 2 U row_bytes / a`` bytes
+    of memory, gathered and stepped, and ``2 rows row_bytes / (batches of the pass)`` bytes of the store, loaded and
+    dumped; a share of them that share. To these come the copies of replicated vectors, which a visit begins with, and
+    the seconds of a piece for each other rank asked and served.
     """
 
     def __init__(self, table: Table, load: Load, num_ranks: int, costs: Costs) -> None:
         self.table, self._load, self._ranks, self._costs = table, load, num_ranks, costs
-        batches = max(1.0, load.samples / costs.samples)
+        self._batches = max(1.0, load.samples / costs.samples)
         self._asked = load.unique(costs.samples / num_ranks)
-        self._stepped = load.unique(costs.samples * costs.batches_per_step)
-        self._store_seconds = 2 * load.rows * table.row_bytes / batches / costs.store_bytes_per_second
+        self._stepped = load.unique(costs.samples * costs.batches_per_step) / costs.batches_per_step
+        moved = num_ranks * self._asked * 4 * table.dim + 2 * self._stepped * table.row_bytes
+        stored = 2 * load.rows * table.row_bytes / self._batches
+        self._owner_seconds = moved / costs.memory_bytes_per_second + stored / costs.store_bytes_per_second
 
-    def seconds(self, placed: TablePlacement) -> NDArray[np.float64]:
-        """Return the seconds of every rank: (W,)."""
-        if placed.by_hash:
-            return self.by_replica() if placed.kind == "replicate" else self.by_row()
+    def of(self, placed: TablePlacement) -> tuple[NDArray[np.float64], float]:
+        """Return the mean seconds of every rank (W,), and the variance that hashes add to those of each."""
+        if not placed.by_hash:
+            return self._of_slices(placed), 0.0
+        ranks, dim, link = self._ranks, self.table.dim, self._costs.link_bytes_per_second
+        ways = 1 if placed.kind == "replicate" else 2
+        seconds = self._traffic(dim, 1 / ranks, ways) + self._owner_seconds / ranks
+        if placed.kind == "replicate":
+            vector = self._costs.number_bytes * dim
+            updates = 2 * self._stepped * vector * (ranks - 1) / ranks
+            seconds += (updates + self._load.rows * 4 * dim / self._batches) / link
+        per_share = self._asked * self._row_bytes(dim, ways) * (ranks - 2) / link
+        return np.full(ranks, seconds), per_share**2 * (1 - 1 / ranks) / (ranks * max(1, self._asked))
+
+    def _of_slices(self, placed: TablePlacement) -> NDArray[np.float64]:
         total = np.zeros(self._ranks)
+        squares = 2 * 4 * self._stepped * (len(placed.slices) - 1) / self._costs.link_bytes_per_second
         for part in placed.slices:
             width = part.last - part.first
-            total += self._traffic(width, 0.0)
-            total[part.rank] += self._traffic(width, 1.0) - self._traffic(width, 0.0)
-            total[part.rank] += self._store_seconds * width / self.table.dim
+            asking = self._traffic(width, 0.0)
+            total += asking
+            total[part.rank] += self._traffic(width, 1.0) - asking + self._owner_seconds * width / self.table.dim
+            if isinstance(self.table.optimizer, RowWiseAdagrad):
+                total[part.rank] += squares
         return total
 
-    def by_row(self) -> NDArray[np.float64]:
-        """Return the seconds of every rank where all own a range of hashes."""
-        return np.full(self._ranks, self._traffic(self.table.dim, self._share()) + self._store_seconds / self._ranks)
-
-    def by_replica(self) -> NDArray[np.float64]:
-        """Return the seconds of every rank where all have a copy as well."""
-        costs, ranks = self._costs, self._ranks
-        vector = costs.number_bytes * self.table.dim
-        updates = 2 * self._stepped * vector * (ranks - 1) / ranks / costs.batches_per_step
-        copies = self._load.rows * 4 * self.table.dim / max(1.0, self._load.samples / costs.samples)
-        asked = self._traffic(self.table.dim, self._share(), ways=1)
-        seconds = asked + (updates + copies) / costs.link_bytes_per_second + self._store_seconds / ranks
-        return np.full(ranks, seconds)
-
-    def _share(self) -> float:
-        """Return the share of asked rows that the fullest rank owns."""
-        ranks, asked = self._ranks, max(1, self._asked)
-        return min(1.0, 1 / ranks + math.sqrt(2 * math.log(ranks) * (1 - 1 / ranks) / (ranks * asked)))
+    def _row_bytes(self, width: int, ways: int) -> int:
+        """Return the bytes of an address and of ``width`` columns so many ways."""
+        return 4 + ways * self._costs.number_bytes * width
 
     def _traffic(self, width: int, share: float, ways: int = 2) -> float:
-        """Return the seconds for which ``width`` columns keep the link of a rank busy that owns a share of the rows."""
-        costs, others = self._costs, self._ranks - 1
-        row = 4 + ways * costs.number_bytes * width
-        served, asked = share * others, 1 - share
+        """Return the seconds for which ``width`` columns keep a rank busy that owns a share of the rows."""
+        others = self._ranks - 1
+        num_bytes = self._asked * self._row_bytes(width, ways) * (share * others + 1 - share)
         pieces = (others if share > 0 else 0) + (0 if share == 1 else 1 if share == 0 else others)
-        return self._asked * row * (served + asked) / costs.link_bytes_per_second + pieces * costs.piece_seconds
+        return num_bytes / self._costs.link_bytes_per_second + pieces * self._costs.piece_seconds
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import Pass
-    from tiercache.passes.samples import FeatureIds
+    from tiercache.passes.samples import FeatureIds, Samples
     from tiercache.tiers.rows import RowView
 
 
@@ -35,7 +34,7 @@ class Batch:
     rows: RowView
     num_samples: int
     weight: float = 1.0
-    """What the mean loss of this batch counts for: 1 with one rank."""
+    """What the mean loss of this batch counts for: 1 with one rank; W * n / N for n of the N samples of W ranks."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -54,27 +53,28 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, pass_index: int, sh
     return order
 
 
-def read_batches(
-    source: Pass, order: NDArray[np.int64], size: int, rows: RowView, *, first: int = 0
-) -> Iterator[tuple[int, Batch]]:
-    """Yield (samples up to and with this batch, batch) from place ``first`` of ``order`` on; the last may be short.
+def cut_batches(order: NDArray[np.int64], size: int, *, first: int = 0) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield (samples up to and with a batch, its places) from place ``first`` of ``order`` on; the last may be short.
 
     Raises ValueError for a size below 1.
     """
     if size < 1:
         raise ValueError(f"a batch of {size} samples was asked for: the size must be at least 1")
     for begin in range(first, order.size, size):
-        rows.check()
         places = order[begin : begin + size]
-        samples = source.read(places)
-        label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
-        yield (
-            begin + places.size,
-            Batch(
-                label=rows.processor.tensor(rows.processor.bring(label)),
-                dense=rows.processor.tensor(rows.processor.bring(samples.dense)),
-                ids=samples.ids,
-                rows=rows,
-                num_samples=places.size,
-            ),
-        )
+        yield begin + places.size, places
+
+
+def make_batch(
+    samples: Samples, rows: RowView, *, ids: dict[str, FeatureIds] | None = None, weight: float = 1.0
+) -> Batch:
+    """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids."""
+    label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
+    return Batch(
+        label=rows.processor.tensor(rows.processor.bring(label)),
+        dense=rows.processor.tensor(rows.processor.bring(samples.dense)),
+        ids=samples.ids if ids is None else ids,
+        rows=rows,
+        num_samples=samples.num_samples,
+        weight=weight,
+    )

@@ -234,13 +234,14 @@ class TierCache:
         state, settings = self._state.capture()
         self._transfer.commit_within(self._visit.samples_done, (state, settings | {"order": self._visit.order}))
 
-    def drain(self) -> None:
-        """Wait until every dump is durable and the next visit's rows are staged: both threads are at rest then.
+    def drain(self, *, staged: bool = True) -> None:
+        """Wait until every dump is durable and, with ``staged``, the next visit's rows are staged.
 
         Training needs no such wait; measurements do. Raises what went wrong on either thread.
         """
         self._transfer.drain()
-        self._transfer.await_staging()
+        if staged:
+            self._transfer.await_staging()
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -253,7 +254,7 @@ class TierCache:
         """
         check_tables(self.store, passes)
         check_features(self.pass_set, passes)
-        yield from Evaluation.slices(passes, self.rows_now(), self._budget.evaluation, self._processor)
+        yield from Evaluation.slices(passes, self.rows_now(), self.eval_bytes, self._processor)
 
     def evaluation_batch(self, keys: Mapping[str, Any], **others: Any) -> Batch:
         """Return a read-only batch of raw keys, as ``Visit.batch`` takes them, at any moment between batches.
@@ -261,26 +262,22 @@ class TierCache:
         Rows are as of now, as in ``evaluation``, read for this batch alone. Raises BudgetError where its unique keys
         have more rows than ``eval_budget`` holds.
         """
-        return self._raw.evaluate(keys, self._budget.evaluation, **others)
+        return self._raw.evaluate(keys, self.eval_bytes, **others)
 
-    def rows_now(self) -> RowsNow:
+    def rows_now(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> RowsNow:
         """Return a reader of any rows as of now; used between batches, before the next one is trained.
 
-        Waits until every dump is durable: a row that is on its way to the store is nowhere else.
+        Waits until every dump is durable: a row that is on its way to the store is nowhere else. ``unknown``: fields
+        of out-of-vocabulary rows that stand elsewhere.
         """
         self._transfer.drain()
-        after = self._visit.index if self._visit is not None else self._cursor[0] - 1
+        visit = self._visit
         return RowsNow(
-            store=self.store,
-            device=self._device if self._visit is not None else None,
-            placements=self._transfer.placements,
-            pass_now=self._visit.pass_index if self._visit is not None else None,
-            positions=self._positions,
-            keys_of=self._keys_of,
-            after=after,
-            cached=self._transfer.cached_piece,
-            trained=self.pass_set,
-        )
+            store=self.store, device=self._device if visit else None, placements=self._transfer.placements,
+            pass_now=visit.pass_index if visit else None, positions=self._positions, keys_of=self._keys_of,
+            after=visit.index if visit else self._cursor[0] - 1, cached=self._transfer.cached_piece,
+            trained=self.pass_set, unknown=unknown,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End both threads. What is not committed is not kept; the store stays open."""
@@ -326,6 +323,11 @@ class TierCache:
     def scratch_bytes(self) -> int:
         """Bytes kept on the device from batch to batch, beside ``device_bytes``."""
         return self._processor.scratch_bytes
+
+    @property
+    def eval_bytes(self) -> int:
+        """Bytes of host memory for the rows of an evaluation."""
+        return self._budget.evaluation
 
     @property
     def host_bytes_peak(self) -> int:

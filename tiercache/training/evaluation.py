@@ -9,19 +9,19 @@ import numpy as np
 from tiercache.errors import BudgetError
 from tiercache.kernels.uses import search_keys
 from tiercache.passes.keybatch import OOV_KEY
+from tiercache.planning.positions import Positions
 from tiercache.sizes import format_bytes
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
-from tiercache.training.batch import read_batches
+from tiercache.training.batch import cut_batches, make_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import Pass, PassSet
-    from tiercache.planning.positions import Positions
     from tiercache.processors.processor import Processor
     from tiercache.schema import Feature
     from tiercache.store import Store
@@ -48,11 +48,14 @@ class RowsNow:
         after: int,
         cached: Callable[[int, int, int], NDArray[np.uint8] | None] | None = None,
         trained: PassSet | None = None,
+        unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None,
     ) -> None:
+        """``unknown``: by table the fields, (1, width) each, of an out-of-vocabulary row that stands elsewhere."""
         self._store, self._positions, self._device = store, positions, device
         self._placements, self._pass_now = placements or [], pass_now
         self._keys_of, self._after, self._cached, self._trained = keys_of, after, cached, trained
         self._shared: dict[str, bool] = {}
+        self._unknown = unknown or {}
         self._place = {
             table.name: (g, positions.first_table(g) + i, i)
             for g, group in enumerate(positions.groups)
@@ -127,6 +130,10 @@ class RowsNow:
     ) -> None:
         g, table, _ = self._place[name]
         stand_in = keys[rest]
+        if name in self._unknown:
+            for to, have in zip(out, self._unknown[name], strict=False):
+                to[rest] = have
+            return
         if self._shares_unknown(name):
             if OOV_KEY not in stand_in:
                 shared = self.fields(name, np.array([OOV_KEY], dtype=np.int64))
@@ -174,8 +181,9 @@ class Evaluation:
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield batches of ``size`` samples in the order of the data."""
         order = np.arange(self._first, self._last, dtype=np.int64)
-        for _, batch in read_batches(self._source, order, size, self._rows):
-            yield batch
+        for _, places in cut_batches(order, size):
+            self._rows.check()
+            yield make_batch(self._source.read(places), self._rows)
 
     @staticmethod
     def slices(passes: PassSet, rows_now: RowsNow, budget: int, processor: Processor) -> Iterator[Evaluation]:
@@ -183,16 +191,15 @@ class Evaluation:
 
         Raises BudgetError where the rows of a handful of samples exceed ``budget`` bytes.
         """
-        from tiercache.planning.positions import Positions
-
         positions = Positions.of(passes, rows_now.groups)  # type: ignore[arg-type]
         for source in passes.passes:
             source.check_samples()
+            wanted = Wanted(source, positions, passes.schema.features)
             first = 0
             while first < source.samples:
-                last, used = _cut(source, first, positions, budget, passes.schema.features)
+                last = wanted.cut(first, budget)
                 view = RowView(
-                    [_bring(rows_now, source, positions, g, used, processor) for g in range(len(positions.groups))],
+                    bring_rows(rows_now, source, positions, wanted.used, processor),
                     None,
                     f"samples {first:,} to {last:,} of evaluation pass {source.index}",
                     processor,
@@ -202,35 +209,72 @@ class Evaluation:
                 first = last
 
 
-def _cut(
-    source: Pass, first: int, positions: Positions, budget: int, features: tuple[Feature, ...]
-) -> tuple[int, dict[str, NDArray[np.bool_]]]:
-    """Return where the slice from ``first`` ends and which local ids of each table it uses."""
-    width = {table.name: 4 * table.dim + _SCRATCH_BYTES for table in positions.tables}
-    used = {table.name: np.zeros(source.rows(table.name), dtype=bool) for table in positions.tables}
-    tables = {feature.name: feature.table for feature in features}
-    last, step, num_bytes = first, MARK_SAMPLES, 0
-    while last < source.samples:
-        upto = min(last + step, source.samples)
-        trial = {name: marks.copy() for name, marks in used.items()}
-        samples = source.read(np.arange(last, upto, dtype=np.int64))
+class Wanted:
+    """Which local ids the samples of a slice use."""
+
+    def __init__(
+        self,
+        source: Pass,
+        positions: Positions,
+        features: tuple[Feature, ...],
+        spans: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """``spans``: by table, the first local id that counts and the one behind the last; all where not given."""
+        self._source, self._tables = source, {feature.name: feature.table for feature in features}
+        self._width = {table.name: 4 * table.dim + _SCRATCH_BYTES for table in positions.tables}
+        self._all = spans is None
+        self._spans = spans or {table.name: (0, source.rows(table.name)) for table in positions.tables}
+        self.used: dict[str, NDArray[np.bool_]] = {}
+        """By table: of each local id that counts whether the slice that was cut last uses it."""
+
+    def cut(self, first: int, budget: int) -> int:
+        """Return where the slice from ``first`` ends: as many samples as have rows of ``budget`` bytes in all."""
+        used, source = self._none(), self._source
+        last, step, num_bytes = first, MARK_SAMPLES, 0
+        while last < source.samples:
+            upto = min(last + step, source.samples)
+            trial = {name: marks.copy() for name, marks in used.items()}
+            self._mark(trial, last, upto)
+            wanted = sum(int(np.count_nonzero(marks)) * self._width[name] for name, marks in trial.items())
+            if wanted <= budget:
+                used, last, num_bytes = trial, upto, wanted
+            elif step > 1:
+                step = max(1, step // 4)
+            elif last > first:
+                break
+            else:
+                raise BudgetError(
+                    f"the rows of sample {last:,} of evaluation pass {source.index} take {format_bytes(wanted)}, but "
+                    f"eval_budget is {format_bytes(budget)}: raise eval_budget (and host_budget, which holds it)"
+                )
+            if num_bytes > 0 and step < MARK_SAMPLES and last - first >= 64 * step:
+                break  # nearly full: what single samples could still add is not worth their reads
+        self.used = used
+        return last
+
+    def end_at(self, first: int, last: int) -> None:
+        """Make the slice from ``first`` end at ``last``, before where ``cut`` ended it."""
+        self.used = self._none()
+        for begin in range(first, last, MARK_SAMPLES):
+            self._mark(self.used, begin, min(begin + MARK_SAMPLES, last))
+
+    def _none(self) -> dict[str, NDArray[np.bool_]]:
+        return {name: np.zeros(high - low, dtype=bool) for name, (low, high) in self._spans.items()}
+
+    def _mark(self, used: dict[str, NDArray[np.bool_]], first: int, last: int) -> None:
+        samples = self._source.read(np.arange(first, last, dtype=np.int64))
         for feature, ids in samples.ids.items():
-            trial[tables[feature]][ids.ids] = True
-        wanted = sum(int(np.count_nonzero(marks)) * width[name] for name, marks in trial.items())
-        if wanted <= budget:
-            used, last, num_bytes = trial, upto, wanted
-        elif step > 1:
-            step = max(1, step // 4)
-        elif last > first:
-            break
-        else:
-            raise BudgetError(
-                f"the rows of sample {last:,} of evaluation pass {source.index} take {format_bytes(wanted)}, but "
-                f"eval_budget is {format_bytes(budget)}: raise eval_budget (and host_budget, which holds it)"
-            )
-        if num_bytes > 0 and step < MARK_SAMPLES and last - first >= 64 * step:
-            break  # nearly full: what single samples could still add is not worth their reads
-    return last, used
+            table = self._tables[feature]
+            low, high = self._spans[table]
+            mine = ids.ids if self._all else ids.ids[(ids.ids >= low) & (ids.ids < high)] - np.int32(low)
+            used[table][mine] = True
+
+
+def bring_rows(
+    rows_now: RowsNow, source: Pass, positions: Positions, used: dict[str, NDArray[np.bool_]], processor: Processor
+) -> list[GroupRows]:
+    """Fetch the vectors of all used ids, in float32 whatever their dtype."""
+    return [_bring(rows_now, source, positions, g, used, processor) for g in range(len(positions.groups))]
 
 
 def _bring(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
-from tiercache.training.batch import read_batches, sample_order
+from tiercache.training.batch import cut_batches, make_batch, sample_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from tiercache.passes.passset import Pass
     from tiercache.tiers.rows import RowView
@@ -53,7 +56,9 @@ class Visit:
         self.rows = rows
         self.order = order
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
-        self._source, self._seed, self._raw = source, seed, raw
+        self.source = source
+        """The pass, with its samples."""
+        self._seed, self._raw = seed, raw
         self._before_batch, self._note_loss = before_batch, note_loss
 
     def batches(self, size: int, *, shuffle: bool = False) -> Iterator[Batch]:
@@ -64,7 +69,12 @@ class Visit:
         RuntimeError where the visit has ended; StateError where a commit inside it stands in another order;
         PassSetError where the pass has a key set alone.
         """
-        self._source.check_samples()
+        for places in self.places(size, shuffle=shuffle):
+            yield make_batch(self.source.read(places), self.rows)
+
+    def places(self, size: int, *, shuffle: bool = False) -> Iterator[NDArray[np.int64]]:
+        """Yield the places in the sub-dataset of each batch that ``batches`` yields; counts it as yielded."""
+        self.source.check_samples()
         mine = {"seed": self._seed, "shuffle": shuffle}
         if self.samples_done and self.order is not None and self.order != mine:
             raise StateError(
@@ -76,10 +86,11 @@ class Visit:
         order = sample_order(
             self.num_samples, seed=self._seed, epoch=self.epoch, pass_index=self.pass_index, shuffle=shuffle
         )
-        for done, batch in read_batches(self._source, order, size, self.rows, first=self.samples_done):
+        for done, places in cut_batches(order, size, first=self.samples_done):
+            self.rows.check()
             self._before_batch(self.samples_done)
             self.samples_done = done
-            yield batch
+            yield places
 
     def batch(
         self,
@@ -118,7 +129,7 @@ class Visit:
             )
         self._before_batch(self.samples_done)
         made = self._raw.batch(
-            self._source, self.rows, keys, number=self.batches_done, missing=missing, weights=weights, label=label,
+            self.source, self.rows, keys, number=self.batches_done, missing=missing, weights=weights, label=label,
             dense=dense,
         )  # fmt: skip
         self.batches_done += 1

@@ -1,0 +1,129 @@
+"""A dense part in two stages: torchrun --nproc-per-node 2 -m examples.pipeline_stages.
+
+The embeddings stay outside the pipeline: every rank looks up its part of the batch in rows that all ranks share, the
+first stage gets the vectors of all, and the last stage has the loss. It prints the loss of the first and the last
+epoch, and those of the same model without stages on one process, which they equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import tiercache as tc
+from tiercache.ranks.pipeline import StageInput, check_micro_batches
+
+BATCH, MICRO_BATCHES, EPOCHS, DIM, WIDTH = 64, 4, 4, 8, 32
+BUDGETS: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "8MiB"}
+SCHEMA = tc.Schema(
+    label="clicked",
+    dense=(),
+    features=(tc.Feature(name="user", table="users"), tc.Feature(name="item", table="items")),
+    tables=(
+        tc.Table(name="users", dim=DIM, optimizer=tc.Adagrad(learning_rate=0.1)),
+        tc.Table(name="items", dim=DIM, optimizer=tc.Adagrad(learning_rate=0.1)),
+    ),
+)
+
+
+def prepare(folder: Path) -> None:
+    """Write users who like some items, and cut passes of whole batches."""
+    rng = np.random.default_rng(0)
+    user, item = rng.integers(0, 200, 2048), rng.integers(0, 50, 2048)
+    clicked = ((user * 7 + item * 3) % 5 < 2).astype(np.float32)
+    pq.write_table(pa.table({"user": user, "item": item, "clicked": clicked}), folder / "clicks.parquet")
+    tc.extract(
+        folder / "clicks.parquet", SCHEMA, folder / "passes", pass_by="rows=512", align=BATCH, device_budget="1MiB",
+        progress=False,
+    )  # fmt: skip
+
+
+def stages() -> list[nn.Module]:
+    """Return the dense part, cut in two; the same weights on every rank."""
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(2 * DIM, WIDTH), nn.ReLU()),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1), nn.Flatten(0)),
+    ]
+
+
+def train_in_stages(folder: Path, passes: tc.PassSet, ranks: tc.Ranks) -> list[float]:
+    """Train on all ranks, a stage on each; return each epoch's mean loss, on the last stage."""
+    check_micro_batches(passes, batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=ranks.size)
+    losses = np.zeros((EPOCHS, 0)).tolist()
+    with tc.ShardedCache(folder / "model.tc", passes, ranks=ranks, **BUDGETS) as cache:
+        bag, mine = tc.TieredEmbeddingBag(cache), stages()[ranks.rank]
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        cache.track(stage=mine, optimizer=optimizer)
+        stage = PipelineStage(mine, ranks.rank, ranks.size, ranks.device)
+        schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.BCEWithLogitsLoss())
+        first, last = StageInput(ranks), ranks.size - 1
+        for visit in cache.passes(epochs=EPOCHS):
+            for batch in visit.batches(BATCH):
+                vectors = first.collect(bag(batch), batch)
+                label = first.bring(batch.label[: len(batch) if batch.weight else 0], to=last)
+                found: list[torch.Tensor] = []
+                if stage.is_first:
+                    schedule.step(vectors)
+                else:
+                    schedule.step(target=label, losses=found)
+                    losses[visit.epoch].append(torch.stack(found).mean().item())
+                first.give_back(vectors)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [float(np.mean(epoch)) for epoch in losses if epoch]
+
+
+def train_whole(passes: tc.PassSet) -> list[float]:
+    """Train the same model on one process, all in memory."""
+    cache = tc.ResidentCache(passes)
+    bag, dense = tc.TieredEmbeddingBag(cache), nn.Sequential(*stages())
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+    cache.track(model=dense, optimizer=optimizer)
+    criterion, losses = nn.BCEWithLogitsLoss(), np.zeros((EPOCHS, 0)).tolist()
+    for visit in cache.passes(epochs=EPOCHS):
+        for batch in visit.batches(BATCH):
+            loss = criterion(dense(bag(batch)), batch.label)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[visit.epoch].append(loss.item())
+    return [float(np.mean(epoch)) for epoch in losses]
+
+
+def main() -> None:
+    """Train both ways and compare."""
+    parser = argparse.ArgumentParser(description="A dense part in two stages on two devices, embeddings on both.")
+    parser.add_argument("--folder", type=Path, help="where everything goes; a temporary folder where not given")
+    options = parser.parse_args()
+    ranks = tc.Ranks.join()
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.folder or Path(ranks.values(made)[0])
+        with ranks.together("preparing the data"):
+            if ranks.rank == 0:
+                folder.mkdir(exist_ok=True)
+                prepare(folder)
+        passes = tc.PassSet.open(folder / "passes")
+        losses = train_in_stages(folder, passes, ranks)
+        if ranks.rank == ranks.size - 1:
+            whole = train_whole(passes)
+            print(
+                f"in {ranks.size} stages: {losses[0]:.4f} to {losses[-1]:.4f}; whole: {whole[0]:.4f} to {whole[-1]:.4f}"
+            )
+            if not np.allclose(losses, whole, atol=1e-4):
+                raise SystemExit("the losses differ")
+        ranks.barrier()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What ranks do in the tests of parts, over torch.distributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.ranks.sharded_world import divide_anew, opened, placement_on, take
+
+if TYPE_CHECKING:
+    from tiercache.ranks.group import Ranks
+
+
+def train(ranks: Ranks, path: str, commits: int, turn: int = 0) -> list[int]:
+    """Make so many commits; returns where they end."""
+    parts, world = opened(Path(path), ranks, turn)
+    with parts:
+        for _ in range(commits):
+            take(parts, world)
+        assert parts.cursor is not None
+        return list(parts.cursor)
+
+
+def divide(ranks: Ranks, path: str) -> None:
+    """Make parts for these ranks."""
+    divide_anew(Path(path), ranks, placement_on(ranks.size, 1), lambda **_: None)

@@ -1,0 +1,155 @@
+"""One training on several ranks ends with the rows, the states and the dense weights of one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.ranks.trainings import CASES, resident, stored
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks.pool import RanksPool
+
+KINDS = ("row", "table", "column", "replicate")
+
+
+def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps: int | None = None) -> None:
+    """Compare a sharded store and dense weights with one process."""
+    import tiercache as tc
+
+    theirs = resident(CASES[case], tc.PassSet.open(folder / "passes"), steps=steps)
+    ours = stored(folder)
+    assert ours.keys() == theirs.rows.keys()
+    for name, (keys, fields) in ours.items():
+        np.testing.assert_array_equal(keys, theirs.rows[name][0], err_msg=name)
+        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-5, rtol=1e-5, err_msg=name)
+    for name, weight in theirs.dense.items():
+        np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_rows_divided_by_hash_train_as_on_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, size: int, case: str
+) -> None:
+    """Two epochs of shuffled batches, every hotness and optimizer; and batches that leave ranks without samples."""
+    CASES[case].cut(tmp_path / "passes")
+
+    found = ranks_pool.run(
+        size, "tests.ranks.trainings:train", case=case, folder=str(tmp_path),
+        placement=dict.fromkeys([t.name for t in CASES[case].tables], "row"),
+    )  # fmt: skip
+
+    assert_close(tmp_path, case, found[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_placement_trains_as_one_process(ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str) -> None:
+    """All tables by one kind: whole on a rank, in slices of columns, on all ranks."""
+    CASES["bags"].cut(tmp_path / "passes")
+
+    found = ranks_pool.run(
+        size, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path),
+        placement=dict.fromkeys([t.name for t in CASES["bags"].tables], kind),
+    )  # fmt: skip
+
+    assert_close(tmp_path, "bags", found[0])
+
+
+def test_two_runs_on_as_many_ranks_end_with_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Rows, states and dense weights: what several ranks add is added in their order."""
+    for name in ("a", "b"):
+        CASES["bags"].cut(tmp_path / name / "passes")
+        ranks_pool.run(3, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / name))
+
+    ours, theirs = stored(tmp_path / "a"), stored(tmp_path / "b")
+    for name, (keys, fields) in ours.items():
+        np.testing.assert_array_equal(keys, theirs[name][0])
+        for mine, other in zip(fields, theirs[name][1], strict=True):
+            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
+
+
+@pytest.mark.parametrize("micro_batches", [2, 5])
+def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, micro_batches: int) -> None:
+    """All see the rows before the step; micro-batches without samples on a rank are among them."""
+    CASES["bags"].cut(tmp_path / "passes")
+
+    found = ranks_pool.run(
+        3, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), micro_batches=micro_batches
+    )
+
+    assert_close(tmp_path, "bags", found[0])
+
+
+def test_the_rows_of_the_next_micro_batch_come_while_one_is_in_the_dense_part(
+    ranks_pool: RanksPool, tmp_path: Path
+) -> None:
+    """The dense part of each waits for the rows of the next: it would wait for ever if they came after it."""
+    CASES["one"].cut(tmp_path / "passes")
+
+    told = ranks_pool.run(
+        2, "tests.ranks.trainings:overlapped", case="one", folder=str(tmp_path), schedule="interleaved"
+    )
+
+    assert told[0] == told[1] == [
+        "rows 0", "rows 1", "dense 0", "rows 2", "dense 1", "rows 3", "dense 2", "dense 3", "step"
+    ]  # fmt: skip
+
+
+def test_the_simple_schedule_does_one_thing_after_the_other(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """No rows come before the dense part of the micro-batch before."""
+    CASES["one"].cut(tmp_path / "passes")
+
+    told = ranks_pool.run(2, "tests.ranks.trainings:overlapped", case="one", folder=str(tmp_path), schedule="simple")
+
+    assert told[0] == [f"{what} {n}" for n in range(4) for what in ("rows", "dense")] + ["step"]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path, within: bool) -> None:
+    """Left in the midst of a visit, behind a commit there or not."""
+    for name in ("left", "whole"):
+        CASES["bags"].cut(tmp_path / name / "passes")
+    whole = ranks_pool.run(2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / "whole"))
+
+    ranks_pool.run(
+        2, "tests.ranks.trainings:train_and_stop", case="bags", folder=str(tmp_path / "left"), visits=5, batches=2,
+        within=within,
+    )  # fmt: skip
+    ended = ranks_pool.run(2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / "left"))
+
+    ours, theirs = stored(tmp_path / "left"), stored(tmp_path / "whole")
+    for name, (keys, fields) in ours.items():
+        np.testing.assert_array_equal(keys, theirs[name][0])
+        for mine, other in zip(fields, theirs[name][1], strict=True):
+            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=name)
+    for name, value in whole[0].items():
+        np.testing.assert_array_equal(ended[0][name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("seeds", "ranks differ in seed"),
+        ("old batch", "which has ended"),
+        ("no step", "ended between a backward and its step"),
+        ("size", "the size must be at least 1"),
+        ("one rank's samples", "the disk of rank 1 is gone"),
+        ("one rank's id", "has local id 1048576"),
+    ],
+)
+def test_what_goes_wrong_on_one_rank_is_said_on_all(
+    ranks_pool: RanksPool, tmp_path: Path, what: str, sentence: str
+) -> None:
+    """No rank waits for one that failed."""
+    CASES["one"].cut(tmp_path / "passes")
+
+    errors = ranks_pool.errors(2, "tests.ranks.trainings:misuse", case="one", folder=str(tmp_path), what=what)
+
+    assert all(error is not None and sentence in error[1] for error in errors), errors

@@ -1,0 +1,249 @@
+"""Trainings that run on every rank of a run, and what they end with."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tiercache as tc
+from tests.training.cases import Case, Net, Result, Spec, table
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tiercache.ranks.group import Ranks
+
+ONE = Case(
+    tables=(table("users", 8), table("items", 8)),
+    specs=(Spec(name="user", table="users"), Spec(name="item", table="items")),
+)
+BAGS = Case(
+    tables=(
+        table("users", 5, tc.SGD(learning_rate=0.1)),
+        table("items", 16, tc.Adagrad(learning_rate=0.05)),
+        table("words", 12, tc.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
+        table("tags", 16, tc.Adam(learning_rate=0.01)),
+    ),
+    specs=(
+        Spec(name="user", table="users"),
+        Spec(name="friend", table="users", hotness="ragged", mode="mean"),
+        Spec(name="item", table="items", hotness="fixed", mode="max"),
+        Spec(name="word", table="words", hotness="ragged", weighted=True),
+        Spec(name="title", table="words", hotness="fixed", mode="mean"),
+        Spec(name="tag", table="tags", hotness="ragged", mode="sum"),
+    ),
+)
+SHORT = Case(tables=ONE.tables, specs=ONE.specs, num_samples=131, pass_rows=40, batch=13, shuffle=False)
+"""Passes and batches that no number of ranks divides; the last batch of a pass has a sample, so ranks have none."""
+CASES = {"one": ONE, "bags": BAGS, "short": SHORT}
+OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
+
+
+def open_sharded(ranks: Ranks, case: Case, folder: str, **options: Any) -> tc.ShardedCache:
+    """Open the sharded store of a test."""
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    return tc.ShardedCache(Path(folder) / "model.tc", passes, ranks=ranks, **OPTIONS | options)
+
+
+def model_of(cache: tc.ShardedCache, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the tracked model of a case and its optimizer."""
+    torch.manual_seed(1)
+    model: nn.Module = Net(cache, case)
+    if cache.ranks.size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
+    cache.track(model=model, optimizer=optimizer)
+    return model, optimizer
+
+
+def train(
+    ranks: Ranks,
+    case: str,
+    folder: str,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    micro_batches: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a case, for so many steps where said, and return what this rank's part and the dense part end with."""
+    one = CASES[case]
+    criterion = nn.BCEWithLogitsLoss()
+    with open_sharded(ranks, one, folder, **options) as cache:
+        model, optimizer = model_of(cache, one)
+        done = 0
+        for visit in cache.passes(epochs=one.epochs if epochs is None else epochs):
+            if micro_batches is None:
+                each = ([batch] for batch in visit.batches(one.batch, shuffle=one.shuffle))
+            else:
+                each = visit.steps(one.batch, micro_batches=micro_batches, shuffle=one.shuffle)
+            for batches in each:
+                if done == steps:
+                    continue
+                for batch in batches:
+                    (criterion(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+        found = {"commit": list(cache.store.commit.cursor)}
+    return found | dense_of(model)
+
+
+def dense_of(model: nn.Module) -> dict[str, Any]:
+    """Return the dense weights by their names without DistributedDataParallel's."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return {f"dense.{name}": value.numpy().copy() for name, value in inner.state_dict().items()}
+
+
+def stored(
+    folder: Path, name: str = "model.tc"
+) -> dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]:
+    """Return all rows of a sharded store by table, keys ascending."""
+    rows = {}
+    with tc.ShardedStore.open(folder / name) as store:
+        for one in store.tables:
+            chunks = [(keys, tuple(fields)) for keys, fields in store.scan(one.name)]
+            keys = np.concatenate([chunk[0] for chunk in chunks])
+            order = np.argsort(keys)
+            fields = [np.concatenate([chunk[1][f] for chunk in chunks]) for f in range(len(one.fields))]
+            rows[one.name] = keys[order], tuple(field[order] for field in fields)
+    return rows
+
+
+def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Result:
+    """Train the same batches on one process, all in memory."""
+    from tests.training.cases import result_of_resident
+
+    cache = tc.ResidentCache(passes)
+    torch.manual_seed(1)
+    model = Net(cache, case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
+    cache.track(model=model, optimizer=optimizer)
+    criterion, done = nn.BCEWithLogitsLoss(), 0
+    for visit in cache.passes(epochs=case.epochs):
+        for batch in visit.batches(case.batch, shuffle=case.shuffle):
+            if done == steps:
+                continue
+            criterion(model(batch), batch.label).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+    return result_of_resident(cache, model)
+
+
+def train_and_stop(
+    ranks: Ranks, case: str, folder: str, *, visits: int, batches: int, within: bool, **options: Any
+) -> int:
+    """Train so many visits and batches, commit inside the visit where ``within``, and leave without another word."""
+    one = CASES[case]
+    criterion = nn.BCEWithLogitsLoss()
+    with open_sharded(ranks, one, folder, **options) as cache:
+        model, optimizer = model_of(cache, one)
+        for visit in cache.passes(epochs=one.epochs):
+            for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
+                (criterion(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if visit.index == visits and number == batches:
+                    if within:
+                        cache.commit()
+                    return int(cache.store.commit.id)
+    raise AssertionError("there was nothing left to leave out")
+
+
+def evaluate(ranks: Ranks, case: str, folder: str, *, visits: int, **options: Any) -> list[Any]:
+    """Train so many visits and two batches, then look up an evaluation set; return slices and this rank's vectors."""
+    one = CASES[case]
+    criterion, found = nn.BCEWithLogitsLoss(), []
+    tests = tc.PassSet.open(Path(folder) / "tests")
+    with open_sharded(ranks, one, folder, **options) as cache:
+        model, optimizer = model_of(cache, one)
+        bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in one.specs})
+        for visit in cache.passes(epochs=one.epochs):
+            for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
+                if visit.index == visits and number == 2:
+                    slices = 0
+                    for piece in cache.evaluation(tests):
+                        slices += 1
+                        found += [bag(each).detach().numpy().copy() for each in piece.batches(7) if each.weight]
+                    return [slices, np.concatenate(found)]
+                (criterion(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    raise AssertionError("there was nothing left to train")
+
+
+def misuse(ranks: Ranks, case: str, folder: str, *, what: str) -> None:
+    """Do what must not be done, on all ranks or on one."""
+    one = CASES[case]
+    criterion = nn.BCEWithLogitsLoss()
+    with open_sharded(ranks, one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
+        model, optimizer = model_of(cache, one)
+        for visit in cache.passes(epochs=1):
+            batches = visit.batches(one.batch)
+            first = next(batches)
+            if what == "old batch":
+                optimizer.step()
+                model(first)
+            if what == "no step":
+                criterion(model(first), first.label).backward()
+                continue
+            if what == "size":
+                next(visit.batches(0))
+            if what == "one rank's samples":
+                if ranks.rank == 1:
+                    visit._visit.source.whole.read = _broken  # type: ignore[method-assign]
+                next(batches)
+            if what == "one rank's id":
+                if ranks.rank == 1:
+                    visit._visit.source.read = partial(_with_a_wrong_id, visit._visit.source.read)  # type: ignore[method-assign]
+                next(batches)
+
+
+def _broken(*_: Any) -> Any:
+    raise OSError("the disk of rank 1 is gone")
+
+
+def _with_a_wrong_id(read: Any, places: Any) -> Any:
+    samples = read(places)
+    ids = samples.ids["user"].ids
+    ids.setflags(write=True)
+    ids[0] = 1 << 20
+    return samples
+
+
+def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[str]:
+    """Train one batch of 4 micro-batches, whose dense parts wait until what must come before has; return the order."""
+    import threading
+
+    one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
+    with open_sharded(ranks, one, folder) as cache:
+        model, optimizer = model_of(cache, one)
+        exchange = cache._exchange.rows_of
+
+        def noted(*arguments: Any) -> Any:
+            number = sum(event.is_set() for event in arrived)
+            found = exchange(*arguments)
+            events.append(f"rows {number}")
+            arrived[number].set()
+            return found
+
+        cache._exchange.rows_of = noted  # type: ignore[method-assign]
+        visits = cache.passes(epochs=1)
+        for batches in next(visits).steps(one.batch, micro_batches=4, schedule=schedule):
+            for number, batch in enumerate(batches):
+                out = model(batch)
+                if schedule == "interleaved" and number < 3:
+                    assert arrived[number + 1].wait(30), "the next rows never come while this one is in the dense part"
+                events.append(f"dense {number}")
+                (nn.functional.binary_cross_entropy_with_logits(out, batch.label) * batch.weight).backward()
+            optimizer.step()
+            events.append("step")
+            break
+    return events

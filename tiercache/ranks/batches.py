@@ -1,0 +1,130 @@
+"""This rank's batches: its samples of each global batch, with the rows that they look up."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiercache.errors import StoreError, TierCacheError
+from tiercache.tiers.rows import RowView
+from tiercache.training.batch import make_batch
+from tiercache.training.row_optimizer import RowGradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import Pass
+    from tiercache.passes.samples import Samples
+    from tiercache.processors.processor import Processor
+    from tiercache.ranks.exchange import Exchanged, RowExchange
+    from tiercache.ranks.group import Ranks
+    from tiercache.schema import Schema
+    from tiercache.training.batch import Batch
+
+SCHEDULES = ("interleaved", "simple")
+SHARED_ERRORS = (TierCacheError, StoreError, ValueError, OSError)
+"""What one rank may meet between two exchanges, and all then raise."""
+
+
+def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+    """Divide places into ``count`` neighbouring parts, as equal as can be: part i is [i * n // count, ...)."""
+    n = places.size
+    return [places[i * n // count : (i + 1) * n // count] for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A batch that waits for its step."""
+
+    exchanged: Exchanged
+    gradients: RowGradients
+    view: RowView
+
+
+class BatchMaker:
+    """Makes batches whose rows were brought from their owners. All ranks make the same batches in the same order.
+
+    ``ahead`` makes one batch on a thread of its own while the one before is used; all else is for the thread that
+    trains.
+    """
+
+    def __init__(self, ranks: Ranks, exchange: RowExchange, schema: Schema, processor: Processor) -> None:
+        self._ranks, self._exchange, self._processor = ranks, exchange, processor
+        self._tables = {feature.name: feature.table for feature in schema.features}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange")
+        self.due: list[Due] = []
+        """Batches made since the last step, in order."""
+
+    def make(
+        self,
+        source: Pass,
+        places: NDArray[np.int64],
+        name: str,
+        *,
+        of: int | None = None,
+        trained: bool = True,
+        error: Exception | None = None,
+    ) -> Batch:
+        """Bring this rank's part of the samples at ``places`` and their rows. Collective.
+
+        Rank r of W has samples [r * N // W, (r + 1) * N // W) of the N; its mean loss counts W * n / ``of`` (N where
+        not said). A rank without samples gets the first of all with weight 0, so that it takes part in everything.
+        An ``error`` of this rank so far, or of the reading of samples, is raised on all.
+        """
+        mine = parts_of(places, self._ranks.size)[self._ranks.rank]
+        samples: Samples | None = None
+        if error is None:
+            try:
+                samples = source.read(mine if mine.size else places[:1])
+            except SHARED_ERRORS as caught:
+                error = caught
+        groups, ids, exchanged = self._exchange.rows_of(samples.ids if samples else {}, self._tables, name, error)
+        assert samples is not None, "rows_of raises the error"
+        view = RowView(groups, RowGradients(len(groups)) if trained else None, name, self._processor)
+        if view.gradients is not None:
+            self.due.append(Due(exchanged, view.gradients, view))
+        share = mine.size / (places.size if of is None else of)
+        return make_batch(samples, view, ids=ids, weight=self._ranks.size * share)
+
+    def ahead(self, makes: Iterable[Callable[[], Batch]], schedule: str) -> Iterator[Batch]:
+        """Yield what each of ``makes`` returns; "interleaved": it is made while the batch before is used."""
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")
+        if schedule == "simple":
+            for make in makes:
+                yield make()
+            return
+        coming: list[Future[Batch]] = []
+        for make in makes:
+            coming.append(self._thread.submit(make))
+            if len(coming) > 1:
+                yield coming.pop(0).result()
+        for last in coming:
+            yield last.result()
+
+    def rest(self) -> None:
+        """Wait until no batch is being made."""
+        self._thread.submit(lambda: None).result()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward was not stepped yet."""
+        return any(any(due.gradients.pending) for due in self.due)
+
+    def take_due(self) -> list[Due]:
+        """Return the batches that wait for a step; their rows are of before it and can be looked up no more."""
+        self.rest()
+        taken, self.due = self.due, []
+        for due in taken:
+            due.view.ended = True
+        return taken
+
+    def close(self) -> None:
+        """End the thread."""
+        self.take_due()
+        self._thread.shutdown()

@@ -1,0 +1,317 @@
+"""ShardedCache: one training on several ranks, each with its own device, host memory and part of the store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiercache.errors import BudgetError, StateError
+from tiercache.processors.opening import open_processor
+from tiercache.ranks.batches import BatchMaker
+from tiercache.ranks.evaluation import evaluation_slices, unknown_rows
+from tiercache.ranks.exchange import RowExchange
+from tiercache.ranks.facts import check_same
+from tiercache.ranks.opening import choose_placement, open_parts
+from tiercache.ranks.shares import Share
+from tiercache.ranks.visit import ShardedVisit
+from tiercache.sizes import format_bytes, parse_bytes
+from tiercache.store.table import group_tables
+from tiercache.training.cache import TierCache
+from tiercache.training.matching import check_features
+from tiercache.training.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tiercache.passes.passset import PassSet
+    from tiercache.ranks.evaluation import ShardedEvaluation
+    from tiercache.ranks.group import Ranks
+    from tiercache.ranks.placement import Placement
+    from tiercache.store import Store
+    from tiercache.tiers.report import VisitReport
+    from tiercache.training.visit import Visit
+
+
+_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ShardedCache:
+    """A TierCache over the devices of all ranks, one process each.
+
+    Every method is collective unless it says otherwise: all ranks call it, in the same order. A pass holds what all
+    devices together hold; each rank loads, trains and dumps its own rows with its own threads, from its own part of
+    the store, and looks up the rows of others by an exchange for each batch. An error on one rank is raised on all.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        passes: PassSet,
+        *,
+        ranks: Ranks,
+        device: str | None = None,
+        device_budget: int | str,
+        host_budget: int | str,
+        placement: Placement | str | Mapping[str, str] = "auto",
+        wire_dtype: str = "float32",
+        engine: str | None = None,
+        parts: Sequence[str | os.PathLike[str]] | None = None,
+        retention: int = 1,
+        reorganised: bool = False,
+        eval_budget: int | str | None = None,
+        commit_every: int = 1,
+        seed: int = 0,
+        order_seed: int | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        """Open or make the sharded store at ``path`` and plan every rank's budgets.
+
+        device_budget, host_budget, eval_budget: of each rank. placement: where the rows of each table stand: a
+        strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table ("row",
+        "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that of the
+        store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of rows
+        and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on disks
+        of their own perhaps; inside ``path`` where not given. retention: commits that are kept. reorganised: whether
+        a store that was trained with other passes is put into the order of these first, as `tiercache.reorganise`
+        does; else that is refused. Everything else as in TierCache.
+
+        Raises RankError where ranks disagree or one fails, and what TierCache and Store.open raise.
+        """
+        self.ranks, self.pass_set = ranks, passes
+        self._closed = False
+        self.placement = choose_placement(path, passes, ranks, placement)
+        with ranks.together("reading the budgets"):
+            budget = parse_bytes(device_budget)
+            if wire_dtype not in _WIRE_DTYPES:
+                raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
+        check_same(
+            ranks,
+            {
+                "the schema": passes.schema.digest,
+                "the tables": [str(table) for table in passes.tables],
+                "the pass set": passes.digest,
+                "the placement": self.placement.digest,
+                "device_budget": budget,
+                "host_budget": parse_bytes(host_budget),
+                "wire_dtype": wire_dtype,
+                "commit_every": commit_every,
+                "retention": retention,
+                "seed": seed,
+                "order_seed": order_seed,
+            },
+        )
+        self._share = Share(passes, self.placement, ranks.rank)
+        self._parts = open_parts(
+            path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
+            order_seed=order_seed,
+        )  # fmt: skip
+        with ranks.together("planning the budgets"):
+            self._processor = open_processor(device or str(ranks.device), self._share.tables)
+            mirrors = _mirror_bytes(passes, self.placement)
+            if mirrors > budget:
+                raise BudgetError(
+                    f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
+                    f"{format_bytes(budget)}: raise it, or place them by row"
+                )
+            self._inner = TierCache(
+                self._parts.store,
+                self._share,  # type: ignore[arg-type]
+                device=self._processor,
+                device_budget=budget - mirrors,
+                host_budget=host_budget,
+                eval_budget=eval_budget,
+                commit_every=commit_every,
+                seed=seed,
+                order_seed=order_seed,
+                progress=progress if ranks.rank == 0 else False,
+            )
+        self._groups = group_tables(passes.tables)
+        self._beside, self._wire_dtype = ranks.beside(), _WIRE_DTYPES[wire_dtype]
+        self._exchange = self._new_exchange()
+        self._maker = BatchMaker(ranks, self._exchange, passes.schema, self._processor)
+        self._hooks = StepHooks(self.step)
+        self._visit: Visit | None = None
+        self._run: Iterator[Visit] | None = None
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def track(self, **objects: Any) -> None:
+        """Commit the state of these objects with the rows, and step rows when an optimizer among them steps.
+
+        As `TierCache.track`; every part keeps the state. Not collective.
+        """
+        self._hooks.check(objects)
+        self._inner.dense.track(objects)
+        self._hooks.follow(objects)
+
+    def passes(self, epochs: int) -> Iterator[ShardedVisit]:
+        """Yield the visits up to the end of epoch ``epochs``, from the last commit of all ranks on.
+
+        As `TierCache.passes`, but the commit of visit t is one of all ranks when visit t + 1 has ended, or the iterator
+        is exhausted: every part is durable then, and a record names them all.
+        """
+        self._end_visit()
+        run = self._run = self._inner.passes(epochs)
+        begun = False
+        try:
+            while True:
+                with self.ranks.together("changing the rows of the visit"):
+                    visit = next(run, None)
+                if visit is None or not begun:  # else the writers may be at work: some parts have the next commit
+                    self._record()
+                if visit is None:
+                    return
+                begun = True
+                self._begin_visit(visit)
+                yield ShardedVisit(visit, self._maker)
+                if self._run is not run:
+                    raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
+                if self._maker.pending:
+                    raise StateError(
+                        f"visit {visit.index} ended between a backward and its step: step the optimizer, or call "
+                        "discard(), before the visit ends"
+                    )
+                self._end_visit()
+                with self.ranks.together("writing the rows of the visit before"):
+                    self._inner.drain(staged=False)
+                self._record()
+        finally:
+            if self._run is run:
+                self._end_visit()
+                run.close()  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """Apply the pending row gradients of all ranks: each row of the batches since the last step is updated once.
+
+        Duplicates are added in the order of batches, in each by rank. Called by a tracked optimizer's ``step()``.
+        """
+        if self._visit is None:
+            raise StateError("step() was called outside a visit: step inside the loop over passes()")
+        optimizer = self._inner.optimizer
+        for due in self._maker.take_due():
+            self._exchange.gradients_of(due.exchanged, due.gradients, optimizer.gradients)
+        self._exchange.step(optimizer, self._visit.rows.groups)
+
+    def discard(self) -> None:
+        """Drop the pending row gradients: for a skipped step, as ``zero_grad()`` does for dense ones."""
+        self._maker.take_due()
+        self._inner.discard()
+        if self._visit is not None:
+            self._exchange.discard()
+
+    def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
+        """Change the row optimizers' learning rate from the next step on; part of the next commit."""
+        with self.ranks.together("setting the learning rate"):
+            self._inner.set_learning_rate(learning_rate, tables=tables)
+
+    def commit(self) -> None:
+        """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks."""
+        with self.ranks.together("committing inside a visit"):
+            if self._maker.pending:
+                raise StateError("commit() was called between backward and step: call step() or discard() first")
+            self._inner.drain(staged=False)
+        self._record()
+        with self.ranks.together("committing inside a visit"):
+            self._inner.commit()
+        self._record()
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def evaluation(self, passes: PassSet) -> Iterator[ShardedEvaluation]:
+        """Yield read-only slices of another pass set, at any moment between batches, as `TierCache.evaluation` does.
+
+        A slice is as many samples as no rank needs more than ``eval_budget`` of its rows for; each rank gets its part
+        of every batch.
+        """
+        self._maker.rest()
+        with self.ranks.together("beginning an evaluation"):
+            check_features(self.pass_set, passes)
+            share = Share(passes, self.placement, self.ranks.rank)
+            rows_now = self._inner.rows_now()
+        rows_now = self._inner.rows_now(unknown_rows(self._share, rows_now, self.ranks))
+        exchange = self._new_exchange()
+        maker = BatchMaker(self.ranks, exchange, passes.schema, self._processor)
+        try:
+            yield from evaluation_slices(
+                share, rows_now, self._inner.eval_bytes, self._processor, exchange, maker, self.ranks
+            )
+        finally:
+            maker.close()
+
+    # -- ending -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the threads and give up the store. What is not committed is not kept. Not collective."""
+        if not self._closed:
+            self._closed = True
+            self._end_visit()
+            self._hooks.remove()
+            self._maker.close()
+            self._beside.close()
+            self._inner.close()
+            self._parts.close()
+
+    def __enter__(self) -> ShardedCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store:
+        """This rank's part of the store."""
+        return self._parts.store
+
+    @property
+    def reports(self) -> list[VisitReport]:
+        """What this rank moved, a report for each visit."""
+        return self._inner.reports
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """The tables trained, whole."""
+        return self.pass_set.tables
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """The groups of tables with the same row layout."""
+        return self._groups
+
+    @property
+    def schema(self) -> Any:
+        """The schema of the pass set."""
+        return self.pass_set.schema
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's rows are trained."""
+        return self._inner.device
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _new_exchange(self) -> RowExchange:
+        return RowExchange(self._beside, self._processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
+
+    def _record(self) -> None:
+        """Make the newest commit of the parts, where there is one, that of all ranks."""
+        commit = self._parts.store.commit
+        if commit is not None and commit.cursor != self._parts.cursor:
+            self._parts.publish(commit.cursor)
+
+    def _begin_visit(self, visit: Visit) -> None:
+        self._visit = visit
+        self._exchange.open_pass(self._share.owners(visit.pass_index), visit.rows.groups)
+
+    def _end_visit(self) -> None:
+        self._maker.take_due()
+        self._visit = None
+
+
+def _mirror_bytes(passes: PassSet, placement: Placement) -> int:
+    """Return the bytes that the vectors of replicated tables take on every device."""
+    copied = [table for table in passes.tables if placement.tables[table.name].kind == "replicate"]
+    return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in passes.passes), default=0)

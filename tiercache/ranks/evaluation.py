@@ -1,0 +1,100 @@
+"""Evaluation on several ranks: read-only passes over any keys, rows as of now, brought by their owners."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.kernels.uses import search_keys
+from tiercache.passes.keybatch import OOV_KEY
+from tiercache.planning.positions import Positions
+from tiercache.training.batch import cut_batches
+from tiercache.training.evaluation import Wanted, bring_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.passset import Pass
+    from tiercache.processors.processor import Processor
+    from tiercache.ranks.batches import BatchMaker
+    from tiercache.ranks.exchange import RowExchange
+    from tiercache.ranks.group import Ranks
+    from tiercache.ranks.shares import Share
+    from tiercache.training.batch import Batch
+    from tiercache.training.evaluation import RowsNow
+
+
+class ShardedEvaluation:
+    """A slice of an evaluation pass, of which every rank gets its part of each batch."""
+
+    def __init__(self, source: Pass, first: int, last: int, maker: BatchMaker) -> None:
+        self.pass_index = source.index
+        """The pass of the evaluation set."""
+        self.num_samples = last - first
+        """Samples of the slice, those of all ranks."""
+        self._source, self._first, self._last, self._maker = source, first, last, maker
+
+    def batches(self, size: int, *, schedule: str = "interleaved") -> Iterator[Batch]:
+        """Yield this rank's part of each batch of ``size`` samples, in the order of the data. Collective.
+
+        Rank r of W has samples [r * n // W, (r + 1) * n // W) of a batch of n; one without any gets the first of them
+        with weight 0: leave such a batch out. "interleaved": rows of the next batch are exchanged while this one is
+        used; "simple": one thing after the other.
+        """
+        order = np.arange(self._first, self._last, dtype=np.int64)
+        name = f"samples {self._first:,} to {self._last:,} of evaluation pass {self.pass_index}"
+        make = partial(self._maker.make, self._source, name=name, trained=False)
+        makes = (partial(make, places) for _, places in cut_batches(order, size))
+        return self._maker.ahead(makes, schedule)
+
+
+def evaluation_slices(
+    share: Share,
+    rows_now: RowsNow,
+    budget: int,
+    processor: Processor,
+    exchange: RowExchange,
+    maker: BatchMaker,
+    ranks: Ranks,
+) -> Iterator[ShardedEvaluation]:
+    """Cut every pass into slices for which no rank brings more than ``budget`` bytes of its rows, and bring them."""
+    positions = Positions.of(share, rows_now.groups)  # type: ignore[arg-type]
+    for source in share.passes:
+        source.check_samples()
+        owners = share.owners(source.index)
+        found = {table.name: source.span(table.name) for table in share.tables}
+        spans = {name: (span.start, span.stop) for name, span in found.items()}
+        wanted = Wanted(source, positions, share.schema.features, spans)  # type: ignore[arg-type]
+        first = 0
+        while first < source.samples:
+            with ranks.together("cutting a slice of an evaluation"):
+                mine = wanted.cut(first, budget)
+            last = ranks.least([mine])[0]
+            if last < mine:
+                wanted.end_at(first, last)
+            with ranks.together("reading the rows of an evaluation"):
+                rows = bring_rows(rows_now, source, positions, wanted.used, processor)  # type: ignore[arg-type]
+            exchange.open_pass(owners, rows, mirrored=False)
+            yield ShardedEvaluation(source, first, last, maker)  # type: ignore[arg-type]
+            maker.rest()
+            first = last
+
+
+def unknown_rows(share: Share, rows_now: RowsNow, ranks: Ranks) -> dict[str, list[NDArray[np.float32]]]:
+    """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
+    mine = {}
+    for table in share.tables:
+        if share.placement.tables[table.name].by_hash:
+            place = np.full(1, -1, dtype=np.int64)
+            unknown = np.array([OOV_KEY], dtype=np.int64)
+            for source in share.passes:
+                if place[0] < 0:
+                    search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
+            if place[0] >= 0:
+                mine[table.name] = [field[0].tolist() for field in rows_now.fields(table.name, unknown)]
+    found = {name: fields for values in ranks.values(mine) for name, fields in values.items()}
+    return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}

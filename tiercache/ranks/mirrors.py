@@ -1,0 +1,120 @@
+"""Mirrors: every rank's copy of the rows that a pass has of replicated tables, as of the last step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.processors.entries import Wanted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.processors.processor import Processor
+    from tiercache.ranks.group import Ranks
+    from tiercache.ranks.owners import Owners
+    from tiercache.ranks.received import Received
+    from tiercache.tiers.rows import GroupRows
+
+__all__ = ["Mirrors"]
+
+PIECE_BYTES = 8 << 20
+"""Of rows that a rank sends at once while mirrors are filled."""
+
+
+class Mirrors:
+    """Vectors of replicated tables on this rank, float32, by local id. Owners keep the rows themselves.
+
+    What is in a mirror has travelled: it has the wire's dtype, on the owner's rank too.
+    """
+
+    def __init__(self, ranks: Ranks, processor: Processor, wire_dtype: torch.dtype) -> None:
+        self._ranks, self._processor, self._wire_dtype = ranks, processor, wire_dtype
+        self._mirrors: dict[int, torch.Tensor] = {}
+        self._owners: Owners | None = None
+        self._changed: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all mirrors."""
+        return sum(mirror.numel() * mirror.element_size() for mirror in self._mirrors.values())
+
+    def open(self, owners: Owners | None, rows: Sequence[GroupRows]) -> None:
+        """Fill mirrors with the rows of a pass, of which ``rows`` are this rank's; None: there are none. Collective."""
+        p, rank = self._processor, self._ranks.rank
+        self._owners, self._mirrors, self._changed = owners, {}, {}
+        for t, kind in enumerate(() if owners is None else owners.kinds):
+            assert owners is not None
+            if kind != "replicate":
+                continue
+            dim, low_W, rows_W = owners.tables[t].dim, owners.low_TW[t], owners.high_TW[t] - owners.low_TW[t]
+            mirror = torch.empty((int(owners.rows_T[t]), dim), device=p.device)
+            piece = max(1, PIECE_BYTES // (4 * dim))
+            for first in range(0, int(rows_W.max()), piece):
+                count_W = np.clip(rows_W - first, 0, piece)
+                begin = int(owners.first_TW[t, rank]) + first
+                mine = np.arange(begin, begin + int(count_W[rank]), dtype=np.int32)
+                found = self._find(rows, int(owners.group_TW[t, rank]), p.tensor(p.bring(mine)), dim)
+                came = self._ranks.gather(found.view(-1), (count_W * dim).tolist(), "filling mirrors")
+                at = 0
+                for low, count in zip((low_W + first).tolist(), count_W.tolist(), strict=True):
+                    mirror[low : low + count] = came[at : at + count * dim].view(count, dim)
+                    at += count * dim
+            self._mirrors[t] = mirror
+
+    def _find(self, rows: Sequence[GroupRows], group: int, positions: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return vectors by position, in the wire's dtype."""
+        p, count = self._processor, positions.numel()
+        found, slots = p.tensor(p.empty((count, dim), np.float32)), p.empty((count,), np.int32)
+        if count:
+            p.find([Wanted(rows[group], p.array(positions), slots, p.array(found))])
+        return found.to(self._wire_dtype)
+
+    def read(self, table: int, local: NDArray[np.int32], out: torch.Tensor) -> None:
+        """Write the vectors of local ids (n,) of a table to ``out`` (n, dim)."""
+        p = self._processor
+        torch.index_select(self._mirrors[table], 0, p.tensor(p.bring(local)), out=out)
+
+    def note(self, received: Received) -> None:
+        """Note the rows whose gradients came: the next step changes them."""
+        for group, positions in received.mirrored.items():
+            self._changed.setdefault(group, []).extend(positions)
+
+    def forget(self) -> None:
+        """Forget what was noted."""
+        self._changed = {}
+
+    def follow(self, rows: Sequence[GroupRows]) -> None:
+        """Bring every rank's mirrors up to the step that was made. Collective."""
+        if not self._mirrors:
+            return
+        ranks, owners = self._ranks, self._owners
+        assert owners is not None
+        changed = {group: torch.unique(torch.cat(some)) for group, some in self._changed.items()}
+        self._changed = {}
+        ids, vectors = [], []
+        for t in self._mirrors:
+            group, first = int(owners.group_TW[t, ranks.rank]), int(owners.first_TW[t, ranks.rank])
+            owned = int(owners.high_TW[t, ranks.rank] - owners.low_TW[t, ranks.rank])
+            found = changed.get(group, torch.empty(0, dtype=torch.int32, device=self._processor.device))
+            mine = found[(found >= first) & (found < first + owned)]
+            ids.append(mine + (int(owners.low_TW[t, ranks.rank]) - first))
+            vectors.append(self._find(rows, group, mine, owners.tables[t].dim).view(-1))
+        numbers = np.array([one.numel() for one in ids], dtype=np.int64)
+        count_WM = ranks.counts(np.tile(numbers, (ranks.size, 1)), "counting what mirrors follow")
+        if not count_WM.any():
+            return
+        dims = np.array([owners.tables[t].dim for t in self._mirrors], dtype=np.int64)
+        all_ids = ranks.gather(torch.cat(ids), count_WM.sum(axis=1).tolist(), "telling which rows changed").long()
+        came = ranks.gather(torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having mirrors follow")
+        at_id = at = 0
+        for counts in count_WM.tolist():
+            for (t, mirror), count in zip(self._mirrors.items(), counts, strict=True):
+                dim = mirror.shape[1]
+                new = came[at : at + count * dim].view(count, dim)
+                self._mirrors[t][all_ids[at_id : at_id + count]] = new.to(mirror.dtype)
+                at_id, at = at_id + count, at + count * dim

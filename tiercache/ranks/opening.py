@@ -1,0 +1,76 @@
+"""Opening a sharded store for a training: where tables stand, and parts that stand so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiercache.ranks.parts import Parts
+from tiercache.ranks.placement import Placement
+from tiercache.ranks.placing import placement_of
+from tiercache.ranks.record import Record
+from tiercache.ranks.resharding import reshard
+from tiercache.training.reorganise import reorganise
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from tiercache.passes.passset import PassSet
+    from tiercache.ranks.group import Ranks
+    from tiercache.ranks.shares import Share
+
+
+def choose_placement(
+    path: str | os.PathLike[str], passes: PassSet, ranks: Ranks, asked: Placement | str | Mapping[str, str]
+) -> Placement:
+    """Return the placement asked for; "auto" that of the store where it is for as many ranks. Collective.
+
+    Raises ValueError for one that makes no sense.
+    """
+    chosen: dict[str, Any] | None = None
+    with ranks.together("placing the tables"):
+        if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
+            found = Record.read(Path(path)) if asked == "auto" else None
+            kept = found is not None and found.num_ranks == ranks.size
+            chosen = found.placement if kept and found else placement_of(passes, ranks.size, asked).to_record()
+    return Placement.from_record(ranks.values(chosen)[0])
+
+
+def open_parts(
+    path: str | os.PathLike[str],
+    share: Share,
+    ranks: Ranks,
+    *,
+    engine: str | None,
+    parts: Sequence[str | os.PathLike[str]] | None,
+    retention: int,
+    reorganised: bool,
+    order_seed: int | None,
+) -> Parts:
+    """Open the parts of a sharded store, or make them; those of other ranks or another placement are written anew.
+
+    Raises what `Parts.open` and `reshard` raise.
+    """
+    found: Record | None = None
+    with ranks.together("reading the record of the sharded store"):
+        if ranks.rank == 0:
+            found = Record.read(Path(path))
+    stands = None if found is None or found.cursor is None else [found.num_ranks, found.placement]
+    stands = ranks.values(stands)[0]
+    placement = share.placement.to_record()
+    if stands is not None and stands != [ranks.size, placement]:
+        return reshard(path, share, ranks, engine=engine, parts=parts, retention=retention, order_seed=order_seed)
+    opened = Parts.open(
+        path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts, retention=retention
+    )
+    if reorganised and opened.store.commit is not None:
+        try:
+            with ranks.together("putting rows into the order of other passes"):
+                commit = reorganise(opened.store, share, order_seed=order_seed, progress=False)  # type: ignore[arg-type]
+            assert commit is not None
+            opened.publish(commit.cursor)
+        except BaseException:
+            opened.close()
+            raise
+    return opened

@@ -1,0 +1,90 @@
+"""A dense part in stages on several devices (torch.distributed.pipelining), with the embeddings outside of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tiercache.passes.passset import PassSet
+    from tiercache.ranks.group import Ranks
+    from tiercache.training.batch import Batch
+
+
+def check_micro_batches(passes: PassSet, *, batch_size: int, micro_batches: int, stages: int) -> None:
+    """Raise ValueError where a pipeline could not train these passes: call it before training.
+
+    Its schedules need at least as many micro-batches as stages, and all of one size: a batch that is short, as the
+    last of a pass may be, would end the run in its midst.
+    """
+    if micro_batches < stages:
+        raise ValueError(
+            f"{micro_batches} micro-batches cannot fill {stages} stages: give at least {stages} micro-batches"
+        )
+    if batch_size % micro_batches:
+        raise ValueError(
+            f"batches of {batch_size} samples do not divide into {micro_batches} equal micro-batches: give a batch "
+            f"size that is a multiple of {micro_batches}"
+        )
+    for source in passes.passes:
+        if short := source.samples % batch_size:
+            raise ValueError(
+                f"pass {source.index} of {passes.path} has {source.samples:,} samples, so its last batch has {short} "
+                f"and not {batch_size}: extract passes of a multiple of {batch_size} samples (--align {batch_size}), "
+                "or choose another batch size"
+            )
+
+
+class StageInput:
+    """Brings what the ranks looked up to the rank of the first stage, and its gradient back to them.
+
+    For each batch: ``collect`` the outputs of the embedding modules, run the pipeline's step on the first stage with
+    what it returns, then ``give_back``. All ranks of the cache take part, those of later stages too.
+    """
+
+    def __init__(self, ranks: Ranks, *, first_stage: int = 0) -> None:
+        self._ranks, self._first = ranks, first_stage
+        self._mine: torch.Tensor | None = None
+        self._sizes: list[int] = []
+
+    def collect(self, looked_up: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """Return the vectors of all ranks' samples (N, T), in the order of ranks, on the first stage; else None.
+
+        It takes gradients; ``give_back`` hands them on.
+        """
+        self._mine = looked_up[: len(batch) if batch.weight else 0]  # a sample with weight 0 is another rank's
+        self._sizes = self._ranks.values(int(self._mine.shape[0]))
+        found = self.bring(self._mine.detach(), to=self._first)
+        return None if found is None else found.requires_grad_()
+
+    def bring(self, mine: torch.Tensor, *, to: int) -> torch.Tensor | None:
+        """Return the rows of ``mine`` (n, ...) of all ranks on rank ``to``, else None: labels for the last stage."""
+        sizes, mine = self._ranks.values(int(mine.shape[0])), mine.contiguous()
+        width = mine[0].numel() if mine.shape[0] else int(torch.tensor(mine.shape[1:]).prod())
+        here = self._ranks.rank == to
+        found = self._ranks.exchange(
+            mine.reshape(-1),
+            [mine.numel() if rank == to else 0 for rank in range(self._ranks.size)],
+            [size * width if here else 0 for size in sizes],
+        )
+        return found.reshape(-1, *mine.shape[1:]) if here else None
+
+    def give_back(self, collected: torch.Tensor | None) -> None:
+        """Hand the gradient of ``collected`` to the ranks that looked the vectors up, whose rows then wait for a step.
+
+        For a loss that is the mean over the whole batch, as the last stage's is.
+        """
+        assert self._mine is not None, "collect comes first"
+        ranks, mine = self._ranks, self._mine
+        width = mine.shape[1]
+        gradient = mine.new_empty(0) if collected is None or collected.grad is None else collected.grad.reshape(-1)
+        found = ranks.exchange(
+            gradient,
+            [size * width if gradient.numel() else 0 for size in self._sizes],
+            [mine.numel() if rank == self._first else 0 for rank in range(ranks.size)],
+        )
+        if mine.shape[0]:
+            averaged = found.reshape(mine.shape) * ranks.size  # a step divides rows' gradients by the ranks
+            torch.autograd.backward(mine, averaged)
+        self._mine = None

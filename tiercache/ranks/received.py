@@ -1,0 +1,88 @@
+"""The gradients that a rank received for the rows it owns: which rows they are of, in rank order.
+
+Legend as in `stretches`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.processors.entries import Pending
+from tiercache.ranks.stretches import exclusive
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.processors.processor import Processor
+    from tiercache.training.row_optimizer import RowGradients
+
+__all__ = ["Received"]
+
+
+class Received:
+    """Gradients of one batch, from every rank, this one too."""
+
+    def __init__(
+        self, rank: int, asked_WS: NDArray[np.int64], came_WS: NDArray[np.int64], dims_H: NDArray[np.int64]
+    ) -> None:
+        """asked_WS: rows that each rank asked for. came_WS: gradients that come. dims_H: of this rank's groups."""
+        self._rank, self._asked_WS, self._came_WS = rank, asked_WS, came_WS
+        self._dims_S = np.concatenate([dims_H, dims_H])
+        self.numbers_W = (came_WS * self._dims_S).sum(axis=1)
+        """Numbers that come from each rank."""
+        self._chosen: Mapping[int, torch.Tensor] = {}
+        self.positions: dict[int, list[torch.Tensor]] = {}
+        """By group: where the rows of the gradients stand in the pass, once they are added."""
+        self.mirrored: dict[int, list[torch.Tensor]] = {}
+        """By group: the same of rows that have mirrors."""
+
+    def choose(self, chosen: Mapping[int, torch.Tensor]) -> None:
+        """Say by rank which of the rows it asked for have a gradient, where not all have."""
+        self._chosen = chosen
+
+    def add(
+        self, processor: Processor, positions: torch.Tensor, slots: torch.Tensor, flat: torch.Tensor, into: RowGradients
+    ) -> None:
+        """Add the gradients to ``into``, one entry for each rank and row, in rank order.
+
+        positions, slots: of all rows asked for, by rank, this rank's own last. flat: the gradients by rank, this rank's
+        own first.
+        """
+        num_groups = self._dims_S.size // 2
+        asked_W = self._asked_WS.sum(axis=1)
+        own_last = [rank for rank in range(asked_W.size) if rank != self._rank] + [self._rank]
+        own_first = own_last[-1:] + own_last[:-1]
+        begin_W, at_W = np.empty_like(asked_W), np.empty_like(asked_W)
+        begin_W[own_last] = exclusive(asked_W[own_last])
+        at_W[own_first] = exclusive(self.numbers_W[own_first])
+        found: dict[int, list[tuple[torch.Tensor, NDArray[np.int64]]]] = {}
+        for rank, counts_S in enumerate(self._came_WS):
+            mine, at = slice(int(begin_W[rank]), int(begin_W[rank] + asked_W[rank])), int(at_W[rank])
+            places, named = positions[mine], slots[mine]
+            if rank in self._chosen:
+                places, named = (one.index_select(0, self._chosen[rank]) for one in (places, named))
+            first = 0
+            for section in np.nonzero(counts_S)[0].tolist():
+                h, count, dim = section % num_groups, int(counts_S[section]), int(self._dims_S[section])
+                here = slice(first, first + count)
+                found.setdefault(h, []).append((named[here], np.arange(at, at + count * dim, dim, dtype=np.int64)))
+                self.positions.setdefault(h, []).append(places[here])
+                if section >= num_groups:
+                    self.mirrored.setdefault(h, []).append(places[here])
+                first, at = first + count, at + count * dim
+        for h, pieces in found.items():
+            into.add(
+                h,
+                Pending(
+                    slots=processor.array(torch.cat([some for some, _ in pieces])),
+                    gradient=processor.array(flat), width=1, cols=np.zeros(1, dtype=np.int64),
+                    places=processor.bring(np.concatenate([where for _, where in pieces])),
+                    scales=NONE_F4, argmax=NONE_I4,
+                ),
+            )  # fmt: skip

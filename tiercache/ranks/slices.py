@@ -1,0 +1,149 @@
+"""Row-wise Adagrad of tables whose columns are on several ranks: their squares add up to those of whole rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_U8
+from tiercache.kernels.vectors import Vectors
+from tiercache.processors.entries import GroupStep, Pending, Wanted
+from tiercache.store.table import SGD, Group, RowWiseAdagrad
+from tiercache.tiers.rows import GroupRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiercache.processors.processor import Processor
+    from tiercache.ranks.group import Ranks
+    from tiercache.ranks.owners import Owners
+    from tiercache.ranks.received import Received
+    from tiercache.training.row_optimizer import RowGradients, RowOptimizer
+
+__all__ = ["SliceSteps"]
+
+_FIRST_COLUMN = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mine:
+    """A slice that this rank owns."""
+
+    table: int
+    group: int
+    """Of this rank's part; no other table is in it."""
+    ranks: tuple[int, ...]
+    """Who owns the slices of the table, in the order of columns."""
+    whole_dim: int
+
+
+class SliceSteps:
+    """Steps the column slices that this rank owns of tables with row-wise Adagrad.
+
+    The owners of a table's slices receive gradients of the same rows: every rank asks all of them for all of its rows.
+    So each sums the squares of its columns for the rows in the order of their positions, they add these up in the order
+    of columns, and each updates its columns with the sum; all have the same state.
+    """
+
+    def __init__(self, ranks: Ranks, processor: Processor, owners: Owners, part_groups: tuple[Group, ...]) -> None:
+        self._ranks, self._processor, self._part_groups = ranks, processor, part_groups
+        self._mine: list[_Mine] = []
+        self._any = False
+        for t, table in enumerate(owners.tables):
+            if owners.kinds[t] != "column" or not isinstance(table.optimizer, RowWiseAdagrad):
+                continue
+            self._any = True
+            found = owners.destinations[t]
+            for d in found:
+                if d.rank == ranks.rank:
+                    assert len(part_groups[d.group].tables) == 1, f"slices of {table.name} share a group"
+                    self._mine.append(_Mine(t, d.group, tuple(other.rank for other in found), table.dim))
+        self._positions: dict[int, list[torch.Tensor]] = {one.group: [] for one in self._mine}
+
+    def note(self, received: Received, into: RowGradients) -> None:
+        """Note which rows the gradients are of that were added last."""
+        for group, noted in self._positions.items():
+            if group in received.positions:
+                noted.append(torch.cat(received.positions[group]))
+            assert len(noted) == len(into.pending[group])
+
+    def forget(self) -> None:
+        """Forget what was noted."""
+        for noted in self._positions.values():
+            noted.clear()
+
+    def step(self, optimizer: RowOptimizer, rows: Sequence[GroupRows]) -> None:
+        """Step the slices and drop their gradients; all other groups are left for ``optimizer.step``. Collective."""
+        if not self._any:
+            return
+        found = [self._merge(one, optimizer, rows[one.group]) for one in self._mine]
+        squares = self._add_up([(gradient * gradient).sum(dim=1) for _, gradient in found])
+        for one, (slots, gradient), total in zip(self._mine, found, squares, strict=True):
+            if slots.numel():
+                self._update(one, optimizer, rows[one.group], slots, gradient, total)
+            optimizer.gradients.pending[one.group].clear()
+        self.forget()
+
+    def _merge(self, one: _Mine, optimizer: RowOptimizer, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots (K,) of the rows that have gradients, by position, and their sums (K, dim) with decay."""
+        p, group = self._processor, self._part_groups[one.group]
+        pending = optimizer.gradients.pending[one.group]
+        none = torch.empty(0, dtype=torch.int32, device=p.device)
+        positions, number = torch.unique(torch.cat([none, *self._positions[one.group]]), return_inverse=True)
+        slots = p.tensor(p.empty((positions.numel(),), np.int32))
+        gradient, held = (p.tensor(p.empty((positions.numel(), group.dim), np.float32)) for _ in range(2))
+        if not positions.numel():
+            return slots, gradient
+        numbers = torch.split(number.to(torch.int32), [some.numel() for some in self._positions[one.group]])
+        sums = GroupRows(Vectors.of(p.array(gradient.zero_()), group.dim, "float32"), (), NONE_I4, {}, {}, NONE_U8)
+        renamed = [replace(old, slots=p.array(new)) for old, new in zip(pending, numbers, strict=True)]
+        p.step([GroupStep(_plain(group, "float32"), sums, renamed, -1.0)], 1)
+        p.find([Wanted(rows, p.array(positions), p.array(slots), p.array(held))])
+        if group.optimizer.decay:
+            gradient.add_(held, alpha=group.optimizer.decay)
+        return slots, gradient
+
+    def _add_up(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the squares of whole rows; all owners of a table bring equally many rows. Collective."""
+        here, W = self._ranks.rank, self._ranks.size
+        shared = [[i for i, one in enumerate(self._mine) if r in one.ranks and r != here] for r in range(W)]
+        sizes = [sum(mine[i].numel() for i in some) for some in shared]
+        send = [mine[i] for some in shared for i in some]
+        flat = torch.cat(send) if send else torch.empty(0, device=self._processor.device)
+        came = self._ranks.exchange(flat, sizes, sizes, what="adding up the squares of column slices")
+        owners = [(r, i) for r, some in enumerate(shared) for i in some]
+        pieces = dict(zip(owners, torch.split(came, [mine[i].numel() for _, i in owners]), strict=True))
+        totals = []
+        for i, one in enumerate(self._mine):
+            total = torch.zeros_like(mine[i])
+            for r in one.ranks:
+                total += mine[i] if r == here else pieces[r, i]
+            totals.append(total)
+        return totals
+
+    def _update(
+        self, one: _Mine, optimizer: RowOptimizer, rows: GroupRows, slots: torch.Tensor, gradient: torch.Tensor,
+        total: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Add to the state, and step the vectors by rate / (sqrt(state) + eps) times the gradient."""
+        p, group = self._processor, self._part_groups[one.group]
+        assert isinstance(group.optimizer, RowWiseAdagrad)
+        state, where = p.tensor(rows.states[0]).view(-1), slots.long()
+        sums = state[where] + total / one.whole_dim
+        state[where] = sums
+        gradient /= (sums.sqrt() + group.optimizer.eps)[:, None]
+        pending = Pending(
+            slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=group.dim, cols=_FIRST_COLUMN,
+            places=None, scales=NONE_F4, argmax=NONE_I4,
+        )  # fmt: skip
+        rate = optimizer.learning_rates[one.group]
+        p.step([GroupStep(_plain(group, group.dtype), rows, [pending], rate)], optimizer.steps + 1)
+
+
+def _plain(group: Group, dtype: str) -> Group:
+    """Return a group whose rows are changed by their gradients alone."""
+    table = replace(group.tables[0], optimizer=SGD(learning_rate=1.0), dtype=dtype)
+    return Group(index=group.index, tables=(table,))

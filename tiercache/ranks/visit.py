@@ -1,0 +1,91 @@
+"""A visit of several ranks: each trains its part of every batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.ranks.batches import SHARED_ERRORS, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.ranks.batches import BatchMaker
+    from tiercache.training.batch import Batch
+    from tiercache.training.visit import Visit
+
+
+class ShardedVisit:
+    """What ``ShardedCache.passes`` yields. It ends when the loop asks for the next one."""
+
+    def __init__(self, visit: Visit, maker: BatchMaker) -> None:
+        self._visit, self._maker = visit, maker
+        self.index = visit.index
+        """The visit's number, counted from 0 over all epochs."""
+        self.epoch = visit.epoch
+        """The epoch it belongs to, counted from 0."""
+        self.pass_index = visit.pass_index
+        """The pass it trains."""
+        self.num_samples = visit.num_samples
+        """Samples of the pass, those of all ranks."""
+
+    @property
+    def samples_done(self) -> int:
+        """Samples of all ranks whose batches were yielded, those before the last commit inside the visit included."""
+        return self._visit.samples_done
+
+    def batches(self, size: int, *, shuffle: bool = False) -> Iterator[Batch]:
+        """Yield this rank's part of every global batch of ``size`` samples, as `Visit.batches` cuts them.
+
+        Multiply the mean loss by ``batch.weight``: with DistributedDataParallel's averaging the step is then that of
+        one process on the global batch, on ranks with more and with fewer samples. A rank without samples of a batch
+        gets one of another rank's with weight 0. A batch's rows are as of when it was yielded: it can be looked up
+        until the next step. Collective: all ranks take the same batches. Raises as `Visit.batches` does, on all ranks
+        where one of them fails.
+        """
+        for places, error in self._places(size, shuffle):
+            yield self._maker.make(self._visit.source, places, self._name, error=error)
+
+    def steps(
+        self, size: int, *, micro_batches: int, shuffle: bool = False, schedule: str = "interleaved"
+    ) -> Iterator[Iterator[Batch]]:
+        """Yield each global batch as an iterator over its micro-batches; step once behind all of them.
+
+        All see rows as before the step, and their weights add up to those of one batch: the result is one batch's,
+        but for the order of additions. "interleaved": the rows of the next micro-batch are exchanged on another
+        thread while the one yielded is trained; "simple": one thing after the other. A batch with fewer samples than
+        ``micro_batches`` has fewer of them. Raises as ``batches`` does; ValueError for less than 1 micro-batch.
+        """
+        if micro_batches < 1:
+            raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
+        for places, error in self._places(size, shuffle):
+            parts = [part for part in parts_of(places, micro_batches) if part.size] or [places]
+            make = partial(self._maker.make, self._visit.source, name=self._name, of=places.size)
+            makes = [partial(make, part, error=error if i == 0 else None) for i, part in enumerate(parts)]
+            yield self._maker.ahead(makes, schedule)
+
+    def note_loss(self, loss: float) -> None:
+        """Add a loss of this rank to the visit's report."""
+        self._visit.note_loss(loss)
+
+    def _places(self, size: int, shuffle: bool) -> Iterator[tuple[NDArray[np.int64], Exception | None]]:
+        """Yield the places of each global batch, or none with what went wrong on this rank: all ranks get to know."""
+        found = self._visit.places(size, shuffle=shuffle)
+        while True:
+            try:
+                yield next(found), None
+            except StopIteration:
+                return
+            except SHARED_ERRORS as error:
+                yield np.empty(0, dtype=np.int64), error
+
+    @property
+    def _name(self) -> str:
+        return f"a step of visit {self.index}"
+
+    def __repr__(self) -> str:
+        return f"ShardedVisit({self.index}, epoch={self.epoch}, pass={self.pass_index}, samples={self.num_samples:,})"
