@@ -356,6 +356,10 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         patch.setattr("tiercache.ranks.resharding.shutil.disk_usage", lambda _: type("Disk", (), {"free": 4096}))
         refused(BudgetError, r"the new parts on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
 
+    refused(PassSetError, "stands inside visit 3: train to the end of a visit", others, reorganised=True)
+    with Parts.open(path, case.tables, case.tables, ways(1, 0).to_record(), Alone()) as parts:
+        visit_to(parts.store, Share(passes, ways(1, 0), 0), case, (4, 0), parts=parts)
+
     def begun(ranks: Any) -> Any:
         with made(path, others, ways(2, 1), ranks, reorganised=True) as parts:
             return parts.cursor, parts.store.commit.schedule_digest

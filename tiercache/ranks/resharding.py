@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tiercache.store.rewrite import FirstUses
     from tiercache.store.scan import Chunk
 
-__all__ = ["Need", "copy_share", "reshard"]
+__all__ = ["Need", "copy_share", "place_of", "reshard", "work_together"]
 
 _SECONDS = 5.0
 """How often ranks tell each other that they are still at work, so that none waits for long."""
@@ -65,7 +65,7 @@ def reshard(
     with ``reorganised`` any others are begun. engine, parts, retention: as in ``Parts.begin_generation``.
 
     One record makes the new parts the store's; killed before, the old ones stand, and what is half-made is deleted
-    on the next open. Old parts are deleted after. Each rank takes some 600 MiB of memory, and beside the old parts the
+    on the next open. Old parts are deleted after. Each rank takes about 350 MiB of memory, and beside the old parts the
     bytes of its new one and about as many of a temporary file in its folder: checked against the free bytes of its
     disk, and the part against ``store_budget``, before anything is written.
 
@@ -90,7 +90,7 @@ def reshard(
             ranks.agree("reading the old parts", error)
             assert copy is not None
             _check_room(copy.need, opened.store, ranks, store_budget)
-            _work(copy.run, ranks, "writing rows for other ranks")
+            work_together(copy.run, ranks, "writing rows for other ranks")
         opened.publish(copy.start)
     except BaseException:
         opened.close()
@@ -216,26 +216,43 @@ class _Copy:
         )  # fmt: skip
 
 
+def place_of(commit: Commit, placement: Placement, rank: int, share: Share, order_seed: int | None) -> Cursor | None:
+    """Return where a training that stands at a part's ``commit`` goes on in the schedule of ``share``.
+
+    ``placement`` and ``rank`` are those of the part. None where its passes are others: neither the ones that it was
+    trained with, nor split from these. Raises PassSetError for a place that split passes do not have.
+    """
+
+    def trained(num_passes: int, passes: str) -> bool:
+        mine = share_digest(passes, placement, rank)
+        schedule = Schedule(num_passes=num_passes, pass_set_digest=mine, order_seed=order_seed)
+        return schedule.digest == commit.schedule_digest
+
+    if trained(len(share), share.whole.digest):
+        return commit.cursor
+    source = split_source(share.whole)
+    if source is None or not trained(len(source.parts), source.digest):
+        return None
+    order = commit.settings.get("order")
+    return Cursor(*split_cursor(share.whole, commit.cursor, order=order, order_seed=order_seed))
+
+
 def _start(old: ShardedStore, share: Share, order_seed: int | None, *, reorganised: bool) -> Cursor:
     """Return where training goes on in the schedule of ``share``. Raises PassSetError where that is another one."""
-    trained = old.commit.schedule_digest
-
-    def digest(num_passes: int, passes: str) -> str:
-        mine = share_digest(passes, old.placement, 0)
-        return Schedule(num_passes=num_passes, pass_set_digest=mine, order_seed=order_seed).digest
-
-    if digest(len(share), share.whole.digest) == trained:
-        return old.cursor
-    source = split_source(share.whole)
-    if source is not None and digest(len(source.parts), source.digest) == trained:
-        order = old.commit.settings.get("order")
-        return Cursor(*split_cursor(share.whole, old.cursor, order=order, order_seed=order_seed))
-    if reorganised:
-        return Cursor(0, 0)
-    raise PassSetError(
-        f"the pass set {share.path} in this order is not the one that {old.label} was trained with, nor split from it: "
-        "open the pass set it was trained with, or have the store reorganised for this one"
-    )
+    found = place_of(old.commit, old.placement, 0, share, order_seed)
+    if found is not None:
+        return found
+    if not reorganised:
+        raise PassSetError(
+            f"the pass set {share.path} in this order is not the one that {old.label} was trained with, nor split from "
+            "it: open the pass set it was trained with, or have the store reorganised for this one"
+        )
+    if old.cursor.sample:
+        raise PassSetError(
+            f"{old.label} stands inside visit {old.cursor.visit}: train to the end of a visit before its rows are put "
+            "in the order of other passes"
+        )
+    return Cursor(0, 0)
 
 
 def _check_room(need: Need, store: Store, ranks: Meeting, store_budget: int | None) -> None:
@@ -264,7 +281,7 @@ class _OthersFailedError(Exception):
     """Ends the work of a rank when another one has failed."""
 
 
-def _work(run: Callable[[Callable[[str, int], None]], None], ranks: Meeting, what: str) -> None:
+def work_together(run: Callable[[Callable[[str, int], None]], None], ranks: Meeting, what: str) -> None:
     """Run ``run(progress)`` on a thread, on every rank, and meet meanwhile: none waits for another without a word.
 
     Raises on all ranks where it raises on one.
