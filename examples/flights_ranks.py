@@ -39,15 +39,23 @@ def prepare(folder: Path, size: Size, first: int | None) -> None:
     tc.extract(flights.test, SCHEMA, folder / "test-passes", device_budget="1GiB", pass_by="file", **options)
 
 
-def train(cache: tc.ShardedCache, settings: Settings) -> nn.Module:
-    """Train from the last commit to the last epoch."""
+def open_ranks(store: Path, passes: tc.PassSet, settings: Settings, ranks: tc.Ranks) -> tc.ShardedCache:
+    """Return a cache within the budgets of the settings, for each rank."""
+    return tc.ShardedCache(
+        store, passes, ranks=ranks, device_budget=settings.device_budget, host_budget=settings.host_budget,
+        eval_budget=settings.eval_budget, seed=settings.seed,
+    )  # fmt: skip
+
+
+def train(cache: tc.ShardedCache, settings: Settings, steps: int | None = None) -> nn.Module:
+    """Train from the last commit to the last epoch, or so many steps and a commit."""
     torch.manual_seed(settings.seed)
     model: nn.Module = FlightsModel(cache)
     if cache.ranks.size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     cache.track(model=model, optimizer=optimizer)
-    criterion = nn.BCEWithLogitsLoss()
+    criterion, done = nn.BCEWithLogitsLoss(), 0
     for visit in cache.passes(epochs=settings.epochs):
         for batch in visit.batches(settings.batch, shuffle=True):
             loss = criterion(model(batch), batch.label) * batch.weight
@@ -55,6 +63,10 @@ def train(cache: tc.ShardedCache, settings: Settings) -> nn.Module:
             optimizer.step()
             optimizer.zero_grad()
             visit.note_loss(loss.item())
+            done += 1
+            if done == steps:
+                cache.commit()
+                return model
     return model
 
 
@@ -99,10 +111,7 @@ def main() -> None:
             prepare(options.folder, size, options.first)
     passes, test = (tc.PassSet.open(options.folder / name) for name in (PASSES, "test-passes"))
     store = options.folder / options.store
-    with tc.ShardedCache(
-        store, passes, ranks=ranks, device_budget=settings.device_budget, host_budget=settings.host_budget,
-        eval_budget=settings.eval_budget, seed=settings.seed,
-    ) as cache:  # fmt: skip
+    with open_ranks(store, passes, settings, ranks) as cache:
         model = train(cache, settings)
         score = area(cache, model, test, settings.batch)
     if ranks.rank == 0:

@@ -28,9 +28,11 @@ SCHEMA = tc.Schema(
     label="clicked",
     dense=(),
     features=(tc.Feature(name="user", table="users"), tc.Feature(name="item", table="items")),
-    tables=(
-        tc.Table(name="users", dim=DIM, optimizer=tc.Adagrad(learning_rate=0.1)),
-        tc.Table(name="items", dim=DIM, optimizer=tc.Adagrad(learning_rate=0.1)),
+    tables=tuple(
+        tc.Table(
+            name=name, dim=DIM, optimizer=tc.Adagrad(learning_rate=0.1), initializer=tc.Uniform(low=-0.1, high=0.1)
+        )
+        for name in ("users", "items")
     ),
 )
 

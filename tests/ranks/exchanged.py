@@ -11,6 +11,7 @@ import torch
 
 import tiercache as tc
 from tests.training.cases import Case, Spec, table
+from tests.training.devices import shim
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.placement import Placement, Slice, TablePlacement
 from tiercache.ranks.shares import Share
@@ -104,6 +105,8 @@ class Options:
     single: bool = False
     """Whether vectors are looked up unpooled, too."""
     mirrored: bool = True
+    shim: bool = False
+    """Whether the rows are a GPU's, whose kernels run on the shim."""
 
 
 class Model:
@@ -140,7 +143,7 @@ class Training:
 
     def __init__(self, ranks: Ranks, passes: tc.PassSet, placement: Placement, options: Options) -> None:
         self.ranks, self.share, self.options = ranks, Share(passes, placement, ranks.rank), options
-        self.cache = tc.ResidentCache(self.share)
+        self.cache = tc.ResidentCache(self.share, device=shim() if options.shim else "cpu")
         self.groups = group_tables(passes.tables)
         self.exchange = RowExchange(
             ranks, self.cache._processor, self.groups, self.cache.groups,

@@ -54,6 +54,17 @@ def test_ranks_train_as_one_process(
         np.testing.assert_allclose(mine, theirs["ragged"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("only", [[], ["one", "max"]])
+def test_rows_of_gpus_are_exchanged_alike(
+    ranks_pool: RanksPool, passes_of: dict[str, tc.PassSet], only: list[str]
+) -> None:
+    """By the CUDA kernels, on the shim: tables placed in all ways, with and without rows that have no gradient."""
+    passes = passes_of["mixed"]
+    options = {"only": only, "accumulate": 2, "batch": 25}
+    parts = run(ranks_pool, 2, passes, "mixed", "all", shim=True, **options)
+    assert_close(parts, train_alone(passes, "mixed", **options))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["row", "table", "column", "replicate"])
 def test_sums_that_are_exact_have_the_bits_of_one_process(

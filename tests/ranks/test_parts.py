@@ -36,6 +36,7 @@ from tiercache.store import (
     KeyMissingError,
     NotAStoreError,
     Store,
+    StoreError,
     StoreInUseError,
     StoreMissingError,
     TableMismatchError,
@@ -249,13 +250,15 @@ def test_parts_of_another_division_take_the_place_of_the_old_ones(tmp_path: Path
     """Beside them until one record names them; a reader sees the old rows before, the new parts after."""
     path = tmp_path / "s"
     assert train(path, before, 4) == [None] * before
-    seen: list[Record] = []
+    seen: list[tuple[str, int]] = []
 
-    def body(ranks: Any) -> None:
-        divide_anew(path, ranks, placement_on(ranks.size, 1), lambda **_: seen.append(Record.read(path)))
+    def note(**what: object) -> None:
+        record = Record.read(path)
+        assert record is not None
+        seen.extend((name, record.generation) for name in what)
 
-    assert meet(after, body) == [None] * after
-    assert {record.generation for record in seen} == {1}
+    assert meet(after, lambda ranks: divide_anew(path, ranks, placement_on(ranks.size, 1), note)) == [None] * after
+    assert set(seen) == {("switching", 0), ("done", 1)}
     check(path, Cursor(2))
     names = {entry.name for entry in path.iterdir()}
     new = {f"part-1-{rank}" for rank in range(after)}
@@ -285,8 +288,12 @@ def test_a_division_that_was_begun_changes_nothing(tmp_path: Path) -> None:
     assert meet(3, body) == [None] * 3
     assert (path / "part-1-2" / "store.json").exists()
     check(path, Cursor(2))
-    assert train(path, 2, 0) == [None] * 2
+    assert meet(1, body) == [None]  # once more, without opening it for training between
     assert not list(path.glob("part-1-*"))
+    assert (path / "part-2-0" / "store.json").exists()
+    check(path, Cursor(2))
+    assert train(path, 2, 0) == [None] * 2
+    assert not list(path.glob("part-2-*"))
     check(path, Cursor(2))
     assert Record.read(path).obsolete == ()
 
@@ -510,6 +517,20 @@ def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     monkeypatch.setattr(sharded_store, "_open_parts", slow)
     check(path, Cursor(2) if divided else Cursor(5))
     assert times[0] == (2 if divided else 3)
+
+
+def test_a_reader_of_parts_that_went_away_is_told_so(tmp_path: Path) -> None:
+    """Another number of ranks made its own: what was open reads no more, and says why."""
+    path = tmp_path / "s"
+    assert train(path, 2, 4, engine="zarr") == [None] * 2
+    with ShardedStore.open(path) as store:
+        assert meet(1, lambda ranks: divide_anew(path, ranks, placement_on(1), lambda **_: None)) == [None]
+        for read in (lambda: store.lookup("item", np.arange(3)), lambda: list(store.scan("word")), store.state):
+            with pytest.raises(
+                StoreError, match=r"the sharded store at .* was divided anew while it was read: open it"
+            ):
+                read()
+    check(path, Cursor(2))
 
 
 def test_ranks_of_torch_make_commits_together(ranks_pool: RanksPool, tmp_path: Path) -> None:

