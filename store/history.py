@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from tiercache.store.blocks import segment_names
-from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, Cursor, state_chunks
+from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, state_chunks
 from tiercache.store.dump import Dump, check_streams, new_segment
 from tiercache.store.errors import CommitMissingError, StoreError, StoreFullError
 from tiercache.store.life import Life
 from tiercache.store.manifest import COMMIT, Manifest
 from tiercache.store.recovery import Recovery, kept_commits, recover
-from tiercache.store.segment import BASE_VISIT
+from tiercache.store.segment import base_visit
 from tiercache.store.standing import Standing
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.blocks import Checksums
+    from tiercache.store.commit import Cursor
     from tiercache.store.counters import Counters
     from tiercache.store.dump import Block, MovedBlock
     from tiercache.store.engine import Engine
@@ -197,30 +198,33 @@ class History:
             self._advance([c for c in self.commits if c.id <= to.id], commit, chunks, TRANSACTION_BYTES)
         return commit
 
-    def rewrite(self, rewrite: Rewrite, checksums: Checksums, state: NDArray[np.uint8], schedule_digest: str) -> Commit:
-        """Make a commit at the beginning of a schedule, with one segment in place of all that do not settle."""
+    def rewrite(
+        self, rewrite: Rewrite, checksums: Checksums, state: NDArray[np.uint8], schedule_digest: str, start: Cursor
+    ) -> Commit:
+        """Make a commit at ``start`` of a schedule, with one segment in place of all that do not settle."""
         with self._lock:
             before, streams = self.commits[-1], rewrite.read()
             ids = [one.segment_id for one in rewrite.settled]
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
-                    BASE_VISIT,
+                    base_visit(start.visit),
                     streams,
                     rewrite.blocks(streams),
                     checksums,
-                    within=False,
+                    within=start.sample > 0,
                     stable=False,
                     transaction_bytes=TRANSACTION_BYTES,
                     moved=rewrite.moved(),
                 )
+                new = [segment.id] if segment.rows or segment.within else []
                 commit = replace(
                     before,
                     id=before.id + 1,
-                    cursor=Cursor(0, 0),
+                    cursor=start,
                     schedule_digest=schedule_digest,
-                    segment_ids=(*ids, *([segment.id] if segment.rows else [])),
-                    first_commits=(*(before.named[id_] for id_ in ids), *([before.id + 1] if segment.rows else [])),
+                    segment_ids=(*ids, *new),
+                    first_commits=(*(before.named[id_] for id_ in ids), *([before.id + 1] * len(new))),
                     next_segment=self._next_id,
                     retention=self.retention,
                     state_chunk_bytes=STATE_CHUNK_BYTES,
@@ -341,7 +345,7 @@ class History:
             if segment.id not in settled and segment.visit > cursor.visit - (not segment.within):
                 raise ValueError(f"a commit at {cursor} cannot name a dump of visit {segment.visit}")
         if cursor.sample and cursor != before and not any(
-            s.within and s.visit == cursor.visit and s.id > newest for s in self.segments
+            s.within_visit == cursor.visit and s.id > newest for s in self.segments
         ):  # fmt: skip
             raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")
 

@@ -18,7 +18,7 @@ class Life:
     """The one rule of life: which ranges of which segments are needed at a cursor.
 
     A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
-    segment that a commit inside visit v wrote, which holds the whole key set of v. Of settled segments, whose next
+    segment that is within visit v, which holds the whole key set of v. Of settled segments, whose next
     uses are those of another schedule, the same ranges are live at every cursor: a commit names them.
     """
 
@@ -39,7 +39,7 @@ class Life:
         by_id = {one.segment_id: one for one in settled}
         if cursor.sample == 0:
             return cls(cursor, None, by_id)
-        written = [s.id for s in segments if s.within and s.visit == cursor.visit]
+        written = [s.id for s in segments if s.within_visit == cursor.visit and s.id not in by_id]
         if not written:
             raise ValueError(
                 f"a commit at sample {cursor.sample} of visit {cursor.visit} needs its rows: "

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
     Floats = NDArray[np.float32]
     Progress = Callable[[str, int], None]
+    Rows = Iterator[tuple[Int64s, Floats]]
+    """Keys (n,) in hash order, and rows (n, W + 1): every field as words side by side, and the last change."""
 
 MEMORY_BYTES = 256 << 20
 
@@ -70,7 +72,8 @@ class Rewrite:
     With ``settle`` rows that the schedule does not use stay where they are, as ``Settling`` decides. The others lie in
     temporary files without a name in the store's folder meanwhile: as many bytes as they, their keys and last changes
     take. Memory: ``MEMORY_BYTES`` and a slice of ``uses``. Rows that were stored keep their last change; that of the
-    others is the commit that this becomes.
+    others is the commit that this becomes. ``stored`` gives the rows of a table that come from elsewhere, for a store
+    without a commit; None: its own.
     """
 
     def __init__(
@@ -82,8 +85,10 @@ class Rewrite:
         *,
         layout: Layout,
         settle: bool,
+        stored: Callable[[Table], Rows] | None = None,
     ) -> None:
         self._store, self._uses, self._progress, self._settle = store, uses, progress, settle
+        self._stored = stored
         self._first_rows = first_rows or initial_rows
         self._groups = [_Sorted(group, uses, layout, scratch_of(store)) for group in store.groups]
         self.settled: tuple[Settled, ...] = ()
@@ -124,18 +129,22 @@ class Rewrite:
                 self._progress("write", block[3].size)
                 yield block
 
+    def _moved(self, table: Table, moves: Choice | None) -> Rows:
+        """Yield the store's own rows that move."""
+        chunks = scan_segments(
+            self._store, self._store.segments, table.name,
+            choice=moves, memory_bytes=MEMORY_BYTES, as_words=True, changed=True,
+        )  # fmt: skip
+        return ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks)
+
     def _merged(self, table: Table, moves: Choice | None) -> Iterator[tuple[Int64s, Floats, Int64s]]:
         """Yield keys, rows and first uses of all rows that are stored and move, or wanted, in hash order.
 
         Rows are words, and last their last change.
         """
-        chunks = scan_segments(
-            self._store, self._store.segments, table.name,
-            choice=moves, memory_bytes=MEMORY_BYTES, as_words=True, changed=True,
-        )  # fmt: skip
-        assert self._store.commit is not None
-        now = np.array([self._store.commit.id + 1], np.uint32).view(np.float32)
-        stored = Sweep(table, ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks))
+        id_ = 0 if self._store.commit is None else self._store.commit.id + 1
+        now = np.array([id_], np.uint32).view(np.float32)
+        stored = Sweep(table, self._moved(table, moves) if self._stored is None else self._stored(table))
         wanted = Sweep(table, self._uses.slices(table.name))
         while True:
             ends = [int(sweep.hashes[-1]) for sweep in (stored, wanted) if sweep.fill()]

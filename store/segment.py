@@ -18,6 +18,11 @@ BASE_VISIT = -1
 """The visit of a segment whose rows no visit dumped: a schedule begins with it."""
 
 
+def base_visit(first_visit: int) -> int:
+    """Return the visit of the segment with which a schedule is entered at ``first_visit``; ``BASE_VISIT`` for 0."""
+    return BASE_VISIT - first_visit
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
     """The rows that one visit dumped: one stream for each group of the store; immutable."""
@@ -25,9 +30,10 @@ class Segment:
     id: int
     """Grows with every segment of a store: of two live rows of one key, that of the larger id is newer."""
     visit: int
-    """The visit that dumped it, or ``BASE_VISIT``."""
+    """The visit that dumped it; below 0 for a base, as ``base_visit`` says."""
     within: bool
-    """Whether a commit inside the visit wrote it: then it holds the whole key set, with next use ``visit``."""
+    """Whether a commit inside the visit wrote it: then it holds the whole key set, with next use ``visit``. A base may
+    stand for that too, where a schedule is entered inside its first visit."""
     streams: tuple[Stream, ...]
     """By group; a group that dumped nothing has an empty one."""
     checksums: tuple[NDArray[np.uint32], ...]
@@ -36,6 +42,13 @@ class Segment:
     """By group: CRC32C of the keys of each block."""
     changed: tuple[Changed, ...] = ()
     """By group, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named it."""
+
+    @property
+    def within_visit(self) -> int | None:
+        """The visit whose whole key set it holds, for a cursor inside that visit; None where it is not ``within``."""
+        if not self.within:
+            return None
+        return self.visit if self.visit >= 0 else BASE_VISIT - self.visit
 
     @property
     def rows(self) -> int:
@@ -85,7 +98,8 @@ class Segment:
                     )
                     for g in range(len(streams))
                 )  # fmt: skip
-            visit = values["visit"] if values["visit"] == BASE_VISIT else whole(values["visit"], "visit")
+            first = values["visit"]  # of a base, as Python counts from the end
+            visit = ~whole(~first, "visit") if isinstance(first, int) and first < 0 else whole(first, "visit")
             segment = cls(
                 id=whole(values["id"], "id"), visit=visit, within=bool(values["within"]),
                 streams=streams, checksums=checksums, key_checksums=key_checksums, changed=changed,

@@ -46,7 +46,7 @@ class Settled:
 
     def check(self, segment: Segment, groups: Sequence[Group]) -> None:
         """Raise ValueError where ``segment`` has no such ranges, or no more live rows than are said to be stale."""
-        if segment.within:
+        if segment.within and segment.visit >= 0:
             raise ValueError(
                 f"settled segment {segment.id} was written inside a visit: all its rows were needed by that"
             )

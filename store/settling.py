@@ -38,7 +38,8 @@ class Settling:
     """Sorts all live rows by what a schedule does with them: from their keys and its first uses, no row is read.
 
     A segment settles where rows that are neither used nor stale have at least half of its live bytes, so that it
-    never takes more than twice what is needed of it; of more than ``MOST_SETTLED`` such segments those with the most.
+    never takes more than twice what is needed of it; of more than ``MOST_SETTLED`` such segments those with the most;
+    never one that a commit inside a visit wrote.
     Everything else moves: the used rows of settled segments, and of the others all rows that are not stale. So what
     moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
 
@@ -74,7 +75,8 @@ class Settling:
         for rows in self._groups:
             needed_S += rows.group.row_bytes * rows.needed_ST.sum(axis=1)
             live_S += rows.group.row_bytes * rows.live_ST.sum(axis=1)
-        worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0))[0]
+        may_S = np.array([not s.within or s.visit < 0 for s in self._store.segments], dtype=np.bool_)
+        worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
         kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_SETTLED]])
         self.settled = tuple(
             Settled(

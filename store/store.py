@@ -240,28 +240,28 @@ class Store:
         progress: Callable[[str, int], None] | None = None,
         settle: bool = True,
         layout: Layout = base_stream,
+        start: Cursor | None = None,
     ) -> Commit:
         """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
 
-        Keys that ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)``
-        makes faster; ``layout`` cuts the segment into pieces. Rows of other keys stay where they are, in segments of
-        which they are at least half, the used ones' stale copies beside them; the rest, all without ``settle``, stand
-        last in the new segment, with next use ``NEVER``. Dense state and settings stay. One atomic, durable step; what
-        it frees goes back to the file system, but for what readers see. Takes 256 MiB of memory and a slice of
-        ``uses``; temporary files as large as what is written. ``progress(what, rows)`` is called with "sort" (keys),
-        "read" and "write" and rows done since then.
-
-        Raises ValueError without a commit and for one inside a visit, StoreFullError and CorruptStoreError, after
-        which the store stands where it stood; what was appended since is dropped.
+        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that visit. Keys that
+        ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
+        ``layout`` cuts the segment into pieces. Rows of other keys stay where they are, in segments of which they are
+        at least half, the used ones' stale copies beside them; the rest, all without ``settle``, stand last, with next
+        use ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back, but for what
+        readers see. Takes 256 MiB, a slice of ``uses``, temporary files as large as what is written.
+        ``progress(what, rows)``: "sort" (keys), "read", "write" and rows done since then. Raises ValueError without a
+        commit and for one inside a visit without ``start``, StoreFullError and CorruptStoreError, after which the store
+        stands where it stood; what was appended since is dropped.
         """
         self._check_writable()
-        if self.commit is None or self.commit.cursor.sample:
+        if self.commit is None or (self.commit.cursor.sample and start is None):
             at = "has no commit" if self.commit is None else f"stands inside visit {self.commit.cursor.visit}"
             raise ValueError(f"{self.label} {at}: train to the end of a visit before its rows are put in another order")
         self.forget()
-        state = self._reader.state(self.commit)
+        state, begin = self._reader.state(self.commit), Cursor(*(start or (0, 0)))
         with Rewrite(self, uses, first_rows, progress or (lambda *_: None), layout=layout, settle=settle) as rewrite:
-            return self._history.rewrite(rewrite, self.checksums, state, schedule_digest)
+            return self._history.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
 
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tiercache.extraction.extract import extract as extract
     from tiercache.passes.key_sets import write_key_sets as write_key_sets
     from tiercache.passes.passset import PassSet as PassSet
+    from tiercache.passes.splitting import split_passes as split_passes
     from tiercache.ranks.cache import ShardedCache as ShardedCache
     from tiercache.ranks.group import Ranks as Ranks
     from tiercache.ranks.placement import Placement as Placement
@@ -74,6 +75,7 @@ _HOME = {
     "extract": "extraction.extract",
     "import_store": "exchange.importing",
     "reorganise": "training.reorganise",
+    "split_passes": "passes.splitting",
     "write_key_sets": "passes.key_sets",
 }
 
@@ -108,6 +110,7 @@ __all__ = [
     "extract",
     "import_store",
     "reorganise",
+    "split_passes",
     "write_key_sets",
 ]
 

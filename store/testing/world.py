@@ -154,12 +154,18 @@ class World:
         self.visit, self.uses = 0, dict.fromkeys(self.rows, NEVER)
 
     def follow(
-        self, store: Store, passes: list[dict[str, Int64s]], progress: Callable[[str, int], None] | None = None
+        self,
+        store: Store,
+        passes: list[dict[str, Int64s]],
+        progress: Callable[[str, int], None] | None = None,
+        *,
+        start: tuple[int, int] | None = None,
     ) -> Commit:
-        """Begin a schedule of other passes: rows wait for the first of them, and keys that are new have a row."""
-        self.passes, self.num_passes, self.visit = passes, len(passes), 0
+        """Enter a schedule of other passes: rows wait for the first of them, and keys that are new have a row."""
+        self.passes, self.num_passes, self.visit = passes, len(passes), 0 if start is None else start[0]
         self.schedule += 1
-        first_uses = {key: visit for visit in reversed(range(self.num_passes)) for key in self.keys(visit)}
+        visits = range(self.visit, self.visit + self.num_passes)
+        first_uses = {key: visit for visit in reversed(visits) for key in self.keys(visit)}
         for table in self.tables:
             new = [key for name, key in first_uses if name == table.name and (name, key) not in self.rows]
             first = row_words(table.fields, initial_rows(table, np.array(new, dtype=np.int64)))
@@ -168,7 +174,10 @@ class World:
                 self.trained.add((table.name, key))
         self.uses = {key: first_uses.get(key, NEVER) for key in self.rows}
         digest = f"schedule {self.schedule}"
-        commit = store.rewrite(WorldUses(self.tables, first_uses), schedule_digest=digest, progress=progress)
+        commit = store.rewrite(
+            WorldUses(self.tables, first_uses), schedule_digest=digest, progress=progress,
+            start=None if start is None else Cursor(*start),
+        )  # fmt: skip
         self._note(commit)
         return commit
 

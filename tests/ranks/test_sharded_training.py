@@ -153,3 +153,55 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(
     errors = ranks_pool.errors(2, "tests.ranks.trainings:misuse", case="one", folder=str(tmp_path), what=what)
 
     assert all(error is not None and sentence in error[1] for error in errors), errors
+
+
+def placed(case: str, kind: str) -> dict[str, str]:
+    """Return one kind for all tables."""
+    return dict.fromkeys([table.name for table in CASES[case].tables], kind)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, "row"), (1, "row")), ((1, "row"), (3, "column")), ((3, "table"), (2, "replicate"))]
+)
+def test_a_training_goes_on_with_another_number_of_ranks(
+    ranks_pool: RanksPool, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], within: bool
+) -> None:
+    """And another placement: rows, states and dense weights of one process, from a commit or from inside a visit."""
+    CASES["bags"].cut(tmp_path / "passes")
+    (size, kind), (new_size, new_kind) = before, after
+    ranks_pool.run(
+        size, "tests.ranks.trainings:train_and_stop", case="bags", folder=str(tmp_path),
+        visits=3, batches=1, within=within, placement=placed("bags", kind),
+    )  # fmt: skip
+
+    found = ranks_pool.run(
+        new_size, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), placement=placed("bags", new_kind)
+    )
+
+    assert_close(tmp_path, "bags", found[0])
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 2)])
+def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
+    ranks_pool: RanksPool, tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    """Split at aligned samples from where it stands inside a pass: the same batches, so what one process ends with."""
+    import tiercache as tc
+
+    whole = CASES["short"].cut(tmp_path / "whole")
+    CASES["short"].cut(tmp_path / "passes")
+    ranks_pool.run(
+        sizes[0], "tests.ranks.trainings:train_and_stop", case="short", folder=str(tmp_path),
+        visits=5, batches=1, within=True,
+    )  # fmt: skip
+    (tmp_path / "passes").rename(tmp_path / "old")
+    split = tc.split_passes(tmp_path / "old", tmp_path / "passes", rows=60, align=13)
+    assert len(split) > len(whole)
+
+    found = ranks_pool.run(sizes[1], "tests.ranks.trainings:train", case="short", folder=str(tmp_path))
+
+    assert found[0]["commit"] == [2 * len(split), 0]
+    (tmp_path / "passes").rename(tmp_path / "split")
+    (tmp_path / "old").rename(tmp_path / "passes")
+    assert_close(tmp_path, "short", found[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
-from tiercache.store import NEVER, MemoryEngine, Store, StoreError, StoreFullError, verify
+from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, StoreError, StoreFullError, verify
 from tiercache.store.initial import initial_rows
+from tiercache.store.segment import Segment
 from tiercache.store.testing import FailingEngine
 from tiercache.store.testing.world import World, WorldUses
 
@@ -201,3 +203,68 @@ def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
             store.compact()
         world.check(store, after=world.visit - 1)
         assert rows_of(store) == world.rows
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    before=st.integers(0, 4),
+    inside=st.booleans(),
+    first=st.integers(0, 7),
+    sample=st.sampled_from([0, 5]),
+    after=st.integers(0, 4),
+    universe=st.sampled_from([12, 60]),
+)
+def test_a_schedule_is_entered_at_any_visit_and_inside_one(
+    seed: int, before: int, inside: bool, first: int, sample: int, after: int, universe: int
+) -> None:
+    """Every visit from there on finds its rows; a store that stood inside a visit may enter, and so may one after it.
+
+    What it kept through two such schedules, what settled and what changed since is what the world says.
+    """
+    world = World(small_tables(), seed=seed, num_passes=3, keys_per_pass=9, universe=universe)
+    memory = MemoryEngine()
+    with Store.open(None, tables=world.tables, engine=memory) as store:
+        world.run(store, before + 1)
+        if inside:
+            world.train(part=5)
+            world.append(store, within=True)
+            world.publish(store, sample=5)
+        commit = world.follow(store, world.draw(seed + 1), start=(first, sample))
+        assert commit.cursor == (first, sample)
+        assert store.segments[-1].visit == -1 - first
+    with Store.open(None, engine=memory) as store:
+        assert store.commit.cursor == (first, sample)
+        assert rows_of(store) == world.rows
+        assert changed_rows(store, commit.id - 1) == {
+            key: row for key, row in world.rows.items() if world.changed[key] >= commit.id
+        }
+        world.check(store, after=world.visit - 1)
+        world.check_load(store, world.visit)
+        if sample:
+            world.train(part=7)
+            world.append(store, within=True)
+            world.publish(store, sample=sample + 2)
+            assert rows_of(store) == world.rows
+        for _ in range(after):
+            world.run(store, 1)
+            world.check_load(store, world.visit)
+        world.follow(store, world.draw(seed + 2), start=(2 * first, 0))
+        assert rows_of(store) == world.rows
+        for _ in range(after):
+            world.run(store, 1)
+            world.check_load(store, world.visit)
+        assert rows_of(store) == world.rows
+
+
+def test_a_visit_that_no_schedule_has_is_refused_in_a_record() -> None:
+    """The visit of a base counts from -1 down, that of a dump from 0 up."""
+    world = World(small_tables())
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        world.run(store, 1)
+        for visit in (-(1 << 63) - 1, 1 << 63, True, 0.5, "0"):
+            data = replace(store.segments[0], visit=visit).to_bytes()
+            with pytest.raises(CorruptStoreError, match="cannot be read"):
+                Segment.from_bytes(data, "the segment")
+        data = replace(store.segments[0], visit=-(1 << 63)).to_bytes()
+        assert Segment.from_bytes(data, "the segment").visit == -(1 << 63)

@@ -1,4 +1,4 @@
-"""When each key of a pass set is used first: what a store is put in order by before a schedule begins."""
+"""When each key of a pass set is used first: what a store is put in order by before a schedule is entered."""
 
 from __future__ import annotations
 
@@ -24,28 +24,40 @@ KEYS_PER_SLICE = 1 << 20
 
 
 class FirstUses:
-    """First visits of the first epoch, by key: what ``Store.rewrite`` asks for."""
+    """First visits from ``start`` on, by key: what ``Store.rewrite`` asks for.
+
+    Every key of the pass set has one by the end of the epoch after: each epoch trains every pass.
+    """
 
     def __init__(
         self,
         schedule: Schedule,
         positions: Positions,
         keys_of: Callable[[int, int], Int64s],
-        uses: Uses,
+        uses_of: Callable[[int], Uses],
         *,
+        start: int = 0,
         keys_per_slice: int = KEYS_PER_SLICE,
     ) -> None:
-        """``uses`` are those of epoch 0; ``keys_of(pass, table)`` gives keys in hash order."""
-        self._passes = schedule.order(0).tolist()
-        self._positions, self._keys_of, self._uses = positions, keys_of, uses
+        """``uses_of(epoch)`` gives the uses of an epoch; ``keys_of(pass, table)`` keys in hash order."""
+        epoch = schedule.epoch_of(start)
+        epochs = 1 if start == epoch * schedule.num_passes else 2
+        end = start + schedule.num_passes if schedule.repeats else (epoch + epochs) * schedule.num_passes
+        self._start, self._visits = start, range(start, end)
+        self._passes = [schedule.pass_of(visit) for visit in self._visits]
+        uses_E = [uses_of(epoch + i) for i in range(epochs)]
+        self._prev_gap = [
+            uses_E[schedule.epoch_of(visit) - epoch].prev_gap[p]
+            for visit, p in zip(self._visits, self._passes, strict=True)
+        ]
+        self._positions, self._keys_of = positions, keys_of
         self._keys_per_slice = keys_per_slice
         self._tables = {table.name: i for i, table in enumerate(positions.tables)}
 
     def counts(self, table_name: str) -> Mapping[int, int]:
         """Return how many keys of a table each visit uses first."""
         table = self._tables[table_name]
-        visits = range(len(self._passes))
-        counts = {visit: int(np.count_nonzero(self._first(visit, table))) for visit in visits}
+        counts = {visit: int(np.count_nonzero(self._first(place, table))) for place, visit in enumerate(self._visits)}
         return {visit: count for visit, count in counts.items() if count}
 
     def slices(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
@@ -53,24 +65,24 @@ class FirstUses:
         table = self._tables[table_name]
         table_id = self._positions.tables[table].table_id
         keys_V = [self._keys_of(p, table) for p in self._passes]
-        first_V = [self._first(visit, table) for visit in range(len(self._passes))]
+        first_V = [self._first(place, table) for place in range(len(self._passes))]
         slices = max(1, -(-sum(keys.size for keys in keys_V) // self._keys_per_slice))
         begins = [0] * len(keys_V)
         for i in range(1, slices + 1):
             ends = [hash_range_bound(keys, table_id, (i << 64) // slices) for keys in keys_V]
             keys_parts, use_parts = [], []
-            for visit, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-                mine = np.asarray(keys_V[visit][begin:end])[first_V[visit][begin:end]]
+            for place, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+                mine = np.asarray(keys_V[place][begin:end])[first_V[place][begin:end]]
                 keys_parts.append(mine)
-                use_parts.append(np.full(mine.size, visit, dtype=np.int64))
+                use_parts.append(np.full(mine.size, self._visits[place], dtype=np.int64))
             begins = ends
             keys = np.concatenate(keys_parts)
             order = np.argsort(hash_keys(keys, table_id))
             yield keys[order], np.concatenate(use_parts)[order]
 
-    def _first(self, visit: int, table: int) -> NDArray[np.bool_]:
-        """Return which keys of a table ``visit`` is the first to use: those whose last use was before visit 0."""
-        p = self._passes[visit]
+    def _first(self, place: int, table: int) -> NDArray[np.bool_]:
+        """Return which keys of a table a visit is the first to use: those whose last use was before the start."""
+        p = self._passes[place]
         span = slice(self._positions.start(p, table), self._positions.start(p, table + 1))
-        first: NDArray[np.bool_] = self._uses.prev_gap[p][span] > visit
+        first: NDArray[np.bool_] = self._prev_gap[place][span] > self._visits[place] - self._start
         return first

@@ -13,7 +13,7 @@ from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, pag
 from tiercache.planning.host_plan import Held, HostContent
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
-from tiercache.store.segment import BASE_VISIT
+from tiercache.store.segment import base_visit
 from tiercache.store.stream import Range, Stream, compressed_rows
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Load:
     """Rows that come from one earlier segment stream: first those in host memory, the rest from the store."""
 
     visit: int
-    """The visit that dumped the segment, or ``BASE_VISIT``."""
+    """The visit that dumped the segment; below 0: the base with which the schedule was entered."""
     group: int
     rows: int
     host: Held
@@ -52,6 +52,9 @@ class VisitPlan:
     """Whether the plan begins here, with empty device and host."""
     within: bool
     """Whether the rows come from a commit inside this visit."""
+    longest_wait: int
+    """Visits since the first whose dump a load may come from: rows with a longer gap were not used since the schedule
+    was entered."""
     commits: bool
     """Whether the visit ends with a commit: then kept rows are written too."""
     rows_G: tuple[int, ...]
@@ -137,6 +140,7 @@ class Planner:
         self._schedule, self._positions, self._uses_of, self._budget = schedule, positions, uses_of, budget
         self._start, self._within, self._commit_every = start, within, commit_every
         self._streams = dict(stored)
+        self._base = min([0, *self._streams])  # below 0: the visit of the rows that the schedule was entered with
         self._content = HostContent()
         self._sizes = {} if sizes is None else sizes
         self._dump_sizes: dict[int, int] = {}
@@ -210,19 +214,21 @@ class Planner:
         sizes, groups = self.sizes(visit), self._positions.groups
         rows_G = tuple(self._positions.num_rows(pass_index, g) for g in range(len(groups)))
         kept_G, generated_G, loads = [], [], []
+        oldest = visit - base_visit(self._base) if self._base < 0 else visit
         for g, gaps in enumerate(sizes.prev_G):
             kept_G.append(0 if first else dict(gaps).get(1, 0))
             if first and self._within:
                 generated_G.append(0)
                 if rows_G[g]:
-                    loads.append(self._load(visit, g, visit, rows_G[g]))
+                    source = visit if visit in self._streams else self._base
+                    loads.append(self._load(source, g, visit, rows_G[g]))
                 continue
             loads += [
-                self._load(visit - gap, g, visit, rows) for gap, rows in gaps if gap <= visit and (first or gap > 1)
+                self._load(visit - gap, g, visit, rows) for gap, rows in gaps if gap <= oldest and (first or gap > 1)
             ]
-            fresh = sum(rows for gap, rows in gaps if gap > visit)
-            if fresh and BASE_VISIT in self._streams:  # the store was put in order with the rows of all first uses
-                loads.append(self._load(BASE_VISIT, g, visit, fresh))
+            fresh = sum(rows for gap, rows in gaps if gap > oldest)
+            if fresh and self._base < 0:  # the store was put in order with the rows of all first uses
+                loads.append(self._load(self._base, g, visit, fresh))
                 fresh = 0
             generated_G.append(fresh)
         commits = (visit + 1) % self._commit_every == 0 or visit + 1 == self._end
@@ -231,13 +237,13 @@ class Planner:
         reserve = self._reserve(visit)
         plan = VisitPlan(
             visit=visit, epoch=self._schedule.epoch_of(visit), pass_index=pass_index,
-            first=first, within=first and self._within, commits=commits,
+            first=first, within=first and self._within, longest_wait=oldest, commits=commits,
             rows_G=rows_G, kept_G=tuple(kept_G), generated_G=tuple(generated_G), loads=tuple(loads),
             dumps=dumps, retained=retained, host_bytes=cached + reserve, capacity=capacity,
             row_bytes_G=tuple(group.row_bytes for group in groups),
         )  # fmt: skip
         self._streams[visit] = dumps
-        for old in [v for v in self._streams if v < visit - self._uses_of(plan.epoch).longest]:
+        for old in [v for v in self._streams if 0 <= v < visit - self._uses_of(plan.epoch).longest]:
             del self._streams[old]
         return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import BudgetError, StateError
 from tiercache.processors.opening import open_processor
@@ -140,8 +141,13 @@ class ShardedCache:
     def track(self, **objects: Any) -> None:
         """Commit the state of these objects with the rows, and step rows when an optimizer among them steps.
 
-        As `TierCache.track`; every part keeps the state. Not collective.
+        As `TierCache.track`; every part keeps the state. Of a DistributedDataParallel the model in it is kept, so that
+        another number of ranks, or one without it, goes on from the commit. Not collective.
         """
+        objects = {
+            name: value.module if isinstance(value, DistributedDataParallel) else value
+            for name, value in objects.items()
+        }
         self._hooks.check(objects)
         self._inner.dense.track(objects)
         self._hooks.follow(objects)

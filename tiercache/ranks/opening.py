@@ -9,7 +9,7 @@ from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement
 from tiercache.ranks.placing import placement_of
 from tiercache.ranks.record import Record
-from tiercache.ranks.resharding import reshard
+from tiercache.ranks.resharding import place_of, reshard, work_together
 from tiercache.training.reorganise import reorganise
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tiercache.passes.passset import PassSet
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.shares import Share
+    from tiercache.store import Store
 
 
 def choose_placement(
@@ -50,6 +51,8 @@ def open_parts(
 ) -> Parts:
     """Open the parts of a sharded store, or make them; those of other ranks or another placement are written anew.
 
+    Passes that were split from the ones trained so far go on where these stand.
+
     Raises what `Parts.open` and `reshard` raise.
     """
     found: Record | None = None
@@ -60,17 +63,31 @@ def open_parts(
     stands = ranks.values(stands)[0]
     placement = share.placement.to_record()
     if stands is not None and stands != [ranks.size, placement]:
-        return reshard(path, share, ranks, engine=engine, parts=parts, retention=retention, order_seed=order_seed)
+        return reshard(
+            path, share, ranks,
+            engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
+        )  # fmt: skip
     opened = Parts.open(
         path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts, retention=retention
     )
-    if reorganised and opened.store.commit is not None:
+    if opened.store.commit is not None:
         try:
-            with ranks.together("putting rows into the order of other passes"):
-                commit = reorganise(opened.store, share, order_seed=order_seed, progress=False)  # type: ignore[arg-type]
-            assert commit is not None
-            opened.publish(commit.cursor)
+            work_together(
+                lambda _: _follow(opened.store, share, order_seed, reorganised),
+                ranks,
+                "putting rows into another order",
+            )
+            assert opened.store.commit is not None
+            opened.publish(opened.store.commit.cursor)
         except BaseException:
             opened.close()
             raise
     return opened
+
+
+def _follow(store: Store, share: Share, order_seed: int | None, reorganised: bool) -> None:
+    """Put the rows of a part into the order of parts of its passes, or, where that is wanted, of other passes."""
+    assert store.commit is not None
+    start = place_of(store.commit, share.placement, share.rank, share, order_seed)
+    if start is not None or reorganised:
+        reorganise(store, share, order_seed=order_seed, start=start, progress=False)  # type: ignore[arg-type]

@@ -1,22 +1,305 @@
-"""Another number of ranks, or another placement: parts are written anew."""
+"""Another number of ranks, or another placement: parts are written anew from the ones that are there."""
 
 from __future__ import annotations
 
+import shutil
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiercache.errors import StateError
+from tiercache.errors import BudgetError, PassSetError
+from tiercache.passes.splitting import split_cursor, split_source
+from tiercache.planning.schedule import Schedule
+from tiercache.ranks.old_parts import OldParts, learning_rates
+from tiercache.ranks.parts import Parts
+from tiercache.ranks.placement import HASHES, Placement, hash_bounds
+from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.ranks.shares import share_digest
+from tiercache.sizes import format_bytes
+from tiercache.store import Cursor
+from tiercache.store.changed import CHANGED_BYTES
+from tiercache.store.entering import enter
+from tiercache.store.scratch_file import scratch_of
+from tiercache.training.progress import prepare_kernels
+from tiercache.training.reorganise import first_uses, make_first_rows
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Iterator, Sequence
 
-    from tiercache.ranks.group import Ranks
-    from tiercache.ranks.parts import Parts
+    from tiercache.ranks.parts import Meeting
     from tiercache.ranks.shares import Share
+    from tiercache.store import Commit, Store, Table
+    from tiercache.store.base_segment import Layout
+    from tiercache.store.rewrite import FirstUses
+    from tiercache.store.scan import Chunk
+
+__all__ = ["Need", "copy_share", "place_of", "reshard", "work_together"]
+
+_SECONDS = 5.0
+"""How often ranks tell each other that they are still at work, so that none waits for long."""
+_KEY_BYTES, _USE_BYTES = 8, 8
 
 
-def reshard(path: str | os.PathLike[str], share: Share, ranks: Ranks, **_options: Any) -> Parts:
-    """Raise StateError: this comes next."""
-    raise StateError(
-        f"the sharded store at {path} has parts of another number of ranks or another placement than {ranks.size} "
-        f"ranks with {share.placement.digest[:12]}: start as many as made it"
+def reshard(
+    path: str | os.PathLike[str],
+    share: Share,
+    ranks: Meeting,
+    *,
+    engine: str | None = None,
+    parts: Sequence[str | os.PathLike[str]] | None = None,
+    retention: int | None = None,
+    order_seed: int | None = None,
+    reorganised: bool = False,
+    store_budget: int | None = None,
+) -> Parts:
+    """Write the parts of a sharded store anew for the ranks and the placement of ``share``, and return them open.
+
+    Collective. Each rank reads what it owns now out of all old parts, which must be where it can read them, and
+    writes it in the order of first use from where training stands: it goes on there, with rows, optimizer state,
+    learning rates and dense state as they are. Each rank has the dense state, random generators included, that the
+    same rank had, a new one that of rank 0. Passes that were split from the ones trained so far continue those;
+    with ``reorganised`` any others are begun. engine, parts, retention: as in ``Parts.begin_generation``.
+
+    One record makes the new parts the store's; killed before, the old ones stand, and what is half-made is deleted
+    on the next open. Old parts are deleted after. Each rank takes about 350 MiB of memory, and beside the old parts the
+    bytes of its new one and about as many of a temporary file in its folder: checked against the free bytes of its
+    disk, and the part against ``store_budget``, before anything is written.
+
+    Raises BudgetError, PassSetError for other passes than were trained, and for a place that split passes do not
+    have, ValueError, and what ``Parts.begin_generation`` and ``Store.open`` raise: on all ranks.
+    """
+    placement = share.placement
+    opened = Parts.begin_generation(
+        path, share.whole.tables, share.tables, placement.to_record(), ranks,
+        engine=engine, parts=parts, retention=retention,
+    )  # fmt: skip
+    try:
+        with ExitStack() as stack:
+            copy: _Copy | None = None
+            error: Exception | None = None
+            try:
+                prepare_kernels()
+                old = stack.enter_context(ShardedStore.open(path))
+                copy = _Copy(old, opened.store, share, order_seed, reorganised=reorganised)
+            except Exception as raised:  # whatever it is, the others wait
+                error = raised
+            ranks.agree("reading the old parts", error)
+            assert copy is not None
+            _check_room(copy.need, opened.store, ranks, store_budget)
+            work_together(copy.run, ranks, "writing rows for other ranks")
+        opened.publish(copy.start)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def copy_share(
+    tables: Sequence[Table],
+    old_parts: Sequence[Store],
+    old_placement: Placement,
+    store: Store,
+    placement: Placement,
+    rank: int,
+    *,
+    uses: FirstUses | None = None,
+    layout: Layout | None = None,
+    start: tuple[int, int] = (0, 0),
+    schedule_digest: str = "",
+    progress: Callable[[str, int], None] | None = None,
+) -> Commit:
+    """Fill the empty part ``store`` of a rank with what it owns of old parts, and return its first commit.
+
+    tables: whole ones. old_parts: one store for each rank of ``old_placement``, all at one cursor. The commit stands
+    at ``start`` and has the state and the settings of the same old part, of a new rank those of part 0; rows stand in
+    the order of ``uses``, which may have keys that no old part has. Raises what ``enter`` raises, and ValueError where
+    tables that share a group now had different learning rates.
+    """
+    old = OldParts(tables, old_placement, old_parts)
+    source = old_parts[rank if rank < len(old_parts) else 0]
+    commit = source.commit
+    assert commit is not None, "parts that are read stand at a commit"
+    settings = dict(commit.settings)
+    if "learning_rates" in settings:
+        settings["learning_rates"] = learning_rates(source, settings["learning_rates"], store)
+    scratch = scratch_of(store)
+
+    def rows(table: Table) -> Iterator[Chunk]:
+        hashes = owned_hashes(placement, table.name, rank)
+        return iter(()) if hashes is None else old.rows(table, hashes, scratch)
+
+    options: dict[str, Any] = {} if layout is None else {"layout": layout}
+    return enter(
+        store,
+        rows,
+        uses=uses,
+        start=start,
+        schedule_digest=schedule_digest,
+        first_rows=make_first_rows,
+        state=source.state(),
+        settings=settings,
+        environment=commit.environment,
+        progress=progress,
+        **options,
     )
+
+
+def owned_hashes(placement: Placement, table: str, rank: int) -> tuple[int, int] | None:
+    """Return from and below which hash a rank owns keys of a table, all or some of the columns; None: no key."""
+    placed = placement.tables[table]
+    if placed.by_hash:
+        bounds = hash_bounds(placement.num_ranks)
+        return bounds[rank], bounds[rank + 1]
+    return None if placed.slice_of(rank) is None else (0, HASHES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """The bytes that a new part takes while it is made, beside the old parts."""
+
+    rows: int
+    """At most: of what old parts have, and, where an epoch was not trained to its end, of keys that are new."""
+    part: int
+    """Rows, keys, dense state and next uses."""
+    scratch: int
+    """A temporary file: rows, keys and last changes in their new order."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.part + self.scratch
+
+    @classmethod
+    def of(cls, old: OldParts, store: Store, share: Share, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
+        """Predict it from sizes. ``uses`` are those of the new share."""
+        rows = row_bytes = 0
+        for group in store.groups:
+            for table in group.tables:
+                hashes = owned_hashes(share.placement, table.name, share.rank)
+                mine = 0 if hashes is None else old.most_rows(table.name, hashes)
+                if cursor.visit < len(share):
+                    mine += sum(uses.counts(table.name).values())
+                rows, row_bytes = rows + mine, row_bytes + mine * group.row_bytes
+        positions = sum(one.rows(table.name) for one in share.passes for table in share.tables)
+        return cls(
+            rows=rows,
+            part=row_bytes + _KEY_BYTES * rows + state_bytes + _USE_BYTES * positions,
+            scratch=row_bytes + (_KEY_BYTES + CHANGED_BYTES) * rows,
+        )
+
+
+class _Copy:
+    """The work of one rank: decided when it is made, done by ``run``."""
+
+    def __init__(
+        self, old: ShardedStore, store: Store, share: Share, order_seed: int | None, *, reorganised: bool
+    ) -> None:
+        self._old, self._store, self._share = old, store, share
+        self.start = _start(old, share, order_seed, reorganised=reorganised)
+        digest = share_digest(share.whole.digest, share.placement, share.rank)
+        schedule = Schedule(num_passes=len(share), pass_set_digest=digest, order_seed=order_seed)
+        self._digest = schedule.digest
+        self._uses, self._layout = first_uses(store, share, schedule, self.start)  # type: ignore[arg-type]
+        parts = OldParts(old.tables, old.placement, old.parts)
+        self.need = Need.of(parts, store, share, self._uses, old.cursor, old.commit.state_bytes)
+
+    def run(self, progress: Callable[[str, int], None]) -> None:
+        """Write the rows."""
+        copy_share(
+            self._old.tables, self._old.parts, self._old.placement, self._store, self._share.placement,
+            self._share.rank,
+            uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest, progress=progress,
+        )  # fmt: skip
+
+
+def place_of(commit: Commit, placement: Placement, rank: int, share: Share, order_seed: int | None) -> Cursor | None:
+    """Return where a training that stands at a part's ``commit`` goes on in the schedule of ``share``.
+
+    ``placement`` and ``rank`` are those of the part. None where its passes are others: neither the ones that it was
+    trained with, nor split from these. Raises PassSetError for a place that split passes do not have.
+    """
+
+    def trained(num_passes: int, passes: str) -> bool:
+        mine = share_digest(passes, placement, rank)
+        schedule = Schedule(num_passes=num_passes, pass_set_digest=mine, order_seed=order_seed)
+        return schedule.digest == commit.schedule_digest
+
+    if trained(len(share), share.whole.digest):
+        return commit.cursor
+    source = split_source(share.whole)
+    if source is None or not trained(len(source.parts), source.digest):
+        return None
+    order = commit.settings.get("order")
+    return Cursor(*split_cursor(share.whole, commit.cursor, order=order, order_seed=order_seed))
+
+
+def _start(old: ShardedStore, share: Share, order_seed: int | None, *, reorganised: bool) -> Cursor:
+    """Return where training goes on in the schedule of ``share``. Raises PassSetError where that is another one."""
+    found = place_of(old.commit, old.placement, 0, share, order_seed)
+    if found is not None:
+        return found
+    if not reorganised:
+        raise PassSetError(
+            f"the pass set {share.path} in this order is not the one that {old.label} was trained with, nor split from "
+            "it: open the pass set it was trained with, or have the store reorganised for this one"
+        )
+    if old.cursor.sample:
+        raise PassSetError(
+            f"{old.label} stands inside visit {old.cursor.visit}: train to the end of a visit before its rows are put "
+            "in the order of other passes"
+        )
+    return Cursor(0, 0)
+
+
+def _check_room(need: Need, store: Store, ranks: Meeting, store_budget: int | None) -> None:
+    """Raise BudgetError, with the numbers, where a new part exceeds its budget, or those of a disk its free bytes."""
+    folder = store.path
+    assert folder is not None, "parts have folders"
+    disk = f"{socket.gethostname()}:{folder.stat().st_dev}"
+    told = ranks.values([disk, need.total, shutil.disk_usage(folder).free])
+    error: BudgetError | None = None
+    needed, free = sum(total for at, total, _ in told if at == disk), min(free for at, _, free in told if at == disk)
+    if store_budget is not None and need.part > store_budget:
+        error = BudgetError(
+            f"store_budget is {format_bytes(store_budget)}, but the part of rank {ranks.rank} would have "
+            f"{format_bytes(need.part)} of {need.rows:,} rows: raise store_budget or start more ranks"
+        )
+    elif needed > free:
+        error = BudgetError(
+            f"the new parts on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
+            f"files, that of rank {ranks.rank} {format_bytes(need.part)} and {format_bytes(need.scratch)}, and "
+            f"{format_bytes(free)} are free: free space there, or give folders on other disks with parts="
+        )
+    ranks.agree("finding room for new parts", error)
+
+
+class _OthersFailedError(Exception):
+    """Ends the work of a rank when another one has failed."""
+
+
+def work_together(run: Callable[[Callable[[str, int], None]], None], ranks: Meeting, what: str) -> None:
+    """Run ``run(progress)`` on a thread, on every rank, and meet meanwhile: none waits for another without a word.
+
+    Raises on all ranks where it raises on one.
+    """
+    stopped = threading.Event()
+
+    def progress(_what: str, _rows: int) -> None:
+        if stopped.is_set():
+            raise _OthersFailedError
+
+    with ThreadPoolExecutor(1, thread_name_prefix="tiercache-resharding") as thread:
+        work = thread.submit(run, progress)
+        try:
+            while True:
+                done, _ = wait([work], timeout=_SECONDS)
+                error = work.exception() if done else None
+                ranks.agree(what, error)
+                if all(ranks.values(bool(done))):
+                    return
+        finally:
+            stopped.set()

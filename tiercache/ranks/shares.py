@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
 
-__all__ = ["Share", "SharedPass", "part_tables"]
+__all__ = ["Share", "SharedPass", "part_tables", "share_digest"]
 
 
 def part_tables(tables: Iterable[Table], placement: Placement, rank: int) -> tuple[Table, ...]:
@@ -47,6 +47,11 @@ def part_tables(tables: Iterable[Table], placement: Placement, rank: int) -> tup
         else:
             parts.append(replace(table, dim=mine.last - mine.first, first_column=mine.first, whole_dim=table.dim))
     return tuple(parts)
+
+
+def share_digest(passes: str, placement: Placement, rank: int) -> str:
+    """Return the digest of the share that a rank has of the pass set with the digest ``passes``."""
+    return hashlib.sha256(f"{passes}\0{placement.digest}\0{rank}".encode()).hexdigest()
 
 
 class SharedPass:
@@ -156,8 +161,7 @@ class Share:
     @cached_property
     def digest(self) -> str:
         """Hexadecimal digest of pass set, placement and rank."""
-        words = f"{self.whole.digest}\0{self.placement.digest}\0{self.rank}"
-        return hashlib.sha256(words.encode()).hexdigest()
+        return share_digest(self.whole.digest, self.placement, self.rank)
 
     @property
     def samples(self) -> int:

@@ -120,7 +120,7 @@ class DeviceTier:
             if plan.within:
                 order[:] = np.arange(rows, dtype=np.int32)
             else:
-                limit = min(plan.visit + 1, uses.longest)
+                limit = min(plan.longest_wait + 1, uses.longest)
                 stable_order_by_gap(prev_gap, limit, order)
             dump_order = self._mover.indices(rows)
             stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)

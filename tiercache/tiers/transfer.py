@@ -254,7 +254,7 @@ class Transfer:
         if plan.commits:
             self._publish(Cursor(visit=plan.visit + 1, sample=0), state)
         oldest = plan.visit - self._uses_of(plan.epoch).longest
-        for visit in [v for v in self._segments if v < oldest]:
+        for visit in [v for v in self._segments if 0 <= v < oldest]:
             del self._segments[visit]
         report.wrote(
             begun,

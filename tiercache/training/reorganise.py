@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.passes.passset import PassSet
+from tiercache.passes.splitting import split_cursor, split_source
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.first_use import FirstUses
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.visit_plan import Planner
+from tiercache.store import Cursor
 from tiercache.store.scan import live_rows
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.use_files import UseFiles
@@ -22,49 +25,94 @@ from tiercache.training.progress import RewriteProgress, prepare_kernels
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import PassSet
     from tiercache.store import Commit, Store, Table
+    from tiercache.store.base_segment import Layout
 
 
 def reorganise(
-    store: Store, passes: PassSet, *, order_seed: int | None = None, progress: bool | None = None
+    store: Store,
+    passes: PassSet,
+    *,
+    order_seed: int | None = None,
+    start: Cursor | tuple[int, int] | None = None,
+    progress: bool | None = None,
 ) -> Commit | None:
     """Put the rows of ``store`` in the order in which ``passes`` will use them, and return the commit that does so.
 
-    Training then begins at epoch 0 of the new schedule, with rows, dense state and learning rates as they are. Keys
-    that the store does not have get their first row; rows of keys that ``passes`` does not have stay where they are,
-    but for segments of which they are less than half: those are written anew, so that no segment takes more than
-    twice the bytes that are needed of it. A store that follows this schedule already is left as it is, so a loop over
-    days may call this before each training, also after a crash. Returns None for a store without a commit, which any
-    schedule may begin.
+    Training then begins at epoch 0 of the new schedule, or where ``start`` says (next visit, samples of it that are
+    trained already); with passes that were split from those trained so far it goes on where it stands. Rows, dense
+    state and learning rates are as they were. Keys that the store does not have get their first row; rows of keys that
+    ``passes`` does not have stay where they are, but for segments of which they are less than half: those are written
+    anew, so that no segment takes more than twice the bytes that are needed of it. A store that follows this schedule
+    already is left as it is, so a loop over days may call this before each training, also after a crash; with ``start``
+    only where it stands there. Returns None for a store without a commit, which any schedule may begin.
 
     One sweep of all keys, then one streaming read and write of the rows that move, in about 300 MiB of memory and
     temporary files as large as what moves; itself one commit: killed at any moment, the store stands before or after.
     ``order_seed`` as in ``TierCache``. ``progress``: whether bars are shown; None: on a terminal.
 
-    Raises PassSetError for passes of other tables, ValueError for a store that stands inside a visit, StoreFullError.
+    Raises PassSetError for passes of other tables, ValueError for a store that stands inside a visit where ``start``
+    is not given and for a ``start`` that is no place of the schedule, StoreFullError.
     """
     check_tables(store, passes)
     schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
-    if store.commit is None or store.commit.schedule_digest == schedule.digest:
-        return store.commit
+    commit = store.commit
+    if start is None and commit is not None:
+        start = _continued(commit, passes, order_seed)
+    begin = Cursor(*(start or (0, 0)))
+    _check_start(begin, schedule, passes)
+    if commit is None:
+        return None
+    if commit.schedule_digest == schedule.digest and (start is None or commit.cursor == begin):
+        return commit
+    first, layout = first_uses(store, passes, schedule, begin)
+    shown = sys.stderr.isatty() if progress is None else progress
+    prepare_kernels()
+    with RewriteProgress(sum(live_rows(store, table.name) for table in store.tables), shown=shown) as bar:
+        return store.rewrite(
+            first, schedule_digest=schedule.digest, first_rows=make_first_rows, progress=bar.advance, layout=layout,
+            start=None if start is None else begin,
+        )  # fmt: skip
+
+
+def _continued(commit: Commit, passes: PassSet, order_seed: int | None) -> Cursor | None:
+    """Return where training goes on with the parts of the passes that it had; None where these are others."""
+    source = split_source(passes) if isinstance(passes, PassSet) else None
+    if source is None:
+        return None
+    before = Schedule(num_passes=len(source.parts), pass_set_digest=source.digest, order_seed=order_seed)
+    if commit.schedule_digest != before.digest:
+        return None
+    return Cursor(*split_cursor(passes, commit.cursor, order=commit.settings.get("order"), order_seed=order_seed))
+
+
+def first_uses(store: Store, passes: PassSet, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
+    """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pieces."""
     positions = Positions.of(passes, store.groups)
     names = [table.name for table in positions.tables]
 
     def keys_of(pass_index: int, table: int) -> NDArray[np.int64]:
         return passes.passes[pass_index].keys(names[table])
 
-    uses = UseFiles(schedule, positions, keys_of, store.path).of(0)
-    first = FirstUses(schedule, positions, keys_of, uses)
-    layout = partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))  # pieces follow from the passes alone
-    shown = sys.stderr.isatty() if progress is None else progress
-    prepare_kernels()
-    with RewriteProgress(sum(live_rows(store, name) for name in names), shown=shown) as bar:
-        return store.rewrite(
-            first, schedule_digest=schedule.digest, first_rows=_first_rows, progress=bar.advance, layout=layout
+    uses = UseFiles(schedule, positions, keys_of, store.path)
+    # pieces follow from the passes alone
+    layout = partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))
+    return FirstUses(schedule, positions, keys_of, uses.of, start=start.visit), layout
+
+
+def _check_start(start: Cursor, schedule: Schedule, passes: PassSet) -> None:
+    """Raise ValueError where a schedule has no such place."""
+    if min(start) < 0:
+        raise ValueError(f"start is {tuple(start)}: visits and samples count from 0")
+    samples = passes.passes[schedule.pass_of(start.visit)].samples
+    if samples and start.sample > samples:
+        raise ValueError(
+            f"start is sample {start.sample:,} of visit {start.visit}, whose pass has {samples:,}: give a place of "
+            "the new schedule"
         )
 
 
-def _first_rows(table: Table, keys: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+def make_first_rows(table: Table, keys: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+    """Return every field (n, width) of rows that begin."""
     states = (np.full((keys.size, field.width), field.initial, dtype=np.float32) for field in table.fields[1:])
     return [initial_vectors(table, keys), *states]

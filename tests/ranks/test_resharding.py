@@ -1,0 +1,414 @@
+"""Parts for another number of ranks or another placement have the rows, the state and the place of the old ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tiercache as tc
+from tests.ranks.meeting import Alone, meet
+from tests.ranks.sharded_world import TABLES, WHOLE, expected, next_cursor, placement_on, whole_row, world_of
+from tests.training.cases import Case, Net, Spec, assert_same_bits, result_of, table, tiered
+from tiercache.errors import BudgetError, PassSetError, RankError
+from tiercache.planning.schedule import Schedule
+from tiercache.ranks.parts import Parts
+from tiercache.ranks.placement import Placement, Slice, TablePlacement, hash_bounds, sliced
+from tiercache.ranks.record import Record
+from tiercache.ranks.resharding import copy_share, owned_hashes, reshard
+from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.ranks.shares import Share, part_tables
+from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Draw any placement of the tables."""
+    size = draw(st.integers(1, 4))
+    tables = {}
+    for one in TABLES:
+        ways = ["row", "replicate", "table"] + (["column"] if size > 1 else [])
+        match draw(st.sampled_from(ways)):
+            case "table":
+                tables[one.name] = TablePlacement("table", (Slice(draw(st.integers(0, size - 1)), 0, one.dim),))
+            case "column":
+                ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, min(size, one.dim)))]
+                tables[one.name] = sliced(one.dim, ranks)
+            case kind:
+                tables[one.name] = TablePlacement(kind)
+    return Placement(size, tables)
+
+
+def old_parts(placement: Placement, commits: int) -> list[Store]:
+    """Train made-up rows on every rank, to so many commits."""
+    parts = []
+    for rank in range(placement.num_ranks):
+        world = world_of(placement, rank)
+        store = Store.open(None, tables=world.tables, engine=MemoryEngine())
+        cursor = Cursor(0)
+        world.publish(store)
+        for _ in range(commits):
+            after = next_cursor(cursor)
+            world.visit = cursor.visit
+            world.train(part=0 if after.sample else 1)
+            world.append(store, within=after.sample > 0)
+            world.visit, cursor = after.visit, after
+            world.publish(store, sample=after.sample)
+        parts.append(store)
+    return parts
+
+
+def check_rows(store: Store, placement: Placement, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
+    """Compare a part with the rows of the oracle, key by key; returns how many numbers of vectors it has."""
+    numbers = 0
+    for part in part_tables(TABLES, placement, rank):
+        whole, hashes = WHOLE[part.name], owned_hashes(placement, part.name, rank)
+        keys = np.array(sorted(wanted[part.name]), dtype=np.int64)
+        mine: NDArray[np.int64] = keys[:0]
+        if hashes is not None:
+            of = hash_keys(keys, part.table_id).astype(object)
+            mine = keys[(of >= hashes[0]) & (of < hashes[1])]
+        found = list(store.scan(part.name, chunk_rows=7))
+        assert sorted(key for ks, _ in found for key in ks.tolist()) == mine.tolist()
+        columns = slice(part.first_column, part.first_column + part.dim)
+        for ks, fields in found:
+            numbers += fields[0].size
+            for i, key in enumerate(ks.tolist()):
+                for mine_, one in zip(fields, whole_row(whole, key, *wanted[part.name][key]), strict=True):
+                    assert mine_[i].tobytes() == (one[0, columns] if one.shape[1] == whole.dim else one[0]).tobytes()
+    return numbers
+
+
+@settings(max_examples=60, deadline=None)
+@given(old=placements(), new=placements(), commits=st.integers(0, 7))
+def test_every_key_and_column_is_in_one_new_part_with_its_state(old: Placement, new: Placement, commits: int) -> None:
+    """From any placement to any other, at any commit: the bits of vectors and of what belongs to them."""
+    parts = old_parts(old, commits)
+    cursor = parts[0].commit.cursor
+    wanted, numbers = expected(cursor), 0
+    for rank in range(new.num_ranks):
+        with Store.open(None, tables=part_tables(TABLES, new, rank), engine=MemoryEngine()) as store:
+            commit = copy_share(TABLES, parts, old, store, new, rank)
+            assert (commit.id, commit.cursor) == (0, (0, 0))
+            assert store.state() == parts[0].state()
+            assert commit.settings == parts[0].commit.settings
+            numbers += check_rows(store, new, rank, wanted)
+    assert numbers == sum(len(keys) * WHOLE[name].dim for name, keys in wanted.items())
+
+
+def test_only_parts_and_pieces_with_wanted_rows_are_read() -> None:
+    """From two ranks by row to three: the first of three reads nothing of the second of two."""
+    ways = {one.name: TablePlacement("row") for one in TABLES}
+    old, new = Placement(2, ways), Placement(3, ways)
+    parts = old_parts(old, 4)
+    with Store.open(None, tables=part_tables(TABLES, new, 0), engine=MemoryEngine()) as store:
+        copy_share(TABLES, parts, old, store, new, 0)
+        check_rows(store, new, 0, expected(parts[0].commit.cursor))
+    assert parts[0].counters.row_bytes_read > 0
+    assert parts[1].counters.row_bytes_read == 0
+
+
+def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
+    """Random generators differ between ranks."""
+    old, new = placement_on(2), placement_on(3)
+    parts = old_parts(old, 2)
+    for rank, part in enumerate(parts):
+        part.publish(part.commit.cursor, state=b"%d" % rank, schedule_digest="", settings={}, environment={})
+    for rank, state in enumerate((b"0", b"1", b"0")):
+        with Store.open(None, tables=part_tables(TABLES, new, rank), engine=MemoryEngine()) as store:
+            copy_share(TABLES, parts, old, store, new, rank)
+            assert store.state() == state
+
+
+def test_learning_rates_follow_tables_to_their_new_groups() -> None:
+    """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
+    alike = tuple(table(name, 4, tc.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
+    row = TablePlacement("row")
+    old = Placement(2, {"a": row, "b": sliced(4, [0, 1])})
+    new = Placement(1, {"a": row, "b": row})
+    for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):
+        parts = [Store.open(None, tables=part_tables(alike, old, rank), engine=MemoryEngine()) for rank in range(2)]
+        for part in parts:
+            of_groups = [rates[group.tables[0].name] for group in part.groups]
+            kept = {"steps": 7, "learning_rates": of_groups}
+            part.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
+        with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
+            if answer is None:
+                with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
+                    copy_share(alike, parts, old, store, new, 0)
+            else:
+                commit = copy_share(alike, parts, old, store, new, 0)
+                assert commit.settings == {"steps": 7, "learning_rates": answer}
+
+
+# -- with a training -------------------------------------------------------------------------------------
+
+
+def one_case(**options: Any) -> Case:
+    """Three tables, five passes, three epochs."""
+    rule = tc.Adam(learning_rate=0.01)
+    options = {"num_samples": 5 * 48, "pass_rows": 48, "num_keys": 90, "batch": 8, "epochs": 3, **options}
+    return Case(
+        tables=(
+            table("item", 5, rule),
+            table("user", 6, tc.RowWiseAdagrad(learning_rate=0.05)),
+            table("place", 3, rule),
+        ),
+        specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
+        **options,
+    )
+
+
+def ways(size: int, turn: int) -> Placement:
+    """Return placements of all kinds."""
+    whole = TablePlacement("table", (Slice(size - 1, 0, 5),))
+    columns = sliced(6, list(range(size))) if size > 1 else TablePlacement("row")
+    kinds = [whole, columns, TablePlacement("replicate")]
+    if turn:
+        kinds = [TablePlacement("row"), TablePlacement("row"), sliced(3, list(range(min(3, size)))[::-1])]
+    return Placement(size, dict(zip(("item", "user", "place"), kinds, strict=True)))
+
+
+def visit_to(
+    store: Store,
+    passes: Any,
+    case: Case,
+    cursor: tuple[int, int],
+    *,
+    skip: Collection[int] = (),
+    seed: int = 99,
+    parts: Parts | None = None,
+) -> Net:
+    """Train from where the store stands to a commit at ``cursor``; the rows of visits in ``skip`` come and go."""
+    visit_end, sample_end = cursor
+    with tiered(store, passes, order_seed=case.order_seed) as cache:
+        torch.manual_seed(seed)
+        model = Net(cache, case)
+        optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
+        cache.track(model=model, optimizer=optimizer)
+        for visit in cache.passes(epochs=10):
+            if parts is not None:
+                cache.drain()
+                parts.publish(store.commit.cursor)
+            if cursor == (visit.index, 0):
+                break
+            batches = [] if visit.index in skip else visit.batches(case.batch, shuffle=case.shuffle)
+            for batch in batches:
+                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if (visit.index, visit.samples_done) == (visit_end, sample_end):
+                    cache.commit()
+                    break
+            if cursor == (visit.index, visit.samples_done):
+                break
+    assert store.commit.cursor == cursor
+    return model
+
+
+class Kept:
+    """A state that is taken back and given as it is."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.state = state
+
+
+def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
+    """Run a body on threads, each a rank, and raise what the first raised."""
+    found = meet(size, body) if size > 1 else [body(Alone())]
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def made(path: Path, passes: tc.PassSet, placement: Placement, ranks: Any, **options: Any) -> Parts:
+    """Open parts, or write them anew."""
+    share = Share(passes, placement, ranks.rank)
+    return reshard(path, share, ranks, **options)
+
+
+@pytest.mark.parametrize(
+    ("stops", "order_seed", "shuffle"),
+    [
+        ([((2, 0), 2, 0), ((3, 0), 3, 1), ((7, 16), 1, 1)], None, True),
+        ([((0, 24), 3, 0), ((6, 0), 2, 1), ((7, 0), 3, 0)], 5, True),
+        ([((9, 48), 4, 1), ((11, 0), 4, 0), ((12, 0), 2, 0)], None, False),
+    ],
+)
+def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
+    tmp_path: Path, stops: list[tuple[tuple[int, int], int, int]], order_seed: int | None, shuffle: bool
+) -> None:
+    """One rank trains, others take its rows and bring them through a visit, one goes on: as if they never left it."""
+    case = one_case(order_seed=order_seed, shuffle=shuffle)
+    passes = case.cut(tmp_path / "passes")
+    path = tmp_path / "sharded"
+    skip = {cursor[0] for cursor, size, _ in stops if size > 1 and not cursor[1]}
+    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
+        model = visit_to(plain, passes, case, (14, 0), skip=skip, seed=1)
+        end = result_of(plain, passes, model)
+    alone = Share(passes, ways(1, 0), 0)
+    with Parts.open(path, case.tables, alone.tables, alone.placement.to_record(), Alone(), engine="zarr") as parts:
+        visit_to(parts.store, alone, case, stops[0][0], seed=1, parts=parts)
+        parts.publish(stops[0][0])
+    for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
+
+        def body(ranks: Any, cursor: Any = cursor, size: int = size, turn: int = turn) -> Any:
+            with made(path, passes, ways(size, turn), ranks, order_seed=order_seed) as parts:
+                assert parts.cursor == cursor
+                assert parts.store.commit.cursor == cursor
+                if size > 1 and not cursor[1]:
+                    share = Share(passes, ways(size, turn), ranks.rank)
+                    with tiered(parts.store, share, order_seed=order_seed) as cache:
+                        cache.track(model=Kept(), optimizer=Kept())
+                        for visit in cache.passes(epochs=10):
+                            if visit.index == cursor[0] + 1:
+                                break
+                    parts.publish((cursor[0] + 1, 0))
+                return len(list(parts.store.segments))
+
+        on_ranks(size, body)
+        with ShardedStore.open(path) as opened:
+            assert opened.record.num_ranks == size
+        assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [
+            f"part-{opened.record.generation}-{rank}" for rank in range(size)
+        ]
+        with made(path, passes, ways(1, turn), Alone(), order_seed=order_seed) as parts:
+            share = Share(passes, ways(1, turn), 0)
+            model = visit_to(parts.store, share, case, after, parts=parts)
+            parts.publish(after)
+            assert after != (14, 0) or assert_same_bits(end, result_of(parts.store, passes, model)) is None
+
+
+def sharded(path: Path, case: Case, passes: tc.PassSet, cursor: tuple[int, int]) -> None:
+    """Train a sharded store of one rank."""
+    alone = Share(passes, ways(1, 0), 0)
+    with Parts.open(path, case.tables, alone.tables, alone.placement.to_record(), Alone(), engine="zarr") as parts:
+        visit_to(parts.store, alone, case, cursor, seed=1, parts=parts)
+        parts.publish(cursor)
+
+
+@pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])
+def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[int, int]) -> None:
+    """Passes are split at aligned samples, and the new parts continue them from the midst of an old one."""
+    case = one_case(shuffle=False)
+    passes = case.cut(tmp_path / "passes")
+    sharded(tmp_path / "sharded", case, passes, cursor)
+    split = tc.split_passes(passes, tmp_path / "split", rows=60, align=8)
+    assert len(split) >= 2 * len(passes)
+    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
+        end = result_of(plain, passes, visit_to(plain, passes, case, (10, 0), seed=1))
+
+    def body(ranks: Any) -> Any:
+        with made(tmp_path / "sharded", split, ways(2, 1), ranks) as parts:
+            return parts.cursor
+
+    on_ranks(2, body)
+    with made(tmp_path / "sharded", split, ways(1, 1), Alone()) as parts:
+        model = visit_to(parts.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
+        assert_same_bits(end, result_of(parts.store, passes, model))
+
+
+def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
+    """Other passes, another order, too little room: a sentence with the numbers, and the store stands as it stood."""
+    case = one_case(shuffle=True)
+    passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
+    sharded(path, case, passes, (3, 16))
+    others = one_case(data_seed=5).cut(tmp_path / "others")
+    split = tc.split_passes(passes, tmp_path / "split", rows=60, align=8)
+
+    def refused(kind: type[Exception], words: str, using: tc.PassSet = passes, **options: Any) -> None:
+        def body(ranks: Any) -> Any:
+            made(path, using, ways(2, 1), ranks, **options).close()
+
+        for error in meet(2, body):
+            assert isinstance(error, (kind, RankError))
+            with pytest.raises(type(error), match=words):
+                raise error
+        with ShardedStore.open(path) as store:
+            assert (store.record.num_ranks, store.cursor) == (1, (3, 16))
+
+    refused(PassSetError, "is not the one that the sharded store .* was trained with, nor split from it", others)
+    refused(PassSetError, "is not the one that the sharded store .* was trained with", order_seed=3)
+    refused(PassSetError, "stands 16 samples inside visit 3, whose samples are shuffled", split)
+    refused(BudgetError, r"store_budget is 100 bytes, but the part of rank \d would have [\d.]+ KiB", store_budget=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiercache.ranks.resharding.shutil.disk_usage", lambda _: type("Disk", (), {"free": 4096}))
+        refused(BudgetError, r"the new parts on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
+
+    refused(PassSetError, "stands inside visit 3: train to the end of a visit", others, reorganised=True)
+    with Parts.open(path, case.tables, case.tables, ways(1, 0).to_record(), Alone()) as parts:
+        visit_to(parts.store, Share(passes, ways(1, 0), 0), case, (4, 0), parts=parts)
+
+    def begun(ranks: Any) -> Any:
+        with made(path, others, ways(2, 1), ranks, reorganised=True) as parts:
+            return parts.cursor, parts.store.commit.schedule_digest
+
+    for rank, (cursor, digest) in enumerate(on_ranks(2, begun)):
+        share = Share(others, ways(2, 1), rank)
+        assert cursor == (0, 0)
+        assert digest == Schedule(num_passes=5, pass_set_digest=share.digest).digest
+
+
+def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it was doing; the old parts stand."""
+    case = one_case()
+    passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
+    sharded(path, case, passes, (3, 0))
+    from tiercache.ranks import resharding
+
+    copy = resharding.copy_share
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if arguments[5] == 1:
+            raise OSError("the disk is gone")
+        return copy(*arguments, **options)
+
+    monkeypatch.setattr("tiercache.ranks.resharding.copy_share", failing)
+    found = meet(3, lambda ranks: made(path, passes, ways(3, 1), ranks))
+    assert isinstance(found[1], OSError)
+    for error in (found[0], found[2]):
+        assert isinstance(error, RankError)
+        assert "rank 1 failed while writing rows for other ranks: the disk is gone" in str(error)
+    assert Record.read(path).num_ranks == 1
+    monkeypatch.undo()
+    on_ranks(2, lambda ranks: made(path, passes, ways(2, 0), ranks).close())
+    with ShardedStore.open(path) as store:
+        assert store.cursor == (3, 0)
+        assert [part.name for part in sorted(path.iterdir()) if part.is_dir()] == list(store.record.parts)
+
+
+def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
+    """As many as it gets, or up to four standard deviations more."""
+    old, new = placement_on(3), placement_on(4, 1)
+    parts = old_parts(old, 5)
+    from tiercache.ranks.old_parts import OldParts
+
+    known = expected(parts[0].commit.cursor)
+    predicted = OldParts(TABLES, old, parts)
+    for name, keys in known.items():
+        hashes = hash_keys(np.array(list(keys), np.int64), WHOLE[name].table_id).astype(object)
+        assert predicted.most_rows(name, (0, 1 << 64)) == len(keys)
+        bounds = hash_bounds(new.num_ranks)
+        for low, high in pairwise(bounds):
+            assert np.count_nonzero((hashes >= low) & (hashes < high)) <= predicted.most_rows(name, (low, high))

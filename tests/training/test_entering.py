@@ -1,0 +1,152 @@
+"""A store enters a schedule in its midst: training goes on from there to the bits of one that was never interrupted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.training.cases import (
+    Case,
+    Net,
+    Spec,
+    assert_same_bits,
+    open_store,
+    resident_result,
+    result_of,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tiercache.store import Cursor, verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class _StopError(Exception):
+    """Ends a training where the test wants it."""
+
+
+def one_case(**options: Any) -> Case:
+    """Two tables of one group and one of another, five passes, three epochs."""
+    rule = tc.Adam(learning_rate=0.01)
+    options = {"num_samples": 5 * 32, "pass_rows": 32, "num_keys": 60, "batch": 8, "epochs": 3, **options}
+    return Case(
+        tables=(table("item", 5, rule), table("user", 5, rule), table("place", 3, rule)),
+        specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
+        **options,
+    )
+
+
+def train_to(store: tc.Store, passes: tc.PassSet, case: Case, visit: int, batches: int, **options: Any) -> None:
+    """Train from where the store stands to a commit at the beginning of a visit or after some of its batches."""
+    with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
+
+        def stop(at: int, batch: int) -> None:
+            if (at, batch + 1) == (visit, batches):
+                cache.commit()
+                if batches * case.batch == case.pass_rows:
+                    raise _StopError
+            if (at, batch) == (visit, batches):  # what was trained since is not kept
+                raise _StopError
+
+        with pytest.raises(_StopError):
+            train(cache, case, each_batch=stop)
+    assert store.commit.cursor == (visit, batches * case.batch)
+
+
+def go_on(store: tc.Store, passes: tc.PassSet, case: Case, **options: Any) -> Net:
+    """Train to the end with a model that the commit restores."""
+    with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
+        return train(cache, case, seed=1 if store.commit is None else 99)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 99),
+    visit=st.integers(0, 13),
+    batches=st.integers(0, 3),
+    order_seed=st.sampled_from([None, 5]),
+    commit_every=st.integers(1, 3),
+    detour=st.sampled_from(["compact", "another order", "another set", "none"]),
+    small=st.booleans(),
+    again=st.booleans(),
+)
+def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    visit: int,
+    batches: int,
+    order_seed: int | None,
+    commit_every: int,
+    detour: str,
+    small: bool,
+    again: bool,
+) -> None:
+    """At any visit of any epoch and inside it, whatever order the rows stood in meanwhile, and stopped once more."""
+    path = tmp_path_factory.mktemp("entering")
+    case = one_case(data_seed=seed, order_seed=order_seed)
+    passes = case.cut(path / "passes")
+    with open_store(path / "s.tc", case, "memory") as store:
+        if visit or batches:
+            train_to(store, passes, case, visit, batches)
+            at = store.commit.cursor
+            if detour == "compact" and not batches:
+                store.compact()
+            elif detour == "another set":
+                other = one_case(data_seed=seed + 1, num_samples=96, num_keys=90)
+                tc.reorganise(store, other.cut(path / "other"), start=(1, 4), progress=False)
+            elif detour != "none":
+                tc.reorganise(store, passes, order_seed=8, start=(visit + 2, 0), progress=False)
+            commit = tc.reorganise(store, passes, order_seed=order_seed, start=at, progress=False)
+            assert commit.cursor == at
+        options: dict[str, Any] = {"commit_every": commit_every}
+        if small:
+            options["host_budget"] = smallest_host_budget(
+                store, passes, device_budget="64MiB", order_seed=order_seed, **options
+            )
+        if again and visit < 13 and (visit or batches):
+            train_to(store, passes, case, visit + 1, 2, **options)
+        model = go_on(store, passes, case, **options)
+        assert_same_bits(resident_result(case, passes), result_of(store, passes, model))
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+@pytest.mark.parametrize("order_seed", [None, 5])
+def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
+    tmp_path: Path, engine: str, order_seed: int | None
+) -> None:
+    """The base is there when it is opened again, and everything that verification reads is whole."""
+    case = one_case(order_seed=order_seed)
+    passes = case.cut(tmp_path / "passes")
+    with open_store(tmp_path / "s.tc", case, engine) as store:
+        train_to(store, passes, case, 7, 2)
+        tc.reorganise(store, passes, order_seed=8, start=(3, 0), progress=False)
+        tc.reorganise(store, passes, order_seed=order_seed, start=(7, 16), progress=False)
+    assert verify(tmp_path / "s.tc")["problems"] == []
+    with tc.Store.open(tmp_path / "s.tc") as store:
+        assert store.commit.cursor == Cursor(7, 16)
+        model = go_on(store, passes, case)
+        assert_same_bits(resident_result(case, passes), result_of(store, passes, model))
+    assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+def test_a_store_that_stands_where_it_would_start_is_left_as_it_is(tmp_path: Path) -> None:
+    """With another start it is put in order, and without one it is left as ever; impossible places are refused."""
+    case = one_case()
+    passes = case.cut(tmp_path / "passes")
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        train_to(store, passes, case, 6, 1)
+        commit = store.commit
+        assert tc.reorganise(store, passes, start=(6, 8), progress=False) is commit
+        assert tc.reorganise(store, passes, progress=False) is commit
+        assert tc.reorganise(store, passes, start=(6, 0), progress=False).id == commit.id + 1
+        with pytest.raises(ValueError, match=r"start is \(-1, 0\): visits and samples count from 0"):
+            tc.reorganise(store, passes, start=(-1, 0), progress=False)
+        with pytest.raises(ValueError, match="start is sample 33 of visit 6, whose pass has 32"):
+            tc.reorganise(store, passes, start=(6, 33), progress=False)
