@@ -114,7 +114,7 @@ def lay_out(
 
 @serial
 def _mark(slots, seen):  # type: ignore[no-untyped-def]
-    count = 0
+    count = np.int64(0)
     for i in range(slots.size):  # without a branch: whether a slot is new is anybody's guess
         count += 1 - np.int64(seen[slots[i]])
         seen[slots[i]] = True
