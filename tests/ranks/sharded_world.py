@@ -12,7 +12,7 @@ import numpy as np
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, hash_bounds, sliced
 from tiercache.ranks.shares import part_tables
-from tiercache.store import Adagrad, Adam, Cursor, RowWiseAdagrad, Table, Uniform, Zeros, hash_keys
+from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
 from tiercache.store.testing.world import World
 from tiercache.store.vectors import row_words
 
@@ -171,3 +171,22 @@ def problems(store: ShardedStore) -> Iterator[str]:
                 row = whole_row(table, key, *wanted[key])
                 if any(one[i].tobytes() != other[0].tobytes() for one, other in zip(fields, row, strict=True)):
                     yield f"row {key} of table {name!r} at {store.cursor} has other bits"
+
+
+def old_parts(placement: Placement, commits: int) -> list[Store]:
+    """Train made-up rows on every rank, to so many commits."""
+    parts = []
+    for rank in range(placement.num_ranks):
+        world = world_of(placement, rank)
+        store = Store.open(None, tables=world.tables, engine=MemoryEngine())
+        cursor = Cursor(0)
+        world.publish(store)
+        for _ in range(commits):
+            after = next_cursor(cursor)
+            world.visit = cursor.visit
+            world.train(part=0 if after.sample else 1)
+            world.append(store, within=after.sample > 0)
+            world.visit, cursor = after.visit, after
+            world.publish(store, sample=after.sample)
+        parts.append(store)
+    return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,17 +13,17 @@ from torch import nn
 
 import tiercache as tc
 from tests.ranks.meeting import Alone, meet
-from tests.ranks.sharded_world import TABLES, WHOLE, expected, next_cursor, placement_on, whole_row, world_of
+from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, placement_on, whole_row
 from tests.training.cases import Case, Net, Spec, assert_same_bits, result_of, table, tiered
 from tiercache.errors import BudgetError, PassSetError, RankError
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.parts import Parts
-from tiercache.ranks.placement import Placement, Slice, TablePlacement, hash_bounds, sliced
+from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 from tiercache.ranks.record import Record
 from tiercache.ranks.resharding import copy_share, owned_hashes, reshard
 from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.ranks.shares import Share, part_tables
-from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
+from tiercache.store import MemoryEngine, Store, hash_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -49,25 +48,6 @@ def placements(draw: st.DrawFn) -> Placement:
             case kind:
                 tables[one.name] = TablePlacement(kind)
     return Placement(size, tables)
-
-
-def old_parts(placement: Placement, commits: int) -> list[Store]:
-    """Train made-up rows on every rank, to so many commits."""
-    parts = []
-    for rank in range(placement.num_ranks):
-        world = world_of(placement, rank)
-        store = Store.open(None, tables=world.tables, engine=MemoryEngine())
-        cursor = Cursor(0)
-        world.publish(store)
-        for _ in range(commits):
-            after = next_cursor(cursor)
-            world.visit = cursor.visit
-            world.train(part=0 if after.sample else 1)
-            world.append(store, within=after.sample > 0)
-            world.visit, cursor = after.visit, after
-            world.publish(store, sample=after.sample)
-        parts.append(store)
-    return parts
 
 
 def check_rows(store: Store, placement: Placement, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
@@ -130,27 +110,6 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
         with Store.open(None, tables=part_tables(TABLES, new, rank), engine=MemoryEngine()) as store:
             copy_share(TABLES, parts, old, store, new, rank)
             assert store.state() == state
-
-
-def test_learning_rates_follow_tables_to_their_new_groups() -> None:
-    """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
-    alike = tuple(table(name, 4, tc.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
-    row = TablePlacement("row")
-    old = Placement(2, {"a": row, "b": sliced(4, [0, 1])})
-    new = Placement(1, {"a": row, "b": row})
-    for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):
-        parts = [Store.open(None, tables=part_tables(alike, old, rank), engine=MemoryEngine()) for rank in range(2)]
-        for part in parts:
-            of_groups = [rates[group.tables[0].name] for group in part.groups]
-            kept = {"steps": 7, "learning_rates": of_groups}
-            part.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
-        with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
-            if answer is None:
-                with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
-                    copy_share(alike, parts, old, store, new, 0)
-            else:
-                commit = copy_share(alike, parts, old, store, new, 0)
-                assert commit.settings == {"steps": 7, "learning_rates": answer}
 
 
 # -- with a training -------------------------------------------------------------------------------------
@@ -396,19 +355,3 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
     with ShardedStore.open(path) as store:
         assert store.cursor == (3, 0)
         assert [part.name for part in sorted(path.iterdir()) if part.is_dir()] == list(store.record.parts)
-
-
-def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
-    """As many as it gets, or up to four standard deviations more."""
-    old, new = placement_on(3), placement_on(4, 1)
-    parts = old_parts(old, 5)
-    from tiercache.ranks.old_parts import OldParts
-
-    known = expected(parts[0].commit.cursor)
-    predicted = OldParts(TABLES, old, parts)
-    for name, keys in known.items():
-        hashes = hash_keys(np.array(list(keys), np.int64), WHOLE[name].table_id).astype(object)
-        assert predicted.most_rows(name, (0, 1 << 64)) == len(keys)
-        bounds = hash_bounds(new.num_ranks)
-        for low, high in pairwise(bounds):
-            assert np.count_nonzero((hashes >= low) & (hashes < high)) <= predicted.most_rows(name, (low, high))

@@ -1,0 +1,52 @@
+"""What new parts take over from old ones beside rows, and what is known of it before."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, placement_on
+from tests.training.cases import table
+from tiercache.ranks.old_parts import OldParts
+from tiercache.ranks.placement import Placement, TablePlacement, hash_bounds, sliced
+from tiercache.ranks.resharding import copy_share
+from tiercache.ranks.shares import part_tables
+from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
+
+
+def test_learning_rates_follow_tables_to_their_new_groups() -> None:
+    """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
+    alike = tuple(table(name, 4, tc.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
+    row = TablePlacement("row")
+    old = Placement(2, {"a": row, "b": sliced(4, [0, 1])})
+    new = Placement(1, {"a": row, "b": row})
+    for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):
+        parts = [Store.open(None, tables=part_tables(alike, old, rank), engine=MemoryEngine()) for rank in range(2)]
+        for part in parts:
+            of_groups = [rates[group.tables[0].name] for group in part.groups]
+            kept = {"steps": 7, "learning_rates": of_groups}
+            part.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
+        with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
+            if answer is None:
+                with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
+                    copy_share(alike, parts, old, store, new, 0)
+            else:
+                commit = copy_share(alike, parts, old, store, new, 0)
+                assert commit.settings == {"steps": 7, "learning_rates": answer}
+
+
+def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
+    """As many as it gets, or up to four standard deviations more."""
+    old, new = placement_on(3), placement_on(4, 1)
+    parts = old_parts(old, 5)
+    known = expected(parts[0].commit.cursor)
+    predicted = OldParts(TABLES, old, parts)
+    for name, keys in known.items():
+        hashes = hash_keys(np.array(list(keys), np.int64), WHOLE[name].table_id).astype(object)
+        assert predicted.most_rows(name, (0, 1 << 64)) == len(keys)
+        bounds = hash_bounds(new.num_ranks)
+        for low, high in pairwise(bounds):
+            assert np.count_nonzero((hashes >= low) & (hashes < high)) <= predicted.most_rows(name, (low, high))
