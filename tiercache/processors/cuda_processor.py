@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.errors import BudgetError, SchemaError
-from tiercache.kernels import cuda_initial, cuda_rows, cuda_sorting, cuda_update
+from tiercache.errors import BudgetError
+from tiercache.kernels import cuda_initial, cuda_rounding, cuda_rows, cuda_sorting, cuda_update
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cuda_gathering import Gathered, gather, gather_many, map_slots
 from tiercache.kernels.cuda_pooling import MAX, Bags, pool_many, weight_gradient
+from tiercache.kernels.cuda_vectors import Vectors
 from tiercache.kernels.optimizers import ADAGRAD, ROWWISE, adam_rule, make_rule
 from tiercache.kernels.optimizers import SGD as PLAIN
 from tiercache.processors.gpu import TORCH_DTYPES
@@ -96,15 +97,16 @@ class CudaMover:
                 cut(n.positions, 1, torch.int32),
                 cut(n.positions, 1, torch.int32),
                 cut(n.positions, 1, torch.int64),
+                cut(n.rows if n.rounded else 0, 1, torch.uint64),
             )
             for n in layouts
         ]
 
     def bytes_of(self, layouts: Sequence[Layout]) -> int:
-        """Count fields, two arrays of slots and one of keys, each from a cache line on."""
+        """Count fields, two arrays of slots, one of keys and the streams, each from a cache line on."""
         return sum(
             sum(_aligned(4 * n.rows * width) for width in n.widths)
-            + 2 * _aligned(4 * n.positions) + _aligned(8 * n.positions)
+            + 2 * _aligned(4 * n.positions) + _aligned(8 * n.positions) + _aligned(8 * n.rows * n.rounded)
             for n in layouts
         )  # fmt: skip
 
@@ -153,9 +155,16 @@ class CudaMover:
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
                  keys_there: Array | None) -> None:  # fmt: skip
         """Launch it once."""
-        there = self._copy(keys, self._gpu.tensor(keys.shape, torch.int64) if keys_there is None else keys_there)
         how = table.table_id, table.seed, *initializer_code(table.initializer)
-        cuda_initial.initial_rows(self._gpu.kernels, there, *how, vectors, slots)
+        out = Vectors(vectors, table.dim, table.dtype)
+        cuda_initial.initial_rows(self._gpu.kernels, self._keys(keys, keys_there), *how, out, slots)
+
+    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  keys_there: Array | None) -> None:  # fmt: skip
+        """Launch it once."""
+        there = self._keys(keys, keys_there)
+        seed = table.seed ^ table.first_column
+        cuda_rounding.set_streams(self._gpu.kernels, streams, slots, there, table.table_id, seed)
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
         """Launch it once."""
@@ -185,6 +194,10 @@ class CudaMover:
             gather(self._gpu.kernels, field, there, found)
         return self._gpu.download(found)
 
+    def _keys(self, keys: NDArray[np.int64], there: Array | None) -> Array:
+        """Copy keys to the first elements of ``there``, None: beside the budget."""
+        return self._copy(keys, self._gpu.tensor(keys.shape, torch.int64) if there is None else there)
+
     def _copy(self, host: NDArray[Any], there: Array, *, lasting: bool = False) -> Array:
         """Copy a host array to the first elements of a tensor; it may change once this returns, or is ``lasting``."""
         part = there[: host.size]
@@ -210,12 +223,6 @@ class CudaProcessor:
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""
-        for table in tables:
-            if table.dtype != "float32":
-                raise SchemaError(
-                    f"table {table.name!r} has vectors of {table.dtype}, which device='cuda' does not train yet: "
-                    "use dtype='float32', or device='cpu'"
-                )
         self._gpu.prepare()
 
     def array(self, tensor: torch.Tensor) -> Array:
@@ -260,7 +267,7 @@ class CudaProcessor:
         """Pool all groups in one launch."""
         groups = []
         for rows, e in parts:
-            size, vectors = int(e.starts[-1]), rows.vectors.values
+            size, vectors = int(e.starts[-1]), _vectors(rows)
             e.slots = self.empty((size,), np.int32)
             if e.offsets is None:
                 groups.append(Bags(vectors, rows.slot_of_local, e.ids, e.bases, e.cols, e.slots))
@@ -278,7 +285,7 @@ class CudaProcessor:
 
     def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
         """Gather all features in one launch."""
-        starts, vectors = entries.starts, rows.vectors.values
+        starts, vectors = entries.starts, _vectors(rows)
         entries.slots = self.empty((int(starts[-1]),), np.int32)
         map_slots(self._gpu.kernels, entries.ids, entries.bases, starts, rows.slot_of_local, entries.slots)
         found = [
@@ -295,7 +302,7 @@ class CudaProcessor:
             map_slots(
                 self._gpu.kernels, positions, np.zeros(1, dtype=np.int64), starts, rows.slot_of_local, slots
             )  # fmt: skip
-        found = [Gathered(one.rows.vectors.values, one.slots, one.out) for one in wanted if one.out is not None]
+        found = [Gathered(_vectors(one.rows), one.slots, one.out) for one in wanted if one.out is not None]
         if found:
             gather_many(self._gpu.kernels, found)
 
@@ -311,7 +318,7 @@ class CudaProcessor:
         """Launch it once."""
         out = self.empty((int(entries.starts[-1]),), np.float32)
         weight_gradient(
-            self._gpu.kernels, rows.vectors.values, entries.slots, entries.offsets, entries.modes, entries.cols,
+            self._gpu.kernels, _vectors(rows), entries.slots, entries.offsets, entries.modes, entries.cols,
             gradient, out,
         )  # fmt: skip
         return out
@@ -320,15 +327,18 @@ class CudaProcessor:
         """Sort group by group, then step all in one launch for each optimizer and one more."""
         kernels, steps = self._gpu.kernels, []
         for one in groups:
-            g, vectors, states = one.group.index, one.rows.vectors.values, one.rows.states
+            g, vectors, states = one.group.index, _vectors(one.rows), one.rows.states
             if g not in self._sorting:
                 self._sorting[g] = cuda_sorting.SortBuffers(kernels)
                 self._updates[g] = cuda_update.UpdateBuffers(kernels)
             slots, gradients = self._together(one.pending)
-            pairs = cuda_sorting.sort_slots(kernels, slots, vectors.shape[0], self._sorting[g])
+            pairs = cuda_sorting.sort_slots(kernels, slots, vectors.words.shape[0], self._sorting[g])
             first, second = (states[i] if i < len(states) else None for i in range(2))
+            noise = cuda_rounding.NO_ROUNDING
+            if vectors.dtype != "float32":
+                noise = cuda_rounding.make_rounding(kernels, one.rows.streams, number)
             rule = _rule(one, number)
-            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, self._updates[g], rule))
+            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, self._updates[g], rule, noise))
         cuda_update.update_many(kernels, steps)
 
     def _together(self, pending: list[Pending]) -> tuple[Array, cuda_update.Gradients]:
@@ -381,6 +391,14 @@ class CudaProcessor:
     def set_random_state(self, state: torch.Tensor) -> None:
         """Put it back."""
         self._gpu.set_random_state(state)
+
+
+def _vectors(rows: GroupRows) -> Vectors:
+    """Return the vectors of rows as the kernels take them."""
+    values, dim, is_half = rows.vectors
+    if values.dtype == torch.float32:
+        return Vectors(values, dim, "float32")
+    return Vectors(values.view(torch.float32), dim, "float16" if is_half else "bfloat16")
 
 
 def _rule(one: GroupStep, number: int) -> Rule:
