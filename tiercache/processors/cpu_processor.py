@@ -235,6 +235,10 @@ class CpuProcessor:
         )  # fmt: skip
         return out
 
+    def places(self, pending: Pending) -> Array:
+        """Write them to a fresh array where there are none."""
+        return _places_of(pending)
+
     def step(self, groups: Sequence[GroupStep], number: int) -> None:
         """Step group after group."""
         for one in groups:
@@ -263,7 +267,7 @@ class CpuProcessor:
         """Nothing: there is no generator more."""
 
 
-def places_of(pending: Pending) -> NDArray[np.int64]:
+def _places_of(pending: Pending) -> NDArray[np.int64]:
     """Return where each entry's gradient begins, written out."""
     if pending.places is not None:
         return np.asarray(pending.places)
@@ -300,7 +304,7 @@ def _together(pending: list[Pending], dim: int) -> tuple[NDArray[np.int32], Grad
     first = 0
     for p, start in zip(pending, bases, strict=True):
         last = first + p.slots.size
-        mine = places_of(p)
+        mine = _places_of(p)
         offsets[first:last] = np.where(mine >= 0, mine + start, mine - start)  # ~(x + start) == ~x - start
         if p.scales.size:
             scales[first:last] = p.scales

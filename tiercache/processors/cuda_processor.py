@@ -364,7 +364,7 @@ class CudaProcessor:
                 argmaxes.append(
                     p.argmax + first if p.argmax.shape[0] else self._gpu.tensor((size - start,), torch.int32).fill_(-1)
                 )
-            mine = self._places(p)
+            mine = self.places(p)
             places.append(torch.where(mine >= 0, mine + start, mine - start))  # ~(x + start) == ~x - start
             count = p.slots.shape[0]
             scales.append(p.scales if p.scales.shape[0] else self._gpu.tensor((count,), torch.float32).fill_(1.0))
@@ -376,8 +376,8 @@ class CudaProcessor:
         )  # fmt: skip
         return torch.cat([p.slots for p in pending]), gradients
 
-    def _places(self, pending: Pending) -> torch.Tensor:
-        """Return where each entry's gradient begins, written out."""
+    def places(self, pending: Pending) -> torch.Tensor:
+        """Write them to a tensor where there are none."""
         if pending.places is not None:
             assert isinstance(pending.places, torch.Tensor)
             return pending.places

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.processors.entries import Array, Entries, GroupStep, Wanted
+    from tiercache.processors.entries import Array, Entries, GroupStep, Pending, Wanted
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
@@ -229,6 +229,10 @@ class Processor(Protocol):
 
     def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:
         """Return d loss / d weight of every entry, (E,)."""
+        ...
+
+    def places(self, pending: Pending) -> Array:
+        """Return where each entry's gradient begins, (E,) int64, written out where ``pending`` has columns alone."""
         ...
 
     def step(self, groups: Sequence[GroupStep], number: int) -> None:
