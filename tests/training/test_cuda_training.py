@@ -32,7 +32,9 @@ from tests.training.cases import (
     train,
 )
 from tests.training.devices import DEVICE, cuda_device, shim
+from tests.training.raw import key_sets, train_raw
 from tests.training.shim_gpu import ShimGpu, _Mark
+from tests.training.test_missing_keys import missing_some
 from tests.training.test_parity import INITIALIZERS, OPTIMIZERS, Stop, cases
 from tiercache.errors import BudgetError, CudaError
 from tiercache.processors.cuda_processor import CudaProcessor
@@ -125,6 +127,55 @@ def test_rows_of_16_bits_on_cuda_are_rounded_as_on_a_cpu(tmp_path: Path, optimiz
     if not isinstance(device, str):
         assert_same_bits(ended, on_a_cpu(case, passes))
         assert {"pooling.pool_narrow", "rounding.set_streams"} <= set(device._gpu.kernels.launches)
+
+
+@pytest.mark.parametrize("missing", ["zero", "init", "load"])
+def test_raw_keys_that_a_pass_lacks_are_looked_up_on_cuda_and_train_nothing(tmp_path: Path, missing: str) -> None:
+    """A third of all keys: maxima, means and weights with rows of the visit beside others, of 16 bits too."""
+    case = Case(
+        tables=(table("a", 8), table("b", 3, dtype="float16")), specs=SPECS, num_samples=96, pass_rows=32, shuffle=False
+    )
+    samples = case.cut(tmp_path / "samples")
+    passes = key_sets(tmp_path / "keys", samples)
+    options = {"change": missing_some(case, samples), "missing": missing}
+
+    def in_memory(device: Any) -> Result:
+        cache = tc.ResidentCache(passes, device=device)
+        return result_of_resident(cache, train_raw(cache, case, samples, **options))
+
+    expected = in_memory(cuda_device())
+    with open_store(tmp_path / "model.tc", case, "lmdb") as store:
+        with tiered(store, passes, device=cuda_device("random")) as cache:
+            model = train_raw(cache, case, samples, **options)
+        assert_same_bits(result_of(store, passes, model), expected)
+    if DEVICE != "cuda":
+        assert_same_bits(in_memory("cpu"), expected)
+
+
+def test_an_evaluation_of_raw_keys_on_cuda_sees_rows_as_of_now(tmp_path: Path) -> None:
+    """In the middle of a visit: rows of the device, of the store, of no pass, and a feature without keys."""
+    case = replace(KILLED_CASE, tables=(table("a", 16, dtype="bfloat16"), table("b", 3)), specs=SPECS[:3])
+    passes = case.cut(tmp_path / "passes")
+    keys = np.unique(np.concatenate([passes.passes[0].keys("a"), passes.passes[1].keys("a"), [10**9]]))
+    none = np.zeros(keys.size + 1, np.int64)
+    asked = {"f": keys, "g": (np.empty(0, np.int64), none), "h": np.stack([keys] * 3, 1)}
+    seen = 0
+
+    def each_batch(visit: int, batch: int) -> None:
+        nonlocal seen
+        if (visit, batch) != (1, 0):
+            return
+        made = cache.evaluation_batch(asked)
+        vectors, now = tc.TieredEmbedding(cache)(made), cache.rows_now()
+        np.testing.assert_array_equal(vectors["f"].detach().cpu().numpy(), now.fields("a", keys)[0])
+        found = vectors["h"].detach().cpu().numpy().reshape(keys.size, 3, 3)
+        np.testing.assert_array_equal(found, np.stack([now.fields("b", keys)[0]] * 3, 1))
+        assert not tc.TieredEmbeddingBag(cache, ["g"], mode="max")(made).abs().sum().item()
+        seen += 1
+
+    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=cuda_device()) as cache:
+        train(cache, case, each_batch=each_batch)
+    assert seen == 1
 
 
 def test_streams_of_16_bit_rows_are_within_the_device_budget(tmp_path: Path) -> None:
