@@ -19,7 +19,7 @@ from benchmarks.disk_case import DENSE_RATE, TABLE, Net, Size, dense_part
 from benchmarks.machine import device_bytes_read, drop_cache, middle, process_bytes_read
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
     from tiercache.planning.visit_plan import VisitPlan
@@ -176,17 +176,19 @@ def same_bits(memory: Training, tiered: TieredTraining) -> bool:
 class DenseTimer:
     """Finds the width of the dense part that takes a given time."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, device: str = "cpu", rest: Callable[[], None] = lambda: None) -> None:
+        """rest: waits until the device has done what it was given."""
         self._batch, self._inputs = size.batch, size.features * size.dim
+        self._device, self._rest = device, rest
         self._known: dict[int, float] = {}
 
     def seconds(self, width: int) -> float:
         """Return the seconds that one sample takes in the dense part: forward, backward and step."""
         if width not in self._known:
-            part, loss_of = dense_part(self._inputs, width), nn.BCEWithLogitsLoss()
+            part, loss_of = dense_part(self._inputs, width).to(self._device), nn.BCEWithLogitsLoss()
             optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
-            inputs = torch.rand(self._batch, self._inputs, requires_grad=True)
-            labels = torch.zeros(self._batch)
+            inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
+            labels = torch.zeros(self._batch, device=self._device)
             taken: list[float] = []
             until = time.perf_counter() + 0.3
             while len(taken) < 4 or time.perf_counter() < until:
@@ -194,6 +196,7 @@ class DenseTimer:
                 loss_of(part(inputs), labels).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                self._rest()
                 taken.append(time.perf_counter() - begun)
             self._known[width] = middle(taken[1:]) / self._batch
         return self._known[width]

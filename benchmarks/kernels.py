@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from benchmarks.kernel_cases import FULL, QUICK, TINY, Batch, Case, Size, id_cas
 from benchmarks.kernel_link import over_link
 from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
 from benchmarks.kernel_steps import our_step
-from benchmarks.machine import Goal, console, environment, report
+from benchmarks.machine import Elsewhere, Goal, console, environment, report
 from tiercache.kernels import cuda
 
 if TYPE_CHECKING:
@@ -56,15 +55,6 @@ LEAST_OVER = {
     "share_update": ("update_sgd", "update_adagrad", "update_rowwise", "update_adam"),
 }
 PEER_OPTIMIZERS = ("adagrad", "adam")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Elsewhere(Goal):
-    """A goal of another machine than this one, or of a larger batch."""
-
-    def verdict(self, value: float | None) -> str:
-        """Return that there is none."""
-        return "not measured" if value is None else "no verdict"
 
 
 def measure(machine: Machine, case: Case, tail: str, copied: float, samples: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = [
+    "Elsewhere",
     "Goal",
     "PeakMemory",
     "console",
@@ -60,6 +61,15 @@ class Goal:
         if sign * value >= sign * self.goal:
             return "goal"
         return "least" if self.least is not None and sign * value >= sign * self.least else "missed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elsewhere(Goal):
+    """A goal of another machine than this one, or of a larger batch."""
+
+    def verdict(self, value: float | None) -> str:
+        """Return that there is none."""
+        return "not measured" if value is None else "no verdict"
 
 
 def environment(module: str, arguments: Sequence[str], packages: Iterable[str]) -> dict[str, Any]:

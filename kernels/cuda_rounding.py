@@ -28,13 +28,19 @@ def make_rounding(device: Device, streams: Any, step: int) -> Rounding:
 
 
 def set_streams(device: Device, streams: Any, slots: Any, keys: Any, table_id: int, seed: int) -> None:
-    """Write the streams of rows of one table to their slots: slots (n,) int32, -1 is passed over; keys (n,) int64."""
+    """Write the streams of rows of one table to their slots: slots (n,) int32, -1 is passed over; keys (n,) int64.
+
+    Slots None: that of key i goes to place i of `streams` (n,).
+    """
     to = view(device, "streams", streams, np.uint64, written=True)
-    places, given = view(device, "slots", slots, np.int32), view(device, "keys", keys, np.int64)
-    if places.size != given.size:
-        raise ValueError(f"{given.size} keys have {places.size} slots: give one each.")
+    given = view(device, "keys", keys, np.int64)
+    places = None if slots is None else view(device, "slots", slots, np.int32)
+    room = to.size if places is None else places.size
+    if room != given.size:
+        raise ValueError(f"{given.size} keys have {room} slots: give one each.")
     if given.size == 0:
         return
     table = int(np.array(mix((seed ^ table_id) & ((1 << 64) - 1)), np.uint64).view(np.int64))
     blocks = blocks_for(device, -(-given.size // 32))
-    device.launch("rounding.set_streams", blocks, (to.address, places.address, given.address, given.size, table))
+    address = 0 if places is None else places.address
+    device.launch("rounding.set_streams", blocks, (to.address, address, given.address, given.size, table))

@@ -44,14 +44,17 @@ def make_rounding(streams: NDArray[np.uint64], step: int) -> Rounding:
 
 
 def set_streams(
-    streams: NDArray[np.uint64], slots: NDArray[np.int32], keys: NDArray[np.int64], table_id: int, seed: int
+    streams: NDArray[np.uint64], slots: NDArray[np.int32] | None, keys: NDArray[np.int64], table_id: int, seed: int
 ) -> None:
-    """Write the streams of rows of one table to their slots (n,); a few keys (n,) at a time are brought in memory."""
-    same_length(slots=slots, keys=keys)
+    """Write the streams of rows of one table to their slots (n,); None: that of key i to place i of (n,).
+
+    A few keys (n,) at a time are brought in memory.
+    """
+    same_length(slots=streams if slots is None else slots, keys=keys)
     table = np.uint64(mix((seed ^ table_id) & ((1 << 64) - 1)))
-    for first in range(0, slots.size, _CHUNK):
+    for first in range(0, keys.size, _CHUNK):
         part = slice(first, first + _CHUNK)
-        streams[slots[part]] = np.asarray(keys[part], np.int64).view(np.uint64) ^ table
+        streams[part if slots is None else slots[part]] = np.asarray(keys[part], np.int64).view(np.uint64) ^ table
 
 
 def _eight(number: Any) -> Any:

@@ -116,7 +116,7 @@ def lay_out(
 def _mark(slots, seen):  # type: ignore[no-untyped-def]
     count = np.int64(0)
     for i in range(slots.size):  # without a branch: whether a slot is new is anybody's guess
-        count += 1 - np.int64(seen[slots[i]])
+        count += 1 - int(seen[slots[i]])
         seen[slots[i]] = True
     return count
 

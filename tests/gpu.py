@@ -19,6 +19,7 @@ KERNELS = "tests/kernels"
 WITH_CUDA = (KERNELS, "-k", "cuda")
 TRAINING = (
     "tests/training/test_cuda_training.py", "tests/training/test_parity.py", "tests/training/test_evaluation.py",
+    "tests/training/test_dtypes.py",
 )  # fmt: skip
 SANITIZED = [f"{KERNELS}/test_cuda_{name}.py" for name in (
     "gathering", "pooling", "sorting", "update", "rows", "initial", "bucketing", "key_index",

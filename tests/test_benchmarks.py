@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks.disk_optimal import fewest_rows_read
+from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal
+from benchmarks.synthetic_case import MODELS, TINY, Data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -125,6 +127,95 @@ def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path)
     assert found["kernels_run_by_the_shim"] >= 15
     assert found.get("compiled_sm_90", 8) >= 8
     assert found["share_gather_verdict"] == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "inputs", "lookups", "gib"), [("tiny", 55, 58, 85, 4.19), ("small", 107, 116, 377, 26.29)]
+)
+def test_the_synthetic_models_are_those_that_were_published(
+    name: str, tables: int, inputs: int, lookups: int, gib: float
+) -> None:
+    """Tables, inputs, ids of a sample and bytes of all vectors; a schema has a feature for each input."""
+    model = MODELS[name]
+    assert (model.num_tables, model.num_inputs, model.lookups) == (tables, inputs, lookups)
+    assert round(model.weight_bytes / 2**30, 2) == gib
+    schema = Data(name, TINY).schema()
+    assert (len(schema.tables), len(schema.features)) == (tables, inputs)
+    assert sum(feature.length or 1 for feature in schema.features) == lookups
+
+
+def test_ids_follow_the_power_law_and_are_permuted() -> None:
+    """The formula's ranks, counted; and no id stands where its rank would."""
+    rows, count = 1000, 200_000
+    drawn = np.bincount(permuted_power_law(np.random.default_rng(0), rows, count), minlength=rows)
+    power = -0.05
+    below = ((np.arange(rows + 1) + 1.0) ** power - 1) / ((rows + 1.0) ** power - 1)
+    expected = np.diff(below) * count
+    assert drawn.size == rows
+    np.testing.assert_allclose(np.sort(drawn)[::-1][:50], expected[:50], rtol=0.15)
+    order = np.argsort(-drawn)[:20]
+    assert not (np.abs(np.diff(order)) == 1).any()
+    assert set(permuted_power_law(np.random.default_rng(1), 2, 100).tolist()) == {0, 1}
+
+
+def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path: Path) -> None:
+    """The smallest run on the CPU has a step's time for each, and the tiers end with the rows of memory."""
+    found = figures("benchmarks.synthetic_models", tmp_path, "--model", "tiny", "--device", "cpu")
+    assert_has(found, SAID)
+    for key in ("ms_per_step", "ms_batch", "ms_per_step_kept", "ms_per_step_host", "ms_per_step_disk"):
+        assert found[key] > 0
+    for part in ("host", "disk"):
+        assert found[f"planned_equals_measured_{part}"] is True
+        assert found[f"device_bytes_{part}"] <= found["device_budget_bytes"]
+        assert found[f"bound_{part}"] in ("memory", "disk", "link")
+        assert_has(found, (f"throughput_ratio_{part}", f"bound_ratio_{part}", f"wait_fraction_{part}"))
+    assert found["bits_equal_disk"] is True
+    assert found["store_bytes_written_disk"] > 0
+    assert found["rows_read_host"] == found["store_bytes_written_host"] == 0
+    assert found["ms_per_step_verdict"] == "no verdict"
+    assert not list(ROOT.glob("synthetic_models-*"))
+
+
+def test_the_synthetic_models_run_without_a_gpu_part_by_part(tmp_path: Path) -> None:
+    """By the shim; what one call found is there for the next, and a part that lacks it says what to run."""
+    options = ("--model", "tiny", "--dry", "--folder", str(tmp_path / "data"))
+    prepared = figures("benchmarks.synthetic_models", tmp_path, *options, "--prepare")
+    assert prepared["device"] == "shim"
+    assert prepared["ms_per_step_verdict"] == "not measured"
+    command = [sys.executable, "-m", "benchmarks.synthetic_models", *options, "--part", "disk"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "run that first, with the same --folder" in refused.stderr
+    memory = figures("benchmarks.synthetic_models", tmp_path, *options, "--part", "memory")
+    disk = figures("benchmarks.synthetic_models", tmp_path, *options, "--part", "disk")
+    assert disk["ms_per_step"] == memory["ms_per_step"] > 0
+    assert disk["bits_equal_disk"] is True
+    assert disk["planned_equals_measured_disk"] is True
+
+
+def test_out_of_core_on_a_gpu_runs_every_demand_without_one(tmp_path: Path) -> None:
+    """One store goes on from demand to demand and ends each window with the rows of memory, by the CUDA sources."""
+    found = figures("benchmarks.out_of_core", tmp_path, "--device", "cuda", "--dry")
+    assert_has(found, SAID)
+    assert found["device"] == "shim"
+    for tail in ("", "_mid", "_high"):
+        assert found[f"bits_equal{tail}"] is True
+        assert found[f"planned_equals_measured{tail}"] is True
+        assert found[f"rows_read{tail}"] > 0
+        assert found[f"rows_needed{tail}"] == sum(found[f"rows_{how}{tail}"] for how in ("kept", "from_host", "read"))
+        assert found[f"device_bytes{tail}"] <= found["device_budget_bytes"]
+        assert found[f"host_bytes_peak{tail}"] <= found["host_budget_bytes"]
+    assert found["dense_width_high"] == 0 < found["dense_width"]
+    assert found["throughput_ratio_verdict"] == "no verdict"
+
+
+def test_out_of_core_on_a_gpu_says_what_it_lacks(tmp_path: Path) -> None:
+    """Without a GPU it names the dry form."""
+    command = [sys.executable, "-m", "benchmarks.out_of_core", "--device", "cuda", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        pytest.skip("there is a GPU")
+    assert "Or take --dry." in done.stderr
 
 
 def test_the_fewest_rows_are_those_of_every_cache_that_could_have_been_chosen() -> None:

@@ -181,16 +181,20 @@ def test_any_float32_is_rounded_as_on_the_cpu(dtype: str, dim: int) -> None:
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_streams_are_those_of_the_cpu(dim: int) -> None:
-    """In the slots that were named; -1 is passed over."""
+    """In the slots that were named, of which -1 is passed over; without slots side by side."""
     rng = np.random.default_rng(dim)
     keys, slots = rng.integers(-(2**63), 2**63 - 1, 3 * dim), rng.permutation(3 * dim + 4)[: 3 * dim].astype(np.int32)
     wanted = np.zeros(3 * dim + 4, np.uint64)
-    rounding.set_streams(wanted, slots[1:].copy(), keys[1:].copy(), TABLE_ID, SEED)
+    rounding.set_streams(wanted, named := slots[1:].copy(), keys[1:].copy(), TABLE_ID, SEED)
     slots[0] = -1
     device = device_for(ORDERS[dim % 3])
     streams = device.place(np.zeros(3 * dim + 4, np.uint64))
     cuda_rounding.set_streams(device, streams, device.place(slots), device.place(keys), TABLE_ID, SEED)
     assert np.array_equal(device.read(streams), wanted)
+    rounding.set_streams(beside := np.zeros(3 * dim, np.uint64), None, keys, TABLE_ID, SEED)
+    cuda_rounding.set_streams(device, streams[: 3 * dim], None, device.place(keys), TABLE_ID, SEED)
+    assert np.array_equal(device.read(streams)[: 3 * dim], beside)
+    assert np.array_equal(beside[1:], wanted[named])
     device.close()
 
 
@@ -263,4 +267,6 @@ def test_rows_of_16_bits_need_a_stream_each() -> None:
         step(device, "sgd", held, [], slots, described, cuda_rounding.NO_ROUNDING)
     with pytest.raises(ValueError, match="2 keys have 3 slots"):
         cuda_rounding.set_streams(device, np.zeros(3, np.uint64), slots, np.zeros(2, np.int64), 0, 0)
+    with pytest.raises(ValueError, match="2 keys have 3 slots"):
+        cuda_rounding.set_streams(device, np.zeros(3, np.uint64), None, np.zeros(2, np.int64), 0, 0)
     assert not any(kernel.startswith(("update.", "rounding.")) for kernel in device.launches)

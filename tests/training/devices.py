@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
-
 from tests.training.shim_gpu import ShimGpu
 from tiercache.processors.cuda_processor import CudaProcessor
 
 DEVICE = os.environ.get("TIERCACHE_TEST_DEVICE", "cpu")
-DTYPES = ("float32", "float32", "bfloat16", "float16") if DEVICE == "cpu" else ("float32",)
-"""Of vectors that the device trains, drawn from at random."""
-only_on_a_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="vectors of 16 bits are trained on a CPU")
 
 
 def shim(order: str = "forward", **options: Any) -> CudaProcessor:

@@ -112,7 +112,7 @@ def run_raw(
 def train_raw(cache: Any, case: Case, samples: tc.PassSet, *, seed: int = 1, **options: Any) -> Net:
     """Train a case by raw keys."""
     torch.manual_seed(seed)
-    model = Net(cache, case)
+    model = Net(cache, case).to(cache.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
     cache.track(model=model, optimizer=optimizer)
     run_raw(cache, case, samples, model, optimizer, **options)

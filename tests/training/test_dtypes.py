@@ -15,6 +15,7 @@ from tests.training.cases import (
     Spec,
     assert_same_bits,
     open_store,
+    resident,
     resident_result,
     result_of,
     table,
@@ -65,7 +66,7 @@ def test_an_evaluation_looks_up_what_training_sees(tmp_path: Path, dtype: str) -
     case = case_of(dtype)
     passes = case.cut(tmp_path / "passes")
     others = replace(case, num_keys=700, data_seed=5, num_samples=96, pass_rows=48).cut(tmp_path / "others")
-    memory = tc.ResidentCache(passes)
+    memory = resident(passes)
     with open_store(tmp_path / "s.tc", case, "lmdb") as store, tiered(store, passes) as cache:
         looked = 0
 
@@ -118,7 +119,7 @@ def test_the_device_budget_counts_two_bytes_a_number_and_the_key(tmp_path: Path,
     with open_store(tmp_path / "s.tc", case, "memory") as store, tiered(store, passes) as cache:
         assert cache.device_bytes == most * (4 * 4 + 4 * 7 + 28 + 8)
         held = sum(field.nbytes for field in cache._device.arrays_G[0].fields)
-        assert held + cache._device._streams_G[0].nbytes == most * (4 * 4 + 4 * 7 + 8)
+        assert held + cache._device.arrays_G[0].streams.nbytes == most * (4 * 4 + 4 * 7 + 8)
         assert RowBudget(case.tables, 1).needed([most, 0]) == cache.device_bytes
     wide = replace(case, tables=tuple(replace(one, dtype="float32") for one in case.tables))
     assert RowBudget(wide.tables, 1).needed([most, 0]) == most * (4 * 7 + 4 * 7 + 28)
@@ -128,7 +129,7 @@ def test_the_device_budget_counts_two_bytes_a_number_and_the_key(tmp_path: Path,
 def test_rows_in_memory_are_numbers_of_the_dtype(tmp_path: Path, dtype: str) -> None:
     """From the first row on; the state is not rounded."""
     case = case_of(dtype)
-    cache = tc.ResidentCache(case.cut(tmp_path / "passes"))
+    cache = resident(case.cut(tmp_path / "passes"))
     for one in cache.tables:
         np.testing.assert_array_equal(cache.fields(one.name)[0], initial_rows(one, cache.keys(one.name))[0])
     train(cache, case)

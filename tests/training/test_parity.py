@@ -28,7 +28,6 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tests.training.devices import DTYPES, only_on_a_cpu
 from tiercache.errors import StateError
 from tiercache.store.vectors import nearest
 
@@ -44,6 +43,7 @@ INITIALIZERS = [
     tc.Zeros(),
     tc.Constant(value=0.25),
 ]
+DTYPES = ("float32", "float32", "bfloat16", "float16")
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
@@ -62,7 +62,6 @@ def test_tiered_training_ends_with_the_bits_of_training_in_memory(tmp_path: Path
         assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
 
 
-@only_on_a_cpu
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(tmp_path: Path, engine: str, dtype: str) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, aligned_zeros
+from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
 from tiercache.kernels.pooling import MAX, gather, map_slots, pool_bags, pool_one, weight_gradient
-from tiercache.kernels.rounding import make_rounding
+from tiercache.kernels.rounding import make_rounding, set_streams
 from tiercache.kernels.rows import Pieces, pack, unpack
 from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.unique import mark_slots
@@ -55,13 +55,16 @@ class CpuMover:
     def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
         """Allocate zeros, whose pages come when they are used."""
         return [
-            RowArrays(tuple(aligned_zeros(n.rows, width) for width in n.widths), NONE_I4, NONE_I4, NONE_I8)
+            RowArrays(
+                tuple(aligned_zeros(n.rows, width) for width in n.widths), NONE_I4, NONE_I4, NONE_I8,
+                np.zeros(n.rows, np.uint64) if n.rounded else NONE_U8,
+            )
             for n in layouts
-        ]
+        ]  # fmt: skip
 
     def bytes_of(self, layouts: Sequence[Layout]) -> int:
-        """Return the bytes of the fields."""
-        return sum(4 * n.rows * sum(n.widths) for n in layouts)
+        """Return the bytes of fields and streams."""
+        return sum(n.rows * (4 * sum(n.widths) + 8 * n.rounded) for n in layouts)
 
     def lock(self, address: int, num_bytes: int) -> None:
         """Nothing: all pages are the processor's."""
@@ -109,6 +112,11 @@ class CpuMover:
                  keys_there: Array | None) -> None:  # fmt: skip
         """Never called."""
         raise AssertionError("the reader makes the rows of a CPU")
+
+    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  keys_there: Array | None) -> None:  # fmt: skip
+        """Write them in place, reading keys as they come."""
+        set_streams(streams, slots, keys, table.table_id, table.seed ^ table.first_column)
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
         """Write in place; zeros of a fresh array are there already."""
@@ -227,6 +235,10 @@ class CpuProcessor:
         )  # fmt: skip
         return out
 
+    def places(self, pending: Pending) -> Array:
+        """Write them to a fresh array where there are none."""
+        return _places_of(pending)
+
     def step(self, groups: Sequence[GroupStep], number: int) -> None:
         """Step group after group."""
         for one in groups:
@@ -255,7 +267,7 @@ class CpuProcessor:
         """Nothing: there is no generator more."""
 
 
-def places_of(pending: Pending) -> NDArray[np.int64]:
+def _places_of(pending: Pending) -> NDArray[np.int64]:
     """Return where each entry's gradient begins, written out."""
     if pending.places is not None:
         return np.asarray(pending.places)
@@ -292,7 +304,7 @@ def _together(pending: list[Pending], dim: int) -> tuple[NDArray[np.int32], Grad
     first = 0
     for p, start in zip(pending, bases, strict=True):
         last = first + p.slots.size
-        mine = places_of(p)
+        mine = _places_of(p)
         offsets[first:last] = np.where(mine >= 0, mine + start, mine - start)  # ~(x + start) == ~x - start
         if p.scales.size:
             scales[first:last] = p.scales

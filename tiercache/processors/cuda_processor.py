@@ -7,190 +7,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.errors import BudgetError, SchemaError
-from tiercache.kernels import cuda_initial, cuda_rows, cuda_sorting, cuda_update
+from tiercache.kernels import cuda_rounding, cuda_sorting, cuda_update
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.kernels.cuda_gathering import Gathered, gather, gather_many, map_slots
+from tiercache.kernels.cuda_gathering import Gathered, gather_many, map_slots
 from tiercache.kernels.cuda_pooling import MAX, Bags, pool_many, weight_gradient
+from tiercache.kernels.cuda_vectors import Vectors
 from tiercache.kernels.optimizers import ADAGRAD, ROWWISE, adam_rule, make_rule
 from tiercache.kernels.optimizers import SGD as PLAIN
+from tiercache.processors.cuda_mover import CudaMover
 from tiercache.processors.gpu import TORCH_DTYPES
-from tiercache.processors.processor import RowArrays
-from tiercache.sizes import format_bytes
 from tiercache.store.table import (
     SGD,
     Adagrad,
     Adam,
-    Constant,
     RowWiseAdagrad,
-    Uniform,
-    Zeros,
-    initializer_code,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.kernels.optimizers import Rule
     from tiercache.processors.entries import Array, Entries, GroupStep, Pending, Wanted
     from tiercache.processors.gpu import Gpu
-    from tiercache.processors.processor import Layout, Mark
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
-
-_ALIGNED_BYTES = 128  # a cache line
-_CHUNK_BYTES = 16 << 20  # of rows that are made on the host
-
-
-class HostPieces:
-    """Pieces in locked host memory, which kernels read and write over the link."""
-
-    def __init__(self, gpu: Gpu, row_floats: int) -> None:
-        self._gpu, self.there = gpu, cuda_rows.Pieces(gpu.kernels, row_floats)
-
-    def add(
-        self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
-    ) -> None:
-        """Add pieces, whose ``data`` lies in locked or pinned memory."""
-        address = self._gpu.address_of(data)
-        self.there.add(first, first_row, offset, cuda_rows.Mapped(address, data.size, data, data.flags.writeable))
-
-
-class CudaMover:
-    """Moves rows over the link: kernels read and write locked blocks of host memory, in dump order."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self.lock, self.unlock = gpu.lock, gpu.unlock
-
-    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
-        """Allocate once, from torch's caching allocator."""
-        total = self.bytes_of(layouts)
-        free, whole = self._gpu.room()
-        refused = BudgetError(
-            f"{what} need {format_bytes(total)} on the {self._gpu.name}, which has {format_bytes(free)} of "
-            f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, less what the "
-            "dense model and its batches need"
-        )
-        if total > free:
-            raise refused
-        try:
-            memory = self._gpu.tensor((max(total, 1),), torch.uint8)  # a rank may own no row at all
-        except torch.OutOfMemoryError as error:
-            raise refused from error
-        at = 0
-
-        def cut(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-            nonlocal at
-            num_bytes = rows * width * dtype.itemsize
-            mine = memory[at : at + num_bytes].view(dtype)
-            at += _aligned(num_bytes)
-            return mine
-
-        return [
-            RowArrays(
-                tuple(cut(n.rows, width, torch.float32).view(n.rows, width) for width in n.widths),
-                cut(n.positions, 1, torch.int32),
-                cut(n.positions, 1, torch.int32),
-                cut(n.positions, 1, torch.int64),
-            )
-            for n in layouts
-        ]
-
-    def bytes_of(self, layouts: Sequence[Layout]) -> int:
-        """Count fields, two arrays of slots and one of keys, each from a cache line on."""
-        return sum(
-            sum(_aligned(4 * n.rows * width) for width in n.widths)
-            + 2 * _aligned(4 * n.positions) + _aligned(8 * n.positions)
-            for n in layouts
-        )  # fmt: skip
-
-    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return pinned memory."""
-        scratch: NDArray[np.uint8] = self._gpu.pinned((num_bytes,), torch.uint8).numpy()
-        return scratch
-
-    def moving(self) -> AbstractContextManager[None]:
-        """Work on the stream of moves."""
-        return self._gpu.moving()
-
-    def mark(self) -> Mark:
-        """Record an event on it."""
-        return self._gpu.mark()
-
-    def rest(self) -> None:
-        """Wait for all streams."""
-        self._gpu.rest()
-
-    def indices(self, count: int) -> NDArray[np.int32]:
-        """Return pinned memory."""
-        indices: NDArray[np.int32] = self._gpu.pinned((count,), torch.int32).numpy()
-        return indices
-
-    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
-        """Copy them; nobody waits where they are pinned."""
-        return self._copy(indices, into, lasting=True)
-
-    def pieces(self, row_floats: int) -> HostPieces:
-        """Return none yet."""
-        return HostPieces(self._gpu, row_floats)
-
-    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Any) -> None:
-        """Launch it once for all fields and pieces."""
-        cuda_rows.pack(self._gpu.kernels, fields, slots, order, pieces.there)
-
-    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Any) -> None:
-        """Launch it once for all fields and pieces."""
-        cuda_rows.unpack(self._gpu.kernels, fields, slots, pieces.there)
-
-    def generates(self, table: Table) -> bool:
-        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms, nor for column slices."""
-        return table.whole_dim is None and isinstance(table.initializer, (Uniform, Zeros, Constant))
-
-    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
-                 keys_there: Array | None) -> None:  # fmt: skip
-        """Launch it once."""
-        there = self._copy(keys, self._gpu.tensor(keys.shape, torch.int64) if keys_there is None else keys_there)
-        how = table.table_id, table.seed, *initializer_code(table.initializer)
-        cuda_initial.initial_rows(self._gpu.kernels, there, *how, vectors, slots)
-
-    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
-        """Launch it once."""
-        if slots is None:
-            field.fill_(value)
-        else:
-            cuda_initial.fill_rows(self._gpu.kernels, value, field, slots)
-
-    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
-        """Have them made in pinned memory, 16 MiB at a time."""
-        count, width = rows.shape
-        step = max(1, _CHUNK_BYTES // (4 * max(1, width)))
-        room = self._gpu.pinned((min(step, count), width), torch.float32)
-        for first in range(0, count, step):
-            part = slice(first, min(first + step, count))
-            some = room[: part.stop - first]
-            fill(some.numpy(), part)
-            self._gpu.copy(some, rows[part])
-
-    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
-        """Gather on the device and copy. Waits."""
-        if isinstance(slots, slice):
-            found = field[slots]
-        else:
-            found = self._gpu.tensor((slots.size, field.shape[1]), torch.float32)
-            there = self._copy(slots, self._gpu.tensor((slots.size,), torch.int32))
-            gather(self._gpu.kernels, field, there, found)
-        return self._gpu.download(found)
-
-    def _copy(self, host: NDArray[Any], there: Array, *, lasting: bool = False) -> Array:
-        """Copy a host array to the first elements of a tensor; it may change once this returns, or is ``lasting``."""
-        part = there[: host.size]
-        source = torch.from_numpy(host if host.flags.writeable else host.copy())
-        self._gpu.copy(source, part, lasting=lasting and host.flags.writeable)
-        return part
 
 
 class CudaProcessor:
@@ -210,12 +52,6 @@ class CudaProcessor:
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""
-        for table in tables:
-            if table.dtype != "float32":
-                raise SchemaError(
-                    f"table {table.name!r} has vectors of {table.dtype}, which device='cuda' does not train yet: "
-                    "use dtype='float32', or device='cpu'"
-                )
         self._gpu.prepare()
 
     def array(self, tensor: torch.Tensor) -> Array:
@@ -260,7 +96,7 @@ class CudaProcessor:
         """Pool all groups in one launch."""
         groups = []
         for rows, e in parts:
-            size, vectors = int(e.starts[-1]), rows.vectors.values
+            size, vectors = int(e.starts[-1]), _vectors(rows)
             e.slots = self.empty((size,), np.int32)
             if e.offsets is None:
                 groups.append(Bags(vectors, rows.slot_of_local, e.ids, e.bases, e.cols, e.slots))
@@ -278,7 +114,7 @@ class CudaProcessor:
 
     def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
         """Gather all features in one launch."""
-        starts, vectors = entries.starts, rows.vectors.values
+        starts, vectors = entries.starts, _vectors(rows)
         entries.slots = self.empty((int(starts[-1]),), np.int32)
         map_slots(self._gpu.kernels, entries.ids, entries.bases, starts, rows.slot_of_local, entries.slots)
         found = [
@@ -295,7 +131,7 @@ class CudaProcessor:
             map_slots(
                 self._gpu.kernels, positions, np.zeros(1, dtype=np.int64), starts, rows.slot_of_local, slots
             )  # fmt: skip
-        found = [Gathered(one.rows.vectors.values, one.slots, one.out) for one in wanted if one.out is not None]
+        found = [Gathered(_vectors(one.rows), one.slots, one.out) for one in wanted if one.out is not None]
         if found:
             gather_many(self._gpu.kernels, found)
 
@@ -311,7 +147,7 @@ class CudaProcessor:
         """Launch it once."""
         out = self.empty((int(entries.starts[-1]),), np.float32)
         weight_gradient(
-            self._gpu.kernels, rows.vectors.values, entries.slots, entries.offsets, entries.modes, entries.cols,
+            self._gpu.kernels, _vectors(rows), entries.slots, entries.offsets, entries.modes, entries.cols,
             gradient, out,
         )  # fmt: skip
         return out
@@ -320,15 +156,18 @@ class CudaProcessor:
         """Sort group by group, then step all in one launch for each optimizer and one more."""
         kernels, steps = self._gpu.kernels, []
         for one in groups:
-            g, vectors, states = one.group.index, one.rows.vectors.values, one.rows.states
+            g, vectors, states = one.group.index, _vectors(one.rows), one.rows.states
             if g not in self._sorting:
                 self._sorting[g] = cuda_sorting.SortBuffers(kernels)
                 self._updates[g] = cuda_update.UpdateBuffers(kernels)
             slots, gradients = self._together(one.pending)
-            pairs = cuda_sorting.sort_slots(kernels, slots, vectors.shape[0], self._sorting[g])
+            pairs = cuda_sorting.sort_slots(kernels, slots, vectors.words.shape[0], self._sorting[g])
             first, second = (states[i] if i < len(states) else None for i in range(2))
+            noise = cuda_rounding.NO_ROUNDING
+            if vectors.dtype != "float32":
+                noise = cuda_rounding.make_rounding(kernels, one.rows.streams, number)
             rule = _rule(one, number)
-            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, self._updates[g], rule))
+            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, self._updates[g], rule, noise))
         cuda_update.update_many(kernels, steps)
 
     def _together(self, pending: list[Pending]) -> tuple[Array, cuda_update.Gradients]:
@@ -354,7 +193,7 @@ class CudaProcessor:
                 argmaxes.append(
                     p.argmax + first if p.argmax.shape[0] else self._gpu.tensor((size - start,), torch.int32).fill_(-1)
                 )
-            mine = self._places(p)
+            mine = self.places(p)
             places.append(torch.where(mine >= 0, mine + start, mine - start))  # ~(x + start) == ~x - start
             count = p.slots.shape[0]
             scales.append(p.scales if p.scales.shape[0] else self._gpu.tensor((count,), torch.float32).fill_(1.0))
@@ -366,8 +205,8 @@ class CudaProcessor:
         )  # fmt: skip
         return torch.cat([p.slots for p in pending]), gradients
 
-    def _places(self, pending: Pending) -> torch.Tensor:
-        """Return where each entry's gradient begins, written out."""
+    def places(self, pending: Pending) -> torch.Tensor:
+        """Write them to a tensor where there are none."""
         if pending.places is not None:
             assert isinstance(pending.places, torch.Tensor)
             return pending.places
@@ -383,6 +222,14 @@ class CudaProcessor:
         self._gpu.set_random_state(state)
 
 
+def _vectors(rows: GroupRows) -> Vectors:
+    """Return the vectors of rows as the kernels take them."""
+    values, dim, is_half = rows.vectors
+    if values.dtype == torch.float32:
+        return Vectors(values, dim, "float32")
+    return Vectors(values.view(torch.float32), dim, "float16" if is_half else "bfloat16")
+
+
 def _rule(one: GroupStep, number: int) -> Rule:
     decay, rate = one.group.optimizer.decay, one.learning_rate
     match one.group.optimizer:
@@ -395,7 +242,3 @@ def _rule(one: GroupStep, number: int) -> Rule:
         case SGD():
             return make_rule(PLAIN, rate, 0.0, decay)
     raise AssertionError(f"there is no kernel for {one.group.optimizer}")
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def open_processor(device: str | Processor, tables: Sequence[Table]) -> Processor:
     """Return the processor of ``device``, "cpu", "cuda" or "cuda:1", ready to train ``tables``; one given is taken.
 
-    Nothing of CUDA is imported before it is asked for. Raises CudaError where a GPU cannot be used, SchemaError for
-    tables that it cannot train, ValueError for another device.
+    Nothing of CUDA is imported before it is asked for. Raises CudaError where a GPU cannot be used, ValueError for
+    another device.
     """
     processor: Processor
     if not isinstance(device, str):

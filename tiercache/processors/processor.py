@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.processors.entries import Array, Entries, GroupStep, Wanted
+    from tiercache.processors.entries import Array, Entries, GroupStep, Pending, Wanted
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
@@ -29,6 +29,8 @@ class Layout(NamedTuple):
     """Words of each field of a row."""
     positions: int
     """The most local ids that are mapped to slots at once."""
+    rounded: bool
+    """Whether steps round its vectors, which have 16 bits then."""
 
 
 class RowArrays(NamedTuple):
@@ -41,7 +43,9 @@ class RowArrays(NamedTuple):
     order: Array
     """(positions,) int32 for the order of one move; empty likewise."""
     keys: Array
-    """(positions,) int64 for the keys of new rows; empty likewise."""
+    """(positions,) int64 for keys on their way; empty likewise."""
+    streams: Array
+    """(rows,) uint64 of the row in each slot, where vectors are rounded; else empty."""
 
 
 class Mark(Protocol):
@@ -131,6 +135,14 @@ class Mover(Protocol):
         """
         ...
 
+    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  keys_there: Array | None) -> None:  # fmt: skip
+        """Write the streams of the rows of keys (n,) to their slots (n,), or to places (n,) where these are None.
+
+        ``keys_there`` as of `generate`.
+        """
+        ...
+
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
         """Write ``value`` to all numbers of rows (of all rows: ``slots`` None)."""
         ...
@@ -172,7 +184,7 @@ class Processor(Protocol):
         ...
 
     def prepare(self, tables: Sequence[Table]) -> None:
-        """Compile what training these tables needs. Raises SchemaError for a table that the device cannot train."""
+        """Compile what training these tables needs."""
         ...
 
     def array(self, tensor: torch.Tensor) -> Array:
@@ -217,6 +229,10 @@ class Processor(Protocol):
 
     def weight_gradient(self, rows: GroupRows, entries: Entries, gradient: Array) -> Array:
         """Return d loss / d weight of every entry, (E,)."""
+        ...
+
+    def places(self, pending: Pending) -> Array:
+        """Return where each entry's gradient begins, (E,) int64, written out where ``pending`` has columns alone."""
         ...
 
     def step(self, groups: Sequence[GroupStep], number: int) -> None:

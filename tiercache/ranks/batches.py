@@ -10,6 +10,7 @@ from tiercache.errors import StoreError, TierCacheError
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import make_batch
 from tiercache.training.row_optimizer import RowGradients
+from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -56,7 +57,9 @@ class BatchMaker:
     def __init__(self, ranks: Ranks, exchange: RowExchange, schema: Schema, processor: Processor) -> None:
         self._ranks, self._exchange, self._processor = ranks, exchange, processor
         self._tables = {feature.name: feature.table for feature in schema.features}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="tiercache-exchange", initializer=share_threads
+        )  # else the kernels would use all cores there, whatever the training does
         self.due: list[Due] = []
         """Batches made since the last step, in order."""
 

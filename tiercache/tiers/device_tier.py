@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError
-from tiercache.kernels.arrays import NONE_U8
-from tiercache.kernels.rounding import set_streams
 from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
 from tiercache.passes.row_budget import device_bytes
 from tiercache.processors.processor import Layout
@@ -64,7 +62,7 @@ class DeviceTier:
         ]
         needs = [rows * device_bytes(group) for rows, group in zip(self.capacity_G, groups, strict=True)]
         layouts = [
-            Layout(rows, tuple(field.words for field in group.fields), rows)
+            Layout(rows, tuple(field.words for field in group.fields), rows, group.dtype != "float32")
             for rows, group in zip(self.capacity_G, groups, strict=True)
         ]
         self.num_bytes = max(sum(needs), mover.bytes_of(layouts))  # the latter for rows so few that gaps count
@@ -85,10 +83,6 @@ class DeviceTier:
         """The memory of each group's rows."""
         self.slots_G: list[Array] = []
         """The slots of the visit shown, on the device."""
-        self._streams_G = [
-            NONE_U8 if group.dtype == "float32" else np.zeros(rows, dtype=np.uint64)
-            for rows, group in zip(self.capacity_G, groups, strict=True)
-        ]
         self._spare_G: list[NDArray[np.int32]] = []
         self.clear()
 
@@ -138,17 +132,16 @@ class DeviceTier:
         """Return the words of a field in some slots."""
         return self._mover.read(self.arrays_G[group].fields[field], slots)
 
-    def note_keys(
-        self, pass_index: int, placements: list[Placement], keys_of: Callable[[int, int], NDArray[np.int64]]
-    ) -> None:
-        """Note which key stands in which slot, where rows are rounded by it; called when their rows are loaded."""
+    def note_keys(self, pass_index: int, keys_of: Callable[[int, int], NDArray[np.int64]]) -> None:
+        """Note which key stands in which slot of the rows shown, where these are rounded by it."""
         for g, group in enumerate(self._positions.groups):
-            if self._streams_G[g].size:
-                starts = self._positions.table_starts(pass_index, g).tolist()
-                for i, table in enumerate(group.tables):
-                    slots = placements[g].slots_K[starts[i] : starts[i + 1]]
-                    keys = keys_of(pass_index, self._positions.first_table(g) + i)
-                    set_streams(self._streams_G[g], slots, keys, table.table_id, table.seed ^ table.first_column)
+            if group.dtype == "float32":
+                continue
+            starts = self._positions.table_starts(pass_index, g).tolist()
+            for i, table in enumerate(group.tables):
+                mine = slice(starts[i], starts[i + 1])
+                keys, arrays = keys_of(pass_index, self._positions.first_table(g) + i), self.arrays_G[g]
+                self._mover.note_keys(table, keys, arrays.streams, self.slots_G[g][mine], arrays.keys[mine])
 
     def rows_of(self, pass_index: int) -> list[GroupRows]:
         """Return what a lookup sees."""
@@ -158,7 +151,7 @@ class DeviceTier:
                 self.arrays_G[g].fields,
                 self.slots_G[g],
                 self._positions.table_starts(pass_index, g),
-                streams=self._streams_G[g],
+                streams=self.arrays_G[g].streams,
             )
             for g, group in enumerate(self._positions.groups)
         ]

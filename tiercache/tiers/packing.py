@@ -121,7 +121,7 @@ class Unpacker:
                 for state, value in zip(arrays.fields[1:], initial_values(group), strict=True):
                     mover.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
             self._device.show(staged.placements)
-        self._device.note_keys(plan.pass_index, staged.placements, self._keys_of)
+            self._device.note_keys(plan.pass_index, self._keys_of)
         mover.mark().wait()
 
 

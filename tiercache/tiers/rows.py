@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.vectors import Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.processors.entries import Array
@@ -28,7 +30,7 @@ class GroupRows:
     """
 
     vectors: Vectors
-    """(slots, dim), in their dtype."""
+    """(slots, dim), in their dtype; those of 16 bits as the bits of uint16."""
     states: tuple[Array, ...]
     """One (slots, width) array for each optimizer state."""
     slot_of_local: Array
@@ -37,7 +39,7 @@ class GroupRows:
     """By table: the position of its local id 0."""
     num_local: dict[str, int]
     """By table: how many local ids there are."""
-    streams: NDArray[np.uint64]
+    streams: Array
     """Of the row in each slot, where rows of a 16-bit dtype are stepped; else empty."""
 
     @classmethod
@@ -48,7 +50,7 @@ class GroupRows:
         slots: Array,
         table_starts: NDArray[np.int64],
         *,
-        streams: NDArray[np.uint64] = NONE_U8,
+        streams: Array = NONE_U8,
         dtype: str | None = None,
     ) -> GroupRows:
         """Build it from the words of each field and from where each table of the group starts.
@@ -57,13 +59,20 @@ class GroupRows:
         """
         names = [table.name for table in group.tables]
         return cls(
-            Vectors.of(fields[0], group.dim, dtype or group.dtype),
+            _vectors(fields[0], group.dim, dtype or group.dtype),
             fields[1:],
             slots,
             {name: int(table_starts[i]) for i, name in enumerate(names)},
             {name: int(table_starts[i + 1] - table_starts[i]) for i, name in enumerate(names)},
             streams,
         )
+
+
+def _vectors(words: Array, dim: int, dtype: str) -> Vectors:
+    """See words of 4 bytes (slots, words), on whatever device, as vectors."""
+    if isinstance(words, np.ndarray):
+        return Vectors.of(words, dim, dtype)
+    return Vectors(words if dtype == "float32" else words.view(torch.uint16), dim, int(dtype == "float16"))
 
 
 class RowView:

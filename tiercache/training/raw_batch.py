@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import torch
 
-from tiercache.errors import BudgetError, KeyNotInPassError, StateError
+from tiercache.errors import BudgetError, KeyNotInPassError
 from tiercache.kernels.numbering import KeyNumbers
-from tiercache.kernels.pooling import gather
 from tiercache.passes.samples import FeatureIds
-from tiercache.processors.cpu_processor import CpuProcessor, places_of
+from tiercache.processors.entries import Wanted
 from tiercache.sizes import format_bytes
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
@@ -107,7 +106,6 @@ class RawKeys:
         dense: Any = None,
     ) -> Batch:
         """Return a batch outside any visit: ``TierCache.evaluation_batch`` promises it."""
-        self._refuse_gpu("evaluation_batch() reads rows of raw keys")
         num_samples, features = feature_keys(self._schema, keys, weights)
         wanted = 0
         for group in self._groups:
@@ -121,7 +119,7 @@ class RawKeys:
             )
         empty = [
             GroupRows.of(
-                group, (np.empty((0, group.dim), np.float32),), np.empty(0, np.int32),
+                group, (self._processor.empty((0, group.dim), np.float32),), self._processor.empty((0,), np.int32),
                 np.zeros(len(group.tables) + 1, np.int64), dtype="float32",
             )
             for group in self._groups
@@ -144,7 +142,6 @@ class RawKeys:
         ids = {name: FeatureIds(places[name], feature.offsets, feature.weights) for name, feature in features.items()}
         lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
         if lacking:
-            self._refuse_gpu(f"missing={missing!r} reads rows of keys that the pass lacks")
             rows = self._with_rows_of_missing(rows, features, places, lacking, missing, ids)
         return Batch(
             label=self._bring("label", label, torch.empty(0), (num_samples,)),
@@ -160,13 +157,6 @@ class RawKeys:
         if found.device == self._processor.device:
             return found
         return self._processor.tensor(self._processor.bring(found.numpy()))
-
-    def _refuse_gpu(self, what: str) -> None:
-        if not isinstance(self._processor, CpuProcessor):
-            raise StateError(
-                f"{what} beside the device, which only device='cpu' does so far: look up keys of the pass alone, with "
-                "missing='error', or train on the CPU"
-            )
 
     def _refuse_missing(
         self,
@@ -206,16 +196,16 @@ class RawKeys:
             if not any(f.name in lacking for f in mine):
                 continue
             view = rows.groups[g]
-            slots = KeyNumbers()
+            positions = KeyNumbers()
             vectors: list[NDArray[np.float32]] = []
             numbers = {f.name: np.full(places[f.name].size, -1, np.int32) for f in mine}
             for f in mine:
                 here = places[f.name] >= 0
-                held = view.slot_of_local[places[f.name][here] + view.first[f.table]].astype(np.int64)
+                held = places[f.name][here] + np.int64(view.first[f.table])
                 found = np.empty(held.size, np.int32)
-                slots.insert(held, found)
+                positions.insert(held, found)
                 numbers[f.name][here] = found
-            held_R = slots.keys().astype(np.int32)
+            held_R = positions.keys().astype(np.int32)
             if missing == "zero":
                 vectors.append(np.zeros((1, group.dim), np.float32))
                 for f in mine:
@@ -264,24 +254,27 @@ class _GatheredRows:
     """
 
     def __init__(
-        self, group: Group, visit: RowView, index: int, slots_R: NDArray[np.int32], missing_MD: NDArray[np.float32],
-        steps: Callable[[], int],
+        self, group: Group, visit: RowView, index: int, positions_R: NDArray[np.int32],
+        missing_MD: NDArray[np.float32], steps: Callable[[], int],
     ) -> None:  # fmt: skip
-        self.slots_R = slots_R
-        self._visit, self._index, self._steps = visit, index, steps
-        self._read_at = -1
-        held = slots_R.size
-        self._vectors = np.empty((held + missing_MD.shape[0], group.dim), np.float32)
-        self._vectors[held:] = missing_MD
-        count = self._vectors.shape[0]
-        starts = np.zeros(len(group.tables) + 1, np.int64)
-        view = GroupRows.of(group, (self._vectors,), np.arange(count, dtype=np.int32), starts, dtype="float32")
+        self._steps, self._read_at, self.num_held = steps, -1, positions_R.size
+        self._processor = processor = visit.processor
+        count = positions_R.size + missing_MD.shape[0]
+        vectors = processor.empty((count, group.dim), np.float32)
+        processor.tensor(vectors)[self.num_held :] = processor.tensor(processor.bring(missing_MD))
+        self.slots_R = processor.empty(positions_R.shape, np.int32)
+        """The slot of each row of the visit, on the device, once ``now`` was called."""
+        self._held = Wanted(
+            visit.groups[index], processor.bring(positions_R), self.slots_R, vectors[: self.num_held]
+        )  # fmt: skip
+        starts, locals_ = np.zeros(len(group.tables) + 1, np.int64), np.arange(count, dtype=np.int32)
+        view = GroupRows.of(group, (vectors,), processor.bring(locals_), starts, dtype="float32")
         self._view = replace(view, num_local=dict.fromkeys(view.num_local, count))
 
     def now(self) -> GroupRows:
         """Return them as they are now."""
-        if self._read_at != self._steps():
-            gather(self._visit.groups[self._index].vectors, self.slots_R, self._vectors[: self.slots_R.size])
+        if self.num_held and self._read_at != self._steps():
+            self._processor.find([self._held])
             self._read_at = self._steps()
         return self._view
 
@@ -290,8 +283,7 @@ class _RawRows(RowView):
     """What a batch with missing keys looks up: the visit's rows, but for groups where rows were gathered for it."""
 
     def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
-        slots = {g: rows.slots_R for g, rows in added.items()}
-        gradients = None if visit.gradients is None else _HeldGradients(visit.gradients, slots)
+        gradients = None if visit.gradients is None else _HeldGradients(visit.gradients, added, visit.processor)
         super().__init__((), gradients, visit.name, visit.processor)
         self.groups = _Groups(visit, added)
         self._visit = visit
@@ -317,38 +309,36 @@ class _Groups(Sequence[GroupRows]):
 class _HeldGradients(RowGradients):
     """Passes the gradients of rows of the visit on, under their slots; those of missing keys go nowhere."""
 
-    def __init__(self, visit: RowGradients, slots: dict[int, NDArray[np.int32]]) -> None:
+    def __init__(self, visit: RowGradients, added: dict[int, _GatheredRows], processor: Processor) -> None:
         super().__init__(0)
-        self._visit, self._slots = visit, slots
+        self._visit, self._added, self._processor = visit, added, processor
 
     def add(self, group: int, pending: Pending) -> None:
-        """Add the gradient of one lookup."""
-        if group not in self._slots:
+        """Add the gradient of one lookup. Waits for a GPU."""
+        if group not in self._added:
             self._visit.add(group, pending)
             return
-        slots_R = self._slots[group]
-        kept = np.nonzero(pending.slots < slots_R.size)[0]
-        if not kept.size:
+        added = self._added[group]
+        seen, given = self._processor.tensor, self._processor.array
+        numbers = seen(pending.slots).long()
+        kept = (numbers < added.num_held).nonzero()[:, 0]
+        if not len(kept):
             return
-        if kept.size == pending.slots.size:
-            self._visit.add(group, replace(pending, slots=slots_R[pending.slots]))
+        slots = given(seen(added.slots_R)[numbers[kept]])
+        if len(kept) == len(numbers):
+            self._visit.add(group, replace(pending, slots=slots))
             return
-        argmax = pending.argmax
-        if argmax.size:  # it names entries by their numbers, which change; where no maximum was taken it is anything
-            number = np.full(pending.slots.size, -1, np.int32)
-            number[kept] = np.arange(kept.size, dtype=np.int32)
-            named = (argmax >= 0) & (argmax < number.size)
-            argmax = np.where(named, number[np.where(named, argmax, 0)], np.int32(-1))
-        self._visit.add(
-            group,
-            replace(
-                pending,
-                slots=slots_R[pending.slots[kept]],
-                places=places_of(pending)[kept],
-                scales=pending.scales[kept] if pending.scales.size else pending.scales,
-                argmax=argmax,
-            ),
-        )
+        argmax, scales = pending.argmax, pending.scales
+        if argmax.shape[0]:  # it names entries by their numbers, which change; without a maximum it is anything
+            argmax = seen(argmax)
+            number = torch.full((len(numbers) + 1,), -1, dtype=torch.int32, device=argmax.device)
+            number[kept] = torch.arange(len(kept), dtype=torch.int32, device=argmax.device)
+            named = (argmax >= 0) & (argmax < len(numbers))
+            argmax = given(number[torch.where(named, argmax, len(numbers)).long()])
+        if scales.shape[0]:
+            scales = given(seen(scales)[kept])
+        places = given(seen(self._processor.places(pending))[kept])
+        self._visit.add(group, replace(pending, slots=slots, places=places, scales=scales, argmax=argmax))
 
 
 def _numbers(what: str, given: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:

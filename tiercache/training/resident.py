@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.errors import StateError
-from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.numbering import KeyNumbers
-from tiercache.kernels.rounding import set_streams
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
@@ -61,19 +59,21 @@ class ResidentCache:
             [np.empty(self._positions.num_rows(p, g), dtype=np.int32) for g in range(len(self._groups))]
             for p in range(len(passes.passes))
         ]
-        self._streams_G = [NONE_U8] * len(self._groups)
         rows_G = [self._number(g) for g in range(len(self._groups))]
         self._arrays_G = self._processor.mover.reserve(
             [
                 Layout(
-                    rows, tuple(field.words for field in group.fields), max(p[group.index].size for p in self._slots_PG)
+                    rows,
+                    tuple(field.words for field in group.fields),
+                    max(p[group.index].size for p in self._slots_PG),
+                    group.dtype != "float32",
                 )
                 for rows, group in zip(rows_G, self._groups, strict=True)
             ],
             "a ResidentCache holds all rows of all passes, which",
         )
-        for g, rows in enumerate(rows_G):
-            self._fill(g, rows)
+        for g in range(len(self._groups)):
+            self._fill(g)
         self.optimizer = RowOptimizer(self._groups, self._processor)
         self._hooks = StepHooks(self.step)
         self._raw = RawKeys(passes.schema, self._groups, self.rows_now, lambda: self.optimizer.steps, self._processor)
@@ -96,24 +96,21 @@ class ResidentCache:
             rows += names.count
         return rows
 
-    def _fill(self, g: int, rows: int) -> None:
+    def _fill(self, g: int) -> None:
         """Make the initial rows of a group."""
         group, arrays, mover = self._groups[g], self._arrays_G[g], self._processor.mover
         for values, field in zip(arrays.fields[1:], group.fields[1:], strict=True):
             mover.set_rows(values, None, field.initial)
         for table in group.tables:
             keys, first = self._keys[table.name], self._first[table.name]
-            vectors = arrays.fields[0][first : first + keys.size]
+            mine = slice(first, first + keys.size)
+            vectors = arrays.fields[0][mine]
             if mover.generates(table):
                 mover.generate(table, keys, vectors, None, None)
             else:
                 mover.write(vectors, _first_vectors(table, keys))
-        if group.dtype != "float32":
-            self._streams_G[g] = np.empty(rows, dtype=np.uint64)
-            for table in group.tables:
-                keys, first = self._keys[table.name], self._first[table.name]
-                slots = np.arange(first, first + keys.size, dtype=np.int32)
-                set_streams(self._streams_G[g], slots, keys, table.table_id, table.seed)
+            if group.dtype != "float32":
+                mover.note_keys(table, keys, arrays.streams[mine], None, None)
 
     def track(self, **objects: Any) -> None:
         """Step rows when a tracked torch optimizer steps."""
@@ -131,7 +128,7 @@ class ResidentCache:
                     self._arrays_G[g].fields,
                     self._processor.mover.place(self._slots_PG[p][g], self._arrays_G[g].slots),
                     self._positions.table_starts(p, g),
-                    streams=self._streams_G[g],
+                    streams=self._arrays_G[g].streams,
                 )
                 for g, group in enumerate(self._groups)
             ]

@@ -1,0 +1,265 @@
+"""The out-of-core benchmark on a GPU: windows of warm visits of a table of 40 GB, on a machine lent by the call.
+
+One table of dim 128 with Adagrad (1,024 bytes a row), 8 features of one id, ids drawn from 400 million by a power law
+of 1.05: 41 million rows in 20 passes of 1.9 million samples. The device holds 4 GB, the host 8 GB, the disk the rest.
+
+--prepare writes the data and trains the first epoch, without the dense part: minutes. Then --demand low, mid and high
+each measure a window of 3 warm visits, in memory (all rows fit on the GPU) and over the tiers, in a call of their own:
+the store stays in --folder and goes on from its last commit; what was found stays there too. The dense part of low and
+mid is as wide as makes the disk's demand 0.05 and 0.5, but training in memory at most 120 s; high has none. Dense
+weights are not tracked, as every demand has others. rows_read_over_optimal is the CPU's to count, and bits are compared
+in the dry form, which runs everything at once by the tests' shim. What the figures are: see `window`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import tiercache as tc
+from benchmarks.disk_case import DENSE_RATE, Net, schema_of
+from benchmarks.disk_case import Size as CaseSize
+from benchmarks.disk_runs import DenseTimer
+from benchmarks.drawn_passes import permuted_power_law, write_drawn
+from benchmarks.machine import console
+from benchmarks.window import (
+    WARM_UP,
+    Budgets,
+    MemoryRun,
+    TieredRun,
+    Window,
+    bare_disk_seconds,
+    device_need,
+    figures_of,
+    open_store,
+    rows_held,
+    same_rows,
+)
+from tiercache.passes.keybatch import KeyBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from benchmarks.out_of_core import Demand
+    from benchmarks.training_machines import TrainingMachine
+    from tiercache.training.batch import Batch
+
+__all__ = ["DRY", "FULL", "Data", "DiskBenchmark"]
+
+_MOST_SECONDS = 120.0  # of a window in memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much data there is."""
+
+    name: str
+    passes: int
+    samples: int
+    """Of each pass."""
+    vocabulary: int
+    batch: int
+    dim: int
+    visits: int
+    """Of a window."""
+    device_bytes: int | None
+    """The budget; None: what the passes need."""
+    host_bytes: int | None
+    """The budget; None: for hardly more than two passes."""
+    features: int = 8
+
+
+FULL = Size(
+    name="full", passes=20, samples=29 * 65_536, vocabulary=400_000_000, batch=65_536, dim=128, visits=3,
+    device_bytes=4_000_000_000, host_bytes=8_000_000_000,
+)  # fmt: skip
+DRY = Size(
+    name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, visits=1, device_bytes=None, host_bytes=None
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The passes of a size."""
+
+    size: Size
+
+    @property
+    def passes(self) -> int:
+        """Passes of an epoch."""
+        return self.size.passes
+
+    def schema(self) -> tc.Schema:
+        """Return the schema of the CPU's form, with this dim."""
+        return schema_of(self.case(), "adagrad")
+
+    def case(self) -> CaseSize:
+        """Return what the CPU's form calls its size."""
+        s = self.size
+        return CaseSize(
+            name=s.name, passes=s.passes, samples=s.samples, vocabulary=s.vocabulary, batch=s.batch, turns=1,
+            turn_epochs=1, epoch_seconds=_MOST_SECONDS, features=s.features, dim=s.dim,
+        )  # fmt: skip
+
+    def draw(self, index: int) -> KeyBatch:
+        """Return a pass."""
+        rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
+        keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
+        return KeyBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
+
+
+class Step:
+    """A step of the CPU's model; without its dense part where ``light`` is set."""
+
+    def __init__(self, cache: Any, width: int, *, light: bool) -> None:
+        torch.manual_seed(1)
+        self.light, self._cache = light, cache
+        self.net, self._loss_of = Net(cache, width).to(cache.device), nn.BCEWithLogitsLoss()
+        self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
+
+    def __call__(self, batch: Batch) -> None:
+        """Train a batch."""
+        self._loss_of(self.net(batch, light=self.light), batch.label).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._cache.step()
+
+
+class DiskBenchmark:
+    """The three demands on one store."""
+
+    def __init__(self, size: Size, folder: Path, machine: TrainingMachine) -> None:
+        self.size, self.folder, self.machine, self.data = size, folder, machine, Data(size)
+        _say(f"{size.name}: data")
+        self.passes = write_drawn(folder / f"passes-{size.name}-{size.passes}-{size.samples}-{size.vocabulary}",
+                                  self.data)  # fmt: skip
+        least = Budgets.least(self.passes) if size.host_bytes is None else None
+        self.budgets = Budgets(
+            device=size.device_bytes or device_need(self.passes),
+            host=size.host_bytes or (least.host if least is not None else 0),
+        )
+        self._kept = folder / f"figures-{size.name}-{machine.name}.json"
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What calls found so far in this folder."""
+        return json.loads(self._kept.read_text()) if self._kept.exists() else {}
+
+    def prepare(self) -> None:
+        """Train the first epoch without the dense part, on a fresh store."""
+        rows, num_bytes = rows_held(self.passes)
+        with open_store(self.passes, self.folder / "store.tc") as store:
+            run = self._tiers(store, 0, light=True)
+            _say(f"{rows:,} rows of {num_bytes:,} bytes in all: the first epoch")
+            begun = time.perf_counter()
+            run.upto(self.size.passes)
+            run.close()
+        self._keep({
+            "device": self.machine.name, "table_rows": rows, "table_bytes": num_bytes, "row_bytes": num_bytes // rows,
+            "device_budget_bytes": self.budgets.device, "host_budget_bytes": self.budgets.host,
+            "fill_seconds": time.perf_counter() - begun, "samples_per_visit": self.size.samples,
+            "visits_per_epoch": self.size.passes,
+        })  # fmt: skip
+
+    def measure(self, demand: Demand, *, memory: MemoryRun | None = None) -> dict[str, Any]:
+        """Measure one demand from the store's last commit on; ``memory`` went all the way and is compared at the end.
+
+        Raises SystemExit where no store was prepared.
+        """
+        path = self.folder / "store.tc"
+        if not path.exists():
+            raise SystemExit(f"{path} does not exist: run --prepare with the same --folder first.")
+        with open_store(self.passes, path, fresh=False) as store:
+            assert store.commit is not None
+            window = Window(first=store.commit.cursor.visit + WARM_UP, visits=self.size.visits)
+            width = self._width(store, demand, window)
+            _say(f"visits {window.first} to {window.first + window.visits - 1}, dense width {width}: in memory")
+            in_memory = self._in_memory(width, demand, window) if memory is None else None
+            if memory is not None:
+                in_memory = self._go_on(memory, width, demand, window)
+            assert in_memory is not None
+            _say("over the tiers")
+            run = self._tiers(store, width, light=True)
+            try:
+                run.upto(window.first)
+                run.train = Step(run.cache, width, light=demand.target is None)
+                tiered, _ = run.seconds(window)
+                found = figures_of(
+                    self.machine, run, window, memory=in_memory, tiered=tiered, folder=self.folder
+                )  # fmt: skip
+                if memory is not None:
+                    found["bits_equal"] = same_rows(memory.cache, run.cache)
+            finally:
+                run.close()
+        samples = self.size.samples * window.visits
+        found |= {
+            "dense_width": width, "store_file_bytes": sum(f.stat().st_size for f in path.iterdir() if f.is_file()),
+            "in_memory_samples_per_second": samples / in_memory, "tiered_samples_per_second": samples / tiered,
+        }  # fmt: skip
+        return self._keep({f"{key}{demand.suffix}": value for key, value in found.items()})
+
+    def dry(self, demands: Sequence[Demand]) -> None:
+        """Do all at once, with one training in memory beside it that is compared."""
+        self.prepare()
+        cache = tc.ResidentCache(self.passes, device=self.machine.device())
+        memory = MemoryRun(cache, Step(cache, 0, light=True), self.size.batch, self.machine)
+        memory.upto(self.size.passes)
+        for demand in demands:
+            self.measure(demand, memory=memory)
+        memory.close()
+
+    def _in_memory(self, width: int, demand: Demand, window: Window) -> float:
+        """Return the seconds of a window behind a visit that is not counted."""
+        cache = tc.ResidentCache(self.passes, device=self.machine.device())
+        run = MemoryRun(cache, Step(cache, width, light=demand.target is None), self.size.batch, self.machine)
+        run.upto(window.first - 1, train=False)
+        seconds, _ = run.seconds(window)
+        run.close()
+        del run, cache
+        gc.collect()
+        if self.machine.is_gpu:
+            torch.cuda.empty_cache()
+        return seconds
+
+    def _go_on(self, memory: MemoryRun, width: int, demand: Demand, window: Window) -> float:
+        memory.train = Step(memory.cache, width, light=True)
+        memory.upto(window.first)
+        memory.train = Step(memory.cache, width, light=demand.target is None)
+        return memory.seconds(window)[0]
+
+    def _tiers(self, store: tc.Store, width: int, *, light: bool) -> TieredRun:
+        step_of: Callable[[Any], Step] = lambda cache: Step(cache, width, light=light)  # noqa: E731 - typed
+        return TieredRun(self.passes, store, self.budgets, step_of, self.size.batch, self.machine)
+
+    def _width(self, store: tc.Store, demand: Demand, window: Window) -> int:
+        """Return the width of the dense part with which a window in memory takes the disk's seconds / the demand."""
+        if demand.target is None or not self.machine.is_gpu:
+            return 0 if demand.target is None else 4
+        with tc.TierCache(
+            store, self.passes, device="cuda", device_budget=self.budgets.device, host_budget=self.budgets.host,
+            progress=False,
+        ) as cache:  # fmt: skip
+            plans = cache.plan(visits=WARM_UP + window.visits + 1)
+        read, written = sum(p.bytes_read for p in plans[-window.visits :]), 0
+        written = sum(p.bytes_written for p in plans[WARM_UP : WARM_UP + window.visits])
+        disk = bare_disk_seconds(self.folder, read, written, window.visits)
+        wanted = min(disk / demand.target, _MOST_SECONDS) / (self.size.samples * window.visits)
+        torch.cuda.empty_cache()
+        return DenseTimer(self.data.case(), "cuda", self.machine.rest).width(wanted)
+
+    def _keep(self, found: dict[str, Any]) -> dict[str, Any]:
+        all_found = self.found | found
+        self._kept.write_text(json.dumps(all_found, indent=1))
+        return all_found
+
+
+def _say(what: str) -> None:
+    console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)

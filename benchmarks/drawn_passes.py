@@ -1,0 +1,88 @@
+"""Pass sets of drawn data, pass by pass, by several processes where there are cores for them; and the ids in them."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import repeat
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+import tiercache as tc
+from tiercache.passes.handmade import write_pass
+from tiercache.passes.manifest import Manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.keybatch import KeyBatch
+    from tiercache.passes.manifest import PassRecord
+
+__all__ = ["ALPHA", "Drawn", "permuted_power_law", "write_drawn"]
+
+ALPHA = 1.05
+_BYTES_OF_PROCESS = 6 << 30  # of host memory, that a process may want
+
+
+class Drawn(Protocol):
+    """Data that can be drawn pass by pass; it travels to the processes."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of an epoch."""
+
+    def schema(self) -> tc.Schema:
+        """Return its schema."""
+
+    def draw(self, index: int) -> KeyBatch:
+        """Return the samples of a pass, the same whenever it is called."""
+
+
+def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArray[np.int64]:
+    """Draw ids below ``rows`` whose popularity follows a power law of ``ALPHA``, and permute them.
+
+    The law is that of the Merlin synthetic models: floor((r ((rows + 1)^g - 1) + 1)^(1/g)) - 1 with g = 1 - alpha.
+    """
+    power = 1.0 - ALPHA
+    drawn = (rng.random(count) * ((rows + 1.0) ** power - 1.0) + 1.0) ** (1.0 / power)
+    ranks: NDArray[np.int64] = np.clip(drawn.astype(np.int64) - 1, 0, rows - 1)
+    factor = max(1, int(0.618 * rows))
+    while math.gcd(factor, rows) > 1:
+        factor += 1
+    ranks *= factor
+    ranks %= rows
+    return ranks
+
+
+def write_drawn(folder: Path, data: Drawn) -> tc.PassSet:
+    """Open the pass set in ``folder``, or write it there."""
+    if not folder.exists():
+        unfinished = folder.with_suffix(".part")
+        unfinished.mkdir(parents=True, exist_ok=True)
+        records = _records(unfinished, data)
+        Manifest(schema=data.schema(), passes=tuple(records), options={}, inputs=()).write(unfinished)
+        unfinished.rename(folder)
+    return tc.PassSet.open(folder)
+
+
+def _records(folder: Path, data: Drawn) -> list[PassRecord]:
+    from psutil import virtual_memory
+
+    memory = virtual_memory().available // _BYTES_OF_PROCESS
+    workers = min(data.passes, (os.cpu_count() or 1) // 2, int(memory))
+    write = partial(_write, folder)
+    if workers < 2:
+        return [write(data, index) for index in range(data.passes)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return list(pool.map(write, repeat(data), range(data.passes)))
+
+
+def _write(folder: Path, data: Drawn, index: int) -> PassRecord:
+    return write_pass(folder, index, data.schema(), data.draw(index))

@@ -1,0 +1,211 @@
+"""The Merlin synthetic models: python -m benchmarks.synthetic_models --model tiny|small [--quick] [--json FILE].
+
+Adagrad, batches of 65,536 samples, ids of a power law of 1.05. Every batch is drawn afresh and ids are permuted, so
+rows that are looked up together lie anywhere (published figures of these models go round 1 to 10 batches made in
+advance, with ids sorted by their frequency). 12 passes of 8 batches. The tables are those of the model; rows exist
+where the data has their keys (`rows_held`).
+
+Three runs of the same batches, in windows of 3 warm visits (see `window`):
+
+* memory: every row on the device. ms_per_step, of fresh batches, all in: ids read, checked and brought, lookup, dense
+  part, steps. ms_batch is the part of it in which samples are read; ms_per_step_kept is a step on two batches read in
+  advance, again and again, as others measured theirs.
+* host: a device budget of one pass, all rows in host memory, a store in memory. throughput_ratio_host is in-memory
+  over tiered seconds.
+* disk: the same device budget, a host budget of hardly more than two passes, a store on disk. ms_per_step_disk,
+  wait_fraction_disk, bound_ratio_disk, bound_disk: what the bound is.
+
+device_share: the device budget over all rows held with their optimizer state; 0.21 for both models.
+
+On a machine that is lent by the call: --prepare writes the data to --folder; --part memory, host or disk runs one of
+them; what a part found stays in the folder for the next. --dry runs it all by the tests' shim, without a GPU; there and
+with --tiny rows and optimizer state of memory and tiers are compared (bits_equal).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.machine import Elsewhere, Goal, console, environment, file_system, report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import tiercache as tc
+    from benchmarks.synthetic_case import Size
+    from benchmarks.training_machines import TrainingMachine
+
+PARTS = ("memory", "host", "disk")
+
+
+def goals_of(goal_ms: float) -> tuple[Goal, ...]:
+    """Return what was promised for one H200."""
+    return (
+        Goal(key="ms_per_step", goal=goal_ms, below=True),
+        Goal(key="throughput_ratio_host", goal=0.97),
+        Goal(key="bound_ratio_disk", goal=0.95),
+    )
+
+
+class Benchmark:
+    """One model at one size on one machine."""
+
+    def __init__(self, model: str, size: Size, folder: Path, machine: TrainingMachine) -> None:
+        from benchmarks.synthetic_case import Data, Trainer, pass_set
+        from benchmarks.window import Window
+
+        self.model, self.size, self.folder, self.machine = model, size, folder, machine
+        say(f"{model}, {size.name}: data")
+        self.passes = pass_set(folder, Data(model, size))
+        self.window = Window.warm(self.passes, size.visits)
+        self._train_of: Callable[[Any], Trainer] = lambda cache: Trainer(cache, model)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is so before anything runs."""
+        from benchmarks.synthetic_case import MODELS
+        from benchmarks.window import Budgets, rows_held
+
+        model, (rows, num_bytes) = MODELS[self.model], rows_held(self.passes)
+        return {
+            "num_tables": model.num_tables, "num_inputs": model.num_inputs, "lookups_per_sample": model.lookups,
+            "model_bytes": 2 * model.weight_bytes, "rows_held": rows, "bytes_held": num_bytes,
+            "device_budget_bytes": (budgets := Budgets.least(self.passes)).device,
+            "device_share": budgets.device / num_bytes, "host_budget_bytes_disk": budgets.host,
+            "batch": self.size.batch, "batches_per_pass": self.size.batches, "num_passes": self.size.passes,
+        }  # fmt: skip
+
+    def memory(self) -> dict[str, Any]:
+        """Train with every row on the device."""
+        import tiercache as tc
+        from benchmarks.window import MemoryRun
+
+        cache = tc.ResidentCache(self.passes, device=self.machine.device())
+        run = MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
+        run.upto(self.window.first - 1, train=False)
+        seconds, steps = run.seconds(self.window)
+        made = run.batch_seconds(self.window)
+        kept = run.kept_batch_seconds(steps)
+        run.close()
+        return {
+            "ms_per_step": seconds / steps * 1e3,
+            "ms_batch": made * 1e3,
+            "ms_per_step_kept": kept * 1e3,
+            "samples_per_second": steps * self.size.batch / seconds,
+            "in_memory_seconds": seconds,
+        }
+
+    def tiered(self, part: str, memory_seconds: float) -> dict[str, Any]:
+        """Train over the tiers, with the rows in host memory or on disk."""
+        from benchmarks.window import Budgets, TieredRun, figures_of, open_store
+
+        path = self.folder / "store.tc" if part == "disk" else None
+        budgets = Budgets.least(self.passes) if part == "disk" else Budgets.in_host(self.passes)
+        with open_store(self.passes, path) as store:
+            run = TieredRun(self.passes, store, budgets, self._train_of, self.size.batch, self.machine)
+            try:
+                say(f"{part}: the first epoch, then {self.window.visits} warm visits")
+                seconds, steps = run.seconds(self.window)
+                found = figures_of(
+                    self.machine, run, self.window, memory=memory_seconds, tiered=seconds,
+                    folder=self.folder if path else None,
+                )  # fmt: skip
+                if part == "disk" and self.size.name in ("tiny", "dry"):
+                    found["bits_equal"] = self._same_bits(run.cache)
+            finally:
+                run.close()
+        if path is not None:
+            shutil.rmtree(path)
+        found["ms_per_step"] = seconds / steps * 1e3
+        return {f"{key}_{part}": value for key, value in found.items()}
+
+    def _same_bits(self, tiers: tc.TierCache) -> bool:
+        """Train all visits again in memory and compare."""
+        import tiercache as tc
+        from benchmarks.window import MemoryRun, same_rows
+
+        cache = tc.ResidentCache(self.passes, device=self.machine.device())
+        run = MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
+        run.upto(self.window.first + self.window.visits)
+        run.close()
+        return same_rows(cache, tiers)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic_models", description=__doc__)
+    parser.add_argument("--model", choices=("tiny", "small"), required=True)
+    parser.add_argument("--quick", action="store_true", help="a 64th of rows and samples, under 45 seconds")
+    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--dry", action="store_true", help="no GPU: the CUDA sources on the CPU, at the smallest size")
+    parser.add_argument("--prepare", action="store_true", help="write the data and end")
+    parser.add_argument("--part", choices=PARTS, help="one of the runs; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; data and figures stay there")
+    options = parser.parse_args(given)
+
+    from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY
+    from benchmarks.training_machines import open_training
+
+    size = DRY if options.dry else TINY if options.tiny else QUICK if options.quick else FULL
+    machine = open_training(options.device, dry=options.dry)
+    packages = ("torch", "numpy", "numba", "tiercache", "cupy-cuda12x", "cupy-cuda13x")
+    record = environment("benchmarks.synthetic_models", given, packages)
+    begun = time.perf_counter()
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="synthetic_models-", dir=Path.cwd()))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        found = run_parts(Benchmark(options.model, size, folder, machine), options)
+        record |= {"model": options.model, "size": size.name, "file_system": file_system(folder)} | found
+    finally:
+        if options.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    record["benchmark_seconds"] = time.perf_counter() - begun
+    if options.dry:
+        console.print("The CUDA sources ran on the CPU, and no time means anything.")
+    judged = size is FULL and "H200" in machine.name
+    goals = goals_of(MODELS[options.model].goal_ms)
+    if not judged:
+        goals = tuple(Elsewhere(key=goal.key, goal=goal.goal, below=goal.below) for goal in goals)
+    report(record, goals, title="what was promised, on one H200", path=options.json)
+
+
+def run_parts(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]:
+    """Run what was asked for, and return it with what earlier calls found in the same folder."""
+    kept = benchmark.folder / f"figures-{benchmark.model}-{benchmark.size.name}-{benchmark.machine.name}.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    found |= {"device": benchmark.machine.name} | benchmark.facts()
+    wanted = () if options.prepare else PARTS if options.part is None else (options.part,)
+    for part in wanted:
+        say(f"{part} on {benchmark.machine.name}")
+        if part == "memory":
+            found |= benchmark.memory()
+        elif "in_memory_seconds" not in found:
+            raise SystemExit(f"--part {part} is compared with --part memory: run that first, with the same --folder.")
+        else:
+            found |= benchmark.tiered(part, found["in_memory_seconds"])
+        kept.write_text(json.dumps(found, indent=1))
+        shown = [key for key in found if key.startswith(("ms_", "bound", "throughput", "wait_fraction", "demand"))]
+        console.print(*(f"{key} {_shown(found[key])}" for key in shown), sep="\n", markup=False)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def say(what: str) -> None:
+    """Print a line of progress."""
+    console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""A window of warm visits: the same batches with every row on the device, and over the tiers.
+
+The window begins when its first visit is at hand and ends when the visit behind it is: as many switches as visits, the
+dump of the visit before it still on its way at the begin, that of its last visit at the end. Visits before it, two of
+them warm, bring the tiers to that state.
+
+bound_ratio = max(in-memory seconds, store bytes / bare disk's bandwidth, link bytes / link's) / tiered wall seconds;
+the disk's bandwidth is measured at the window's own mix of reads and writes, by large requests past the page cache;
+of the two ways of the link the longer one counts. wait_fraction as in `out_of_core`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+import tiercache as tc
+from benchmarks.disk_raw import BareDisk, Replay, Span, paged
+from benchmarks.machine import drop_cache, process_bytes_read
+from tiercache.planning.budget import HostBudget
+from tiercache.planning.positions import Positions
+from tiercache.store import MemoryEngine
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+    from pathlib import Path
+
+    from benchmarks.training_machines import TrainingMachine
+    from tiercache.tiers.report import VisitReport
+    from tiercache.training.batch import Batch
+    from tiercache.training.visit import Visit
+
+__all__ = [
+    "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "rows_held",
+    "same_rows",
+]  # fmt: skip
+
+DATA = "blocks.bin"
+WARM_UP = 2  # warm visits before the window: by then dumps, loads and cached rows are those of any warm visit
+_READ_BYTES, _FILE_BYTES = 4 << 20, 1 << 30
+_AT_RATE = {"pack": 0, "commit": 0, "durable": 0, "plan": 0, "unpack": 1, "store": 1}
+"""Whose report has the seconds that fall into a window of visits: the visit that ends, or the one that begins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Which visits are measured."""
+
+    first: int
+    visits: int
+
+    @classmethod
+    def warm(cls, passes: tc.PassSet, visits: int) -> Window:
+        """Return the first window of the second epoch, behind the visits that warm up."""
+        return cls(first=len(passes.passes) + WARM_UP, visits=visits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budgets:
+    """What the tiers may hold."""
+
+    device: int
+    host: int
+
+    @classmethod
+    def least(cls, passes: tc.PassSet) -> Budgets:
+        """Return the device budget that the passes were cut for, and a host budget for hardly more than two of them."""
+        groups = group_tables(passes.tables)
+        positions = Positions.of(passes, groups)
+        largest = max(positions.row_bytes(p) for p in range(positions.num_passes))
+        host = HostBudget.of(positions, 1 << 30, None).smallest(int(2.25 * largest) + (4 << 20))
+        return cls(device=device_need(passes), host=host)
+
+    @classmethod
+    def in_host(cls, passes: tc.PassSet) -> Budgets:
+        """Return the same device budget, and a host budget in which all rows stay."""
+        return cls(device=device_need(passes), host=int(1.25 * rows_held(passes)[1]) + 2 * cls.least(passes).host)
+
+
+def device_need(passes: tc.PassSet) -> int:
+    """Return the bytes on a device of each group's largest pass, each array from a cache line on."""
+    from tiercache.passes.row_budget import RowBudget
+
+    budget = RowBudget(passes.tables, 0)
+    ordered = passes.schema.ordered_tables
+    for one in passes.passes:
+        budget.close([one.rows(table.name) for table in ordered])
+    return budget.needed([0] * len(ordered)) + 4096 * len(ordered)
+
+
+def rows_held(passes: tc.PassSet) -> tuple[int, int]:
+    """Return how many rows all passes have, and their bytes with optimizer state."""
+    rows = num_bytes = 0
+    for group in group_tables(passes.tables):
+        for table in group.tables:
+            keys = np.unique(np.concatenate([one.keys(table.name) for one in passes.passes])).size
+            rows, num_bytes = rows + keys, num_bytes + keys * group.row_bytes
+    return rows, num_bytes
+
+
+class _Run:
+    """A training that goes from visit to visit."""
+
+    def __init__(
+        self, cache: Any, train: Callable[[Batch], None], batch: int, machine: TrainingMachine, epochs: int = 1 << 20
+    ) -> None:
+        self.cache, self.train, self._batch, self._machine = cache, train, batch, machine
+        self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=epochs))
+        self.visit = next(self._visits)
+
+    def upto(self, first: int, *, train: bool = True) -> None:
+        """Go on until visit ``first`` is at hand; visits before it are left untrained where only time is asked for."""
+        while self.visit.index < first:
+            self._next(train=train)
+
+    def seconds(self, window: Window) -> tuple[float, int]:
+        """Train a window and return its seconds and steps."""
+        self.upto(window.first)
+        self._machine.rest()
+        begun, steps = time.perf_counter(), 0
+        for _ in range(window.visits):
+            steps += self._next()
+        self._machine.rest()
+        return time.perf_counter() - begun, steps
+
+    def _next(self, *, train: bool = True) -> int:
+        steps = 0
+        self.at_visit()
+        for batch in self.visit.batches(self._batch) if train else ():
+            self.train(batch)
+            steps += 1
+        self.visit = next(self._visits)
+        return steps
+
+    def at_visit(self) -> None:
+        """Do what is due before a visit's first batch."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._visits.close()
+
+
+class MemoryRun(_Run):
+    """With every row on the device."""
+
+    cache: tc.ResidentCache
+
+    def batch_seconds(self, window: Window) -> float:
+        """Return what a batch takes until it is there, without any lookup; behind ``seconds``."""
+        taken = []
+        for _ in range(window.visits):
+            begun, made = time.perf_counter(), 0
+            for _batch in self.visit.batches(self._batch):
+                made += 1
+            self._machine.rest()
+            taken.append((time.perf_counter() - begun) / made)
+            self.visit = next(self._visits)
+        return float(np.median(taken))
+
+    def kept_batch_seconds(self, repeats: int) -> float:
+        """Return what a step takes on two batches made in advance, over and over: how others measured theirs."""
+        kept = [batch for batch, _ in zip(self.visit.batches(self._batch), range(2), strict=False)]
+        for batch in kept:
+            self.train(batch)
+        self._machine.rest()
+        begun = time.perf_counter()
+        for number in range(repeats):
+            self.train(kept[number % len(kept)])
+        self._machine.rest()
+        return (time.perf_counter() - begun) / repeats
+
+
+class TieredRun(_Run):
+    """Over the tiers, on a store in a file whose pages leave the page cache once they are durable."""
+
+    cache: tc.TierCache
+
+    def __init__(
+        self,
+        passes: tc.PassSet,
+        store: tc.Store,
+        budgets: Budgets,
+        train_of: Callable[[Any], Callable[[Batch], None]],
+        batch: int,
+        machine: TrainingMachine,
+    ) -> None:
+        self._file = None if store.path is None else store.path / DATA
+        self._dropper = ThreadPoolExecutor(1, initializer=_step_back)
+        cache = tc.TierCache(
+            store, passes, device=machine.device(), device_budget=budgets.device, host_budget=budgets.host,
+            progress=False,
+        )  # fmt: skip
+        self.bytes_read = 0
+        super().__init__(cache, train_of(cache), batch, machine)
+
+    def at_visit(self) -> None:
+        """Drop what is durable from the page cache."""
+        if self._file is not None and len(self.cache.reports) > 1:
+            self._dropper.submit(self._drop_after, self.cache.reports[-2])
+
+    def seconds(self, window: Window) -> tuple[float, int]:
+        """Do so, and count the bytes that came from disks."""
+        self.upto(window.first)
+        before = process_bytes_read()
+        taken = super().seconds(window)
+        self.bytes_read = process_bytes_read() - before
+        return taken
+
+    def reports(self, window: Window) -> list[VisitReport]:
+        """Return those of the window's visits and of the one behind it."""
+        return [r for r in self.cache.reports if window.first <= r.visit <= window.first + window.visits]
+
+    def _drop_after(self, report: VisitReport) -> None:
+        if report.durable.wait(timeout=60) and self._file is not None and self._file.exists():
+            drop_cache(self._file)
+
+    def close(self) -> None:
+        """End the threads; the store stays open."""
+        super().close()
+        self.cache.close()
+        self._dropper.shutdown()
+
+
+def _step_back() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def open_store(passes: tc.PassSet, path: Path | None, *, fresh: bool = True) -> tc.Store:
+    """Open a store in a folder, or in memory."""
+    if path is None:
+        return tc.Store.open(None, tables=passes.tables, engine=MemoryEngine())
+    if fresh:
+        shutil.rmtree(path, ignore_errors=True)
+    return tc.Store.open(path, tables=passes.tables)
+
+
+def bare_disk_seconds(folder: Path, bytes_read: int, bytes_written: int, commits: int) -> float:
+    """Return how long the bare disk takes for so many bytes, read and written at once.
+
+    Over and over in two files of at most 1 GiB, past the page cache; what is larger is committed piece by piece.
+    """
+    pieces = commits * -(-max(1, bytes_written) // (commits * _FILE_BYTES))
+    each = paged(-(-max(1, bytes_written) // pieces))
+    file_bytes = -(-max(each, 2 * _READ_BYTES) // _READ_BYTES) * _READ_BYTES
+    reads = [Span(at % file_bytes, min(_READ_BYTES, bytes_read - at)) for at in range(0, bytes_read, _READ_BYTES)]
+    work = Replay(reads, [[Span(0, each)]] * pieces, file_bytes)
+    with BareDisk(folder, work.file_bytes) as disk:
+        return min(disk.seconds(work) for _ in range(2))
+
+
+def figures_of(
+    machine: TrainingMachine,
+    run: TieredRun,
+    window: Window,
+    *,
+    memory: float,
+    tiered: float,
+    folder: Path | None,
+) -> dict[str, Any]:
+    """Return what follows from the seconds of a window; ``folder``: on the store's disk, None for one in memory."""
+    reports = run.reports(window)
+    ending, beginning = reports[:-1], reports[1:]
+    seconds = {name: _seconds((ending, beginning)[which], name) for name, which in _AT_RATE.items()}
+    loaded, written = sum(r.bytes_loaded for r in beginning), sum(r.bytes_written_planned for r in ending)
+    read = sum(r.bytes_read for r in beginning)
+    disk = 0.0 if folder is None else bare_disk_seconds(folder, read, written, window.visits)
+    rates = machine.link_bytes_per_second()
+    link = 0.0 if rates is None else max(written / rates[0], loaded / rates[1])
+    return {
+        "bound_ratio": max(memory, disk, link) / tiered,
+        "bound": max((memory, "memory"), (disk, "disk"), (link, "link"))[1],
+        "throughput_ratio": memory / tiered,
+        "wait_fraction": sum(seconds.values()) / tiered,
+        **{f"{name}_fraction": taken / tiered for name, taken in seconds.items()},
+        "demand": disk / memory,
+        "in_memory_seconds": memory,
+        "tiered_seconds": tiered,
+        "raw_seconds": disk,
+        "link_seconds": link,
+        "link_bytes_to_host": written,
+        "link_bytes_from_host": loaded,
+        "link_bytes_per_second_to_host": None if rates is None else rates[0],
+        "link_bytes_per_second_from_host": None if rates is None else rates[1],
+        "store_bytes_read": 0 if folder is None else read,
+        "store_bytes_written": 0 if folder is None else written,
+        "bytes_read_per_useful_byte": run.bytes_read / read if folder is not None and read else None,
+        "rows_needed": sum(r.rows for r in beginning),
+        "rows_kept": sum(r.rows_kept for r in beginning),
+        "rows_from_host": sum(r.rows_from_host for r in beginning),
+        "rows_read": sum(r.rows_read for r in beginning),
+        "planned_equals_measured": all(r.planned_equals_measured for r in run.cache.reports if r.bytes_written >= 0),
+        "device_bytes": run.cache.device_bytes,
+        "host_bytes_peak": run.cache.host_bytes_peak,
+        "window_visits": window.visits,
+    }
+
+
+def _seconds(reports: Sequence[VisitReport], name: str) -> float:
+    return sum((report.wait_seconds | report.work_seconds).get(name, 0.0) for report in reports)
+
+
+def same_rows(memory: tc.ResidentCache, tiered: tc.TierCache) -> bool:
+    """Whether rows and optimizer state have the same bits, between two visits of the same index."""
+    now = tiered.rows_now()
+    return all(
+        np.array_equal(mine.view(np.uint8), yours.view(np.uint8))
+        for table in memory.tables
+        for mine, yours in zip(
+            memory.fields(table.name), now.fields(table.name, np.asarray(memory.keys(table.name))), strict=True
+        )
+    )
