@@ -62,6 +62,7 @@ class ShardedCache:
         retention: int = 1,
         reorganised: bool = False,
         eval_budget: int | str | None = None,
+        store_budget: int | str | None = None,
         commit_every: int = 1,
         seed: int = 0,
         order_seed: int | None = None,
@@ -69,7 +70,7 @@ class ShardedCache:
     ) -> None:
         """Open or make the sharded store at ``path`` and plan every rank's budgets.
 
-        device_budget, host_budget, eval_budget: of each rank. placement: where the rows of each table stand: a
+        device_budget, host_budget, eval_budget, store_budget: of each rank. placement: where the rows of each table stand: a
         strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table ("row",
         "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that of the
         store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of rows
@@ -106,7 +107,7 @@ class ShardedCache:
         self._share = Share(passes, self.placement, ranks.rank)
         self._parts = open_parts(
             path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
-            order_seed=order_seed,
+            order_seed=order_seed, store_budget=None if store_budget is None else parse_bytes(store_budget),
         )  # fmt: skip
         with ranks.together("planning the budgets"):
             self._processor = open_processor(device or str(ranks.device), self._share.tables)
@@ -123,6 +124,7 @@ class ShardedCache:
                 device_budget=budget - mirrors,
                 host_budget=host_budget,
                 eval_budget=eval_budget,
+                store_budget=store_budget,
                 commit_every=commit_every,
                 seed=seed,
                 order_seed=order_seed,

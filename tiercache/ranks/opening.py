@@ -48,6 +48,7 @@ def open_parts(
     retention: int,
     reorganised: bool,
     order_seed: int | None,
+    store_budget: int | None = None,
 ) -> Parts:
     """Open the parts of a sharded store, or make them; those of other ranks or another placement are written anew.
 
@@ -66,6 +67,7 @@ def open_parts(
         return reshard(
             path, share, ranks,
             engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
+            store_budget=store_budget,
         )  # fmt: skip
     opened = Parts.open(
         path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts, retention=retention

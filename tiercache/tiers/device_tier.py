@@ -73,8 +73,8 @@ class DeviceTier:
                     f"{rows:,} rows of dim {group.fields[0].width}"
                     for rows, group in zip(self.capacity_G, groups, strict=True)
                 )
-                + f") but device_budget is {format_bytes(budget)}: raise it, or extract again with "
-                f"--device-budget {format_bytes(budget)}"
+                + f") but device_budget is {format_bytes(budget)}: raise it, extract again with "
+                f"--device-budget {format_bytes(budget)}, or cut the passes with tiercache.split_passes"
             )
         for rows in self.capacity_G:
             if rows >= 2**31:
