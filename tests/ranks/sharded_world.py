@@ -5,12 +5,15 @@ So what the sharded store must hold at a cursor is known without having run anyt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.ranks.meeting import meet
+from tiercache.errors import RankError
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, hash_bounds, sliced
+from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.ranks.shares import part_tables
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
 from tiercache.store.testing.world import World
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.ranks.parts import Meeting
-    from tiercache.ranks.sharded_store import ShardedStore
 
 TABLES = (
     Table(name="item", dim=8, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-1.0, high=1.0)),
@@ -190,3 +192,34 @@ def old_parts(placement: Placement, commits: int) -> list[Store]:
             world.publish(store, sample=after.sample)
         parts.append(store)
     return parts
+
+
+def train_parts(path: Path, num_ranks: int, commits: int, **options: Any) -> list[Any]:
+    """Make so many commits on so many ranks; returns what each rank raised, or None."""
+
+    def body(ranks: Any) -> None:
+        parts, world = opened(path, ranks, **options)
+        with parts:
+            for _ in range(commits):
+                take(parts, world)
+
+    return meet(num_ranks, body)
+
+
+def check_parts(path: Path, cursor: Cursor) -> None:
+    """Assert that the store stands at a cursor, with its rows."""
+    with ShardedStore.open(path) as store:
+        assert store.cursor == cursor
+        assert list(problems(store)) == []
+
+
+def sentences(errors: list[Any]) -> str:
+    """Return the one sentence of all ranks: the first rank's that has it, which the others tell of."""
+    assert all(isinstance(error, Exception) for error in errors), errors
+    own = [error for error in errors if not isinstance(error, RankError)]
+    for error in errors:
+        if isinstance(error, RankError):
+            assert str(own[0]) in str(error)
+        assert ": " in str(error)
+        assert "\n" not in str(error)
+    return str(own[0])

@@ -70,8 +70,8 @@ class ShardedCache:
     ) -> None:
         """Open or make the sharded store at ``path`` and plan every rank's budgets.
 
-        device_budget, host_budget, eval_budget, store_budget: of each rank. placement: where the rows of each table stand: a
-        strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table ("row",
+        device_budget, host_budget, eval_budget, store_budget: of each rank. placement: where the rows of each table
+        stand: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table ("row",
         "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that of the
         store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of rows
         and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on disks

@@ -1,0 +1,104 @@
+"""A sharded store is read as whole tables by one process, beside a training too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.ranks.meeting import meet
+from tests.ranks.sharded_world import (
+    WHOLE,
+    check_parts,
+    divide_anew,
+    expected,
+    placement_on,
+    train_parts,
+    whole_row,
+)
+from tiercache.ranks import sharded_store
+from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.store import (
+    Cursor,
+    KeyMissingError,
+    Store,
+    StoreError,
+)
+from tiercache.store.initial import initial_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.ranks.record import Record
+
+
+def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
+    """Repeated, in any order, of every placement; keys without a row as asked for."""
+    path = tmp_path / "s"
+    assert train_parts(path, 3, 5) == [None] * 3
+    with ShardedStore.open(path) as store:
+        for name, wanted in expected(store.cursor).items():
+            table = WHOLE[name]
+            keys = np.array([*wanted, *wanted][::-1])
+            found = store.lookup(name, keys)
+            assert list(found) == [field.name for field in table.fields]
+            for i, key in enumerate(keys.tolist()):
+                for values, other in zip(found.values(), whole_row(table, key, *wanted[key]), strict=True):
+                    assert values[i].tobytes() == other[0].tobytes()
+            gone = np.array([10**9, 7 * 10**9, 10**10])
+            with pytest.raises(
+                KeyMissingError, match=f"3 of 4 keys have no row in table '{name}' of the sharded store"
+            ):
+                store.lookup(name, np.array([*gone, keys[0]]))
+            zeros = store.lookup(name, gone, missing="zeros")
+            assert not any(np.any(values) for values in zeros.values())
+            for values, first in zip(
+                store.lookup(name, gone, missing="initial").values(), initial_rows(table, gone), strict=True
+            ):
+                assert np.array_equal(values, first)
+            assert all(values.shape[0] == 0 for values in store.lookup(name, keys[:0]).values())
+        with pytest.raises(ValueError, match="has no table 'nobody': it has"):
+            store.lookup("nobody", keys)
+        with pytest.raises(ValueError, match="keys are 1-dimensional float64"):
+            store.lookup("item", np.array([0.5]))
+        with pytest.raises(ValueError, match="is beyond int64"):
+            store.lookup("item", np.array([2**63, 5], dtype=np.uint64))
+    with pytest.raises(ValueError, match="mode 'a' is none of one process"):
+        ShardedStore.open(path, mode="a")
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: bool
+) -> None:
+    """Between reading the record and opening the parts: commits, or another division, took them away."""
+    path, times = tmp_path / "s", [0]
+    assert train_parts(path, 2, 4) == [None] * 2
+    plain = sharded_store._open_parts
+
+    def slow(place: Path, record: Record) -> tuple[Store, ...]:
+        times[0] += 1
+        if times[0] == 1 and divided:
+            assert meet(1, lambda ranks: divide_anew(path, ranks, placement_on(1), lambda **_: None)) == [None]
+        elif times[0] <= 2 and not divided:
+            assert train_parts(path, 2, 2) == [None] * 2
+        return plain(place, record)
+
+    monkeypatch.setattr(sharded_store, "_open_parts", slow)
+    check_parts(path, Cursor(2) if divided else Cursor(5))
+    assert times[0] == (2 if divided else 3)
+
+
+def test_a_reader_of_parts_that_went_away_is_told_so(tmp_path: Path) -> None:
+    """Another number of ranks made its own: what was open reads no more, and says why."""
+    path = tmp_path / "s"
+    assert train_parts(path, 2, 4, engine="zarr") == [None] * 2
+    with ShardedStore.open(path) as store:
+        assert meet(1, lambda ranks: divide_anew(path, ranks, placement_on(1), lambda **_: None)) == [None]
+        for read in (lambda: store.lookup("item", np.arange(3)), lambda: list(store.scan("word")), store.state):
+            with pytest.raises(
+                StoreError, match=r"the sharded store at .* was divided anew while it was read: open it"
+            ):
+                read()
+    check_parts(path, Cursor(2))
