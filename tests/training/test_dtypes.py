@@ -88,7 +88,7 @@ def test_an_evaluation_looks_up_what_training_sees(tmp_path: Path, dtype: str) -
                         spec = next(t for t in others.tables if t.name == feature.table)
                         for key, row in zip(
                             source.keys(feature.table)[part.ids[feature.name].ids].tolist(),
-                            found[feature.name].reshape(-1, 7).numpy(),
+                            found[feature.name].reshape(-1, 7).cpu().numpy(),
                             strict=True,
                         ):
                             wanted = now[feature.table].get(key)
