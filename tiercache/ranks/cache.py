@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +110,7 @@ class ShardedCache:
             path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
             order_seed=order_seed, store_budget=None if store_budget is None else parse_bytes(store_budget),
         )  # fmt: skip
-        with ranks.together("planning the budgets"):
+        with self._given_up_on_error(), ranks.together("planning the budgets"):
             self._processor = open_processor(device or str(ranks.device), self._share.tables)
             mirrors = _mirror_bytes(passes, self.placement)
             if mirrors > budget:
@@ -254,6 +255,7 @@ class ShardedCache:
         """End the threads and give up the store. What is not committed is not kept. Not collective."""
         if not self._closed:
             self._closed = True
+            self._run = None  # a loop that was left open finds nothing to end when it is collected
             self._end_visit()
             self._hooks.remove()
             self._maker.close()
@@ -300,6 +302,17 @@ class ShardedCache:
         return self._inner.device
 
     # -- inside -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        """Give up the store where the rest of the opening fails, so that this process can open it again."""
+        try:
+            yield
+        except BaseException:
+            if hasattr(self, "_inner"):  # another rank failed
+                self._inner.close()
+            self._parts.close()
+            raise
 
     def _new_exchange(self) -> RowExchange:
         return RowExchange(self._beside, self._processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)

@@ -1,0 +1,101 @@
+"""Trainings so small that what they must end with stands in the test."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import tiercache as tc
+from tests.ranks.conformance import WAYS
+from tests.ranks.trainings import OPTIONS
+from tests.training.cases import table
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
+
+if TYPE_CHECKING:
+    from tiercache.ranks.group import Ranks
+
+RULES = {
+    "sgd": tc.SGD(learning_rate=1.0),
+    "adagrad": tc.Adagrad(learning_rate=1.0),
+    "rowwise": tc.RowWiseAdagrad(learning_rate=1.0),
+    "adam": tc.Adam(learning_rate=0.5),
+}
+NUMBERS = np.arange(8, dtype=np.float32).reshape(4, 2)
+"""[[0, 1], [2, 3], [4, 5], [6, 7]]: the rows of keys 0 to 3, and the gradients of four samples."""
+BAGS = [[5, 5], [5], [5, 5, 5], [5]]
+"""Of the samples that step one row by each rule."""
+SUMS = [[0, 1], [2, 0], [], [2, 2, 2]]
+MEANS = [[0], [1, 2], [], [0, 1, 1]]
+
+
+def bags(lists: list[list[int]]) -> FeatureKeys:
+    """Return ragged keys."""
+    return FeatureKeys(np.array(list(chain(*lists)), np.int64), np.cumsum([0, *map(len, lists)]).astype(np.int64))
+
+
+def cut(folder: Path) -> tc.PassSet:
+    """Make a pass that gives every row its numbers, and one that looks bags up."""
+    ragged = {name: tc.Feature(name=name, columns=(name,), table="rows", hotness="ragged") for name in ("sum", "mean")}
+    rules = {f"by {n}": tc.Feature(name=f"by {n}", columns=(n,), table=n, hotness="ragged") for n in RULES}
+    schema = tc.Schema(
+        label="label",
+        dense=(tc.Dense(column="x"), tc.Dense(column="y")),
+        features=(tc.Feature(name="id", columns=("id",), table="rows"), *ragged.values(), *rules.values()),
+        tables=tuple(
+            table(name, 2, rule, tc.Zeros()) for name, rule in [("rows", RULES["sgd"]), *RULES.items()]
+        ),
+    )  # fmt: skip
+    nothing: list[list[int]] = [[]] * 4
+    passes = [
+        {"id": [0, 1, 2, 3], "sum": nothing, "mean": nothing, "rules": BAGS},
+        {"id": [3, 3, 3, 3], "sum": SUMS, "mean": MEANS, "rules": nothing},
+    ]
+    return write_pass_set(
+        folder,
+        schema,
+        [
+            KeyBatch(
+                np.zeros(4, np.float32), NUMBERS,
+                {"id": FeatureKeys(np.array(one["id"]), None), "sum": bags(one["sum"]), "mean": bags(one["mean"])}
+                | {name: bags(one["rules"]) for name in rules},
+            )
+            for one in passes
+        ],
+    )  # fmt: skip
+
+
+def train(ranks: Ranks, folder: str) -> dict[str, Any]:
+    """Train with all tables placed in each way; return by way the outputs of the second pass."""
+    passes, found = tc.PassSet.open(Path(folder) / "passes"), {}
+    for way in WAYS:
+        placement = Placement(ranks.size, {one.name: placed(way, ranks.size) for one in passes.tables})
+        path = Path(folder) / f"{way}.tc"
+        with tc.ShardedCache(path, passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+            by_rule = [f"by {name}" for name in RULES]
+            bag = tc.TieredEmbeddingBag(cache, ["id", "sum", "mean", *by_rule], mode={"mean": "mean"})
+            for visit in cache.passes(epochs=1):
+                for batch in visit.batches(4):
+                    out = bag(batch)
+                    if visit.index == 0:
+                        wanted = out[:, 6:].reshape(-1, 4, 2).sum(dim=1) - out[:, :2]
+                        each = (wanted * batch.dense).sum(dim=1)
+                    else:
+                        each = out[:, 2:4].sum(dim=1)
+                        found[way] = out[: None if batch.weight else 0, 2:6].detach().numpy().copy()
+                    (4 * each.mean() * batch.weight).backward()
+                    cache.step()
+    return found
+
+
+def placed(way: str, size: int) -> TablePlacement:
+    """Place a table of two columns."""
+    if way == "column" and size > 1:
+        return sliced(2, [size - 1, 0])
+    if way in {"column", "table"}:
+        return TablePlacement("table", (Slice(size - 1, 0, 2),))
+    return TablePlacement(way)  # type: ignore[arg-type]
