@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from tiercache.processors.processor import Processor
     from tiercache.ranks.exchange import Exchanged, RowExchange
     from tiercache.ranks.group import Ranks
+    from tiercache.ranks.pooling import PooledBatch, Pooling
     from tiercache.schema import Schema
     from tiercache.training.batch import Batch
+    from tiercache.training.uses import Uses
 
 SCHEDULES = ("interleaved", "simple")
 SHARED_ERRORS = (TierCacheError, StoreError, ValueError, OSError)
@@ -43,8 +45,15 @@ class Due:
     """A batch that waits for its step."""
 
     exchanged: Exchanged
+    pooled: PooledBatch | None
     gradients: RowGradients
     view: RowView
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward left something."""
+        found = self.pooled.features.values() if self.pooled else ()
+        return any(self.gradients.pending) or any(one.gradients for one in found)
 
 
 class BatchMaker:
@@ -54,8 +63,12 @@ class BatchMaker:
     trains.
     """
 
-    def __init__(self, ranks: Ranks, exchange: RowExchange, schema: Schema, processor: Processor) -> None:
-        self._ranks, self._exchange, self._processor = ranks, exchange, processor
+    def __init__(
+        self, ranks: Ranks, exchange: RowExchange, pooling: Pooling, schema: Schema, uses: Uses, processor: Processor
+    ) -> None:
+        """uses: features that no module looks up are not brought."""
+        self._ranks, self._exchange, self._pooling, self._processor = ranks, exchange, pooling, processor
+        self._uses = uses
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="tiercache-exchange", initializer=share_threads
@@ -86,13 +99,17 @@ class BatchMaker:
                 samples = source.read(mine if mine.size else places[:1])
             except SHARED_ERRORS as caught:
                 error = caught
-        groups, ids, exchanged = self._exchange.rows_of(samples.ids if samples else {}, self._tables, name, error)
+        ids, modes = samples.ids if samples else {}, self._uses.modes(self._tables)
+        pooled, error = self._pooling.pool(ids, modes, max(mine.size, 1), name, trained=trained, error=error)
+        elsewhere = pooled.features if pooled else {}
+        ids = {name: some for name, some in ids.items() if name in modes and name not in elsewhere}
+        groups, ids, exchanged = self._exchange.rows_of(ids, self._tables, name, error)
         assert samples is not None, "rows_of raises the error"
         view = RowView(groups, RowGradients(len(groups)) if trained else None, name, self._processor)
         if view.gradients is not None:
-            self.due.append(Due(exchanged, view.gradients, view))
+            self.due.append(Due(exchanged, pooled, view.gradients, view))
         share = mine.size / (places.size if of is None else of)
-        return make_batch(samples, view, ids=ids, weight=self._ranks.size * share)
+        return make_batch(samples, view, ids=ids, weight=self._ranks.size * share, pooled=elsewhere)
 
     def ahead(self, makes: Iterable[Callable[[], Batch]], schedule: str) -> Iterator[Batch]:
         """Yield what each of ``makes`` returns; "interleaved": it is made while the batch before is used."""
@@ -117,7 +134,7 @@ class BatchMaker:
     @property
     def pending(self) -> bool:
         """Whether a backward was not stepped yet."""
-        return any(any(due.gradients.pending) for due in self.due)
+        return any(due.pending for due in self.due)
 
     def take_due(self) -> list[Due]:
         """Return the batches that wait for a step; their rows are of before it and can be looked up no more."""
