@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,13 @@ POOLED = ["friend", "more", "tag", "title", "word"]
 class Model(nn.Module):
     """Bags in two modules, of which one is looked up twice and the other has a gradient in every second step."""
 
-    def __init__(self, cache: Any, **announced: Any) -> None:
+    def __init__(self, cache: Any, *, by_rows: bool = False) -> None:
         super().__init__()
         modes = {spec.name: spec.mode for spec in CASE.specs}
         left, right = ["user", "word", "friend", "title", "item"], ["more", "tag"]
-        self.left = tc.TieredEmbeddingBag(cache, left, mode={name: modes[name] for name in left}, **announced)
-        self.right = tc.TieredEmbeddingBag(cache, right)
+        left_modes = {name: modes[name] for name in left}
+        self.left = tc.TieredEmbeddingBag(cache, left, mode=left_modes, weighted=left if by_rows else ())
+        self.right = tc.TieredEmbeddingBag(cache, right, weighted=right if by_rows else ())
         self.top = nn.Linear(self.left.out_features + self.right.out_features + 1, 1)
         self.step = 0
 
@@ -73,6 +75,7 @@ def train(
     input_: str = "data",
     micro_batches: int | None = None,
     accumulate: int = 1,
+    by_rows: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train two epochs, then look all samples up; return what was pooled, bytes sent, vectors and dense weights."""
@@ -82,7 +85,7 @@ def train(
     given = {} if input_ == "data" else {"input": input_}
     pooled: set[str] = set()
     with tc.ShardedCache(Path(folder) / name, passes, ranks=ranks, placement=placement, **OPTIONS | options) as cache:
-        inner = Model(cache)
+        inner = Model(cache, by_rows=by_rows)
         model = DistributedDataParallel(inner) if ranks.size > 1 else inner
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         cache.track(model=model, optimizer=optimizer)
@@ -160,6 +163,28 @@ def modules_come_and_go(ranks: Ranks, folder: str) -> list[list[list[str]]]:
                 tc.TieredEmbedding(cache, ["more"])(batch)
             return found
     raise AssertionError("there was no visit")
+
+
+def have_a_wrong_id(ranks: Ranks, folder: str, *, input_: str) -> None:
+    """Make a batch in which the last rank reads an id that the table of a pooled feature does not have."""
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
+    with tc.ShardedCache(Path(folder) / "wrong.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+        bag = tc.TieredEmbeddingBag(cache, ["title"], mode="mean")
+        owner = cache.placement.tables["words"].slices[0].rank
+        for visit in cache.passes(epochs=1):
+            source = visit._visit.source
+            if ranks.rank == (owner if input_ == "model" else (owner + 1) % ranks.size):
+                source.read = partial(_with_a_wrong_id, source.read)  # type: ignore[method-assign]
+            bag(next(visit.batches(8, input=input_)))
+
+
+def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
+    samples = read(places, **options)
+    if "title" in samples.ids:
+        samples.ids["title"].ids.setflags(write=True)
+        samples.ids["title"].ids[1] = 1 << 20
+    return samples
 
 
 def differ(ranks: Ranks, folder: str) -> None:

@@ -95,6 +95,30 @@ def test_input_by_model_ends_the_same_and_sends_fewer_bytes(
     assert sum(one["bytes"] for one in by_model) < sum(one["bytes"] for one in by_data)
 
 
+def test_pooled_vectors_are_fewer_bytes_than_rows(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """The same training whose modules ask for rows, as for weights of their own: the result is the same."""
+    pooled = train(ranks_pool, 2, tmp_path, "ours", "table")
+    rows = train(ranks_pool, 2, tmp_path, "theirs", "table", by_rows=True)
+
+    assert all(one["pooled"] == [] for one in rows)
+    assert_equal(tmp_path, pooled, rows)
+    assert sum(one["bytes"] for one in pooled) < 0.6 * sum(one["bytes"] for one in rows)
+
+
+@pytest.mark.parametrize("input_", ["data", "model"])
+def test_a_wrong_id_of_a_pooled_feature_is_said_on_all_ranks(
+    ranks_pool: RanksPool, tmp_path: Path, input_: str
+) -> None:
+    """With its place in the batch, before anything is pooled."""
+    CASE.cut(tmp_path / "passes")
+
+    errors = ranks_pool.errors(2, BODIES + "have_a_wrong_id", folder=str(tmp_path), input_=input_)
+
+    said = "feature 'title' has local id 1048576 at entry 1 of the batch"
+    assert all(error is not None and said in error[1] for error in errors), errors
+    assert sorted(error[0] for error in errors if error) == ["IndexError", "RankError"]
+
+
 def test_ranks_with_input_by_model_that_differ_are_told_so(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """One of them pools the sum and the other the mean."""
     CASE.cut(tmp_path / "passes")

@@ -17,17 +17,17 @@ import numpy as np
 from tiercache.kernels.pooling import MEAN, SUM, check_ids
 from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.unique import unique_slots
+from tiercache.passes.samples import FeatureIds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.samples import FeatureIds
     from tiercache.ranks.owners import Destination, Owners
     from tiercache.schema import Feature
 
-__all__ = ["MODES", "Block", "Candidate", "Chooser", "candidates_of", "message_of"]
+__all__ = ["MODES", "Block", "Candidate", "Chooser", "candidates_of", "check_bags", "cut_bags", "message_of"]
 
 MODES = {"sum": SUM, "mean": MEAN}
 """How owners pool. For a maximum they would have to say, number by number, which entry it came from."""
@@ -147,6 +147,24 @@ def check_bags(one: Candidate, ids: NDArray[np.int32], where: str) -> None:
             f"feature {one.name!r} has local id {int(ids[bad])} at entry {bad} of the batch, and table {one.table!r} "
             f"has local ids 0 to {one.rows - 1} in {where}: use batches of the pass that is being trained"
         )
+
+
+def cut_bags(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -> list[dict[str, FeatureIds]]:
+    """Divide the ids of all ranks' samples, which stand in rank order, by rank."""
+    found, first = [], 0
+    for last in np.cumsum(num_samples_W).tolist():
+        mine = {}
+        for name, some in ids.items():
+            bounds = None if some.offsets is None else some.offsets[first : last + 1]
+            cut = slice(first, last) if bounds is None else slice(int(bounds[0]), int(bounds[-1]))
+            mine[name] = FeatureIds(
+                some.ids[cut],
+                None if bounds is None else bounds - bounds[0],
+                None if some.weights is None else some.weights[cut],
+            )
+        found.append(mine)
+        first = last
+    return found
 
 
 def message_of(block: Block, candidates: Sequence[Candidate], ids: Mapping[str, FeatureIds]) -> list[NDArray[np.int32]]:

@@ -6,21 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tiercache.errors import StoreError, TierCacheError
+from tiercache.ranks.bags import cut_bags
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import make_batch
 from tiercache.training.row_optimizer import RowGradients
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import Pass
-    from tiercache.passes.samples import Samples
+    from tiercache.passes.samples import FeatureIds, Samples
     from tiercache.processors.processor import Processor
     from tiercache.ranks.exchange import Exchanged, RowExchange
     from tiercache.ranks.group import Ranks
@@ -84,23 +86,28 @@ class BatchMaker:
         *,
         of: int | None = None,
         trained: bool = True,
+        by_model: bool = False,
         error: Exception | None = None,
     ) -> Batch:
         """Bring this rank's part of the samples at ``places`` and their rows. Collective.
 
         Rank r of W has samples [r * N // W, (r + 1) * N // W) of the N; its mean loss counts W * n / ``of`` (N where
         not said). A rank without samples gets the first of all with weight 0, so that it takes part in everything.
-        An ``error`` of this rank so far, or of the reading of samples, is raised on all.
+        by_model: features that owners of tables pool are read there, for all ranks. An ``error`` of this rank so far,
+        or of the reading of samples, is raised on all.
         """
-        mine = parts_of(places, self._ranks.size)[self._ranks.rank]
+        parts_W = parts_of(places, self._ranks.size)
+        read_W = [part if part.size else places[:1] for part in parts_W]
+        mine, modes = parts_W[self._ranks.rank], self._uses.modes(self._tables)
         samples: Samples | None = None
+        own: list[dict[str, FeatureIds]] | None = [{} for _ in read_W] if by_model else None
         if error is None:
             try:
-                samples = source.read(mine if mine.size else places[:1])
+                samples, own = self._read(source, read_W, modes, by_model=by_model)
             except SHARED_ERRORS as caught:
                 error = caught
-        ids, modes = samples.ids if samples else {}, self._uses.modes(self._tables)
-        pooled, error = self._pooling.pool(ids, modes, max(mine.size, 1), name, trained=trained, error=error)
+        ids = samples.ids if samples else {}
+        pooled, error = self._pooling.pool(ids, modes, max(mine.size, 1), name, own=own, trained=trained, error=error)
         elsewhere = pooled.features if pooled else {}
         ids = {name: some for name, some in ids.items() if name in modes and name not in elsewhere}
         groups, ids, exchanged = self._exchange.rows_of(ids, self._tables, name, error)
@@ -110,6 +117,19 @@ class BatchMaker:
             self.due.append(Due(exchanged, pooled, view.gradients, view))
         share = mine.size / (places.size if of is None else of)
         return make_batch(samples, view, ids=ids, weight=self._ranks.size * share, pooled=elsewhere)
+
+    def _read(
+        self, source: Pass, read_W: Sequence[NDArray[np.int64]], modes: Mapping[str, str | None], *, by_model: bool
+    ) -> tuple[Samples, list[dict[str, FeatureIds]] | None]:
+        """Return this rank's samples; by model also, by rank, the ids of features whose tables this rank owns."""
+        rank = self._ranks.rank
+        if not by_model:
+            return source.read(read_W[rank], features=modes if len(modes) < len(self._tables) else None), None
+        elsewhere = self._pooling.by_model(modes)
+        own = [one.name for one in elsewhere if any(owner.rank == rank for owner in one.owners)]
+        left = modes.keys() - {one.name for one in elsewhere}
+        found = source.read(np.concatenate(read_W), features=own).ids if own else {}
+        return source.read(read_W[rank], features=left), cut_bags(found, [some.size for some in read_W])
 
     def ahead(self, makes: Iterable[Callable[[], Batch]], schedule: str) -> Iterator[Batch]:
         """Yield what each of ``makes`` returns; "interleaved": it is made while the batch before is used."""

@@ -18,7 +18,7 @@ import torch
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.processors.entries import Entries, Pending
-from tiercache.ranks.bags import MODES, Block, Candidate, Chooser, candidates_of, message_of
+from tiercache.ranks.bags import MODES, Block, Candidate, Chooser, candidates_of, check_bags, message_of
 from tiercache.training.batch import Pooled
 
 if TYPE_CHECKING:
@@ -88,6 +88,10 @@ class Pooling:
         self.candidates = candidates_of(owners, self._features) if self._ranks.size > 1 else ()
         self._rows = rows
 
+    def by_model(self, modes: Mapping[str, str | None]) -> list[Candidate]:
+        """Return the features that are read, with input by model, on the ranks that own their tables."""
+        return [one for one in self.candidates if modes.get(one.name) in MODES]
+
     def pool(
         self,
         ids: Mapping[str, FeatureIds],
@@ -110,18 +114,22 @@ class Pooling:
         P, W = len(candidates), self._ranks.size
         if not any(own is not None or one.length != 1 for one in candidates):
             return None, error
-        if own is not None:
-            chosen = [p for p, one in enumerate(candidates) if modes.get(one.name) in MODES]
-        elif error is None:
+        chosen: list[int] = []
+        if error is None:
             try:
-                chosen = self._chooser.choose(
-                    candidates, ids, modes, num_samples, item_bytes=self._wire.dtype.itemsize, trained=trained,
-                    where=where,
-                )  # fmt: skip
+                if own is None:
+                    chosen = self._chooser.choose(
+                        candidates, ids, modes, num_samples, item_bytes=self._wire.dtype.itemsize, trained=trained,
+                        where=where,
+                    )  # fmt: skip
+                else:
+                    chosen = [candidates.index(one) for one in self.by_model(modes)]
+                    for p in chosen:
+                        for some in own:
+                            if candidates[p].name in some:
+                                check_bags(candidates[p], some[candidates[p].name].ids, where)
             except Exception as bad:
                 error = bad
-        if error is not None:
-            chosen = []
         to = np.zeros((W, P + 4), dtype=np.int64)
         for p in chosen:
             one = candidates[p]
