@@ -102,6 +102,17 @@ def test_samples_come_back_in_any_order(num_samples: int, cuts: list[int], seed:
         assert_read(file.read(indices), samples, indices)
 
 
+def test_some_features_come_back_alone(tmp_path: Path) -> None:
+    """Those that were asked for, in the schema's order, as when all are read; label and dense too."""
+    samples, indices = some_samples(50, 3), np.array([7, 0, 49, 7])
+    file = write(tmp_path / "s", samples, [20])
+    names = [feature.name for feature in LAYOUT.schema.features]
+    for wanted in (names[::2], names[1::2], names[:1], []):
+        found = file.read(indices, features=wanted)
+        assert list(found.ids) == wanted
+        assert_read(found, samples, indices)
+
+
 def test_samples_come_back_across_record_batches(tmp_path: Path) -> None:
     """Indices reach into every record batch, the short last one too; cuts into calls change no byte."""
     num_samples = 2 * BATCH_SAMPLES + 777

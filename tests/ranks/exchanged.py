@@ -122,6 +122,9 @@ class Model:
         self._integers = case.integers
         self._weighted = [spec.name for spec in specs if spec.weighted]
 
+    def looks_up(self, use: object) -> None:
+        """Nothing: all rows are exchanged."""
+
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss, the pooled output and the weights, whose gradients are wanted."""
         weights = {

@@ -13,7 +13,7 @@ from tiercache.passes.sample_layout import SampleLayout
 from tiercache.passes.samples_file import SamplesFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -89,9 +89,15 @@ class Pass:
         """Return how often each of ``keys(table)`` occurs in the pass: mapped, read-only."""
         return self.key_set.counts(table)
 
-    def read(self, indices: NDArray[np.int64], into: SampleBuffers | None = None) -> Samples:
+    def read(
+        self,
+        indices: NDArray[np.int64],
+        into: SampleBuffers | None = None,
+        *,
+        features: Collection[str] | None = None,
+    ) -> Samples:
         """Read the samples at ``indices``, in their order (``SamplesFile.read``)."""
-        return self.samples_file.read(indices, into)
+        return self.samples_file.read(indices, into, features=features)
 
     def prefetch(self) -> None:
         """Ask the kernel to read the sub-dataset ahead; returns at once."""

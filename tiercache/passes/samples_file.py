@@ -17,7 +17,7 @@ from tiercache.passes.sample_layout import BATCH_SAMPLES, BATCH_SHIFT, SampleLay
 from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -68,11 +68,17 @@ class SamplesFile:
         self._places = self._find(reader)
         self.num_samples = int(self.batch_sizes.sum())
 
-    def read(self, indices: NDArray[np.int64], into: SampleBuffers | None = None) -> Samples:
+    def read(
+        self,
+        indices: NDArray[np.int64],
+        into: SampleBuffers | None = None,
+        *,
+        features: Collection[str] | None = None,
+    ) -> Samples:
         """Read the samples at ``indices`` (n,), in their order; each may stand any number of times.
 
-        The arrays are fresh, or lie in ``into`` and are valid until the next read into it. Raises IndexError for an
-        index below 0 or past the last sample.
+        features: those whose ids are read, all where not given. The arrays are fresh, or lie in ``into`` and are valid
+        until the next read into it. Raises IndexError for an index below 0 or past the last sample.
         """
         indices = np.ascontiguousarray(indices, dtype=np.int64)
         if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
@@ -84,16 +90,18 @@ class SamplesFile:
         fixed: dict[str, NDArray[Any]] = {}
         for places in self._places.values():
             column = places.column
-            if column.width is not None and column.name != "ids":
+            wanted = features is None or column.feature is None or column.feature in features
+            if column.width is not None and column.name != "ids" and wanted:
                 out = buffers.array(column.name, (indices.size, column.width), np.int32)
                 gather_rows(self._words, places.values >> 2, BATCH_SHIFT, indices, out)
                 fixed[column.name] = out.view(column.dtype)
-        ids, singles = self._singles(indices, fixed, buffers)
+        ids, singles = self._singles(indices, fixed, buffers, features)
         for feature in self._layout.schema.lists:
-            ids[feature.name] = self._list(feature.name, feature.length, indices, fixed, buffers)
+            if features is None or feature.name in features:
+                ids[feature.name] = self._list(feature.name, feature.length, indices, fixed, buffers)
         label = fixed["label"].reshape(-1) if "label" in fixed else None
         dense = fixed.get("dense", np.empty((indices.size, 0), np.float32))
-        ordered = {f.name: ids[f.name] for f in self._layout.schema.features}
+        ordered = {f.name: ids[f.name] for f in self._layout.schema.features if f.name in ids}
         return Samples(label=label, dense=dense, singles=singles, ids=ordered)
 
     def regions(self) -> Iterator[Region]:
@@ -117,15 +125,22 @@ class SamplesFile:
         self._map.madvise(mmap.MADV_WILLNEED)
 
     def _singles(
-        self, indices: NDArray[np.int64], fixed: dict[str, NDArray[Any]], buffers: SampleBuffers
+        self,
+        indices: NDArray[np.int64],
+        fixed: dict[str, NDArray[Any]],
+        buffers: SampleBuffers,
+        features: Collection[str] | None,
     ) -> tuple[dict[str, FeatureIds], NDArray[np.int32]]:
-        layout = self._layout
-        singles = buffers.array("ids", (len(layout.singles), indices.size), np.int32)
-        if layout.singles:
+        wanted, columns = self._layout.singles, self._layout.single_columns
+        if features is not None:
+            chosen = [i for i, feature in enumerate(wanted) if feature.name in features]
+            wanted, columns = tuple(wanted[i] for i in chosen), columns[chosen]
+        singles = buffers.array("ids", (len(wanted), indices.size), np.int32)
+        if wanted:
             starts = self._places["ids"].values >> 2
-            gather_columns(self._words, starts, BATCH_SHIFT, indices, layout.single_columns, singles)
+            gather_columns(self._words, starts, BATCH_SHIFT, indices, columns, singles)
         ids = {}
-        for row, feature in zip(singles, layout.singles, strict=True):
+        for row, feature in zip(singles, wanted, strict=True):
             weights = fixed.get(f"weights:{feature.name}")
             ids[feature.name] = FeatureIds(row, None, None if weights is None else weights.reshape(-1))
         return ids, singles

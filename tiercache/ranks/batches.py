@@ -6,26 +6,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tiercache.errors import StoreError, TierCacheError
+from tiercache.ranks.bags import cut_bags
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import make_batch
 from tiercache.training.row_optimizer import RowGradients
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import Pass
-    from tiercache.passes.samples import Samples
+    from tiercache.passes.samples import FeatureIds, Samples
     from tiercache.processors.processor import Processor
     from tiercache.ranks.exchange import Exchanged, RowExchange
     from tiercache.ranks.group import Ranks
+    from tiercache.ranks.pooling import PooledBatch, Pooling
     from tiercache.schema import Schema
     from tiercache.training.batch import Batch
+    from tiercache.training.uses import Uses
 
 SCHEDULES = ("interleaved", "simple")
 SHARED_ERRORS = (TierCacheError, StoreError, ValueError, OSError)
@@ -43,8 +47,15 @@ class Due:
     """A batch that waits for its step."""
 
     exchanged: Exchanged
+    pooled: PooledBatch | None
     gradients: RowGradients
     view: RowView
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward left something."""
+        found = self.pooled.features.values() if self.pooled else ()
+        return any(self.gradients.pending) or any(one.gradients for one in found)
 
 
 class BatchMaker:
@@ -54,8 +65,12 @@ class BatchMaker:
     trains.
     """
 
-    def __init__(self, ranks: Ranks, exchange: RowExchange, schema: Schema, processor: Processor) -> None:
-        self._ranks, self._exchange, self._processor = ranks, exchange, processor
+    def __init__(
+        self, ranks: Ranks, exchange: RowExchange, pooling: Pooling, schema: Schema, uses: Uses, processor: Processor
+    ) -> None:
+        """uses: features that no module looks up are not brought."""
+        self._ranks, self._exchange, self._pooling, self._processor = ranks, exchange, pooling, processor
+        self._uses = uses
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="tiercache-exchange", initializer=share_threads
@@ -71,28 +86,50 @@ class BatchMaker:
         *,
         of: int | None = None,
         trained: bool = True,
+        by_model: bool = False,
         error: Exception | None = None,
     ) -> Batch:
         """Bring this rank's part of the samples at ``places`` and their rows. Collective.
 
         Rank r of W has samples [r * N // W, (r + 1) * N // W) of the N; its mean loss counts W * n / ``of`` (N where
         not said). A rank without samples gets the first of all with weight 0, so that it takes part in everything.
-        An ``error`` of this rank so far, or of the reading of samples, is raised on all.
+        by_model: features that owners of tables pool are read there, for all ranks. An ``error`` of this rank so far,
+        or of the reading of samples, is raised on all.
         """
-        mine = parts_of(places, self._ranks.size)[self._ranks.rank]
+        parts_W = parts_of(places, self._ranks.size)
+        read_W = [part if part.size else places[:1] for part in parts_W]
+        mine, modes = parts_W[self._ranks.rank], self._uses.modes(self._tables)
         samples: Samples | None = None
+        own: list[dict[str, FeatureIds]] | None = [{} for _ in read_W] if by_model else None
         if error is None:
             try:
-                samples = source.read(mine if mine.size else places[:1])
+                samples, own = self._read(source, read_W, modes, by_model=by_model)
             except SHARED_ERRORS as caught:
                 error = caught
-        groups, ids, exchanged = self._exchange.rows_of(samples.ids if samples else {}, self._tables, name, error)
+        ids = samples.ids if samples else {}
+        pooled, error = self._pooling.pool(ids, modes, max(mine.size, 1), name, own=own, trained=trained, error=error)
+        elsewhere = pooled.features if pooled else {}
+        ids = {name: some for name, some in ids.items() if name in modes and name not in elsewhere}
+        groups, ids, exchanged = self._exchange.rows_of(ids, self._tables, name, error)
         assert samples is not None, "rows_of raises the error"
         view = RowView(groups, RowGradients(len(groups)) if trained else None, name, self._processor)
         if view.gradients is not None:
-            self.due.append(Due(exchanged, view.gradients, view))
+            self.due.append(Due(exchanged, pooled, view.gradients, view))
         share = mine.size / (places.size if of is None else of)
-        return make_batch(samples, view, ids=ids, weight=self._ranks.size * share)
+        return make_batch(samples, view, ids=ids, weight=self._ranks.size * share, pooled=elsewhere)
+
+    def _read(
+        self, source: Pass, read_W: Sequence[NDArray[np.int64]], modes: Mapping[str, str | None], *, by_model: bool
+    ) -> tuple[Samples, list[dict[str, FeatureIds]] | None]:
+        """Return this rank's samples; by model also, by rank, the ids of features whose tables this rank owns."""
+        rank = self._ranks.rank
+        if not by_model:
+            return source.read(read_W[rank], features=modes if len(modes) < len(self._tables) else None), None
+        elsewhere = self._pooling.by_model(modes)
+        own = [one.name for one in elsewhere if any(owner.rank == rank for owner in one.owners)]
+        left = modes.keys() - {one.name for one in elsewhere}
+        found = source.read(np.concatenate(read_W), features=own).ids if own else {}
+        return source.read(read_W[rank], features=left), cut_bags(found, [some.size for some in read_W])
 
     def ahead(self, makes: Iterable[Callable[[], Batch]], schedule: str) -> Iterator[Batch]:
         """Yield what each of ``makes`` returns; "interleaved": it is made while the batch before is used."""
@@ -117,7 +154,7 @@ class BatchMaker:
     @property
     def pending(self) -> bool:
         """Whether a backward was not stepped yet."""
-        return any(any(due.gradients.pending) for due in self.due)
+        return any(due.pending for due in self.due)
 
     def take_due(self) -> list[Due]:
         """Return the batches that wait for a step; their rows are of before it and can be looked up no more."""

@@ -15,6 +15,7 @@ from tiercache.ranks.evaluation import evaluation_slices, unknown_rows
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.opening import choose_placement, open_parts
+from tiercache.ranks.pooling import Pooling
 from tiercache.ranks.shares import Share
 from tiercache.ranks.visit import ShardedVisit
 from tiercache.sizes import format_bytes, parse_bytes
@@ -22,6 +23,7 @@ from tiercache.store.table import group_tables
 from tiercache.training.cache import TierCache
 from tiercache.training.matching import check_features
 from tiercache.training.step_hooks import StepHooks
+from tiercache.training.uses import Uses
 
 if TYPE_CHECKING:
     import os
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
     from tiercache.ranks.evaluation import ShardedEvaluation
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.placement import Placement
+    from tiercache.schema import Schema
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
+    from tiercache.training.uses import Use
     from tiercache.training.visit import Visit
 
 
@@ -72,13 +76,13 @@ class ShardedCache:
         """Open or make the sharded store at ``path`` and plan every rank's budgets.
 
         device_budget, host_budget, eval_budget, store_budget: of each rank. placement: where the rows of each table
-        stand: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table ("row",
-        "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that of the
-        store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of rows
-        and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on disks
-        of their own perhaps; inside ``path`` where not given. retention: commits that are kept. reorganised: whether
-        a store that was trained with other passes is put into the order of these first, as `tiercache.reorganise`
-        does; else that is refused. Everything else as in TierCache.
+        stand: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table
+        ("row", "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that
+        of the store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of
+        rows and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on
+        disks of their own perhaps; inside ``path`` where not given. retention: commits that are kept. reorganised:
+        whether a store that was trained with other passes is put into the order of these first, as
+        `tiercache.reorganise` does; else that is refused. Everything else as in TierCache.
 
         Raises RankError where ranks disagree or one fails, and what TierCache and Store.open raise.
         """
@@ -133,8 +137,8 @@ class ShardedCache:
             )
         self._groups = group_tables(passes.tables)
         self._beside, self._wire_dtype = ranks.beside(), _WIRE_DTYPES[wire_dtype]
-        self._exchange = self._new_exchange()
-        self._maker = BatchMaker(ranks, self._exchange, passes.schema, self._processor)
+        self._uses = Uses()
+        self._exchange, self._pooling, self._maker = self._new_maker(passes.schema)
         self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None
         self._run: Iterator[Visit] | None = None
@@ -201,6 +205,8 @@ class ShardedCache:
         optimizer = self._inner.optimizer
         for due in self._maker.take_due():
             self._exchange.gradients_of(due.exchanged, due.gradients, optimizer.gradients)
+            if due.pooled is not None:
+                self._pooling.gradients_of(due.pooled, optimizer.gradients)
         self._exchange.step(optimizer, self._visit.rows.groups)
 
     def discard(self) -> None:
@@ -240,11 +246,10 @@ class ShardedCache:
             share = Share(passes, self.placement, self.ranks.rank)
             rows_now = self._inner.rows_now()
         rows_now = self._inner.rows_now(unknown_rows(self._share, rows_now, self.ranks))
-        exchange = self._new_exchange()
-        maker = BatchMaker(self.ranks, exchange, passes.schema, self._processor)
+        exchange, pooling, maker = self._new_maker(passes.schema)
         try:
             yield from evaluation_slices(
-                share, rows_now, self._inner.eval_bytes, self._processor, exchange, maker, self.ranks
+                share, rows_now, self._inner.eval_bytes, self._processor, exchange, pooling, maker, self.ranks
             )
         finally:
             maker.close()
@@ -297,6 +302,15 @@ class ShardedCache:
         return self.pass_set.schema
 
     @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank for others so far, for batches of trainings and their steps."""
+        return self._exchange.bytes_sent
+
+    def looks_up(self, use: Use) -> None:
+        """Take note of what a module looks up: that is brought with each batch, and nothing else. Not collective."""
+        self._uses.add(use)
+
+    @property
     def device(self) -> torch.device:
         """Where this rank's rows are trained."""
         return self._inner.device
@@ -314,8 +328,11 @@ class ShardedCache:
             self._parts.close()
             raise
 
-    def _new_exchange(self) -> RowExchange:
-        return RowExchange(self._beside, self._processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
+    def _new_maker(self, schema: Schema) -> tuple[RowExchange, Pooling, BatchMaker]:
+        ranks, processor = self._beside, self._processor
+        exchange = RowExchange(ranks, processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
+        pooling = Pooling(exchange, processor, schema.features)
+        return exchange, pooling, BatchMaker(self.ranks, exchange, pooling, schema, self._uses, processor)
 
     def _record(self) -> None:
         """Make the newest commit of the parts, where there is one, that of all ranks."""
@@ -325,7 +342,9 @@ class ShardedCache:
 
     def _begin_visit(self, visit: Visit) -> None:
         self._visit = visit
-        self._exchange.open_pass(self._share.owners(visit.pass_index), visit.rows.groups)
+        owners = self._share.owners(visit.pass_index)
+        self._exchange.open_pass(owners, visit.rows.groups)
+        self._pooling.open(owners, visit.rows.groups)
 
     def _end_visit(self) -> None:
         self._maker.take_due()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.batches import BatchMaker
     from tiercache.ranks.exchange import RowExchange
     from tiercache.ranks.group import Ranks
+    from tiercache.ranks.pooling import Pooling
     from tiercache.ranks.shares import Share
     from tiercache.training.batch import Batch
     from tiercache.training.evaluation import RowsNow
@@ -58,6 +59,7 @@ def evaluation_slices(
     budget: int,
     processor: Processor,
     exchange: RowExchange,
+    pooling: Pooling,
     maker: BatchMaker,
     ranks: Ranks,
 ) -> Iterator[ShardedEvaluation]:
@@ -79,6 +81,7 @@ def evaluation_slices(
             with ranks.together("reading the rows of an evaluation"):
                 rows = bring_rows(rows_now, source, positions, wanted.used, processor)  # type: ignore[arg-type]
             exchange.open_pass(owners, rows, mirrored=False)
+            pooling.open(owners, rows)
             yield ShardedEvaluation(source, first, last, maker)  # type: ignore[arg-type]
             maker.rest()
             first = last

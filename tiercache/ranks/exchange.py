@@ -21,6 +21,7 @@ from tiercache.ranks.received import Received
 from tiercache.ranks.requests import Requester
 from tiercache.ranks.slices import SliceSteps
 from tiercache.ranks.stretches import Stretches, exclusive
+from tiercache.ranks.wire import WIRE_DTYPES, Wire
 from tiercache.store.table import SGD, Group
 from tiercache.tiers.rows import GroupRows
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from tiercache.training.row_optimizer import RowGradients, RowOptimizer
 
 __all__ = ["WIRE_DTYPES", "Exchanged", "RowExchange"]
-
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,11 +75,8 @@ class RowExchange:
 
         groups: of whole tables, which modules look up. part_groups: of this rank's part of the store.
         """
-        if wire_dtype not in WIRE_DTYPES:
-            raise ValueError(
-                f"rows cannot travel as {wire_dtype}: it must be one of {', '.join(map(str, WIRE_DTYPES))}"
-            )
-        self.ranks, self._processor, self._wire_dtype = ranks, processor, wire_dtype
+        self.ranks, self._processor, self.wire = ranks, processor, Wire(ranks, wire_dtype)
+        self._send, self._remote, self._count = self.wire.send, self.wire.remote, self.wire.count
         self._groups, self._part_groups = groups, part_groups
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
         self._requester, self._mirrors = Requester(), Mirrors(ranks, processor, wire_dtype)
@@ -91,8 +87,17 @@ class RowExchange:
         self._slices: SliceSteps | None = None
         self._stretches: Stretches | None = None
         self._rows: Sequence[GroupRows] = ()
-        self.bytes_sent = 0
+
+    @property
+    def bytes_sent(self) -> int:
         """Bytes that left this rank for others so far: counts, addresses, rows, gradients and their indices."""
+        return self.wire.bytes_sent
+
+    @property
+    def slices(self) -> SliceSteps:
+        """What steps the column slices of the pass that is open."""
+        assert self._slices is not None
+        return self._slices
 
     @property
     def mirror_bytes(self) -> int:
@@ -148,25 +153,6 @@ class RowExchange:
         if self._stretches is None:
             raise RuntimeError("rows were to be exchanged before a pass was opened: call open_pass first")
         return self._stretches
-
-    def _remote(self, counts_W: NDArray[np.int64]) -> list[int]:
-        """Return counts without this rank's own."""
-        return [0 if rank == self.ranks.rank else int(count) for rank, count in enumerate(counts_W)]
-
-    def _count(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
-        """Tell every rank its row of ``to``, and return what each told this one."""
-        self.bytes_sent += to.nbytes - to[self.ranks.rank].nbytes
-        return self.ranks.counts(to, what)
-
-    def _send(self, send: torch.Tensor, sizes: list[int], receive: list[int], into: torch.Tensor, what: str) -> None:
-        """Send to the others, float32 in the wire's dtype, and receive ``into``."""
-        narrow = send.dtype == torch.float32 and self._wire_dtype != torch.float32
-        send = send.to(self._wire_dtype) if narrow else send
-        self.bytes_sent += send.numel() * send.element_size()
-        if narrow:
-            into.copy_(self.ranks.exchange(send, sizes, receive, what=what))
-        else:
-            self.ranks.exchange(send, sizes, receive, into, what=what)
 
     def _ask(self, stretches: Stretches, request: Request, counts_WS: NDArray[np.int64], what: str) -> Exchanged:
         """Send every owner the addresses of its rows, and receive what others ask for."""
@@ -295,8 +281,7 @@ class RowExchange:
             self._pack(s, request, marks_G, sums, buffer)
         self._send(buffer[:begin], send, receive, buffer[end:], what)
         came.add(p, exchanged.positions, exchanged.slots, buffer[begin:], into)
-        assert self._slices is not None
-        self._slices.note(came, into)
+        self.slices.note(came, into)
         self._mirrors.note(came)
 
     def _indices(
@@ -361,13 +346,11 @@ class RowExchange:
 
         Column slices of a table with row-wise Adagrad add up their squares first.
         """
-        assert self._slices is not None
-        self._slices.step(optimizer, rows)
+        self.slices.step(optimizer, rows)
         optimizer.step(rows)
         self._mirrors.follow(rows)
 
     def discard(self) -> None:
         """Forget what `gradients_of` noted, where its gradients are dropped in place of a step. Not collective."""
-        assert self._slices is not None
-        self._slices.forget()
+        self.slices.forget()
         self._mirrors.forget()

@@ -13,7 +13,7 @@ from tiercache.ranks.placement import hash_bounds
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
     import numpy as np
@@ -118,9 +118,15 @@ class SharedPass:
         """Return how often each of ``keys(table)`` occurs in the whole pass: mapped, read-only."""
         return self.whole.counts(table)[self.span(table)]
 
-    def read(self, indices: NDArray[np.int64], into: SampleBuffers | None = None) -> Samples:
+    def read(
+        self,
+        indices: NDArray[np.int64],
+        into: SampleBuffers | None = None,
+        *,
+        features: Collection[str] | None = None,
+    ) -> Samples:
         """Read the samples at ``indices``, in their order, with local ids of the whole pass."""
-        return self.whole.read(indices, into)
+        return self.whole.read(indices, into, features=features)
 
     def prefetch(self) -> None:
         """Ask the kernel to read the sub-dataset ahead; returns at once."""

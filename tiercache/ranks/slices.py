@@ -70,6 +70,12 @@ class SliceSteps:
                 noted.append(torch.cat(received.positions[group]))
             assert len(noted) == len(into.pending[group])
 
+    def note_rows(self, group: int, positions: torch.Tensor, into: RowGradients) -> None:
+        """Note the position of each entry of the one gradient that was added last."""
+        if group in self._positions:
+            self._positions[group].append(positions)
+            assert len(self._positions[group]) == len(into.pending[group])
+
     def forget(self) -> None:
         """Forget what was noted."""
         for noted in self._positions.values():

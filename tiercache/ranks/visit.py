@@ -38,33 +38,55 @@ class ShardedVisit:
         """Samples of all ranks whose batches were yielded, those before the last commit inside the visit included."""
         return self._visit.samples_done
 
-    def batches(self, size: int, *, shuffle: bool = False) -> Iterator[Batch]:
+    def batches(
+        self,
+        size: int,
+        *,
+        shuffle: bool = False,
+        input: str = "data",  # noqa: A002 - what is said of each rank's input
+    ) -> Iterator[Batch]:
         """Yield this rank's part of every global batch of ``size`` samples, as `Visit.batches` cuts them.
 
         Multiply the mean loss by ``batch.weight``: with DistributedDataParallel's averaging the step is then that of
         one process on the global batch, on ranks with more and with fewer samples. A rank without samples of a batch
         gets one of another rank's with weight 0. A batch's rows are as of when it was yielded: it can be looked up
-        until the next step. Collective: all ranks take the same batches. Raises as `Visit.batches` does, on all ranks
-        where one of them fails.
+        until the next step.
+
+        input: what each rank reads. "data": its own samples, with all features. "model": of features that are pooled
+        by sum or mean, those whose tables it owns, whole or in columns, for the samples of all ranks, so that their ids
+        do not travel; all other features, dense and label of its own samples. The result is the same, but for the order
+        of additions. All ranks have the same embedding modules then.
+
+        Collective: all ranks take the same batches. Raises as `Visit.batches` does, on all ranks where one of them
+        fails; ValueError for an unknown input.
         """
+        by_model = _by_model(input)
         for places, error in self._places(size, shuffle):
-            yield self._maker.make(self._visit.source, places, self._name, error=error)
+            yield self._maker.make(self._visit.source, places, self._name, by_model=by_model, error=error)
 
     def steps(
-        self, size: int, *, micro_batches: int, shuffle: bool = False, schedule: str = "interleaved"
+        self,
+        size: int,
+        *,
+        micro_batches: int,
+        shuffle: bool = False,
+        schedule: str = "interleaved",
+        input: str = "data",  # noqa: A002 - as above
     ) -> Iterator[Iterator[Batch]]:
         """Yield each global batch as an iterator over its micro-batches; step once behind all of them.
 
         All see rows as before the step, and their weights add up to those of one batch: the result is one batch's,
         but for the order of additions. "interleaved": the rows of the next micro-batch are exchanged on another
         thread while the one yielded is trained; "simple": one thing after the other. A batch with fewer samples than
-        ``micro_batches`` has fewer of them. Raises as ``batches`` does; ValueError for less than 1 micro-batch.
+        ``micro_batches`` has fewer of them. input: as of ``batches``. Raises as ``batches`` does; ValueError for less
+        than 1 micro-batch.
         """
+        by_model = _by_model(input)
         if micro_batches < 1:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
         for places, error in self._places(size, shuffle):
             parts = [part for part in parts_of(places, micro_batches) if part.size] or [places]
-            make = partial(self._maker.make, self._visit.source, name=self._name, of=places.size)
+            make = partial(self._maker.make, self._visit.source, name=self._name, of=places.size, by_model=by_model)
             makes = [partial(make, part, error=error if i == 0 else None) for i, part in enumerate(parts)]
             yield self._maker.ahead(makes, schedule)
 
@@ -89,3 +111,9 @@ class ShardedVisit:
 
     def __repr__(self) -> str:
         return f"ShardedVisit({self.index}, epoch={self.epoch}, pass={self.pass_index}, samples={self.num_samples:,})"
+
+
+def _by_model(given: str) -> bool:
+    if given not in ("data", "model"):
+        raise ValueError(f"input {given!r} is unknown: it must be 'data' or 'model'")
+    return given == "model"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,13 +11,25 @@ from tiercache.kernels.switch import permutation
 from tiercache.store.hashing import mix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import torch
     from numpy.typing import NDArray
 
     from tiercache.passes.samples import FeatureIds, Samples
     from tiercache.tiers.rows import RowView
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A feature of one batch that was pooled where its table's rows are: its module finds vectors, and no ids."""
+
+    mode: str
+    """"sum" or "mean"."""
+    vectors: torch.Tensor
+    """(N, dim) float32; zeros for an empty bag."""
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """What backward left: (N, dim) for each lookup, to be added up at the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,8 @@ class Batch:
     num_samples: int
     weight: float = 1.0
     """What the mean loss of this batch counts for: 1 with one rank; W * n / N for n of the N samples of W ranks."""
+    pooled: Mapping[str, Pooled] = field(default_factory=dict)
+    """By name, features that another rank pooled; ``ids`` has all others that some module looks up."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -66,7 +80,12 @@ def cut_batches(order: NDArray[np.int64], size: int, *, first: int = 0) -> Itera
 
 
 def make_batch(
-    samples: Samples, rows: RowView, *, ids: dict[str, FeatureIds] | None = None, weight: float = 1.0
+    samples: Samples,
+    rows: RowView,
+    *,
+    ids: dict[str, FeatureIds] | None = None,
+    weight: float = 1.0,
+    pooled: Mapping[str, Pooled] | None = None,
 ) -> Batch:
     """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids."""
     label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
@@ -77,4 +96,5 @@ def make_batch(
         rows=rows,
         num_samples=samples.num_samples,
         weight=weight,
+        pooled=pooled or {},
     )

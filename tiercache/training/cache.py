@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.training.batch import Batch
+    from tiercache.training.uses import Use
 
 
 class TierCache:
@@ -103,17 +104,9 @@ class TierCache:
         self._state = CommitState(store.groups, processor)
         self.dense, self.optimizer = self._state.dense, self._state.optimizer
         self._transfer = Transfer(
-            store,
-            self._device,
-            mover,
-            self._memory,
-            self._budget,
-            self._positions,
-            self._keys_of,
-            self._uses.of,
-            schedule_digest=self._schedule.digest,
-            environment=self._state.environment,
-        )
+            store, self._device, mover, self._memory, self._budget, self._positions, self._keys_of, self._uses.of,
+            schedule_digest=self._schedule.digest, environment=self._state.environment,
+        )  # fmt: skip
         room = parse_bytes(device_budget) - self._device.num_bytes
         self._raw = RawKeys(
             passes.schema, store.groups, self.rows_now, lambda: self.optimizer.steps, self._processor, room
@@ -308,6 +301,9 @@ class TierCache:
     def schema(self) -> Any:
         """The schema of the pass set."""
         return self.pass_set.schema
+
+    def looks_up(self, use: Use) -> None:
+        """Nothing: all rows of a visit are here, whatever modules look up."""
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiercache.training.lookup import MODES, FeaturePart, PooledLookup, RowLookup
+from tiercache.training.lookup import MODES, FeaturePart, PooledLookup, ReadyLookup, RowLookup, check_brought
+from tiercache.training.uses import Use
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RowSource(Protocol):
-    """What a module asks of a cache: TierCache and ResidentCache have it."""
+    """What a module asks of a cache: TierCache, ResidentCache and ShardedCache have it."""
 
     @property
     def schema(self) -> Schema:
@@ -33,6 +34,10 @@ class RowSource(Protocol):
         """The tables by row layout."""
         ...
 
+    def looks_up(self, use: Use) -> None:
+        """Take note of what a module looks up, for as long as ``use`` lives."""
+        ...
+
 
 class TieredEmbeddingBag(nn.Module):
     """Looks up features and pools each: (N, sum of dims), features side by side in the order given.
@@ -41,6 +46,9 @@ class TieredEmbeddingBag(nn.Module):
     pooling ("mean" still divides by the number of ids; "max" takes none); an empty bag is zeros. It has no
     parameters: rows step with the tracked optimizer, and no gradient of a table ever exists. Outputs are float32 and
     come from a pool: they are yours as long as you refer to them.
+
+    weighted: the features whose weights ``forward`` will be given. On several ranks it has to be known before: their
+    rows are brought, and other features may be pooled by the rank that owns them.
 
     Raises ValueError for an unknown feature or mode.
     """
@@ -51,6 +59,7 @@ class TieredEmbeddingBag(nn.Module):
         features: Sequence[str] | None = None,
         *,
         mode: str | Mapping[str, str] = "sum",
+        weighted: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.features, self.dims, specs = _choose(cache, features)
@@ -58,6 +67,10 @@ class TieredEmbeddingBag(nn.Module):
         if not isinstance(mode, str) and (unknown := [name for name in mode if name not in modes]):
             raise ValueError(
                 f"a mode was given for {unknown[0]!r}, and this module looks up {', '.join(self.features)}"
+            )
+        if others := [name for name in weighted if name not in modes]:
+            raise ValueError(
+                f"weights were announced for {others[0]!r}, and this module looks up {', '.join(self.features)}"
             )
         for name, chosen in modes.items():
             if chosen not in MODES:
@@ -68,7 +81,9 @@ class TieredEmbeddingBag(nn.Module):
         self._cols = {name: int(cols[i]) for i, name in enumerate(self.features)}
         self._specs, self._modes, self._groups = specs, modes, cache.groups
         self._anchor = torch.zeros((), requires_grad=True)
-        self._parts: dict[frozenset[str], list[FeaturePart]] = {}
+        self._parts: dict[tuple[frozenset[str], frozenset[str]], list[FeaturePart]] = {}
+        self._use = Use({name: None if name in weighted else chosen for name, chosen in modes.items()})
+        cache.looks_up(self._use)
 
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Look up all features of ``batch``: float32 (N, ``out_features``).
@@ -90,20 +105,23 @@ class TieredEmbeddingBag(nn.Module):
                     f"weights of feature {name!r} are on {weight.device}, and rows are trained on {processor.device}: "
                     "move them there"
                 )
-        arrays = {name: values for name in self.features if (values := batch.ids[name].weights) is not None} | {
+        ready = self._ready(batch, given)
+        here = [name for name in self.features if name not in ready]
+        check_brought(batch, here)
+        arrays = {name: values for name in here if (values := batch.ids[name].weights) is not None} | {
             name: processor.array(value) for name, value in given.items()
         }
-        weighted = frozenset(arrays)
-        if weighted not in self._parts:
-            self._parts[weighted] = self._cut(weighted)
+        key = frozenset(here), frozenset(arrays)
+        if key not in self._parts:
+            self._parts[key] = self._cut(here, key[1])
         lookups = [
             PooledLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
-            for part in self._parts[weighted]
+            for part in self._parts[key]
         ]
         out = processor.empty((batch.num_samples, self.out_features), np.float32)
         names = tuple(given)
         result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
-            self._anchor, processor, lookups, out, names, *given.values()
+            self._anchor, processor, lookups, list(ready.values()), out, names, *given.values()
         )
         return result
 
@@ -111,10 +129,21 @@ class TieredEmbeddingBag(nn.Module):
         """Cut an output into one (N, dim) view for each feature."""
         return list(torch.split(out, self.dims, dim=1))
 
-    def _cut(self, weighted: frozenset[str]) -> list[FeaturePart]:
+    def _ready(self, batch: Batch, given: Mapping[str, torch.Tensor]) -> dict[str, ReadyLookup]:
+        """Return the features that other ranks have pooled as they are looked up here, by name."""
+        found = {name: one for name, one in batch.pooled.items() if self._modes.get(name) == one.mode}
+        for name in given:
+            if name in found:
+                raise ValueError(
+                    f"weights were given for {name!r}, which the rank that owns table {self._specs[name].table!r} has "
+                    f"pooled already: make the module with weighted=[{name!r}]"
+                )
+        return {name: ReadyLookup(batch, one, self._cols[name]) for name, one in found.items()}
+
+    def _cut(self, features: Sequence[str], weighted: frozenset[str]) -> list[FeaturePart]:
         """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""
         members: dict[tuple[int, bool], list[str]] = {}
-        for name in self.features:
+        for name in features:
             spec = self._specs[name]
             bags = spec.hotness != "one" or name in weighted
             if bags and name in weighted and self._modes[name] == "max":
@@ -165,10 +194,13 @@ class TieredEmbedding(nn.Module):
             for group, names in members.items()
         ]
         self._anchor = torch.zeros((), requires_grad=True)
+        self._use = Use(dict.fromkeys(self.features))
+        cache.looks_up(self._use)
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Look up all features of ``batch``."""
         batch.rows.check()
+        check_brought(batch, self.features)
         found: dict[str, torch.Tensor] = {}
         for part in self._parts:
             outs = _RowFunction.apply(self._anchor, RowLookup(part, batch))  # type: ignore[no-untyped-call]
@@ -180,11 +212,16 @@ class TieredEmbedding(nn.Module):
 
 class _PooledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor, lookups: list[PooledLookup], out: Array,
-                names: tuple[str, ...], *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        processor.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
-        ctx.processor, ctx.lookups, ctx.names = processor, lookups, names
-        return processor.tensor(out)
+    def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor, lookups: list[PooledLookup],
+                ready: list[ReadyLookup], out: Array, names: tuple[str, ...],
+                *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        if lookups:
+            processor.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
+        result = processor.tensor(out)
+        for found in ready:
+            found.write(result)
+        ctx.processor, ctx.lookups, ctx.ready, ctx.names = processor, lookups, ready, names
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -195,7 +232,9 @@ class _PooledFunction(torch.autograd.Function):
             if set(lookup.part.features) & set(ctx.names):
                 by_name |= {n: processor.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
             lookup.backward(grad)
-        return None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
+        for found in ctx.ready:
+            found.backward(grads[0])
+        return None, None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
 
 
 class _RowFunction(torch.autograd.Function):

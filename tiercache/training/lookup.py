@@ -12,11 +12,14 @@ from tiercache.kernels.pooling import MAX, MEAN, SUM, check_ids
 from tiercache.processors.entries import Entries, Pending
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from numpy.typing import NDArray
 
     from tiercache.processors.entries import Array
     from tiercache.tiers.rows import GroupRows
-    from tiercache.training.batch import Batch
+    from tiercache.training.batch import Batch, Pooled
 
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
 
@@ -34,6 +37,16 @@ class FeaturePart:
     """The first output column of each feature."""
     bags: bool
     """Whether a feature may have any number of ids, or weights."""
+
+
+def check_brought(batch: Batch, features: Sequence[str]) -> None:
+    """Raise ValueError for a feature without ids in the batch."""
+    for name in features:
+        if name not in batch.ids:
+            raise ValueError(
+                f"the batch was made without the rows of feature {name!r}: make every module that looks it up with "
+                "this cache, and before the batch is made"
+            )
 
 
 def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> Entries:
@@ -109,6 +122,25 @@ class PooledLookup:
         out = self.batch.rows.processor.weight_gradient(self.rows, self.entries, grad_NT)
         starts = self.entries.starts
         return {name: out[int(starts[f]) : int(starts[f + 1])] for f, name in enumerate(self.part.features)}
+
+
+class ReadyLookup:
+    """Forward and backward of one feature that another rank pooled."""
+
+    def __init__(self, batch: Batch, found: Pooled, col: int) -> None:
+        """col: its first column in the output and its gradient."""
+        self._rows, self._found = batch.rows, found
+        self._columns = slice(col, col + found.vectors.shape[1])
+
+    def write(self, out_NT: torch.Tensor) -> None:
+        """Write its columns."""
+        out_NT[:, self._columns] = self._found.vectors
+
+    def backward(self, grad_NT: torch.Tensor) -> None:
+        """Leave the gradient for the step."""
+        if self._rows.gradients is not None:
+            self._rows.check()  # as above
+            self._found.gradients.append(grad_NT[:, self._columns].detach())
 
 
 class RowLookup:

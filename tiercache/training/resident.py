@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tiercache.passes.passset import PassSet
     from tiercache.processors.processor import Processor
     from tiercache.store.table import Table
+    from tiercache.training.uses import Use
 
 
 class ResidentCache:
@@ -198,6 +199,9 @@ class ResidentCache:
     def groups(self) -> tuple[Any, ...]:
         """The groups of tables with the same row layout."""
         return self._groups
+
+    def looks_up(self, use: Use) -> None:
+        """Nothing: all rows are here, whatever modules look up."""
 
     @property
     def schema(self) -> Any:

@@ -1,0 +1,197 @@
+"""A training whose features are pooled by the ranks that own their tables, on every rank of a run."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tiercache as tc
+from tests.ranks.trainings import OPTIONS, dense_of
+from tests.training.cases import Case, Spec, table
+
+if TYPE_CHECKING:
+    from tiercache.ranks.group import Ranks
+
+CASE = Case(
+    tables=(
+        table("users", 5, tc.SGD(learning_rate=0.1)),
+        table("words", 15, tc.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
+        table("tags", 16, tc.Adam(learning_rate=0.01, decay=0.01)),
+        table("items", 16, tc.Adagrad(learning_rate=0.05)),
+    ),
+    specs=(
+        Spec(name="user", table="users"),
+        Spec(name="friend", table="users", hotness="ragged", mode="mean"),
+        Spec(name="word", table="words", hotness="ragged", weighted=True),
+        Spec(name="title", table="words", hotness="fixed", length=6, mode="mean"),
+        Spec(name="tag", table="tags", hotness="ragged"),
+        Spec(name="item", table="items", hotness="fixed", length=4, mode="max"),
+        Spec(name="more", table="items", hotness="fixed", length=4),
+    ),
+    num_samples=113,
+    pass_rows=60,
+    num_keys=3000,
+    batch=16,
+)
+"""So many keys that nearly all rows of a batch are unique; the last batch of a pass leaves ranks without samples."""
+POOLED = ["friend", "more", "tag", "title", "word"]
+"""All but one id a sample, and a maximum."""
+
+
+class Model(nn.Module):
+    """Bags in two modules, of which one is looked up twice and the other has a gradient in every second step."""
+
+    def __init__(self, cache: Any, *, by_rows: bool = False) -> None:
+        super().__init__()
+        modes = {spec.name: spec.mode for spec in CASE.specs}
+        left, right = ["user", "word", "friend", "title", "item"], ["more", "tag"]
+        left_modes = {name: modes[name] for name in left}
+        self.left = tc.TieredEmbeddingBag(cache, left, mode=left_modes, weighted=left if by_rows else ())
+        self.right = tc.TieredEmbeddingBag(cache, right, weighted=right if by_rows else ())
+        self.top = nn.Linear(self.left.out_features + self.right.out_features + 1, 1)
+        self.step = 0
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return one logit a sample."""
+        left, right = self.left(batch) + 0.5 * self.left(batch), self.right(batch)
+        if self.step % 2:
+            right = right.detach()
+        return self.top(torch.cat([left, right, batch.dense], dim=1)).squeeze(1)
+
+
+def train(
+    ranks: Ranks,
+    folder: str,
+    name: str,
+    *,
+    kind: str,
+    input_: str = "data",
+    micro_batches: int | None = None,
+    accumulate: int = 1,
+    by_rows: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train two epochs, then look all samples up; return what was pooled, bytes sent, vectors and dense weights."""
+    torch.manual_seed(1)
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    placement = dict.fromkeys([one.name for one in CASE.tables], kind)
+    given = {} if input_ == "data" else {"input": input_}
+    pooled: set[str] = set()
+    with tc.ShardedCache(Path(folder) / name, passes, ranks=ranks, placement=placement, **OPTIONS | options) as cache:
+        inner = Model(cache, by_rows=by_rows)
+        model = DistributedDataParallel(inner) if ranks.size > 1 else inner
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        cache.track(model=model, optimizer=optimizer)
+        held = 0
+        for visit in cache.passes(epochs=2):
+            if micro_batches is None:
+                each = ([batch] for batch in visit.batches(CASE.batch, shuffle=True, **given))
+            else:
+                each = visit.steps(CASE.batch, micro_batches=micro_batches, shuffle=True, **given)
+            for batches in each:
+                for batch in batches:
+                    pooled.update(batch.pooled)
+                    (
+                        nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight
+                    ).backward()
+                held += 1
+                if held == accumulate or visit.samples_done == visit.num_samples:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    inner.step, held = inner.step + 1, 0
+        sent = cache.bytes_sent
+        found = [
+            inner.left(batch).detach().numpy().copy()
+            for piece in cache.evaluation(passes)
+            for batch in piece.batches(23)
+            if batch.weight
+        ]
+    return {"pooled": sorted(pooled), "bytes": sent, "vectors": found} | dense_of(model)
+
+
+def weigh(ranks: Ranks, folder: str, *, announced: bool) -> list[Any]:
+    """Give weights to a feature that its owner pools where that was not announced."""
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
+    with tc.ShardedCache(Path(folder) / "weighed.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+        bag = tc.TieredEmbeddingBag(cache, ["title", "more"], weighted=["title"] if announced else ())
+        for visit in cache.passes(epochs=1):
+            batch = next(visit.batches(8))
+            weights = torch.ones(4 * 6, requires_grad=True)
+            bag(batch, {"title": weights}).sum().backward()
+            cache.step()
+            return [sorted(batch.pooled), sorted(batch.ids), float(weights.grad.abs().sum())]  # type: ignore[union-attr]
+    raise AssertionError("there was no visit")
+
+
+def modules_come_and_go(ranks: Ranks, folder: str) -> list[list[list[str]]]:
+    """Return the features of batches, with rows and pooled, as modules are made, copied and thrown away."""
+    import copy
+
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
+    found = []
+    with tc.ShardedCache(Path(folder) / "modules.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+        for visit in cache.passes(epochs=1):
+            batches = visit.batches(8)
+
+            def note() -> tc.Batch:
+                batch = next(batches)  # noqa: B023 - called here only
+                found.append([sorted(batch.ids), sorted(batch.pooled)])
+                return batch
+
+            note()
+            bag = tc.TieredEmbeddingBag(cache, ["user", "more"])
+            note()
+            mean = tc.TieredEmbeddingBag(cache, ["more"], mode="mean")
+            note()
+            mean = copy.deepcopy(mean)
+            gc.collect()
+            note()
+            del mean
+            gc.collect()
+            batch = note()
+            assert torch.equal(bag(batch), bag(batch))
+            with pytest.raises(ValueError, match="without the rows of feature 'more'"):
+                tc.TieredEmbedding(cache, ["more"])(batch)
+            return found
+    raise AssertionError("there was no visit")
+
+
+def have_a_wrong_id(ranks: Ranks, folder: str, *, input_: str) -> None:
+    """Make a batch in which the last rank reads an id that the table of a pooled feature does not have."""
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
+    with tc.ShardedCache(Path(folder) / "wrong.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+        bag = tc.TieredEmbeddingBag(cache, ["title"], mode="mean")
+        owner = cache.placement.tables["words"].slices[0].rank
+        for visit in cache.passes(epochs=1):
+            source = visit._visit.source
+            if ranks.rank == (owner if input_ == "model" else (owner + 1) % ranks.size):
+                source.read = partial(_with_a_wrong_id, source.read)  # type: ignore[method-assign]
+            bag(next(visit.batches(8, input=input_)))
+
+
+def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
+    samples = read(places, **options)
+    if "title" in samples.ids:
+        samples.ids["title"].ids.setflags(write=True)
+        samples.ids["title"].ids[1] = 1 << 20
+    return samples
+
+
+def differ(ranks: Ranks, folder: str) -> None:
+    """Have ranks with input by model look different features up."""
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
+    with tc.ShardedCache(Path(folder) / "differ.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+        bag = tc.TieredEmbeddingBag(cache, ["more"], mode="sum" if ranks.rank else "mean")
+        for visit in cache.passes(epochs=1):
+            bag(next(visit.batches(8, input="model")))

@@ -1,0 +1,183 @@
+"""Bags: which features of a batch are pooled where their table's rows are, and how that is asked for. On the host.
+
+Legend: W ranks, P features that may be pooled there, n samples of a rank's batch, E ids of one feature of it.
+
+A *block* is what one rank asks of one owner: some features, by the group of the owner's part that their table is in.
+Its vectors are (n, width), the features' columns side by side. Its *message* has, feature after feature, the lengths of
+the bags where these may have any number of ids, the ids, and their weights where the data have some: int32 words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.kernels.pooling import MEAN, SUM, check_ids
+from tiercache.kernels.sorting import SortBuffers, sort_slots
+from tiercache.kernels.unique import unique_slots
+from tiercache.passes.samples import FeatureIds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.ranks.owners import Destination, Owners
+    from tiercache.schema import Feature
+
+__all__ = ["MODES", "Block", "Candidate", "Chooser", "candidates_of", "check_bags", "cut_bags", "message_of"]
+
+MODES = {"sum": SUM, "mean": MEAN}
+"""How owners pool. For a maximum they would have to say, number by number, which entry it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A feature that may be pooled where its table's rows are: one rank has all rows, whole or in columns."""
+
+    name: str
+    table: str
+    length: int | None
+    """Ids of each sample; None: any number."""
+    weighted: bool
+    """Whether the data have weights for it."""
+    dim: int
+    rows: int
+    """Of the table, in the pass."""
+    owners: tuple[Destination, ...]
+    """In the order of columns."""
+
+    def words(self, num_samples: int, num_ids: int) -> int:
+        """Return the words of its part of a message."""
+        return (num_samples if self.length is None else 0) + num_ids * (2 if self.weighted else 1)
+
+
+def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidate, ...]:
+    """Return the features whose tables stand whole on one rank, or in columns on several; in the schema's order."""
+    found = []
+    for feature in features:
+        t = owners.index(feature.table)
+        if owners.kinds[t] in ("table", "column"):
+            length = 1 if feature.hotness == "one" else feature.length
+            found.append(
+                Candidate(
+                    feature.name, feature.table, length, feature.weights is not None, owners.tables[t].dim,
+                    int(owners.rows_T[t]), owners.destinations[t],
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one rank asks of one owner."""
+
+    features: tuple[int, ...]
+    """Which of the P, in order."""
+    owners: tuple[Destination, ...]
+    """Of each: what of its table the owner has."""
+    cols: tuple[int, ...]
+    """Of each: its first column in the block."""
+    width: int
+    """Columns."""
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate], asked_P: NDArray[np.int64], rank: int) -> Block:
+        """Return what is asked of ``rank``, where ``asked_P`` is not 0."""
+        found = [
+            (d.group, p, d) for p in np.nonzero(asked_P)[0].tolist() for d in candidates[p].owners if d.rank == rank
+        ]
+        found.sort(key=lambda one: one[:2])
+        cols = [0]
+        for _, _, d in found:
+            cols.append(cols[-1] + d.last_column - d.first_column)
+        return cls(tuple(p for _, p, _ in found), tuple(d for _, _, d in found), tuple(cols[:-1]), cols[-1])
+
+
+class Chooser:
+    """Decides by bytes which features of a batch are pooled by their owners. On one thread at a time.
+
+    Rows: an address and a row for each unique row of the feature. Pooled: its bags, and a vector for each sample. In
+    training the gradient of each row, or vector, comes on top. What other features of the table bring is not looked
+    at, and neither is what of it stays on this rank: so the answer is the same wherever the table is.
+    """
+
+    def __init__(self) -> None:
+        self._sorting = SortBuffers()
+
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        ids: Mapping[str, FeatureIds],
+        modes: Mapping[str, str | None],
+        num_samples: int,
+        *,
+        item_bytes: int,
+        trained: bool,
+        where: str,
+    ) -> list[int]:
+        """Return which of the candidates are pooled. item_bytes: of a number on the wire.
+
+        Raises IndexError for a local id that its table does not have in the pass, which ``where`` names.
+        """
+        found, times = [], 2 if trained else 1
+        for p, one in enumerate(candidates):
+            if modes.get(one.name) not in MODES or one.length == 1:
+                continue
+            some, pieces, number = ids[one.name], len(one.owners), times * one.dim * item_bytes
+            check_bags(one, some.ids, where)
+            pooled = 4 * pieces * one.words(num_samples, some.num_ids) + num_samples * number
+            row = 4 * pieces + number
+            if pooled < min(some.num_ids, one.rows) * row and pooled < self._num_unique(some.ids, one.rows) * row:
+                found.append(p)
+        return found
+
+    def _num_unique(self, ids: NDArray[np.int32], rows: int) -> int:
+        unique, inverse = np.empty_like(ids), np.empty_like(ids)
+        return unique_slots(sort_slots(ids, rows, self._sorting), unique, inverse)
+
+
+def check_bags(one: Candidate, ids: NDArray[np.int32], where: str) -> None:
+    """Raise IndexError for a local id that the table does not have, as a lookup does."""
+    bad = check_ids(ids, np.array([0, ids.size]), np.array([one.rows]))
+    if bad >= 0:
+        raise IndexError(
+            f"feature {one.name!r} has local id {int(ids[bad])} at entry {bad} of the batch, and table {one.table!r} "
+            f"has local ids 0 to {one.rows - 1} in {where}: use batches of the pass that is being trained"
+        )
+
+
+def cut_bags(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -> list[dict[str, FeatureIds]]:
+    """Divide the ids of all ranks' samples, which stand in rank order, by rank."""
+    found, first = [], 0
+    for last in np.cumsum(num_samples_W).tolist():
+        mine = {}
+        for name, some in ids.items():
+            bounds = None if some.offsets is None else some.offsets[first : last + 1]
+            cut = slice(first, last) if bounds is None else slice(int(bounds[0]), int(bounds[-1]))
+            mine[name] = FeatureIds(
+                some.ids[cut],
+                None if bounds is None else bounds - bounds[0],
+                None if some.weights is None else some.weights[cut],
+            )
+        found.append(mine)
+        first = last
+    return found
+
+
+def message_of(block: Block, candidates: Sequence[Candidate], ids: Mapping[str, FeatureIds]) -> list[NDArray[np.int32]]:
+    """Return the pieces of the message that asks for a block."""
+    pieces: list[NDArray[np.int32]] = []
+    for p in block.features:
+        one = candidates[p]
+        some = ids[one.name]
+        if one.length is None:
+            assert some.offsets is not None
+            pieces.append(np.diff(some.offsets).astype(np.int32))
+        pieces.append(some.ids)
+        if one.weighted:
+            assert some.weights is not None
+            pieces.append(some.weights.view(np.int32))
+    return pieces
