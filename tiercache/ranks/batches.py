@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.errors import StoreError, TierCacheError
 from tiercache.ranks.bags import cut_bags
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import make_batch
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from tiercache.training.uses import Uses
 
 SCHEDULES = ("interleaved", "simple")
-SHARED_ERRORS = (TierCacheError, StoreError, ValueError, OSError)
-"""What one rank may meet between two exchanges, and all then raise."""
 
 
 def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
@@ -104,7 +101,7 @@ class BatchMaker:
         if error is None:
             try:
                 samples, own = self._read(source, read_W, modes, by_model=by_model)
-            except SHARED_ERRORS as caught:
+            except Exception as caught:  # told to all ranks
                 error = caught
         ids = samples.ids if samples else {}
         pooled, error = self._pooling.pool(ids, modes, max(mine.size, 1), name, own=own, trained=trained, error=error)

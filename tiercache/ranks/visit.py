@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.ranks.batches import SHARED_ERRORS, parts_of
+from tiercache.ranks.batches import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +102,7 @@ class ShardedVisit:
                 yield next(found), None
             except StopIteration:
                 return
-            except SHARED_ERRORS as error:
+            except Exception as error:  # told to all ranks
                 yield np.empty(0, dtype=np.int64), error
 
     @property
