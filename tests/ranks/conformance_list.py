@@ -17,7 +17,7 @@ from tiercache.ranks.placement import Placement, TablePlacement, sliced
 from tiercache.ranks.placing import place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 UNIFORM = tc.Uniform(low=-1.0, high=1.0)
 FAST = tc.SGD(learning_rate=1.5)
@@ -40,7 +40,7 @@ def a_feature_each(count: int, *specs: dict[str, Any]) -> tuple[Spec, ...]:
     return tuple(Spec(name=f"f{i}", table=f"t{i}", **kinds[i % len(kinds)]) for i in range(count))
 
 
-def strategy(name: str, **thresholds: int) -> Any:
+def strategy(name: str, **thresholds: int) -> Callable[[Entry, int], Placement]:
     """Return a placer by a strategy, for tables that have all their rows; thresholds in numbers of the vectors."""
 
     def placed(entry: Entry, size: int) -> Placement:
