@@ -168,7 +168,7 @@ def tracked(cache: Any, entry: Entry, size: int) -> tuple[Model, nn.Module, torc
     model = Model(cache, entry)
     trained = DistributedDataParallel(model) if size > 1 else model
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.5)
-    cache.track(model=trained, optimizer=optimizer)
+    cache.track(model=model, optimizer=optimizer)
     return model, trained, optimizer
 
 
@@ -233,9 +233,12 @@ def open_cache(ranks: Ranks, entry: Entry, folder: str, **given: Any) -> tc.Shar
     return tc.ShardedCache(path, passes, ranks=ranks, **options)
 
 
-def train(ranks: Ranks, name: str | dict[str, Any], folder: str, **given: Any) -> dict[str, Any]:
-    """Train an entry on every rank."""
+def train(
+    ranks: Ranks, name: str | dict[str, Any], folder: str, *, until: int | None = None, **given: Any
+) -> dict[str, Any]:
+    """Train an entry on every rank, up to the end of its last epoch or of epoch ``until``."""
     entry = known(name)
+    entry = entry if until is None else replace(entry, epochs=until)
     with open_cache(ranks, entry, folder, **given) as cache:
         found = run(cache, entry, ranks.size)
         found["read"] = sum(report.rows_read for report in cache.reports)

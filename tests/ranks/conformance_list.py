@@ -209,6 +209,7 @@ OTHERS = {
         placement=in_turn("table", "row", "replicate", "row"),
     ),
     "many steps": replace(EVERYTHING, num_samples=640, pass_samples=160, epochs=5, singles=()),
+    "three epochs": replace(EVERYTHING, epochs=3),
     "keys of 32 and of 64 bits": Entry(
         **tables_of(((40, 8), (30, 4))), placement=in_turn("row", "column"), pass_samples=32,
         specs=(Spec(name="narrow", table="t0"), Spec(name="wide", table="t0"), Spec(name="list", table="t1", **RAGGED)),
