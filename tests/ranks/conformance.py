@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from tiercache.ranks.group import Ranks
 
-Placer = "Callable[[Entry, int], Placement | str]"
 WAYS = ("row", "replicate", "column", "table")
 
 
@@ -39,8 +38,8 @@ class Entry:
     rows: tuple[int, ...]
     """How many keys each table may have."""
     specs: tuple[Spec, ...]
-    placement: Any
-    """A Placer: says from the entry and the number of ranks where tables stand."""
+    placement: Callable[[Entry, int], Placement | str]
+    """Says where tables stand on so many ranks."""
     num_samples: int = 67
     pass_samples: int = 35
     batch: int = 16
@@ -101,7 +100,7 @@ def keys_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
 
 
-def in_turn(*ways: str) -> Any:
+def in_turn(*ways: str) -> Callable[[Entry, int], Placement]:
     """Return a placer of tables by these kinds in turn; several slices are uneven where they can be."""
 
     def placed(entry: Entry, size: int) -> Placement:
@@ -169,7 +168,7 @@ def tracked(cache: Any, entry: Entry, size: int) -> tuple[Model, nn.Module, torc
     model = Model(cache, entry)
     trained = DistributedDataParallel(model) if size > 1 else model
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.5)
-    cache.track(model=trained, optimizer=optimizer)
+    cache.track(model=model, optimizer=optimizer)
     return model, trained, optimizer
 
 
@@ -234,9 +233,12 @@ def open_cache(ranks: Ranks, entry: Entry, folder: str, **given: Any) -> tc.Shar
     return tc.ShardedCache(path, passes, ranks=ranks, **options)
 
 
-def train(ranks: Ranks, name: str | dict[str, Any], folder: str, **given: Any) -> dict[str, Any]:
-    """Train an entry on every rank."""
+def train(
+    ranks: Ranks, name: str | dict[str, Any], folder: str, *, until: int | None = None, **given: Any
+) -> dict[str, Any]:
+    """Train an entry on every rank, up to the end of its last epoch or of epoch ``until``."""
     entry = known(name)
+    entry = entry if until is None else replace(entry, epochs=until)
     with open_cache(ranks, entry, folder, **given) as cache:
         found = run(cache, entry, ranks.size)
         found["read"] = sum(report.rows_read for report in cache.reports)

@@ -17,7 +17,7 @@ from tiercache.ranks.placement import Placement, TablePlacement, sliced
 from tiercache.ranks.placing import place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 UNIFORM = tc.Uniform(low=-1.0, high=1.0)
 FAST = tc.SGD(learning_rate=1.5)
@@ -40,7 +40,7 @@ def a_feature_each(count: int, *specs: dict[str, Any]) -> tuple[Spec, ...]:
     return tuple(Spec(name=f"f{i}", table=f"t{i}", **kinds[i % len(kinds)]) for i in range(count))
 
 
-def strategy(name: str, **thresholds: int) -> Any:
+def strategy(name: str, **thresholds: int) -> Callable[[Entry, int], Placement]:
     """Return a placer by a strategy, for tables that have all their rows; thresholds in numbers of the vectors."""
 
     def placed(entry: Entry, size: int) -> Placement:
@@ -209,6 +209,7 @@ OTHERS = {
         placement=in_turn("table", "row", "replicate", "row"),
     ),
     "many steps": replace(EVERYTHING, num_samples=640, pass_samples=160, epochs=5, singles=()),
+    "three epochs": replace(EVERYTHING, epochs=3),
     "keys of 32 and of 64 bits": Entry(
         **tables_of(((40, 8), (30, 4))), placement=in_turn("row", "column"), pass_samples=32,
         specs=(Spec(name="narrow", table="t0"), Spec(name="wide", table="t0"), Spec(name="list", table="t1", **RAGGED)),

@@ -243,6 +243,22 @@ def test_evaluation_finds_the_rows_of_one_process(
             np.testing.assert_allclose(one, other[order], rtol=1e-5, atol=1e-5, err_msg=table.name)
 
 
+@pytest.mark.parametrize("sizes", [(2, 1, 3), (4, 3, 2)])
+def test_other_ranks_go_on_as_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, alone: Any, sizes: tuple[int, ...]
+) -> None:
+    """Everything at once, an epoch on each number of ranks: rows, states, dense state and lookups come along."""
+    known("three epochs").cut(tmp_path / "passes")
+    theirs, resident = alone("three epochs")
+    outputs, weights = [], []
+    for epoch, size in enumerate(sizes):
+        parts = ranks_pool.run(size, BODY, name="three epochs", folder=str(tmp_path), until=epoch + 1)
+        outputs += of_all_ranks(parts, "outputs")
+        weights += of_all_ranks(parts, "weights")
+    whole = [one | {"outputs": outputs, "weights": weights} for one in parts[:1]]
+    assert_as_alone(whole, tmp_path, (theirs, resident))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("size", SIZES)
 def test_many_steps_stay_with_one_process(ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int) -> None:

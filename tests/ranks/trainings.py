@@ -108,7 +108,8 @@ def stored(
     rows = {}
     with tc.ShardedStore.open(folder / name) as store:
         for one in store.tables:
-            chunks = [(keys, tuple(fields)) for keys, fields in store.scan(one.name)]
+            none = np.empty(0, np.int64), tuple(np.empty((0, field.width), np.float32) for field in one.fields)
+            chunks = [none, *((keys, tuple(fields)) for keys, fields in store.scan(one.name))]
             keys = np.concatenate([chunk[0] for chunk in chunks])
             order = np.argsort(keys)
             fields = [np.concatenate([chunk[1][f] for chunk in chunks]) for f in range(len(one.fields))]
@@ -155,28 +156,6 @@ def train_and_stop(
                         cache.commit()
                     return int(cache.store.commit.id)
     raise AssertionError("there was nothing left to leave out")
-
-
-def evaluate(ranks: Ranks, case: str, folder: str, *, visits: int, **options: Any) -> list[Any]:
-    """Train so many visits and two batches, then look up an evaluation set; return slices and this rank's vectors."""
-    one = CASES[case]
-    criterion, found = nn.BCEWithLogitsLoss(), []
-    tests = tc.PassSet.open(Path(folder) / "tests")
-    with open_sharded(ranks, one, folder, **options) as cache:
-        model, optimizer = model_of(cache, one)
-        bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in one.specs})
-        for visit in cache.passes(epochs=one.epochs):
-            for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
-                if visit.index == visits and number == 2:
-                    slices = 0
-                    for piece in cache.evaluation(tests):
-                        slices += 1
-                        found += [bag(each).detach().numpy().copy() for each in piece.batches(7) if each.weight]
-                    return [slices, np.concatenate(found)]
-                (criterion(model(batch), batch.label) * batch.weight).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    raise AssertionError("there was nothing left to train")
 
 
 def misuse(ranks: Ranks, case: str, folder: str, *, what: str) -> None:
