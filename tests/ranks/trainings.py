@@ -206,12 +206,12 @@ def misuse(ranks: Ranks, case: str, folder: str, *, what: str) -> None:
                 next(batches)
 
 
-def _broken(*_: Any) -> Any:
+def _broken(*_: Any, **__: Any) -> Any:
     raise OSError("the disk of rank 1 is gone")
 
 
-def _with_a_wrong_id(read: Any, places: Any) -> Any:
-    samples = read(places)
+def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
+    samples = read(places, **options)
     ids = samples.ids["user"].ids
     ids.setflags(write=True)
     ids[0] = 1 << 20
