@@ -125,9 +125,12 @@ class Model(nn.Module):
         super().__init__()
         pooled = [spec for spec in entry.specs if spec.name not in entry.singles]
         modes = {spec.name: spec.mode for spec in pooled}
-        self.bags = [tc.TieredEmbeddingBag(cache, list(modes), mode=modes) for _ in range(1 + entry.twice)]
-        self.single = tc.TieredEmbedding(cache, list(entry.singles))
         self.weighted = [spec.name for spec in pooled if spec.weighted]
+        self.bags = [
+            tc.TieredEmbeddingBag(cache, list(modes), mode=modes, weighted=self.weighted)
+            for _ in range(1 + entry.twice)
+        ]
+        self.single = tc.TieredEmbedding(cache, list(entry.singles))
         self.factors = nn.Parameter(torch.linspace(0.5, 1.5, len(self.weighted))) if self.weighted else None
         self.top = nn.Linear(self.bags[0].out_features + 1, 1)
         self.exact = entry.exact
@@ -284,8 +287,8 @@ def ask_wrongly(ranks: Ranks, name: str, folder: str, *, bad_rank: int, number: 
         visit = next(visits)
         read = visit._visit.source.read
 
-        def wrong(places: Any) -> Any:
-            samples = read(places)
+        def wrong(places: Any, **options: Any) -> Any:
+            samples = read(places, **options)
             samples.ids["f0"] = replace(samples.ids["f0"], ids=np.full_like(samples.ids["f0"].ids, number))
             return samples
 

@@ -14,6 +14,7 @@ from tests.training.cases import Case, Spec, table
 from tests.training.devices import shim
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.placement import Placement, Slice, TablePlacement
+from tiercache.ranks.pooling import Pooling
 from tiercache.ranks.shares import Share
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import RowView
@@ -107,6 +108,8 @@ class Options:
     mirrored: bool = True
     shim: bool = False
     """Whether the rows are a GPU's, whose kernels run on the shim."""
+    pooled: bool = False
+    """Whether owners pool features where that is fewer bytes; weights are the data's then."""
 
 
 class Model:
@@ -120,10 +123,10 @@ class Model:
             TieredEmbedding(self, [s.name for s in specs if s.hotness == "fixed"]) if options.single else None
         )
         self._integers = case.integers
-        self._weighted = [spec.name for spec in specs if spec.weighted]
+        self._weighted = [spec.name for spec in specs if spec.weighted and not options.pooled]
 
     def looks_up(self, use: object) -> None:
-        """Nothing: all rows are exchanged."""
+        """Nothing: what is pooled is said to the exchange."""
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss, the pooled output and the weights, whose gradients are wanted."""
@@ -152,27 +155,44 @@ class Training:
             ranks, self.cache._processor, self.groups, self.cache.groups,
             wire_dtype=getattr(torch, options.wire_dtype),
         )  # fmt: skip
+        self.pooling = Pooling(self.exchange, self.cache._processor, passes.schema.features)
         self.tables = {feature.name: feature.table for feature in passes.schema.features}
+        self.pooled: set[str] = set()
 
     def visits(self) -> Iterator[tuple[int, list[Any]]]:
         """Yield the number of a pass, opened, and this rank's rows."""
         for visit in self.cache.passes(self.options.epochs):
             rows = visit.rows.groups
-            self.exchange.open_pass(self.share.owners(visit.pass_index), rows, mirrored=self.options.mirrored)
+            owners = self.share.owners(visit.pass_index)
+            self.exchange.open_pass(owners, rows, mirrored=self.options.mirrored)
+            self.pooling.open(owners, rows)
             yield visit.pass_index, rows
 
-    def batch(self, samples: Samples, ids: dict[str, FeatureIds], weight: float, where: str) -> tuple[Batch, Any]:
-        """Exchange the rows of a batch."""
-        rows, local, exchanged = self.exchange.rows_of(ids, self.tables, where)
+    def batch(
+        self,
+        samples: Samples,
+        ids: dict[str, FeatureIds],
+        weight: float,
+        where: str,
+        modes: dict[str, str] | None = None,
+    ) -> tuple[Batch, Any]:
+        """Exchange the rows of a batch. modes: of features that may be pooled."""
+        pooled, error = self.pooling.pool(ids, modes, samples.num_samples, where) if modes else (None, None)
+        ready = pooled.features if pooled else {}
+        self.pooled.update(ready)
+        left = {name: some for name, some in ids.items() if name not in ready}
+        rows, local, exchanged = self.exchange.rows_of(left, self.tables, where, error)
         view = RowView(rows, RowGradients(len(self.groups)), where, self.cache._processor)
         label = torch.from_numpy(np.array(samples.label))
-        made = Batch(label, torch.from_numpy(np.array(samples.dense)), local, view, label.numel(), weight)
-        return made, exchanged
+        made = Batch(label, torch.from_numpy(np.array(samples.dense)), local, view, label.numel(), weight, ready)
+        return made, (exchanged, pooled)
 
     def step(self, waiting: list[tuple[Any, RowView]], rows: list[Any]) -> None:
         """Apply what the batches left."""
-        for exchanged, view in waiting:
+        for (exchanged, pooled), view in waiting:
             self.exchange.gradients_of(exchanged, view.gradients, self.cache.optimizer.gradients)
+            if pooled is not None:
+                self.pooling.gradients_of(pooled, self.cache.optimizer.gradients)
         self.exchange.step(self.cache.optimizer, rows)
         waiting.clear()
 
@@ -199,6 +219,7 @@ def train(ranks: Ranks, folder: str, case: str, kind: str, **given: Any) -> dict
     passes = tc.PassSet.open(Path(folder))
     training = Training(ranks, passes, placement_of(kind, CASES[case], ranks.size), options)
     model = Model(CASES[case], options, training.groups)
+    modes = {spec.name: spec.mode for spec in CASES[case].specs} if options.pooled else None
     outputs, gradients = [], []
     for index, rows in training.visits():
         source, waiting = passes.passes[index], []
@@ -206,7 +227,7 @@ def train(ranks: Ranks, folder: str, case: str, kind: str, **given: Any) -> dict
             places = np.arange(first, min(first + options.batch, source.samples))
             mine, weight = share_of(places, ranks.rank, ranks.size)
             samples = source.read(mine)
-            batch, exchanged = training.batch(samples, samples.ids, weight, f"batch {first} of visit {index}")
+            batch, exchanged = training.batch(samples, samples.ids, weight, f"batch {first} of visit {index}", modes)
             loss, out, weights = model.loss(batch)
             (loss * batch.weight).backward()
             waiting.append((exchanged, batch.rows))
@@ -218,7 +239,8 @@ def train(ranks: Ranks, folder: str, case: str, kind: str, **given: Any) -> dict
                 training.step(waiting, rows)
     return {
         "rows": training.rows(), "outputs": outputs, "weights": gradients,
-        "bytes": training.exchange.bytes_sent, "mirror_bytes": training.exchange.mirror_bytes,
+        "pooled": sorted(training.pooled), "bytes": training.exchange.bytes_sent,
+        "mirror_bytes": training.exchange.mirror_bytes,
     }  # fmt: skip
 
 

@@ -65,6 +65,19 @@ def test_rows_of_gpus_are_exchanged_alike(
     assert_close(parts, train_alone(passes, "mixed", **options))
 
 
+@pytest.mark.parametrize("shim", [False, True])
+@pytest.mark.parametrize("kind", ["table", "column"])
+def test_owners_pool_features_where_that_is_fewer_bytes(
+    ranks_pool: RanksPool, passes_of: dict[str, tc.PassSet], kind: str, shim: bool
+) -> None:
+    """On a CPU, and by the CUDA kernels on the shim; a feature that is pooled and has no gradient is among them."""
+    passes = passes_of["mixed"]
+    options = {"accumulate": 2, "batch": 25, "pooled": True, "only": ["fixed", "ragged", "max", "plain"]}
+    parts = run(ranks_pool, 2, passes, "mixed", kind, shim=shim, **options)
+    assert [part["pooled"] for part in parts] == [["fixed", "mean", "plain", "ragged", "wide"]] * 2
+    assert_close(parts, train_alone(passes, "mixed", **options))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["row", "table", "column", "replicate"])
 def test_sums_that_are_exact_have_the_bits_of_one_process(
@@ -72,7 +85,7 @@ def test_sums_that_are_exact_have_the_bits_of_one_process(
 ) -> None:
     """Weights, gradients and rates are such that the order of addition cannot matter; so a wrong sum would show."""
     passes = passes_of["one group"]
-    options = {"batch": 32, "epochs": 2}
+    options = {"batch": 32, "epochs": 2, "pooled": size == 2}
     parts = run(ranks_pool, size, passes, "one group", kind, **options)
     alone = train_alone(passes, "one group", **options)
     assert_close(parts, alone, tolerance=0)

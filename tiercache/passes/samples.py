@@ -40,10 +40,10 @@ class Samples:
     dense: NDArray[np.float32]
     """(n, D), D may be 0."""
     singles: NDArray[np.int32]
-    """(S, n), contiguous: the features with one id, in the order of ``SampleLayout.singles``, so that those of one
-    group of tables are neighbors. ``ids`` has its rows."""
+    """(S, n), contiguous: the features with one id that were read, in the order of ``SampleLayout.singles``, so that
+    those of one group of tables are neighbors. ``ids`` has its rows."""
     ids: dict[str, FeatureIds]
-    """Every feature's ids, by its name."""
+    """The ids of every feature that was read, by its name."""
 
     @property
     def num_samples(self) -> int:

@@ -121,7 +121,8 @@ class BatchMaker:
         """Return this rank's samples; by model also, by rank, the ids of features whose tables this rank owns."""
         rank = self._ranks.rank
         if not by_model:
-            return source.read(read_W[rank], features=modes if len(modes) < len(self._tables) else None), None
+            mine, every = read_W[rank], len(modes) == len(self._tables)
+            return (source.read(mine) if every else source.read(mine, features=modes)), None
         elsewhere = self._pooling.by_model(modes)
         own = [one.name for one in elsewhere if any(owner.rank == rank for owner in one.owners)]
         left = modes.keys() - {one.name for one in elsewhere}

@@ -50,7 +50,7 @@ class ShardedVisit:
         Multiply the mean loss by ``batch.weight``: with DistributedDataParallel's averaging the step is then that of
         one process on the global batch, on ranks with more and with fewer samples. A rank without samples of a batch
         gets one of another rank's with weight 0. A batch's rows are as of when it was yielded: it can be looked up
-        until the next step.
+        until the next step. What embedding modules look up is brought: make them before.
 
         input: what each rank reads. "data": its own samples, with all features. "model": of features that are pooled
         by sum or mean, those whose tables it owns, whole or in columns, for the samples of all ranks, so that their ids
