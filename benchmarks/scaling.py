@@ -127,7 +127,7 @@ def traffic(devices: int, table_bytes: float, machine: Machine, load: Load) -> T
         wire_bytes=wire_bytes,
         message_bytes=0 if devices == 1 else unique * load.dim * load.wire / devices,
         wire=wire_bytes / speed,
-        messages=4 * (devices - 1) * machine.latency,
+        messages=5 * (devices - 1) * machine.latency,
         dense=2 * away * 4 * load.dense / speed,
         store=0 if once else 2 * pass_rows * load.row_bytes / devices / machine.store / steps,
     )

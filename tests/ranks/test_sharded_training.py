@@ -140,6 +140,8 @@ def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool
         ("old batch", "which has ended"),
         ("no step", "ended between a backward and its step"),
         ("size", "the size must be at least 1"),
+        ("sizes", "makes another batch than rank"),
+        ("one rank's micro-batch", "the disk of rank 1 is gone"),
         ("one rank's samples", "the disk of rank 1 is gone"),
         ("one rank's id", "has local id 1048576"),
     ],
@@ -205,3 +207,38 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
     (tmp_path / "passes").rename(tmp_path / "split")
     (tmp_path / "old").rename(tmp_path / "passes")
     assert_close(tmp_path, "short", found[0])
+
+
+def assert_same_as_whole(folder: Path, whole: Path) -> None:
+    """Compare all rows of two sharded stores bit for bit."""
+    ours, theirs = stored(folder), stored(whole)
+    for name, (keys, fields) in ours.items():
+        np.testing.assert_array_equal(keys, theirs[name][0])
+        for mine, other in zip(fields, theirs[name][1], strict=True):
+            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=name)
+
+
+def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Twice in a row, and once more before the first batch of a training that goes on inside a visit."""
+    for name in ("twice", "whole"):
+        CASES["one"].cut(tmp_path / name / "passes")
+    ranks_pool.run(2, "tests.ranks.trainings:train", case="one", folder=str(tmp_path / "whole"))
+
+    told = ranks_pool.run(2, "tests.ranks.trainings:commit_twice", case="one", folder=str(tmp_path / "twice"))
+
+    assert told == [[[1, 32]]] * 2
+    assert_same_as_whole(tmp_path / "twice", tmp_path / "whole")
+
+
+def test_a_training_goes_on_in_the_same_process_after_one_rank_could_not_write(
+    ranks_pool: RanksPool, tmp_path: Path
+) -> None:
+    """The other's part has a commit more by then, which is stepped back."""
+    for name in ("failed", "whole"):
+        CASES["one"].cut(tmp_path / name / "passes")
+    ranks_pool.run(2, "tests.ranks.trainings:train", case="one", folder=str(tmp_path / "whole"))
+
+    told = ranks_pool.run(2, "tests.ranks.trainings:go_on_after_a_failure", case="one", folder=str(tmp_path / "failed"))
+
+    assert all("no room on the disk of rank 1" in sentence for sentence in told)
+    assert_same_as_whole(tmp_path / "failed", tmp_path / "whole")

@@ -175,6 +175,13 @@ def misuse(ranks: Ranks, case: str, folder: str, *, what: str) -> None:
                 continue
             if what == "size":
                 next(visit.batches(0))
+            if what == "sizes":
+                next(visit.batches(one.batch + ranks.rank))
+            if what == "one rank's micro-batch":
+                if ranks.rank == 1:
+                    visit._visit._before_batch = _broken
+                for batches in visit.steps(one.batch, micro_batches=4):
+                    list(batches)
             if what == "one rank's samples":
                 if ranks.rank == 1:
                     visit._visit.source.whole.read = _broken  # type: ignore[method-assign]
@@ -206,9 +213,9 @@ def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[s
         model, optimizer = model_of(cache, one)
         exchange = cache._exchange.rows_of
 
-        def noted(*arguments: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
             number = sum(event.is_set() for event in arrived)
-            found = exchange(*arguments)
+            found = exchange(*arguments, **options)
             events.append(f"rows {number}")
             arrived[number].set()
             return found
@@ -226,3 +233,57 @@ def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[s
             events.append("step")
             break
     return events
+
+
+def commit_twice(ranks: Ranks, case: str, folder: str) -> list[Any]:
+    """Commit twice in a row inside a visit and leave; commit before the first batch after that; train to the end."""
+    one = CASES[case]
+    criterion, found = nn.BCEWithLogitsLoss(), []
+    for turn in range(2):
+        with open_sharded(ranks, one, folder) as cache:
+            model, optimizer = model_of(cache, one)
+            for visit in cache.passes(epochs=one.epochs):
+                if turn == 1 and not found:
+                    cache.commit()
+                    found.append(list(cache.store.commit.cursor))
+                for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
+                    (criterion(model(batch), batch.label) * batch.weight).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if turn == 0 and visit.index == 1 and number == 1:
+                        cache.commit()
+                        cache.commit()
+                        break
+                else:
+                    continue
+                break
+    return found
+
+
+def go_on_after_a_failure(ranks: Ranks, case: str, folder: str) -> str:
+    """Have the writer of rank 1 fail once; all ranks raise; then train to the end with the same cache."""
+    one = CASES[case]
+    criterion, said = nn.BCEWithLogitsLoss(), ""
+    with open_sharded(ranks, one, folder) as cache:
+        model, optimizer = model_of(cache, one)
+        publish = cache.store.publish
+
+        def broken(cursor: Any, **options: Any) -> Any:
+            if cursor[0] == 2 and ranks.rank == 1:
+                cache.store.publish = publish  # type: ignore[method-assign]
+                raise OSError("no room on the disk of rank 1")
+            return publish(cursor, **options)
+
+        cache.store.publish = broken  # type: ignore[method-assign]
+        for _ in range(2):
+            try:
+                for visit in cache.passes(epochs=one.epochs):
+                    for batch in visit.batches(one.batch, shuffle=one.shuffle):
+                        (criterion(model(batch), batch.label) * batch.weight).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except (OSError, tc.TierCacheError) as error:
+                said = str(error)
+            else:
+                return said
+    raise AssertionError("it failed twice")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,27 +56,42 @@ class Due:
         return any(self.gradients.pending) or any(one.gradients for one in found)
 
 
+def exchange_thread() -> ThreadPoolExecutor:
+    """Return the one thread on which all batches of a cache are made, one after the other."""
+    # with as many threads of the kernels as training has: else they would use all cores there
+    return ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=share_threads)
+
+
 class BatchMaker:
     """Makes batches whose rows were brought from their owners. All ranks make the same batches in the same order.
 
-    ``ahead`` makes one batch on a thread of its own while the one before is used; all else is for the thread that
-    trains.
+    They are made on a thread of their own, the same for all makers of a cache, so that no two exchanges meet on one
+    process group; everything here is called on the thread that trains.
     """
 
     def __init__(
-        self, ranks: Ranks, exchange: RowExchange, pooling: Pooling, schema: Schema, uses: Uses, processor: Processor
+        self,
+        ranks: Ranks,
+        exchange: RowExchange,
+        pooling: Pooling,
+        schema: Schema,
+        uses: Uses,
+        processor: Processor,
+        thread: ThreadPoolExecutor,
     ) -> None:
         """uses: features that no module looks up are not brought."""
         self._ranks, self._exchange, self._pooling, self._processor = ranks, exchange, pooling, processor
         self._uses = uses
         self._tables = {feature.name: feature.table for feature in schema.features}
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="tiercache-exchange", initializer=share_threads
-        )  # else the kernels would use all cores there, whatever the training does
+        self._thread = thread
         self.due: list[Due] = []
         """Batches made since the last step, in order."""
 
-    def make(
+    def begin(self, source: Pass, places: NDArray[np.int64], name: str, **options: Any) -> Future[Batch]:
+        """Begin to make a batch, as ``_make`` describes it."""
+        return self._thread.submit(self._make, source, places, name, **options)
+
+    def _make(
         self,
         source: Pass,
         places: NDArray[np.int64],
@@ -107,7 +123,8 @@ class BatchMaker:
         pooled, error = self._pooling.pool(ids, modes, max(mine.size, 1), name, own=own, trained=trained, error=error)
         elsewhere = pooled.features if pooled else {}
         ids = {name: some for name, some in ids.items() if name in modes and name not in elsewhere}
-        groups, ids, exchanged = self._exchange.rows_of(ids, self._tables, name, error)
+        token = zlib.crc32(places.tobytes())  # of ranks that ask for different batches none trains
+        groups, ids, exchanged = self._exchange.rows_of(ids, self._tables, name, error, token=token)
         assert samples is not None, "rows_of raises the error"
         view = RowView(groups, RowGradients(len(groups)) if trained else None, name, self._processor)
         if view.gradients is not None:
@@ -129,21 +146,21 @@ class BatchMaker:
         found = source.read(np.concatenate(read_W), features=own).ids if own else {}
         return source.read(read_W[rank], features=left), cut_bags(found, [some.size for some in read_W])
 
-    def ahead(self, makes: Iterable[Callable[[], Batch]], schedule: str) -> Iterator[Batch]:
-        """Yield what each of ``makes`` returns; "interleaved": it is made while the batch before is used."""
+    def ahead(self, begins: Iterable[Callable[[], Future[Batch]]], schedule: str) -> Iterator[Batch]:
+        """Yield the batches that ``begins`` begin; "interleaved": each is made while the one before is used."""
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")
-        if schedule == "simple":
-            for make in makes:
-                yield make()
-            return
-        coming: list[Future[Batch]] = []
-        for make in makes:
-            coming.append(self._thread.submit(make))
-            if len(coming) > 1:
-                yield coming.pop(0).result()
-        for last in coming:
-            yield last.result()
+        coming: Future[Batch] | None = None
+        for begin in begins:
+            if schedule == "simple":
+                yield begin().result()
+                continue
+            made = None if coming is None else coming.result()  # where it failed, no rank begins another
+            coming = begin()
+            if made is not None:
+                yield made
+        if coming is not None:
+            yield coming.result()
 
     def rest(self) -> None:
         """Wait until no batch is being made."""
@@ -161,8 +178,3 @@ class BatchMaker:
         for due in taken:
             due.view.ended = True
         return taken
-
-    def close(self) -> None:
-        """End the thread."""
-        self.take_due()
-        self._thread.shutdown()

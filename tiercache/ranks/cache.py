@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import BudgetError, StateError
 from tiercache.processors.opening import open_processor
-from tiercache.ranks.batches import BatchMaker
+from tiercache.ranks.batches import BatchMaker, exchange_thread
 from tiercache.ranks.evaluation import evaluation_slices, unknown_rows
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
@@ -21,7 +21,8 @@ from tiercache.ranks.visit import ShardedVisit
 from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.table import group_tables
 from tiercache.training.cache import TierCache
-from tiercache.training.matching import check_features
+from tiercache.training.matching import check_features, check_tables
+from tiercache.training.row_optimizer import changed_rates
 from tiercache.training.step_hooks import StepHooks
 from tiercache.training.uses import Uses
 
@@ -64,7 +65,6 @@ class ShardedCache:
         wire_dtype: str = "float32",
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
-        retention: int = 1,
         reorganised: bool = False,
         eval_budget: int | str | None = None,
         store_budget: int | str | None = None,
@@ -80,9 +80,9 @@ class ShardedCache:
         ("row", "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that
         of the store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of
         rows and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on
-        disks of their own perhaps; inside ``path`` where not given. retention: commits that are kept. reorganised:
-        whether a store that was trained with other passes is put into the order of these first, as
-        `tiercache.reorganise` does; else that is refused. Everything else as in TierCache.
+        disks of their own perhaps; inside ``path`` where not given. reorganised: whether a store that was trained with
+        other passes is put into the order of these first, as `tiercache.reorganise` does; else that is refused.
+        Everything else as in TierCache.
 
         Raises RankError where ranks disagree or one fails, and what TierCache and Store.open raise.
         """
@@ -90,7 +90,8 @@ class ShardedCache:
         self._closed = False
         self.placement = choose_placement(path, passes, ranks, placement)
         with ranks.together("reading the budgets"):
-            budget = parse_bytes(device_budget)
+            budget, host = parse_bytes(device_budget), parse_bytes(host_budget)
+            evaluated, stored = (None if b is None else parse_bytes(b) for b in (eval_budget, store_budget))
             if wire_dtype not in _WIRE_DTYPES:
                 raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
         check_same(
@@ -101,18 +102,22 @@ class ShardedCache:
                 "the pass set": passes.digest,
                 "the placement": self.placement.digest,
                 "device_budget": budget,
-                "host_budget": parse_bytes(host_budget),
+                "host_budget": host,
+                "eval_budget": evaluated,
+                "store_budget": stored,
+                "engine": engine,
+                "parts": None if parts is None else [str(part) for part in parts],
+                "reorganised": reorganised,
                 "wire_dtype": wire_dtype,
                 "commit_every": commit_every,
-                "retention": retention,
-                "seed": seed,
-                "order_seed": order_seed,
+                "seed": int(seed),
+                "order_seed": None if order_seed is None else int(order_seed),
             },
         )
         self._share = Share(passes, self.placement, ranks.rank)
         self._parts = open_parts(
-            path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
-            order_seed=order_seed, store_budget=None if store_budget is None else parse_bytes(store_budget),
+            path, self._share, ranks, engine=engine, parts=parts, reorganised=reorganised,
+            order_seed=order_seed, store_budget=stored,
         )  # fmt: skip
         with self._given_up_on_error(), ranks.together("planning the budgets"):
             self._processor = open_processor(device or str(ranks.device), self._share.tables)
@@ -127,9 +132,9 @@ class ShardedCache:
                 self._share,  # type: ignore[arg-type]
                 device=self._processor,
                 device_budget=budget - mirrors,
-                host_budget=host_budget,
-                eval_budget=eval_budget,
-                store_budget=store_budget,
+                host_budget=host,
+                eval_budget=evaluated,
+                store_budget=stored,
                 commit_every=commit_every,
                 seed=seed,
                 order_seed=order_seed,
@@ -137,7 +142,7 @@ class ShardedCache:
             )
         self._groups = group_tables(passes.tables)
         self._beside, self._wire_dtype = ranks.beside(), _WIRE_DTYPES[wire_dtype]
-        self._uses = Uses()
+        self._uses, self._thread = Uses(), exchange_thread()
         self._exchange, self._pooling, self._maker = self._new_maker(passes.schema)
         self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None
@@ -166,6 +171,9 @@ class ShardedCache:
         is exhausted: every part is durable then, and a record names them all.
         """
         self._end_visit()
+        if self._run is not None:
+            self._run.close()  # type: ignore[attr-defined]
+        self._parts.meet()
         run = self._run = self._inner.passes(epochs)
         begun = False
         try:
@@ -181,13 +189,13 @@ class ShardedCache:
                 yield ShardedVisit(visit, self._maker)
                 if self._run is not run:
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
-                if self._maker.pending:
-                    raise StateError(
-                        f"visit {visit.index} ended between a backward and its step: step the optimizer, or call "
-                        "discard(), before the visit ends"
-                    )
-                self._end_visit()
                 with self.ranks.together("writing the rows of the visit before"):
+                    if self._maker.pending:
+                        raise StateError(
+                            f"visit {visit.index} ended between a backward and its step: step the optimizer, or call "
+                            "discard(), before the visit ends"
+                        )
+                    self._end_visit()
                     self._inner.drain(staged=False)
                 self._record()
         finally:
@@ -217,9 +225,16 @@ class ShardedCache:
             self._exchange.discard()
 
     def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
-        """Change the row optimizers' learning rate from the next step on; part of the next commit."""
+        """Change the row optimizers' learning rate from the next step on; part of the next commit.
+
+        tables: names, all tables where not given. Raises ValueError where only a part of a group is named, of whole
+        tables or of a rank's: nothing has changed then.
+        """
+        optimizer = self._inner.optimizer
         with self.ranks.together("setting the learning rate"):
-            self._inner.set_learning_rate(learning_rate, tables=tables)
+            changed_rates(self._groups, [0.0] * len(self._groups), learning_rate, tables)
+            rates = changed_rates(self._inner.groups, optimizer.learning_rates, learning_rate, tables)
+        optimizer.learning_rates = rates
 
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks."""
@@ -244,6 +259,7 @@ class ShardedCache:
         with self.ranks.together("beginning an evaluation"):
             check_features(self.pass_set, passes)
             share = Share(passes, self.placement, self.ranks.rank)
+            check_tables(self._parts.store, share)  # type: ignore[arg-type]
             rows_now = self._inner.rows_now()
         rows_now = self._inner.rows_now(unknown_rows(self._share, rows_now, self.ranks))
         exchange, pooling, maker = self._new_maker(passes.schema)
@@ -252,7 +268,7 @@ class ShardedCache:
                 share, rows_now, self._inner.eval_bytes, self._processor, exchange, pooling, maker, self.ranks
             )
         finally:
-            maker.close()
+            maker.rest()
 
     # -- ending -------------------------------------------------------------------------------------------
 
@@ -263,7 +279,7 @@ class ShardedCache:
             self._run = None  # a loop that was left open finds nothing to end when it is collected
             self._end_visit()
             self._hooks.remove()
-            self._maker.close()
+            self._thread.shutdown()
             self._beside.close()
             self._inner.close()
             self._parts.close()
@@ -332,12 +348,13 @@ class ShardedCache:
         ranks, processor = self._beside, self._processor
         exchange = RowExchange(ranks, processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
         pooling = Pooling(exchange, processor, schema.features)
-        return exchange, pooling, BatchMaker(self.ranks, exchange, pooling, schema, self._uses, processor)
+        maker = BatchMaker(self.ranks, exchange, pooling, schema, self._uses, processor, self._thread)
+        return exchange, pooling, maker
 
     def _record(self) -> None:
-        """Make the newest commit of the parts, where there is one, that of all ranks."""
+        """Make the newest commit of the parts that of all ranks; called where all parts have made the same ones."""
         commit = self._parts.store.commit
-        if commit is not None and commit.cursor != self._parts.cursor:
+        if commit is not None and self._parts.ahead:
             self._parts.publish(commit.cursor)
 
     def _begin_visit(self, visit: Visit) -> None:

@@ -48,9 +48,9 @@ class ShardedEvaluation:
         """
         order = np.arange(self._first, self._last, dtype=np.int64)
         name = f"samples {self._first:,} to {self._last:,} of evaluation pass {self.pass_index}"
-        make = partial(self._maker.make, self._source, name=name, trained=False)
-        makes = (partial(make, places) for _, places in cut_batches(order, size))
-        return self._maker.ahead(makes, schedule)
+        begin = partial(self._maker.begin, self._source, name=name, trained=False)
+        begins = (partial(begin, places) for _, places in cut_batches(order, size))
+        return self._maker.ahead(begins, schedule)
 
 
 def evaluation_slices(
@@ -76,9 +76,9 @@ def evaluation_slices(
             with ranks.together("cutting a slice of an evaluation"):
                 mine = wanted.cut(first, budget)
             last = ranks.least([mine])[0]
-            if last < mine:
-                wanted.end_at(first, last)
             with ranks.together("reading the rows of an evaluation"):
+                if last < mine:
+                    wanted.end_at(first, last)
                 rows = bring_rows(rows_now, source, positions, wanted.used, processor)  # type: ignore[arg-type]
             exchange.open_pass(owners, rows, mirrored=False)
             pooling.open(owners, rows)
@@ -89,6 +89,14 @@ def evaluation_slices(
 
 def unknown_rows(share: Share, rows_now: RowsNow, ranks: Ranks) -> dict[str, list[NDArray[np.float32]]]:
     """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
+    mine: dict[str, list[list[float]]] = {}
+    with ranks.together("reading rows of keys out of the vocabulary"):
+        mine = _own_unknown_rows(share, rows_now)
+    found = {name: fields for values in ranks.values(mine) for name, fields in values.items()}
+    return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
+
+
+def _own_unknown_rows(share: Share, rows_now: RowsNow) -> dict[str, list[list[float]]]:
     mine = {}
     for table in share.tables:
         if share.placement.tables[table.name].by_hash:
@@ -99,5 +107,4 @@ def unknown_rows(share: Share, rows_now: RowsNow, ranks: Ranks) -> dict[str, lis
                     search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
             if place[0] >= 0:
                 mine[table.name] = [field[0].tolist() for field in rows_now.fields(table.name, unknown)]
-    found = {name: fields for values in ranks.values(mine) for name, fields in values.items()}
-    return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
+    return mine

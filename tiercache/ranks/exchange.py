@@ -1,6 +1,6 @@
 """The exchange of rows: of each batch, unique rows come from their owners, and their gradients go back.
 
-Legend as in `stretches`. On the wire travel, for each batch: counts (2 H + 1 int64 to each rank), each unique row's
+Legend as in `stretches`. On the wire travel, for each batch: counts (2 H + 2 int64 to each rank), each unique row's
 address (int32), the row; at the step counts again and each row's gradient. What a rank owns itself does not travel.
 """
 
@@ -116,14 +116,21 @@ class RowExchange:
         self._mirrors.open(owners if mirrored else None, rows)
 
     def rows_of(
-        self, ids: Mapping[str, FeatureIds], tables: Mapping[str, str], where: str, error: Exception | None = None
+        self,
+        ids: Mapping[str, FeatureIds],
+        tables: Mapping[str, str],
+        where: str,
+        error: Exception | None = None,
+        *,
+        token: int = 0,
     ) -> tuple[list[GroupRows], dict[str, FeatureIds], Exchanged]:
         """Exchange the rows of a batch: ``ids`` by feature, local ids of the pass; ``tables`` by feature.
 
         Returns the batch's own rows of each group of whole tables, its ids as indices of them, and what the way back
         needs. Every batch has rows of its own, which lookups read and nobody changes. error: what went wrong on this
         rank before. Where a rank has one, or an id that is not in the pass (IndexError; ``where`` names batch and
-        visit), every rank raises: it its own, others RankError.
+        visit), every rank raises: it its own, others RankError; and all where they bring different tokens, which say of
+        which global batch this is a part.
         """
         stretches, what = self._opened(), f"exchanging rows of {where}"
         request: Request | None = None
@@ -133,15 +140,20 @@ class RowExchange:
                 request, renamed = self._requester.request(stretches, ids, tables, where)
             except Exception as bad:
                 error = bad
-        to = np.zeros((self.ranks.size, 2 * stretches.num_groups + 1), dtype=np.int64)
-        to[:, -1] = error is not None
+        to = np.zeros((self.ranks.size, 2 * stretches.num_groups + 2), dtype=np.int64)
+        to[:, -2], to[:, -1] = token, error is not None
         if request is not None:
-            to[:, :-1] = request.counts_WS
+            to[:, :-2] = request.counts_WS
         told = self._count(to, what)
         if told[:, -1].any():
             self.ranks.agree(f"making a batch of {where}", error)
         assert request is not None
-        exchanged = self._ask(stretches, request, told[:, :-1], what)
+        if others := np.nonzero(told[:, -2] != token)[0].tolist():
+            raise RankError(
+                f"rank {others[0]} makes another batch than rank {self.ranks.rank} in {where}: all ranks must ask for "
+                "batches of one size, in one order"
+            )
+        exchanged = self._ask(stretches, request, told[:, :-2], what)
         flat = self._answer(exchanged, what)
         return (
             self._groups_of(request, self._unpack(stretches, request, flat)),

@@ -45,7 +45,6 @@ def open_parts(
     *,
     engine: str | None,
     parts: Sequence[str | os.PathLike[str]] | None,
-    retention: int,
     reorganised: bool,
     order_seed: int | None,
     store_budget: int | None = None,
@@ -66,12 +65,10 @@ def open_parts(
     if stands is not None and stands != [ranks.size, placement]:
         return reshard(
             path, share, ranks,
-            engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
+            engine=engine, parts=parts, order_seed=order_seed, reorganised=reorganised,
             store_budget=store_budget,
         )  # fmt: skip
-    opened = Parts.open(
-        path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts, retention=retention
-    )
+    opened = Parts.open(path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts)
     if opened.store.commit is not None:
         try:
             work_together(

@@ -219,6 +219,37 @@ class Parts:
                 self._locks.pop().release()
             self._delete(record)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether this part has a commit that the record does not name."""
+        commit = self.store.commit
+        if commit is None:
+            return False
+        return self.cursor is None or commit.id != self.record.commits[self._ranks.rank]
+
+    def meet(self) -> None:
+        """Bring all parts to one commit again, where something ended a training between theirs. Collective.
+
+        One that all parts have made is published; one that only some have is rolled back. Nobody writes to the parts
+        meanwhile. Raises StateError where only some have the very first: the store has to be opened again.
+        """
+        found = self._ranks.values(self.ahead)
+        if not any(found):
+            return
+        if all(found):
+            commit = self.store.commit
+            assert commit is not None
+            self.publish(commit.cursor)
+            return
+        with self._together("stepping back to the last commit of all ranks"):
+            if self.cursor is None:
+                raise StateError(f"{self.label} has parts with a first commit and parts without: open it again")
+            if self.ahead:
+                self.store.rollback(self.record.commits[self._ranks.rank])
+        assert self.store.commit is not None
+        assert self.record.cursor is not None
+        self._write(self.record.at(self.record.cursor, self._ranks.values(self.store.commit.id)))
+
     # -- inside ------------------------------------------------------------------------------------------
 
     def _hold(self) -> Record | None:

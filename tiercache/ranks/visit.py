@@ -62,7 +62,8 @@ class ShardedVisit:
         """
         by_model = _by_model(input)
         for places, error in self._places(size, shuffle):
-            yield self._maker.make(self._visit.source, places, self._name, by_model=by_model, error=error)
+            made = self._maker.begin(self._visit.source, places, self._name, by_model=by_model, error=error)
+            yield made.result()
 
     def steps(
         self,
@@ -86,9 +87,9 @@ class ShardedVisit:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
         for places, error in self._places(size, shuffle):
             parts = [part for part in parts_of(places, micro_batches) if part.size] or [places]
-            make = partial(self._maker.make, self._visit.source, name=self._name, of=places.size, by_model=by_model)
-            makes = [partial(make, part, error=error if i == 0 else None) for i, part in enumerate(parts)]
-            yield self._maker.ahead(makes, schedule)
+            begin = partial(self._maker.begin, self._visit.source, name=self._name, of=places.size, by_model=by_model)
+            begins = [partial(begin, part, error=error if i == 0 else None) for i, part in enumerate(parts)]
+            yield self._maker.ahead(begins, schedule)
 
     def note_loss(self, loss: float) -> None:
         """Add a loss of this rank to the visit's report."""

@@ -76,22 +76,7 @@ class RowOptimizer:
 
     def set_learning_rate(self, learning_rate: float, tables: Sequence[str] | None = None) -> None:
         """Change the rate of the groups of ``tables``, or of all, from the next step on."""
-        if not np.isfinite(learning_rate) or learning_rate < 0:
-            raise ValueError(f"learning rate {learning_rate} is not a finite number of at least 0")
-        known = {table.name for group in self._groups for table in group.tables}
-        wanted = known if tables is None else set(tables)
-        if unknown := wanted - known:
-            raise ValueError(f"there is no table {sorted(unknown)[0]!r}: there are {', '.join(sorted(known))}")
-        for g, group in enumerate(self._groups):
-            names = {table.name for table in group.tables}
-            if names <= wanted:
-                self.learning_rates[g] = float(learning_rate)
-            elif both := names & wanted:
-                raise ValueError(
-                    f"table {sorted(both)[0]!r} shares its group, and so its rate, with "
-                    f"{', '.join(sorted(names - wanted))}: "
-                    "name them all, or give the table an optimizer of its own (any other value of eps or decay will do)"
-                )
+        self.learning_rates = changed_rates(self._groups, self.learning_rates, learning_rate, tables)
 
     def settings(self) -> dict[str, Any]:
         """Return what a commit keeps."""
@@ -106,3 +91,30 @@ class RowOptimizer:
                 f"{len(self._groups)}: open the store with the tables it was made with"
             )
         self.learning_rates, self.steps = rates, int(settings.get("steps", 0))
+
+
+def changed_rates(
+    groups: Sequence[Group], rates: Sequence[float], learning_rate: float, tables: Sequence[str] | None
+) -> list[float]:
+    """Return the rates of ``groups`` with that of the groups of ``tables``, or of all, changed.
+
+    Raises ValueError for a rate that is none, an unknown table, and where only a part of a group is named.
+    """
+    if not np.isfinite(learning_rate) or learning_rate < 0:
+        raise ValueError(f"learning rate {learning_rate} is not a finite number of at least 0")
+    known = {table.name for group in groups for table in group.tables}
+    wanted = known if tables is None else set(tables)
+    if unknown := wanted - known:
+        raise ValueError(f"there is no table {sorted(unknown)[0]!r}: there are {', '.join(sorted(known))}")
+    changed = list(rates)
+    for g, group in enumerate(groups):
+        names = {table.name for table in group.tables}
+        if names <= wanted:
+            changed[g] = float(learning_rate)
+        elif both := names & wanted:
+            others = ", ".join(sorted(names - wanted))
+            raise ValueError(
+                f"table {sorted(both)[0]!r} shares its group, and so its rate, with {others}: "
+                "name them all, or give the table an optimizer of its own (any other value of eps or decay will do)"
+            )
+    return changed
