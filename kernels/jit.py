@@ -1,7 +1,7 @@
 """How every kernel is compiled: cached on disk, without the GIL, on OpenMP threads.
 
-`serial` kernels may run on any thread. `parallel` kernels run on the training thread, and on the one that exchanges rows
-of several ranks beside it: OpenMP takes both at once.
+`serial` kernels may run on any thread. `parallel` kernels run on the training thread, and on the one that exchanges
+rows of several ranks beside it: OpenMP takes both at once.
 """
 
 import functools

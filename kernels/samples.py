@@ -32,15 +32,15 @@ def _gather_rows(words, starts, shift, samples, out):  # type: ignore[no-untyped
 
 
 @serial
-def _gather_columns(words, starts, shift, samples, columns, out):  # type: ignore[no-untyped-def]
+def _gather_columns(words, starts, shift, samples, width, columns, out):  # type: ignore[no-untyped-def]
     # Tiles of 16 samples: the lines that a tile reads stay in the first cache while each column writes one line.
-    mask, width, tile = (1 << shift) - 1, columns.size, 16
+    mask, tile = (1 << shift) - 1, 16
     at = np.empty(tile, np.int64)
     for first in range(0, samples.size, tile):
         count = min(tile, samples.size - first)
         for i in range(count):
             at[i] = starts[samples[first + i] >> shift] + (samples[first + i] & mask) * width
-        for s in range(width):
+        for s in range(columns.size):
             column = columns[s]
             for i in range(count):
                 out[s, first + i] = words[at[i] + column]
@@ -99,15 +99,17 @@ def gather_columns(
     starts: NDArray[np.int64],  # (C,)
     shift: int,
     samples: NDArray[np.int64],  # (n,) each within the file
+    width: int,  # words of a sample
     columns: NDArray[np.int64],  # (S,) word of a sample that each row of out is made of
     out: NDArray[np.int32],  # (S, n)
 ) -> None:
-    """Copy the S words of each sample and transpose them: out is feature-major."""
+    """Copy S of the words of each sample and transpose them: out is feature-major."""
     _gather_columns(
         expect("words", words, np.int32),
         expect("starts", starts, np.int64),
         shift,
         expect("samples", samples, np.int64),
+        width,
         expect("columns", columns, np.int64),
         expect("out", out, np.int32, 2, written=True),
     )

@@ -146,6 +146,22 @@ def test_features_with_one_id_lie_side_by_side_group_by_group(tmp_path: Path) ->
         np.testing.assert_array_equal(row, samples.ids[feature.name].ids[50:])
 
 
+@pytest.mark.parametrize("wanted", [["p"], ["q"], ["r", "p"], ["q", "r"]])
+def test_some_features_with_one_id_come_back_alone(tmp_path: Path, wanted: list[str]) -> None:
+    """They stand in the file beside those that were not asked for, which are passed over."""
+    schema = Schema(
+        features=tuple(tc.Feature(name=n, columns=(n,), table=t) for n, t in [("p", "x"), ("q", "y"), ("r", "x")]),
+        tables=(table("x"), table("y", dim=8)),
+    )
+    layout = SampleLayout(schema)
+    samples = some_samples(100, 3, layout)
+    indices = np.array([99, 0, 7, 7, 50])
+    found = write(tmp_path / "s", samples, [], layout).read(indices, features=wanted)
+    assert sorted(found.ids) == sorted(wanted)
+    for name, some in found.ids.items():
+        np.testing.assert_array_equal(some.ids, samples.ids[name].ids[indices])
+
+
 def test_buffers_are_filled_again(tmp_path: Path) -> None:
     """A second read into the same buffers uses the same memory, a larger one grows it, and both are right."""
     samples = some_samples(1000, 4)

@@ -55,6 +55,8 @@ class Entry:
     accumulate: int = 1
     singles: tuple[str, ...] = ()
     """Features that are looked up unpooled."""
+    input: str = "data"
+    """What each rank reads: as of ``ShardedVisit.batches``. Weights have no factors where it is "model"."""
     twice: bool = False
     """Whether two modules look the same features up."""
     exact: bool = False
@@ -125,7 +127,7 @@ class Model(nn.Module):
         super().__init__()
         pooled = [spec for spec in entry.specs if spec.name not in entry.singles]
         modes = {spec.name: spec.mode for spec in pooled}
-        self.weighted = [spec.name for spec in pooled if spec.weighted]
+        self.weighted = [spec.name for spec in pooled if spec.weighted and entry.input == "data"]
         self.bags = [
             tc.TieredEmbeddingBag(cache, list(modes), mode=modes, weighted=self.weighted)
             for _ in range(1 + entry.twice)
@@ -189,9 +191,10 @@ def run(
     """
     model, trained, optimizer = ready or tracked(cache, entry, size)
     step, outputs, weights = 0, [], []
+    how = {"input": entry.input} if isinstance(cache, tc.ShardedCache) else {}
     for visit in cache.passes(epochs=entry.epochs):
         held = 0
-        for batch in visit.batches(entry.batch, shuffle=entry.shuffle):
+        for batch in visit.batches(entry.batch, shuffle=entry.shuffle, **how):
             (trained(batch) * batch.weight).backward()
             counted = bool(batch.weight)
             outputs.append([one.numpy()[: None if counted else 0].copy() for one in model.looked_up])

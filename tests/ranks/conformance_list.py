@@ -129,6 +129,10 @@ MERLIN = {
         **tables_of(((30, 8), (20, 8))), specs=a_feature_each(2, RAGGED), placement=in_turn("table")
     ),
 }  # fmt: skip
+MERLIN |= {
+    f"{name}, input by model": replace(MERLIN[name], input="model")
+    for name in ("shared tables", "column slices merged on a rank", "two tables on more ranks, each on one")
+}
 """Its "weights set before the model is built" and "a batch that ranks do not divide" are errors there: see
 test_conformance.py for what is refused here; a batch that ranks do not divide trains."""
 
@@ -188,6 +192,10 @@ BEYOND = {
     ),
     "everything at once": EVERYTHING,
 }  # fmt: skip
+BEYOND |= {
+    f"{name}, input by model": replace(BEYOND[name], input="model")
+    for name in ("empty bags", "shared tables in column slices", "batches of one sample", "everything at once")
+}
 
 EXACT = Entry(
     **tables_of([(20, dim) for dim in (8, 8, 12, 16)], tc.SGD(learning_rate=0.25), tc.Adagrad(learning_rate=0.5)),

@@ -30,6 +30,8 @@ MOST_RANKS = 4
 LIMIT_SECONDS = 60.0
 PATIENCE = 0.75
 """Part of a run's limit after which a rank gives up others, so that it says so before the run is killed."""
+START_SECONDS = 300.0
+"""How long ranks may take to import what trainings need; no run's limit counts it."""
 LAST_WORDS_SECONDS = 2.0
 """How long ranks are given to end by themselves after one of them died, and to write where they hang."""
 
@@ -136,6 +138,10 @@ class RanksPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
+        from tiercache.kernels.compile import is_cached, prepare
+
+        if not is_cached(narrow=True):  # else every rank compiles them, within the limit of its first run
+            prepare(None, narrow=True)
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         for rank in range(self._most):
@@ -147,6 +153,12 @@ class RanksPool:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+        until = time.monotonic() + START_SECONDS
+        for pipe in self._pipes:
+            if not pipe.poll(max(0.0, until - time.monotonic())):
+                self._kill()
+                raise RunFailedError(f"the ranks did not start within {START_SECONDS:g} seconds", [])
+            pipe.recv()
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -170,6 +182,8 @@ def serve(rank: int, pipe: Connection, port: int, log: str) -> None:
     from torch.distributed import TCPStore
 
     torch.set_num_threads(1)
+    importlib.import_module("tests.ranks.warm")
+    pipe.send("ready")
     store = TCPStore("localhost", port, is_master=False)
     with suppress(EOFError):
         while True:

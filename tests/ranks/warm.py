@@ -1,4 +1,4 @@
-"""What the fork server of killed trainings imports, so that ranks begin at once; it opens nothing."""
+"""What a rank of the tests imports before its first run, so that ranks begin at once; it opens nothing."""
 
 import torch.nn.parallel
 

@@ -138,7 +138,7 @@ class SamplesFile:
         singles = buffers.array("ids", (len(wanted), indices.size), np.int32)
         if wanted:
             starts = self._places["ids"].values >> 2
-            gather_columns(self._words, starts, BATCH_SHIFT, indices, columns, singles)
+            gather_columns(self._words, starts, BATCH_SHIFT, indices, len(self._layout.singles), columns, singles)
         ids = {}
         for row, feature in zip(singles, wanted, strict=True):
             weights = fixed.get(f"weights:{feature.name}")
