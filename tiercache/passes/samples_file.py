@@ -132,13 +132,13 @@ class SamplesFile:
         features: Collection[str] | None,
     ) -> tuple[dict[str, FeatureIds], NDArray[np.int32]]:
         wanted, columns = self._layout.singles, self._layout.single_columns
-        if features is not None:
-            chosen = [i for i, feature in enumerate(wanted) if feature.name in features]
-            wanted, columns = tuple(wanted[i] for i in chosen), columns[chosen]
-        singles = buffers.array("ids", (len(wanted), indices.size), np.int32)
-        if wanted:
+        chosen = [i for i, feature in enumerate(wanted) if features is None or feature.name in features]
+        singles = buffers.array("ids", (len(wanted) if chosen else 0, indices.size), np.int32)
+        if chosen:
             starts = self._places["ids"].values >> 2
             gather_columns(self._words, starts, BATCH_SHIFT, indices, columns, singles)
+        if len(chosen) < len(wanted):  # all lie side by side: reading fewer would touch the same lines
+            singles, wanted = singles[chosen], tuple(wanted[i] for i in chosen)
         ids = {}
         for row, feature in zip(singles, wanted, strict=True):
             weights = fixed.get(f"weights:{feature.name}")
