@@ -32,6 +32,7 @@ CASE = Case(
         Spec(name="word", table="words", hotness="ragged", weighted=True),
         Spec(name="title", table="words", hotness="fixed", length=6, mode="mean"),
         Spec(name="tag", table="tags", hotness="ragged"),
+        Spec(name="place", table="tags"),
         Spec(name="item", table="items", hotness="fixed", length=4, mode="max"),
         Spec(name="more", table="items", hotness="fixed", length=4),
     ),
@@ -42,7 +43,7 @@ CASE = Case(
 )
 """So many keys that nearly all rows of a batch are unique; the last batch of a pass leaves ranks without samples."""
 POOLED = ["friend", "more", "tag", "title", "word"]
-"""All but one id a sample, and a maximum."""
+"""All but those of one id a sample, and a maximum."""
 
 
 class Model(nn.Module):
@@ -51,7 +52,7 @@ class Model(nn.Module):
     def __init__(self, cache: Any, *, by_rows: bool = False) -> None:
         super().__init__()
         modes = {spec.name: spec.mode for spec in CASE.specs}
-        left, right = ["user", "word", "friend", "title", "item"], ["more", "tag"]
+        left, right = ["user", "word", "friend", "title", "item"], ["more", "tag", "place"]
         left_modes = {name: modes[name] for name in left}
         self.left = tc.TieredEmbeddingBag(cache, left, mode=left_modes, weighted=left if by_rows else ())
         self.right = tc.TieredEmbeddingBag(cache, right, weighted=right if by_rows else ())
@@ -187,11 +188,11 @@ def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
     return samples
 
 
-def differ(ranks: Ranks, folder: str) -> None:
-    """Have ranks with input by model look different features up."""
+def differ(ranks: Ranks, folder: str, *, what: str) -> None:
+    """Have ranks with input by model look different features up, or make batches of different sizes."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     with tc.ShardedCache(Path(folder) / "differ.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
-        bag = tc.TieredEmbeddingBag(cache, ["more"], mode="sum" if ranks.rank else "mean")
+        bag = tc.TieredEmbeddingBag(cache, ["more"], mode="sum" if ranks.rank and what == "modes" else "mean")
         for visit in cache.passes(epochs=1):
-            bag(next(visit.batches(8, input="model")))
+            bag(next(visit.batches(8 + ranks.rank * (what == "sizes"), input="model")))

@@ -90,7 +90,7 @@ def test_input_by_model_ends_the_same_and_sends_fewer_bytes(
     by_data = train(ranks_pool, size, tmp_path, "theirs", kind)
     by_model = train(ranks_pool, size, tmp_path, "ours", kind, input_="model")
 
-    assert all(one["pooled"] == sorted([*POOLED, "user"]) for one in by_model)
+    assert all(one["pooled"] == sorted([*POOLED, "place", "user"]) for one in by_model)
     assert_equal(tmp_path, by_model, by_data)
     assert sum(one["bytes"] for one in by_model) < sum(one["bytes"] for one in by_data)
 
@@ -119,13 +119,18 @@ def test_a_wrong_id_of_a_pooled_feature_is_said_on_all_ranks(
     assert sorted(error[0] for error in errors if error) == ["IndexError", "RankError"]
 
 
-def test_ranks_with_input_by_model_that_differ_are_told_so(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """One of them pools the sum and the other the mean."""
+@pytest.mark.parametrize(
+    ("what", "sentence"), [("modes", "ranks look up different features"), ("sizes", "makes another batch than rank")]
+)
+def test_ranks_with_input_by_model_that_differ_are_told_so(
+    ranks_pool: RanksPool, tmp_path: Path, what: str, sentence: str
+) -> None:
+    """One of them pools the sum and the other the mean, or takes smaller batches."""
     CASE.cut(tmp_path / "passes")
 
-    errors = ranks_pool.errors(2, BODIES + "differ", folder=str(tmp_path))
+    errors = ranks_pool.errors(2, BODIES + "differ", folder=str(tmp_path), what=what)
 
-    assert all(error is not None and "ranks look up different features" in error[1] for error in errors), errors
+    assert all(error is not None and sentence in error[1] for error in errors), errors
 
 
 def test_a_feature_that_gets_weights_keeps_its_rows(ranks_pool: RanksPool, tmp_path: Path) -> None:

@@ -120,10 +120,12 @@ class BatchMaker:
             except Exception as caught:  # told to all ranks
                 error = caught
         ids = samples.ids if samples else {}
-        pooled, error = self._pooling.pool(ids, modes, max(mine.size, 1), name, own=own, trained=trained, error=error)
+        token = zlib.crc32(places.tobytes())  # of ranks that ask for different batches none trains
+        pooled, error = self._pooling.pool(
+            ids, modes, max(mine.size, 1), name, own=own, trained=trained, error=error, token=token
+        )
         elsewhere = pooled.features if pooled else {}
         ids = {name: some for name, some in ids.items() if name in modes and name not in elsewhere}
-        token = zlib.crc32(places.tobytes())  # of ranks that ask for different batches none trains
         groups, ids, exchanged = self._exchange.rows_of(ids, self._tables, name, error, token=token)
         assert samples is not None, "rows_of raises the error"
         view = RowView(groups, RowGradients(len(groups)) if trained else None, name, self._processor)

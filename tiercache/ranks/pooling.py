@@ -1,6 +1,6 @@
 """Pooled vectors travel: bags go to the owner of their table, vectors come back, and at the step their gradients go.
 
-Legend as in `bags`. On the wire travel, for each batch: counts (P + 4 int64 to each rank), messages, vectors; at the
+Legend as in `bags`. On the wire travel, for each batch: counts (P + 5 int64 to each rank), messages, vectors; at the
 step counts again (P + 1) and gradients of the vectors. What a rank owns itself does not travel.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PooledBatch", "Pooling"]
 
-_SAMPLES, _ASKED, _MODES, _ERROR = range(4)
+_SAMPLES, _ASKED, _MODES, _TOKEN, _ERROR = range(5)
 """The counts behind those of the P features."""
 
 
@@ -102,13 +102,15 @@ class Pooling:
         own: Sequence[Mapping[str, FeatureIds]] | None = None,
         trained: bool = True,
         error: Exception | None = None,
+        token: int = 0,
     ) -> tuple[PooledBatch | None, Exception | None]:
         """Have features of a batch pooled; those that are not in what is returned need their rows.
 
         ids: of this rank's samples. modes: how features are looked up. own: for input by model, by rank: the ids of its
         samples for the features of tables that this rank owns; all candidates are pooled then. error: what went wrong
         on this rank before; it is returned, or an IndexError, where nothing was pooled on any rank because of it.
-        Raises RankError, on all ranks, where ranks with input by model look different features up.
+        Nor is it where ranks bring different tokens: ``RowExchange.rows_of`` says so. Raises RankError, on all
+        ranks, where ranks with input by model look different features up.
         """
         candidates, what = self.candidates, f"pooling features of {where}"
         P, W = len(candidates), self._ranks.size
@@ -130,16 +132,16 @@ class Pooling:
                                 check_bags(candidates[p], some[candidates[p].name].ids, where)
             except Exception as bad:
                 error = bad
-        to = np.zeros((W, P + 4), dtype=np.int64)
+        to = np.zeros((W, P + 5), dtype=np.int64)
         for p in chosen:
             one = candidates[p]
             for owner in one.owners:
                 count = 0 if own is not None else ids[one.name].num_ids
                 to[owner.rank, p] = 1 + 2 * count + (modes[one.name] == "mean")
-        to[:, P:] = num_samples, bool(chosen), 0 if own is None else _digest(modes), error is not None
+        to[:, P:] = num_samples, bool(chosen), 0 if own is None else _digest(modes), token, error is not None
         told = self._wire.count(to, what)
         last = told[:, P:]
-        if last[:, _ERROR].any():
+        if last[:, _ERROR].any() or (last[:, _TOKEN] != token).any():
             return None, error
         if (last[:, _MODES] != to[0, P + _MODES]).any():
             raise RankError(
