@@ -18,19 +18,9 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.training.cases import (
-    Case,
-    Result,
-    Spec,
-    assert_same_bits,
-    open_store,
-    resident_result,
-    result_of,
-    result_of_resident,
-    smallest_host_budget,
-    table,
-    tiered,
-    train,
-)
+    Case, Result, Spec, assert_same_bits, open_store, resident_result, result_of, result_of_resident,
+    smallest_host_budget, table, tiered, train,
+)  # fmt: skip
 from tests.training.devices import DEVICE, cuda_device, shim
 from tests.training.raw import key_sets, train_raw
 from tests.training.shim_gpu import ShimGpu, _Mark
