@@ -42,6 +42,15 @@ class Spec:
     mode: str = "sum"
 
 
+SPECS = (
+    Spec(name="f", table="a"),
+    Spec(name="g", table="b", hotness="ragged", mode="max"),
+    Spec(name="h", table="b", hotness="fixed", mode="mean"),
+    Spec(name="i", table="a", hotness="ragged", weighted=True),
+)
+"""Of two tables a and b: features of every hotness, pooled in every way."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A whole small training."""

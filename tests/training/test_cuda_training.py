@@ -18,8 +18,19 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.training.cases import (
-    Case, Result, Spec, assert_same_bits, open_store, resident_result, result_of, result_of_resident,
-    smallest_host_budget, table, tiered, train,
+    SPECS,
+    Case,
+    Result,
+    Spec,
+    assert_same_bits,
+    open_store,
+    resident_result,
+    result_of,
+    result_of_resident,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
 )  # fmt: skip
 from tests.training.devices import DEVICE, cuda_device, shim
 from tests.training.raw import key_sets, train_raw
@@ -33,12 +44,6 @@ from tiercache.store.vectors import nearest
 from tiercache.tiers.host_memory import HostMemory
 
 ROOT = Path(__file__).parents[2]
-SPECS = (
-    Spec(name="f", table="a"),
-    Spec(name="g", table="b", hotness="ragged", mode="max"),
-    Spec(name="h", table="b", hotness="fixed", mode="mean"),
-    Spec(name="i", table="a", hotness="ragged", weighted=True),
-)
 
 
 def on_cuda(case: Case, passes: tc.PassSet, order: str = "forward") -> Result:
