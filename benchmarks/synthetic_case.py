@@ -109,7 +109,7 @@ class Size:
 
 
 FULL = Size(name="full", batch=65_536, batches=8, passes=12, divisor=1, visits=3)
-QUICK = Size(name="quick", batch=1024, batches=4, passes=10, divisor=64, visits=2)
+QUICK = Size(name="quick", batch=1024, batches=4, passes=10, divisor=96, visits=2)
 TINY = Size(name="tiny", batch=64, batches=1, passes=5, divisor=1024, visits=2)
 DRY = Size(name="dry", batch=8, batches=1, passes=4, divisor=8192, visits=1)
 
