@@ -49,7 +49,8 @@ class ShardedCache:
 
     Every method is collective unless it says otherwise: all ranks call it, in the same order. A pass holds what all
     devices together hold; each rank loads, trains and dumps its own rows with its own threads, from its own part of
-    the store, and looks up the rows of others by an exchange for each batch. An error on one rank is raised on all.
+    the store, and looks up the rows of others by an exchange for each batch. An error on one rank is raised on all;
+    but of one in the user's own code, and of addresses that a rank does not have, the others learn when it ends.
     """
 
     def __init__(
