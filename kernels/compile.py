@@ -151,6 +151,7 @@ def _bucket() -> None:
 def _name_once() -> None:
     pairs = sorting.sort_slots(_I4, 2, sorting.SortBuffers())
     unique.unique_slots(pairs, _I4.copy(), _I4.copy())
+    unique.unique_positions(_I4, 64, _I8[:1].view(np.uint64).copy(), _I4[:1].copy(), _I4.copy(), _I4.copy())
     unique.lay_out(_I4, _I8[:1], _I8[:1], _I8[:1], _I8[:1], _I8[:1], _I4.copy(), _I4.copy())
     unique.mark_slots(_I4, np.zeros(2, np.bool_))
 

@@ -11,9 +11,13 @@ from tiercache.kernels.lanes import load, splat, sqrt, store, total
 from tiercache.kernels.rounding import Rounding, draw
 from tiercache.kernels.vectors import Vectors, is_narrow, read, write_rounded
 
-__all__ = ["ADAGRAD", "ADAM", "ROWWISE", "SGD", "Rows", "Rule", "adam_rule", "apply", "make_rule", "vectors_of"]
+__all__ = [
+    "ADAGRAD", "ADAM", "ROWWISE", "SGD", "SUM", "Rows", "Rule", "adam_rule", "apply", "make_rule", "vectors_of",
+]  # fmt: skip
 
 SGD, ADAGRAD, ROWWISE, ADAM = range(4)
+SUM = 4
+"""No optimizer: the row becomes rate times the gradient, whatever it was."""
 
 
 class Rows(NamedTuple):
@@ -96,5 +100,5 @@ def apply(rule, rows, slot, dim, stride, sums, at, room):  # type: ignore[no-unt
             second = second + (g * g - second) * splat(rule.new2)
             store(rows.second, row + d, second, dim - d)
             change = rate * first / (sqrt(second) + splat(rule.eps))
-        changed = read(vectors, vector + d, dim - d) - change
+        changed = change if rule.kind == SUM else read(vectors, vector + d, dim - d) - change
         write_rounded(vectors, vector + d, changed, dim - d, rows.noise, 2 * room + d)

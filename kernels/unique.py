@@ -9,9 +9,12 @@ from numba import prange
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect, same_length
-from tiercache.kernels.jit import parallel, serial, threads, worker
+from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
 
-__all__ = ["lay_out", "mark_slots", "unique_slots"]
+__all__ = ["BITS_PER_ENTRY", "lay_out", "mark_slots", "unique_positions", "unique_slots"]
+
+BITS_PER_ENTRY = 64
+"""`unique_positions` is quicker than a sort while there are at most about so many positions for each entry."""
 
 _PART_ENTRIES = 16384  # below this a second thread costs more than it saves
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -68,6 +71,64 @@ def unique_slots(pairs: NDArray[np.uint64], unique: NDArray[np.int32], inverse: 
     parts = max(1, min(threads(), pairs.size // _PART_ENTRIES))
     _unique(pairs, np.zeros(parts, np.int64), unique, inverse)
     return int(inverse[int(pairs[-1] & _LOW)]) + 1
+
+
+@inlined
+def _count_ones(word):  # type: ignore[no-untyped-def]
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@serial
+def _unique_positions(positions, bits, before, unique, inverse):  # type: ignore[no-untyped-def]
+    one, low = np.uint64(1), np.uint64(63)
+    for i in range(positions.size):
+        p = np.uint64(positions[i])
+        bits[np.int64(p >> np.uint64(6))] |= one << (p & low)
+    count = 0
+    for w in range(bits.size):
+        before[w] = count
+        word = bits[w]
+        while word:
+            lowest = word & (~word + one)
+            unique[count] = np.int32(w * 64 + _count_ones(lowest - one))
+            count += 1
+            word = word ^ lowest
+    for i in range(positions.size):
+        p = np.uint64(positions[i])
+        at = np.int64(p >> np.uint64(6))
+        inverse[i] = np.int32(before[at] + _count_ones(bits[at] & ((one << (p & low)) - one)))
+    bits[:] = 0
+    return count
+
+
+def unique_positions(
+    positions: NDArray[np.int32],
+    num_positions: int,
+    bits: NDArray[np.uint64],
+    before: NDArray[np.int32],
+    unique: NDArray[np.int32],
+    inverse: NDArray[np.int32],
+) -> int:
+    """Do what `sort_slots` and `unique_slots` do together, by a bit for each position: U is returned.
+
+    positions (E,), each in [0, num_positions). bits: a word for each 64 positions, zero before and after. before: as
+    many words of scratch. On one thread; worth it while `num_positions` is at most `BITS_PER_ENTRY` times E.
+    """
+    positions, bits = expect("positions", positions, np.int32), expect("bits", bits, np.uint64, written=True)
+    before = expect("before", before, np.int32, written=True)
+    unique, inverse = (expect(n, a, np.int32, written=True) for n, a in (("unique", unique), ("inverse", inverse)))
+    words = -(-num_positions // 64)
+    if same_length(positions=positions, unique=unique, inverse=inverse) == 0:
+        return 0
+    if min(bits.size, before.size) < words or not 0 <= int(positions.min()) <= int(positions.max()) < num_positions:
+        raise ValueError(
+            f"positions go from {positions.min()} to {positions.max()}, and there are {num_positions} with room for "
+            f"{64 * min(bits.size, before.size)}."
+        )
+    return int(_unique_positions(positions, bits[:words], before[:words], unique, inverse))
 
 
 @serial

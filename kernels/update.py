@@ -23,7 +23,7 @@ from tiercache.kernels.gradients import (
 )
 from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.lanes import ask, atomic_next, load, splat, store
-from tiercache.kernels.optimizers import ADAGRAD, ROWWISE, SGD, Rows, Rule, adam_rule, apply, make_rule, vectors_of
+from tiercache.kernels.optimizers import ADAGRAD, ROWWISE, SGD, SUM, Rows, Rule, adam_rule, apply, make_rule, vectors_of
 from tiercache.kernels.rounding import NO_ROUNDING, Rounding
 from tiercache.kernels.vectors import Vectors, ask_row, expect_vectors, shape_of
 
@@ -32,6 +32,7 @@ __all__ = [
     "UpdateBuffers",
     "bag_gradients",
     "one_id_gradients",
+    "sum_rows",
     "update_adagrad",
     "update_adam",
     "update_rowwise_adagrad",
@@ -273,6 +274,19 @@ def _step(
     rows = Rows(*vectors, first, second, *rounding, buffers.noise)
     num_long, num_stretches = _find_long(pairs, buffers.long)
     _update(pairs, gradients, rows, rule, buffers.long, num_long, num_stretches, buffers.sums, buffers.counter, parts)
+
+
+def sum_rows(
+    out: NDArray[np.float32],
+    pairs: NDArray[np.uint64],
+    gradients: Gradients,
+    buffers: UpdateBuffers,
+    *,
+    scale: float,
+) -> None:
+    """Write to each row of `out` (S, D) that `pairs` (from `sort_slots`) names: scale * g. Other rows stay."""
+    rule = make_rule(SUM, scale, 0.0, 0.0)
+    _step(expect_vectors(out, written=True), _NO_STATE, _NO_STATE, (0, 0), pairs, gradients, buffers, rule, NO_ROUNDING)
 
 
 def update_sgd(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tiercache.kernels.jit import set_threads, threads
 from tiercache.kernels.sorting import SortBuffers, sort_slots
-from tiercache.kernels.unique import lay_out, mark_slots, unique_slots
+from tiercache.kernels.unique import lay_out, mark_slots, unique_positions, unique_slots
 
 
 def found(slots: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,6 +28,31 @@ def test_unique_slots_and_the_inverse_are_numpys(slots: list[int]) -> None:
     theirs, their_inverse = np.unique(given_slots, return_inverse=True)
     np.testing.assert_array_equal(unique, theirs)
     np.testing.assert_array_equal(inverse, their_inverse)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 200), max_size=100), min_size=1, max_size=3), st.integers(201, 400))
+def test_unique_positions_are_those_of_the_sort(batches: list[list[int]], num_positions: int) -> None:
+    """For batch after batch with one scratch, whose bits are zero again after each."""
+    words = -(-num_positions // 64)
+    bits, before = np.zeros(words, np.uint64), np.empty(words, np.int32)
+    for batch in batches:
+        positions = np.array(batch, np.int32)
+        unique, inverse = np.empty(positions.size, np.int32), np.empty(positions.size, np.int32)
+        count = unique_positions(positions, num_positions, bits, before, unique, inverse)
+        theirs, their_inverse = found(positions, num_positions)
+        np.testing.assert_array_equal(unique[:count], theirs)
+        np.testing.assert_array_equal(inverse, their_inverse)
+        assert not bits.any()
+
+
+@pytest.mark.parametrize("bad", [-1, 128])
+def test_positions_outside_are_refused_before_a_bit_is_set(bad: int) -> None:
+    """Below 0, and behind the last."""
+    positions, bits = np.array([0, bad], np.int32), np.zeros(2, np.uint64)
+    with pytest.raises(ValueError, match=f"positions go from {min(0, bad)} to {max(0, bad)}"):
+        unique_positions(positions, 128, bits, np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.int32))
+    assert not bits.any()
 
 
 @pytest.mark.parametrize("count", [1, 16384, 100_003])

@@ -19,6 +19,7 @@ from tiercache.kernels.update import (
     UpdateBuffers,
     bag_gradients,
     one_id_gradients,
+    sum_rows,
     update_adagrad,
     update_adam,
     update_rowwise_adagrad,
@@ -176,6 +177,25 @@ def test_bits_depend_on_neither_threads_nor_slots(
     for a, b, c in zip(alone, together, elsewhere, strict=True):
         assert same_bits(a, b)
         assert same_bits(a, np.ascontiguousarray(c[moved]))
+
+
+@pytest.mark.parametrize("dim", [1, 17, 64, 130])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_sums_are_the_steps_of_rows_of_zeros(dim: int, num_threads: int) -> None:
+    """To the last bit, hot rows too, whatever stood there; rows without an entry stay as they are."""
+    rng = np.random.default_rng(dim)
+    slots = np.minimum(rng.integers(0, 300, 30_000), 200).astype(np.int32)  # slot 200 has a third of all
+    slots[slots == 7] = 8
+    gradients = one_id_gradients(rng.standard_normal((slots.size, dim), dtype=F4), np.zeros(1, np.int64))
+    pairs, out = sort_slots(slots, 300, SortBuffers()), np.full((300, dim), np.nan, F4)
+    stepped = np.zeros_like(out)
+    with use_threads(num_threads):
+        update_sgd(stepped, pairs, gradients, UpdateBuffers(), learning_rate=-0.25)
+        sum_rows(out, pairs, gradients, UpdateBuffers(), scale=0.25)
+    named = np.unique(slots)
+    assert same_bits(out[named], stepped[named])
+    assert np.isnan(np.delete(out, named, axis=0)).all()
+    assert np.isnan(out[7]).all()
 
 
 def test_no_entries_change_nothing() -> None:

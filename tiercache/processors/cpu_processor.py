@@ -19,6 +19,7 @@ from tiercache.kernels.update import (
     UpdateBuffers,
     bag_gradients,
     one_id_gradients,
+    sum_rows,
     update_adagrad,
     update_adam,
     update_rowwise_adagrad,
@@ -238,6 +239,12 @@ class CpuProcessor:
     def places(self, pending: Pending) -> Array:
         """Write them to a fresh array where there are none."""
         return _places_of(pending)
+
+    def sum(self, pending: list[Pending], scale: float, out: Array) -> None:
+        """Write the sums, reading nothing of ``out``."""
+        slots, gradients = _together(pending, out.shape[1])
+        pairs = sort_slots(slots, out.shape[0], self._sorting)
+        sum_rows(out, pairs, gradients, self._updates, scale=scale)
 
     def step(self, groups: Sequence[GroupStep], number: int) -> None:
         """Step group after group."""

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
+_SUMS = -1
+"""Whose scratch is that of sums; groups count from 0."""
+
 
 class CudaProcessor:
     """Lookups and steps by the CUDA kernels on torch's current stream: at most one launch for all groups."""
@@ -156,19 +159,33 @@ class CudaProcessor:
         """Sort group by group, then step all in one launch for each optimizer and one more."""
         kernels, steps = self._gpu.kernels, []
         for one in groups:
-            g, vectors, states = one.group.index, _vectors(one.rows), one.rows.states
-            if g not in self._sorting:
-                self._sorting[g] = cuda_sorting.SortBuffers(kernels)
-                self._updates[g] = cuda_update.UpdateBuffers(kernels)
+            vectors, states = _vectors(one.rows), one.rows.states
+            sorting, updates = self._scratch(one.group.index)
             slots, gradients = self._together(one.pending)
-            pairs = cuda_sorting.sort_slots(kernels, slots, vectors.words.shape[0], self._sorting[g])
+            pairs = cuda_sorting.sort_slots(kernels, slots, vectors.words.shape[0], sorting)
             first, second = (states[i] if i < len(states) else None for i in range(2))
             noise = cuda_rounding.NO_ROUNDING
             if vectors.dtype != "float32":
                 noise = cuda_rounding.make_rounding(kernels, one.rows.streams, number)
             rule = _rule(one, number)
-            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, self._updates[g], rule, noise))
+            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, updates, rule, noise))
         cuda_update.update_many(kernels, steps)
+
+    def sum(self, pending: list[Pending], scale: float, out: Array) -> None:
+        """Step rows of zeros."""
+        assert isinstance(out, torch.Tensor)
+        slots, gradients = self._together(pending)
+        sorting, updates = self._scratch(_SUMS)
+        pairs = cuda_sorting.sort_slots(self._gpu.kernels, slots, out.shape[0], sorting)
+        rule, vectors = make_rule(PLAIN, -scale, 0.0, 0.0), Vectors(out.zero_(), out.shape[1], "float32")
+        step = cuda_update.Step(vectors, None, None, pairs, gradients, updates, rule, cuda_rounding.NO_ROUNDING)
+        cuda_update.update_many(self._gpu.kernels, [step])
+
+    def _scratch(self, group: int) -> tuple[cuda_sorting.SortBuffers, cuda_update.UpdateBuffers]:
+        if group not in self._sorting:
+            self._sorting[group] = cuda_sorting.SortBuffers(self._gpu.kernels)
+            self._updates[group] = cuda_update.UpdateBuffers(self._gpu.kernels)
+        return self._sorting[group], self._updates[group]
 
     def _together(self, pending: list[Pending]) -> tuple[Array, cuda_update.Gradients]:
         """Return all entries of a group as one step's; one lookup is passed on as it is."""

@@ -235,6 +235,13 @@ class Processor(Protocol):
         """Return where each entry's gradient begins, (E,) int64, written out where ``pending`` has columns alone."""
         ...
 
+    def sum(self, pending: list[Pending], scale: float, out: Array) -> None:
+        """Write ``scale`` times the sum of its gradients to each row of ``out`` (slots, dim) that an entry names.
+
+        Other rows are undefined. In batch order, as of a step; on the training thread, with its scratch.
+        """
+        ...
+
     def step(self, groups: Sequence[GroupStep], number: int) -> None:
         """Update each row of each group once; ``number`` counts the steps from 1."""
         ...

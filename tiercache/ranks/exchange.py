@@ -15,14 +15,13 @@ import torch
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.vectors import Vectors
-from tiercache.processors.entries import GroupStep, Wanted
+from tiercache.processors.entries import Wanted
 from tiercache.ranks.mirrors import Mirrors
 from tiercache.ranks.received import Received
 from tiercache.ranks.requests import Requester
 from tiercache.ranks.slices import SliceSteps
 from tiercache.ranks.stretches import Stretches, exclusive
 from tiercache.ranks.wire import WIRE_DTYPES, Wire
-from tiercache.store.table import SGD, Group
 from tiercache.tiers.rows import GroupRows
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.requests import Request
+    from tiercache.store.table import Group
     from tiercache.training.row_optimizer import RowGradients, RowOptimizer
 
 __all__ = ["WIRE_DTYPES", "Exchanged", "RowExchange"]
@@ -80,10 +80,6 @@ class RowExchange:
         self._groups, self._part_groups = groups, part_groups
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
         self._requester, self._mirrors = Requester(), Mirrors(ranks, processor, wire_dtype)
-        self._summing = tuple(
-            Group(index=g.index, tables=(replace(g.tables[0], optimizer=SGD(learning_rate=1.0), dtype="float32"),))
-            for g in groups
-        )
         self._slices: SliceSteps | None = None
         self._stretches: Stretches | None = None
         self._rows: Sequence[GroupRows] = ()
@@ -329,15 +325,12 @@ class RowExchange:
 
     def _sum(self, request: Request, gradients: RowGradients, into: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the sum of each row's gradients over W, of each group (U, dim); of the only one ``into`` memory."""
-        p, sums, steps = self._processor, [], []
-        for group, rows, pending in zip(self._summing, request.num_rows_G.tolist(), gradients.pending, strict=True):
+        p, sums = self._processor, []
+        for group, rows, pending in zip(self._groups, request.num_rows_G.tolist(), gradients.pending, strict=True):
             flat = p.tensor(p.empty((rows * group.dim,), np.float32)) if into is None else into
-            sums.append(flat.zero_().view(rows, group.dim))
+            sums.append(flat.view(rows, group.dim))
             if pending:
-                vectors = Vectors.of(p.array(sums[-1]), group.dim, "float32")
-                held = GroupRows(vectors, (), request.slots_U, {}, {}, NONE_U8)
-                steps.append(GroupStep(group, held, pending, -1.0 / self.ranks.size))
-        p.step(steps, 1)
+                p.sum(pending, 1.0 / self.ranks.size, p.array(sums[-1]))
         return sums
 
     def _pack(self, stretches: Stretches, request: Request, marks_G: list[NDArray[np.bool_] | None],

@@ -13,7 +13,7 @@ import numpy as np
 from tiercache.kernels.arrays import NONE_I4
 from tiercache.kernels.pooling import check_ids
 from tiercache.kernels.sorting import SortBuffers, sort_slots
-from tiercache.kernels.unique import lay_out, unique_slots
+from tiercache.kernels.unique import BITS_PER_ENTRY, lay_out, unique_positions, unique_slots
 from tiercache.ranks.stretches import exclusive
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Requester:
 
     def __init__(self) -> None:
         self._sorting = SortBuffers()
+        self._bits = np.zeros(0, dtype=np.uint64)
         self._scratch: dict[str, NDArray[np.int32]] = {}
 
     def request(
@@ -94,7 +95,7 @@ class Requester:
                 joined[starts[f] : starts[f + 1]] += np.int32(stretches.base_T[table_F[f]])
             room, numbers = unique[num_unique : num_unique + entries.stop - entries.start], inverse[entries]
             rows = int(stretches.rows_T[first:end].sum())
-            room = room[: unique_slots(sort_slots(joined[entries], rows, self._sorting), room, numbers)]
+            room = room[: self._unique(joined[entries], rows, room, numbers)]
             if num_unique:
                 numbers += num_unique
             mine = slice(*np.searchsorted(stretches.by_table_K, [first, end]).tolist())
@@ -105,6 +106,17 @@ class Requester:
             num_unique += room.size
         made = _lay_out(stretches, unique[:num_unique], begin_K, end_K)
         return made, {name: replace(ids[name], ids=inverse[starts[f] : starts[f + 1]]) for f, name in enumerate(names)}
+
+    def _unique(
+        self, positions: NDArray[np.int32], rows: int, unique: NDArray[np.int32], inverse: NDArray[np.int32]
+    ) -> int:
+        """Write the positions once each, ascending, and which of them each entry has; return how many they are."""
+        if rows > BITS_PER_ENTRY * positions.size:
+            return unique_slots(sort_slots(positions, rows, self._sorting), unique, inverse)
+        words = -(-rows // 64)
+        if self._bits.size < words:
+            self._bits = np.zeros(words, dtype=np.uint64)
+        return unique_positions(positions, rows, self._bits, self._take("before", words), unique, inverse)
 
     def _take(self, name: str, size: int) -> NDArray[np.int32]:
         """Return scratch of undefined content."""

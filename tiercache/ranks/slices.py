@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_U8
-from tiercache.kernels.vectors import Vectors
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.processors.entries import GroupStep, Pending, Wanted
 from tiercache.store.table import SGD, Group, RowWiseAdagrad
-from tiercache.tiers.rows import GroupRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.received import Received
+    from tiercache.tiers.rows import GroupRows
     from tiercache.training.row_optimizer import RowGradients, RowOptimizer
 
 __all__ = ["SliceSteps"]
@@ -104,9 +103,8 @@ class SliceSteps:
         if not positions.numel():
             return slots, gradient
         numbers = torch.split(number.to(torch.int32), [some.numel() for some in self._positions[one.group]])
-        sums = GroupRows(Vectors.of(p.array(gradient.zero_()), group.dim, "float32"), (), NONE_I4, {}, {}, NONE_U8)
         renamed = [replace(old, slots=p.array(new)) for old, new in zip(pending, numbers, strict=True)]
-        p.step([GroupStep(_plain(group, "float32"), sums, renamed, -1.0)], 1)
+        p.sum(renamed, 1.0, p.array(gradient))
         p.find([Wanted(rows, p.array(positions), p.array(slots), p.array(held))])
         if group.optimizer.decay:
             gradient.add_(held, alpha=group.optimizer.decay)
