@@ -165,7 +165,7 @@ class Rank:
         calls = []
         for width, dtype, there, back in kinds:
             sizes, sizes_back = [n * width for n in there], [n * width for n in back]
-            full, into = torch.zeros(sum(sizes), dtype=dtype), torch.zeros(sum(sizes_back), dtype=dtype)
+            full, into = torch.ones(sum(sizes), dtype=dtype), torch.ones(sum(sizes_back), dtype=dtype)
             calls.append((full, sizes, sizes_back, into))
 
         def run() -> None:
