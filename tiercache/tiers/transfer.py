@@ -107,9 +107,8 @@ class Transfer:
 
     def switch(self, state: StateBytes) -> None:
         """End the visit on the device and bring in the next one."""
-        write = self._dump(self._plan_now(), state)
+        self._writing = self._writer.submit(self._dump(self._plan_now(), state))  # the disk has work while rows come in
         self._load()
-        self._writing = self._writer.submit(write)  # only now: the training thread waits for no one's Python
         self._stage_next()
 
     def finish(self, state: StateBytes) -> None:
