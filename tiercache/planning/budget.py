@@ -15,7 +15,7 @@ PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
 """Reads of at least so many bytes are staged as they lie in their pages of the file, and then need no copy."""
 MAX_PIECE_BYTES = 64 << 10
-MAX_BLOCK_BYTES = 4 << 20
+MAX_BLOCK_BYTES = 16 << 20
 MAX_TRANSACTION_BYTES = 64 << 20
 
 
@@ -44,7 +44,7 @@ class HostBudget:
     ) -> HostBudget:
         """Share out ``total``: blocks of a 32nd of the largest pass, transactions of a 16th of the budget.
 
-        Blocks lie between one row (a page) and 4 MiB, transactions between two blocks and 64 MiB. ``stored_piece``
+        Blocks lie between one row (a page) and 16 MiB, transactions between two blocks and 64 MiB. ``stored_piece``
         bytes have the largest piece in the store that a visit waits for.
         """
         block = _clamp(largest_pass // 32, max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
