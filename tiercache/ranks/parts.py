@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from tiercache.errors import StateError
-from tiercache.ranks.part_folder import Mark, delete_part
+from tiercache.ranks.part_folder import Mark, delete_part, open_part
 from tiercache.ranks.record import RECORD, Record, in_words
 from tiercache.ranks.sharded_folder import LOCK, check_place
 from tiercache.ranks.wanted import Wanted
-from tiercache.store import Cursor, Store
+from tiercache.store import Cursor
 from tiercache.store.directory import StoreDirectory, WriterLock
 from tiercache.store.opening import compare_tables
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from tiercache.store import Commit, Table
+    from tiercache.store import Commit, Store, Table
 
 __all__ = ["Meeting", "Parts"]
 
@@ -292,9 +292,9 @@ class Parts:
         folder = record.folder(self.path, rank)
         with self._together(f"making the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).make(folder)
-            self._store = Store.open(
+            self._store = open_part(
                 folder,
-                tables=wanted.part_tables,
+                wanted.part_tables,
                 engine=record.engine,
                 max_bytes=wanted.max_bytes,
                 retention=record.retention + 1,
@@ -319,9 +319,9 @@ class Parts:
         folder = record.folder(self.path, rank)
         with self._together(f"opening the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).check(folder, self.label)
-            self._store = Store.open(
+            self._store = open_part(
                 folder,
-                tables=wanted.part_tables,
+                wanted.part_tables,
                 engine=record.engine,
                 max_bytes=wanted.max_bytes,
                 retention=record.retention + 1,
