@@ -89,6 +89,8 @@ class History:
         self._next_id = 0 if self.commit is None else self.commit.next_segment
         self.retention = retention or (1 if self.commit is None else self.commit.retention)
         """How many of the newest commits are kept."""
+        self.pinned: int | None = None
+        """A commit that is kept beside them, however old it is."""
 
     @property
     def commit(self) -> Commit | None:
@@ -295,7 +297,8 @@ class History:
     ) -> None:
         """Write the blocks of a commit's state, then the commit itself, after those ``before`` that are kept."""
         segments = {**self._manifest.segments, **{segment.id: segment for segment in self.segments}}
-        after = Manifest.of([*before, commit][-self.retention :], segments)
+        older, newest = [*before, commit][: -self.retention], [*before, commit][-self.retention :]
+        after = Manifest.of([*(one for one in older if one.id == self.pinned), *newest], segments)
         records = self._manifest.records_before(after)
         parts = list(zip(commit.state_blocks(), state, strict=True))
         # A commit that failed had blocks of the same names.
@@ -348,6 +351,11 @@ class History:
             s.within_visit == cursor.visit and s.id > newest for s in self.segments
         ):  # fmt: skip
             raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")
+
+
+def pin(store: Store, commit: int) -> None:
+    """Keep a commit of ``store`` until another one is pinned, or it is closed: something else names that commit."""
+    store._history.pinned = commit
 
 
 def manifest_of(store: Store) -> Manifest:

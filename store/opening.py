@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tiercache.store.directory import StoreDirectory, WriterLock
 from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError, TableMismatchError
 from tiercache.store.manifest import TABLES
+from tiercache.store.part import refuse_part
 from tiercache.store.record import decode, encode
 from tiercache.store.recovery import commit_ids
 from tiercache.store.table import Table, group_tables
@@ -61,9 +62,18 @@ def label_of(path: Path | None) -> str:
 
 
 def open_engine(
-    path: Path | None, tables: Iterable[Table] | None, engine: str | Engine | None, mode: str, max_bytes: int | None
+    path: Path | None,
+    tables: Iterable[Table] | None,
+    engine: str | Engine | None,
+    mode: str,
+    max_bytes: int | None,
+    *,
+    part: bool = False,
 ) -> Opened:
-    """Open the store at ``path``, or in an engine at hand. Raises what ``Store.open`` raises."""
+    """Open the store at ``path``, or in an engine at hand; a part for writing only where the caller says that it is.
+
+    Raises what ``Store.open`` raises.
+    """
     wanted = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
     if wanted is not None:
         group_tables(wanted)
@@ -71,6 +81,8 @@ def open_engine(
         return _open_instance(engine, wanted, mode, label_of(path))
     if path is None:
         raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
+    if mode == "a" and not part:
+        refuse_part(path)
     return _open_path(path, wanted, engine, mode, max_bytes)
 
 

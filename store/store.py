@@ -83,7 +83,7 @@ class Store:
         included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
-        StoreFullError, CommitMissingError and CorruptStoreError.
+        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of a sharded store's part.
         """
         check_options(mode, commit, retention)
         place = None if path is None else Path(path)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import RankError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 SECONDS = 60.0
 """After which a rank is given up."""
@@ -31,6 +32,16 @@ class _Agreeing:
         for rank, sentence in enumerate(told):
             if sentence is not None:
                 raise RankError(f"rank {rank} failed while {what}: {sentence}")
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run the body on each rank, without a meeting inside; where one fails, all raise."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        self.agree(what, error)
 
     def values(self, mine: Any) -> list[Any]:
         """Return what each rank brings."""

@@ -132,6 +132,27 @@ def weigh(ranks: Ranks, folder: str, *, announced: bool) -> list[Any]:
     raise AssertionError("there was no visit")
 
 
+def ask_for_ids(ranks: Ranks, folder: str, *, names: list[str]) -> dict[str, Any]:
+    """Return what a batch says of ids that it does not have, and what of it is a dict's all the same."""
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
+    with tc.ShardedCache(Path(folder) / "asked.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+        bag = tc.TieredEmbeddingBag(cache, ["user", "more"])
+        for visit in cache.passes(epochs=1):
+            batch = next(visit.batches(8))
+            said = []
+            for name in names:
+                with pytest.raises(KeyError) as caught:
+                    batch.ids[name]
+                said.append(caught.value.args[0])
+            assert bag(batch).shape == (len(batch), 21)
+            return {
+                "said": said, "iterated": list(batch.ids), "in": [name in batch.ids for name in names],
+                "got": [batch.ids.get(name) for name in names], "ids": batch.ids["user"].num_ids,
+            }  # fmt: skip
+    raise AssertionError("there was no visit")
+
+
 def modules_come_and_go(ranks: Ranks, folder: str) -> list[list[list[str]]]:
     """Return the features of batches, with rows and pooled, as modules are made, copied and thrown away."""
     import copy

@@ -20,6 +20,7 @@ from tests.ranks.sharded_world import (
     train_parts,
 )
 from tiercache.errors import RankError, StateError
+from tiercache.ranks.inspection import verify_sharded
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_store import ShardedStore
@@ -107,6 +108,31 @@ def test_parts_keep_one_commit_more_than_asked_for(tmp_path: Path) -> None:
         assert train_parts(tmp_path / "s", 2, 5, retention=retention) == [None] * 2
         with Store.open(tmp_path / "s" / "part-0-1", mode="r") as part:
             assert (part.retention, len(part.commits)) == (kept, kept)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_part_keeps_the_commit_of_the_record_whatever_it_commits_beside(tmp_path: Path, engine: str) -> None:
+    """Here compactions of one rank's open store: the ranks go on from the commit of all, and it goes when it is old."""
+    path = tmp_path / "s"
+
+    def body(ranks: Any) -> list[int]:
+        parts, world = opened(path, ranks, engine=engine)
+        with parts:
+            for _ in range(4):
+                take(parts, world)
+            for _ in range(3 * ranks.rank):
+                parts.store.compact()
+            return [commit.id for commit in parts.store.commits]
+
+    assert meet(2, body) == [[2, 3], [3, 5, 6]]
+    check_parts(path, Cursor(2))
+    assert verify_sharded(path)["problems"] == []
+    assert train_parts(path, 2, 0) == [None] * 2
+    check_parts(path, Cursor(2))
+    assert train_parts(path, 2, 3) == [None] * 2
+    check_parts(path, Cursor(4))
+    with Store.open(path / "part-0-1", mode="r") as part:
+        assert [commit.id for commit in part.commits] == [9, 10]
 
 
 def test_nothing_is_published_unless_all_parts_stand_there(tmp_path: Path) -> None:

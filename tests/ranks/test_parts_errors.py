@@ -7,10 +7,12 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.ranks.meeting import Alone, meet
 from tests.ranks.sharded_world import (
     TABLES,
+    check_parts,
     divide_anew,
     opened,
     placement_on,
@@ -18,10 +20,13 @@ from tests.ranks.sharded_world import (
     take,
     train_parts,
 )
+from tiercache.cli.store import app
 from tiercache.errors import RankError, StateError
+from tiercache.ranks.part_folder import open_part
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.ranks.shares import part_tables
 from tiercache.store import (
     CommitMissingError,
     CorruptStoreError,
@@ -32,6 +37,7 @@ from tiercache.store import (
     StoreInUseError,
     StoreMissingError,
     TableMismatchError,
+    verify,
 )
 
 if TYPE_CHECKING:
@@ -134,7 +140,9 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
         ranks.values(None)
 
     assert meet(2, body) == [None, None]
-    with Store.open(path / "part-0-1"):
+    with open_part(
+        path / "part-0-1", part_tables(TABLES, placement_on(2), 1), engine="lmdb", max_bytes=None, retention=2
+    ):
         errors = train_parts(path, 2, 0)
         assert isinstance(errors[1], StoreInUseError)
         assert "part-0-1 is being written by process" in sentences(errors)
@@ -143,6 +151,54 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
         assert isinstance(errors[1], StoreInUseError)
         assert "part-0-1 is being written by process" in sentences(errors)
     assert train_parts(path, 2, 1) == [None] * 2
+
+
+def test_a_part_is_written_by_its_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever name, wherever it is: two commits by hand would cost the one that the record names. Reading works."""
+    path, disks = tmp_path / "s", [tmp_path / "disk 0", tmp_path / "disk 1"]
+    assert train_parts(path, 2, 4, parts=disks) == [None] * 2
+    part = disks[1] / "part-0-1"
+    (tmp_path / "link").symlink_to(part)
+    monkeypatch.chdir(part)
+    tables = part_tables(TABLES, placement_on(2), 1)
+    words = "part of a sharded store, whose ranks make commits together: open it with mode='r', or train on the sharded"
+    for place in (part, str(part), ".", tmp_path / "link", disks[0] / ".." / "disk 1" / "part-0-1"):
+        with pytest.raises(ValueError, match=words):
+            Store.open(place)
+        with pytest.raises(ValueError, match=words):
+            Store.open(place, tables=tables)
+        with Store.open(place, mode="r") as store:
+            assert store.commit.id == 3
+            with pytest.raises(ValueError, match="is open for reading"):
+                store.compact()
+        assert verify(place)["problems"] == []
+    assert train_parts(path, 2, 1) == [None] * 2
+    check_parts(path, Cursor(3))
+
+    for text in ("", "[]"):  # a mark that was damaged
+        (disks[0] / "part-0-0.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            Store.open(disks[0] / "part-0-0")
+    shutil.rmtree(part)
+    with pytest.raises(ValueError, match=words):
+        Store.open(part, tables=tables)
+    assert not part.exists()
+
+
+def test_a_copy_of_a_part_without_its_mark_is_a_store(tmp_path: Path) -> None:
+    """And so is one beside which somebody has a file of that name: both may be written to."""
+    path = tmp_path / "s"
+    assert train_parts(path, 2, 4) == [None] * 2
+    shutil.copytree(path / "part-0-1", tmp_path / "copy")
+    for beside in (None, "", "[]", '{"format": "mine"}'):
+        if beside is not None:
+            (tmp_path / "copy.json").write_text(beside)
+        with Store.open(tmp_path / "copy") as store:
+            rows = {table.name: sum(keys.size for keys, _ in store.scan(table.name)) for table in store.tables}
+            store.compact()
+            assert rows == {table.name: sum(keys.size for keys, _ in store.scan(table.name)) for table in store.tables}
+        assert CliRunner().invoke(app, ["compact", str(tmp_path / "copy")]).exit_code == 0
+    check_parts(path, Cursor(2))
 
 
 def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path) -> None:

@@ -145,6 +145,21 @@ def test_a_feature_that_gets_weights_keeps_its_rows(ranks_pool: RanksPool, tmp_p
     assert all(error is not None and "make the module with weighted=['title']" in error[1] for error in errors), errors
 
 
+def test_ids_that_a_batch_does_not_have_are_one_sentence(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Of a feature that is pooled elsewhere, of one that no module looks up, of none; all else is a dict's."""
+    CASE.cut(tmp_path / "passes")
+
+    for told in ranks_pool.run(2, BODIES + "ask_for_ids", folder=str(tmp_path), names=["more", "tag", "mor"]):
+        assert told["said"] == [
+            "feature 'more' is pooled by sum where the rows of its table are, so the batch has no ids of it: make the "
+            "module that looks it up with weighted=['more'] to have them, or look for its vectors in batch.pooled",
+            "no module of this cache looks up feature 'tag', so the batch was made without its ids: make one that "
+            "does, before the batch is made",
+            "there is no feature 'mor': the data have user, friend, word, title, tag, place, item, more",
+        ]
+        assert (told["iterated"], told["in"], told["got"], told["ids"]) == (["user"], [False] * 3, [None] * 3, 4)
+
+
 def test_what_no_module_looks_up_is_not_brought(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """A feature that is pooled in two ways comes as rows; a module thrown away, with its copies, costs nothing."""
     CASE.cut(tmp_path / "passes")

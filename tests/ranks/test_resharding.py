@@ -6,27 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import tiercache as tc
 from tests.ranks.meeting import Alone, meet
+from tests.ranks.reshardings import let_through, made, on_ranks, one_case, sharded, visit_to, ways
 from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, placement_on, whole_row
-from tests.training.cases import Case, Net, Spec, assert_same_bits, result_of, table, tiered
+from tests.training.cases import assert_same_bits, result_of
 from tiercache.errors import BudgetError, PassSetError, RankError
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 from tiercache.ranks.record import Record
-from tiercache.ranks.resharding import copy_share, owned_hashes, reshard
+from tiercache.ranks.resharding import copy_share, owned_hashes
 from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.ranks.shares import Share, part_tables
 from tiercache.store import MemoryEngine, Store, hash_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -115,98 +113,6 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
 # -- with a training -------------------------------------------------------------------------------------
 
 
-def one_case(**options: Any) -> Case:
-    """Three tables, five passes, three epochs."""
-    rule = tc.Adam(learning_rate=0.01)
-    options = {"num_samples": 5 * 48, "pass_rows": 48, "num_keys": 90, "batch": 8, "epochs": 3, **options}
-    return Case(
-        tables=(
-            table("item", 5, rule),
-            table("user", 6, tc.RowWiseAdagrad(learning_rate=0.05)),
-            table("place", 3, rule),
-        ),
-        specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
-        **options,
-    )
-
-
-def ways(size: int, turn: int) -> Placement:
-    """Return placements of all kinds."""
-    whole = TablePlacement("table", (Slice(size - 1, 0, 5),))
-    columns = sliced(6, list(range(size))) if size > 1 else TablePlacement("row")
-    kinds = [whole, columns, TablePlacement("replicate")]
-    if turn:
-        kinds = [TablePlacement("row"), TablePlacement("row"), sliced(3, list(range(min(3, size)))[::-1])]
-    return Placement(size, dict(zip(("item", "user", "place"), kinds, strict=True)))
-
-
-def visit_to(
-    store: Store,
-    passes: Any,
-    case: Case,
-    cursor: tuple[int, int],
-    *,
-    skip: Collection[int] = (),
-    seed: int = 99,
-    parts: Parts | None = None,
-) -> Net:
-    """Train from where the store stands to a commit at ``cursor``; the rows of visits in ``skip`` come and go."""
-    visit_end, sample_end = cursor
-    with tiered(store, passes, order_seed=case.order_seed) as cache:
-        torch.manual_seed(seed)
-        model = Net(cache, case)
-        optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-        cache.track(model=model, optimizer=optimizer)
-        for visit in cache.passes(epochs=10):
-            if parts is not None:
-                cache.drain()
-                parts.publish(store.commit.cursor)
-            if cursor == (visit.index, 0):
-                break
-            batches = [] if visit.index in skip else visit.batches(case.batch, shuffle=case.shuffle)
-            for batch in batches:
-                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if (visit.index, visit.samples_done) == (visit_end, sample_end):
-                    cache.commit()
-                    break
-            if cursor == (visit.index, visit.samples_done):
-                break
-    assert store.commit.cursor == cursor
-    return model
-
-
-class Kept:
-    """A state that is taken back and given as it is."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it."""
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
-        self.state = state
-
-
-def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
-    """Run a body on threads, each a rank, and raise what the first raised."""
-    found = meet(size, body) if size > 1 else [body(Alone())]
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-    return found
-
-
-def made(path: Path, passes: tc.PassSet, placement: Placement, ranks: Any, **options: Any) -> Parts:
-    """Open parts, or write them anew."""
-    share = Share(passes, placement, ranks.rank)
-    return reshard(path, share, ranks, **options)
-
-
 @pytest.mark.parametrize(
     ("stops", "order_seed", "shuffle"),
     [
@@ -237,12 +143,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
                 assert parts.cursor == cursor
                 assert parts.store.commit.cursor == cursor
                 if size > 1 and not cursor[1]:
-                    share = Share(passes, ways(size, turn), ranks.rank)
-                    with tiered(parts.store, share, order_seed=order_seed) as cache:
-                        cache.track(model=Kept(), optimizer=Kept())
-                        for visit in cache.passes(epochs=10):
-                            if visit.index == cursor[0] + 1:
-                                break
+                    let_through(parts.store, Share(passes, ways(size, turn), ranks.rank), cursor[0] + 1, order_seed)
                     parts.publish((cursor[0] + 1, 0))
                 return len(list(parts.store.segments))
 
@@ -257,14 +158,6 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
             model = visit_to(parts.store, share, case, after, parts=parts)
             parts.publish(after)
             assert after != (14, 0) or assert_same_bits(end, result_of(parts.store, passes, model)) is None
-
-
-def sharded(path: Path, case: Case, passes: tc.PassSet, cursor: tuple[int, int]) -> None:
-    """Train a sharded store of one rank."""
-    alone = Share(passes, ways(1, 0), 0)
-    with Parts.open(path, case.tables, alone.tables, alone.placement.to_record(), Alone(), engine="zarr") as parts:
-        visit_to(parts.store, alone, case, cursor, seed=1, parts=parts)
-        parts.publish(cursor)
 
 
 @pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])

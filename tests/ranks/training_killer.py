@@ -1,6 +1,11 @@
 """Kills ranks of a real training with SIGKILL, one or all, at random moments, and starts all of them again.
 
-A program, because a fork server belongs to a process of its own: python -m tests.ranks.training_killer FOLDER KILLS
+A program, because a fork server belongs to a process of its own:
+
+    python -m tests.ranks.training_killer FOLDER KILLS [RANKS]
+
+With RANKS every training goes on, on others, from the midst of one of so many ranks, and kills come while its parts are
+written anew for them or soon after.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -24,29 +30,35 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 CASE = "bags"
+VISITS = 2
+"""In which the training of other ranks stands that is gone on with."""
+MOST_OF_PARTS = 1.2
+"""Kills come within so many times the time until new parts are the store's."""
 RESULT, ERROR = "result.json", "error-{}.txt"
 SURVIVORS_SECONDS = 30.0
 """Within which the ranks that were not killed end by themselves: far more than they need, on any machine."""
 
 
-def be_rank(rank: int, size: int, port: int, folder: Path) -> None:
-    """Train the case to its end; what comes out wrong stands in a file."""
+def be_rank(rank: int, size: int, port: int, folder: Path, visits: int | None) -> None:
+    """Train the case to its end, or into a visit; what comes out wrong stands in a file."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
     }  # fmt: skip
     import torch
 
-    from tests.ranks.trainings import stored, train
+    from tests.ranks.trainings import stored, train, train_and_stop
     from tiercache.ranks.group import Ranks
 
     torch.set_num_threads(1)
     (folder / f"begun-{rank}").touch()
     try:
         ranks = Ranks.join(timeout=60)
-        found = train(ranks, CASE, str(folder))
+        if visits is not None:
+            train_and_stop(ranks, CASE, str(folder), visits=visits, batches=1, within=True)
+        found = {} if visits is not None else train(ranks, CASE, str(folder))
         ranks.barrier()
-        if rank == 0:
+        if rank == 0 and visits is None:
             record = {name: _digest(value) for name, value in found.items()}
             for name, (keys, fields) in stored(folder).items():
                 record |= {f"{name}.{i}": _digest(part) for i, part in enumerate((keys, *fields))}
@@ -67,27 +79,39 @@ def _digest(value: Any) -> str:
 class Killer:
     """Runs trainings of several ranks and kills them."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._random = folder, random.Random(seed)
+    def __init__(self, folder: Path, seed: int, before: int | None) -> None:
+        self._folder, self._random, self._before = folder, random.Random(seed), before
+        self._sizes = [size for size in (3, 2, 1) if before is not None and size != before] or [2, 3]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["benchmarks.warm", "tests.ranks.warm"])
         self._stood: dict[Path, tuple[int, ...]] = {}
+        self._begun: Path | None = None
         self.figures: dict[str, Any] = {
             "kills": 0, "kills_of_all": 0, "trainings": 0, "resumed_behind_a_commit": 0, "told_why": 0, "problems": [],
         }  # fmt: skip
+        if before is not None:
+            self.figures |= {"stood_in_old_parts": 0, "stood_in_new_parts": 0}
 
     def run(self, kills: int) -> dict[str, Any]:
         """Kill so many times; every training that is killed is resumed to its end and compared."""
         expected, seconds = {}, {}
         number = 0
+        if self._before is not None:
+            folder = self._prepare("begun")
+            self._end(folder, self._start(folder, self._before, visits=VISITS))
+            self._look(folder)
+            self._begun = folder
         while self.figures["kills"] < kills and not self.figures["problems"]:
-            size = 2 + number % 2
+            size = self._sizes[number % len(self._sizes)]
             folder = self._prepare(f"killed-{number}")
             if size not in expected:
                 whole = self._prepare(f"whole-{size}")
-                begun = time.perf_counter()
-                self._end(whole, self._start(whole, size))
-                seconds[size] = time.perf_counter() - begun
+                processes, begun = self._start(whole, size), time.perf_counter()
+                if self._begun is not None:
+                    self._wait_for_parts(whole, processes)
+                    seconds[size] = MOST_OF_PARTS * (time.perf_counter() - begun)
+                self._end(whole, processes)
+                seconds.setdefault(size, time.perf_counter() - begun)
                 expected[size] = json.loads((whole / RESULT).read_text())
             for _ in range(1 + self._random.randrange(4)):
                 if self.figures["kills"] < kills:
@@ -103,17 +127,30 @@ class Killer:
         from tests.ranks.trainings import CASES
 
         folder = self._folder / name
+        if self._begun is not None:
+            shutil.copytree(self._begun, folder)
+            self._stood[folder] = self._stood[self._begun]
+            return folder
         folder.mkdir()
         CASES[CASE].cut(folder / "passes")
         return folder
 
-    def _start(self, folder: Path, size: int) -> list[BaseProcess]:
+    def _wait_for_parts(self, folder: Path, processes: list[BaseProcess]) -> None:
+        """Return when the store stands in parts of another generation than the first."""
+        from tiercache.ranks.record import Record
+
+        while not Record.read(folder / "model.tc").generation and all(one.exitcode is None for one in processes):
+            time.sleep(0.002)
+
+    def _start(self, folder: Path, size: int, visits: int | None = None) -> list[BaseProcess]:
         for left in [*folder.glob("begun-*"), *folder.glob("error-*")]:
             left.unlink()
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
-        processes = [self._context.Process(target=be_rank, args=(rank, size, port, folder)) for rank in range(size)]
+        processes = [
+            self._context.Process(target=be_rank, args=(rank, size, port, folder, visits)) for rank in range(size)
+        ]
         for process in processes:
             process.start()
         while any(not (folder / f"begun-{rank}").exists() for rank in range(size)):
@@ -161,6 +198,8 @@ class Killer:
         with suppress(StoreMissingError):
             with tc.ShardedStore.open(folder / "model.tc") as store:
                 at = tuple(store.commit.cursor)
+                if self._begun is not None:
+                    self.figures[f"stood_in_{'new' if store.record.generation else 'old'}_parts"] += 1
             self.figures["problems"] += verify_sharded(folder / "model.tc")["problems"]
         if at < self._stood.get(folder, at):
             self.figures["problems"].append(f"{folder.name} stood at {self._stood[folder]} and now stands at {at}")
@@ -170,9 +209,9 @@ class Killer:
 
 def main() -> None:
     """Kill, and print the figures as JSON."""
-    folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+    folder, kills, before = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None
     with suppress(KeyboardInterrupt):
-        sys.stdout.write(json.dumps(Killer(folder, seed=kills).run(kills)))
+        sys.stdout.write(json.dumps(Killer(folder, kills, before).run(kills)))
 
 
 if __name__ == "__main__":

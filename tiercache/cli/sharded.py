@@ -28,9 +28,9 @@ def refuse_sharded(path: Path, what: str) -> None:
 def refuse_parts(path: Path, what: str) -> None:
     """Raise ValueError where ``path`` is a sharded store or a part of one, whose commits belong together."""
     from tiercache.ranks.inspection import is_sharded
-    from tiercache.ranks.part_folder import Mark
+    from tiercache.store.part import is_part
 
-    if is_sharded(path) or Mark.read(path) is not None:
+    if is_sharded(path) or is_part(path):
         raise ValueError(
             f"{path} is {'' if is_sharded(path) else 'a part of '}a sharded store, whose parts make commits together, "
             f"and {what} makes one of its own: use it on a store of one process"

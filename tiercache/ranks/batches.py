@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.ranks.bags import cut_bags
+from tiercache.ranks.batch_ids import BatchIds
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import make_batch
 from tiercache.training.row_optimizer import RowGradients
@@ -126,13 +127,14 @@ class BatchMaker:
         )
         elsewhere = pooled.features if pooled else {}
         ids = {name: some for name, some in ids.items() if name in modes and name not in elsewhere}
-        groups, ids, exchanged = self._exchange.rows_of(ids, self._tables, name, error, token=token)
+        groups, brought, exchanged = self._exchange.rows_of(ids, self._tables, name, error, token=token)
         assert samples is not None, "rows_of raises the error"
         view = RowView(groups, RowGradients(len(groups)) if trained else None, name, self._processor)
         if view.gradients is not None:
             self.due.append(Due(exchanged, pooled, view.gradients, view))
+        here = BatchIds(brought, {feature: one.mode for feature, one in elsewhere.items()}, self._tables)
         share = mine.size / (places.size if of is None else of)
-        return make_batch(samples, view, ids=ids, weight=self._ranks.size * share, pooled=elsewhere)
+        return make_batch(samples, view, ids=here, weight=self._ranks.size * share, pooled=elsewhere)
 
     def _read(
         self, source: Pass, read_W: Sequence[NDArray[np.int64]], modes: Mapping[str, str | None], *, by_model: bool

@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiercache.passes.durable import sync, write_whole
-from tiercache.store import CorruptStoreError, FormatVersionError, NotAStoreError, StoreMissingError
+from tiercache.store import CorruptStoreError, FormatVersionError, NotAStoreError, Store, StoreMissingError
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.full_disk import room_for
+from tiercache.store.opening import check_options, open_engine
+from tiercache.store.part import MARK_BYTES, PART_FORMAT, mark_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Mark", "delete_part"]
+    from tiercache.store import Table
 
-_FORMAT = "tiercache part"
+__all__ = ["Mark", "delete_part", "open_part"]
+
 _VERSION = 1
-_MARK_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +41,12 @@ class Mark:
     def make(self, folder: Path) -> None:
         """Mark ``folder``, which need not be there, durably. Raises StoreFullError, and NotAStoreError where it is."""
         StoreDirectory(folder.parent).create()
-        if folder.exists() or _file(folder).exists():
+        if folder.exists() or mark_of(folder).exists():
             raise NotAStoreError(f"{folder} is there already and is no part of this store: give parts= that are free")
-        values = {"format": _FORMAT, "version": _VERSION}
+        values = {"format": PART_FORMAT, "version": _VERSION}
         values |= {"store": self.store, "generation": self.generation, "rank": self.rank}
-        with room_for(_MARK_BYTES, folder.parent, f"the mark of {folder}"):
-            write_whole(_file(folder), json.dumps(values).encode() + b"\n")
+        with room_for(MARK_BYTES, folder.parent, f"the mark of {folder}"):
+            write_whole(mark_of(folder), json.dumps(values).encode() + b"\n")
 
     def check(self, folder: Path, sharded: str) -> None:
         """Raise where ``folder`` is not this part, whole, of the store that messages call ``sharded``.
@@ -56,7 +59,7 @@ class Mark:
             raise StoreMissingError(f"{part} is missing: there is no {folder}: {advice}")
         found = Mark.read(folder)
         if found is None:
-            raise NotAStoreError(f"{part} at {folder} has no mark beside it ({_file(folder).name}): {advice}")
+            raise NotAStoreError(f"{part} at {folder} has no mark beside it ({mark_of(folder).name}): {advice}")
         if found.store != self.store:
             raise NotAStoreError(f"{folder} is a part of another sharded store and not {part}: {advice}")
         if found != self:
@@ -69,10 +72,10 @@ class Mark:
     @classmethod
     def read(cls, folder: Path) -> Mark | None:
         """Return whose part ``folder`` is; None where it has no mark. Raises FormatVersionError, CorruptStoreError."""
-        path = _file(folder)
+        path = mark_of(folder)
         try:
-            values: Any = json.loads(path.read_bytes()[:_MARK_BYTES])
-            if not isinstance(values, dict) or values.get("format") != _FORMAT:
+            values: Any = json.loads(path.read_bytes()[:MARK_BYTES])
+            if not isinstance(values, dict) or values.get("format") != PART_FORMAT:
                 raise ValueError("it is not that of a part")
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -95,12 +98,26 @@ class Mark:
 _KEYS = {"format", "version", "store", "generation", "rank"}
 
 
+def open_part(folder: Path, tables: Iterable[Table], *, engine: str, max_bytes: int | None, retention: int) -> Store:
+    """Open the store in a marked folder for writing, or make it, as ``Store.open`` does: for its own rank alone.
+
+    Raises what ``Store.open`` raises.
+    """
+    check_options("a", None, retention)
+    opened = open_engine(folder, tables, engine, "a", max_bytes, part=True)
+    try:
+        return Store(opened, folder, "a", None, retention)
+    except BaseException:
+        opened.close()
+        raise
+
+
 def delete_part(folder: Path, store: str) -> None:
     """Delete a part, and then its mark, durably, where it is marked as one of the sharded store with the id ``store``.
 
     Without a mark only the draft of one is deleted. Several may delete the same folder at once.
     """
-    draft = _file(folder).with_name(_file(folder).name + ".tmp")
+    draft = mark_of(folder).with_name(mark_of(folder).name + ".tmp")
     draft.unlink(missing_ok=True)
     mark = Mark.read(folder)
     if mark is None or mark.store != store:
@@ -111,9 +128,5 @@ def delete_part(folder: Path, store: str) -> None:
         except FileNotFoundError:
             continue  # somebody else deletes it, too
     sync(folder.parent)
-    _file(folder).unlink(missing_ok=True)
+    mark_of(folder).unlink(missing_ok=True)
     sync(folder.parent)
-
-
-def _file(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".json")

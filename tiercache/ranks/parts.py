@@ -7,7 +7,7 @@ Why a kill at any instant, of one rank or of all, loses nothing. Let the record 
    rank makes the commit after t when ``publish`` of t has returned. So at any instant every part's newest commit is
    the one that the record names, or the one after it; either way the part still has the one that the record names.
 3. The record is replaced in one atomic, durable step, by rank 0 alone, when every rank has said that its part has t.
-   So it never names a commit that a part lacks.
+   So it never names a commit that a part lacks. Each part keeps that commit whatever its rank commits beside (``pin``).
 4. On open a part that is one ahead is rolled back, in one atomic, durable step: a new commit, which has the rows of the
    one that the record names and a new id, and that one is kept as well. A kill meanwhile leaves some parts with the new
    commit and some without: all still have the one that the record names, and are rolled back again. When all stand
@@ -29,19 +29,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from tiercache.errors import StateError
-from tiercache.ranks.part_folder import Mark, delete_part
+from tiercache.ranks.part_folder import Mark, delete_part, open_part
 from tiercache.ranks.record import RECORD, Record, in_words
 from tiercache.ranks.sharded_folder import LOCK, check_place
 from tiercache.ranks.wanted import Wanted
-from tiercache.store import Cursor, Store
+from tiercache.store import Cursor
 from tiercache.store.directory import StoreDirectory, WriterLock
+from tiercache.store.history import pin
 from tiercache.store.opening import compare_tables
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from tiercache.store import Commit, Table
+    from tiercache.store import Commit, Store, Table
 
 __all__ = ["Meeting", "Parts"]
 
@@ -292,13 +293,10 @@ class Parts:
         folder = record.folder(self.path, rank)
         with self._together(f"making the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).make(folder)
-            self._store = Store.open(
-                folder,
-                tables=wanted.part_tables,
-                engine=record.engine,
-                max_bytes=wanted.max_bytes,
-                retention=record.retention + 1,
-            )
+            self._store = open_part(
+                folder, wanted.part_tables,
+                engine=record.engine, max_bytes=wanted.max_bytes, retention=record.retention + 1,
+            )  # fmt: skip
 
     def _take_up(self, found: Record, wanted: Wanted) -> None:
         """Open the part that is there, and step back to the commit of the record."""
@@ -319,14 +317,12 @@ class Parts:
         folder = record.folder(self.path, rank)
         with self._together(f"opening the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).check(folder, self.label)
-            self._store = Store.open(
-                folder,
-                tables=wanted.part_tables,
-                engine=record.engine,
-                max_bytes=wanted.max_bytes,
-                retention=record.retention + 1,
-            )
+            self._store = open_part(
+                folder, wanted.part_tables,
+                engine=record.engine, max_bytes=wanted.max_bytes, retention=record.retention + 1,
+            )  # fmt: skip
             record.check_part(self._store, rank, self.label)
+            pin(self._store, record.commits[rank])
             assert self._store.commit is not None
             if self._store.commit.id != record.commits[rank]:
                 self._store.rollback(record.commits[rank])
@@ -386,6 +382,8 @@ class Parts:
             if self._ranks.rank == 0:
                 record.write(self.path)
         self.record = self._next = record
+        if self._store is not None and record.commits:
+            pin(self._store, record.commits[self._ranks.rank])
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:

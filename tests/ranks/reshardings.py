@@ -1,0 +1,131 @@
+"""A small training of a sharded store that is divided anew: its case, placements, and what each rank does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.ranks.meeting import Alone, meet
+from tests.training.cases import Case, Net, Spec, table, tiered
+from tiercache.ranks.parts import Parts
+from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
+from tiercache.ranks.resharding import reshard
+from tiercache.ranks.shares import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from tiercache.store import Store
+
+
+def one_case(**options: Any) -> Case:
+    """Three tables, five passes, three epochs."""
+    rule = tc.Adam(learning_rate=0.01)
+    options = {"num_samples": 5 * 48, "pass_rows": 48, "num_keys": 90, "batch": 8, "epochs": 3, **options}
+    return Case(
+        tables=(
+            table("item", 5, rule),
+            table("user", 6, tc.RowWiseAdagrad(learning_rate=0.05)),
+            table("place", 3, rule),
+        ),
+        specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
+        **options,
+    )
+
+
+def ways(size: int, turn: int) -> Placement:
+    """Return placements of all kinds."""
+    whole = TablePlacement("table", (Slice(size - 1, 0, 5),))
+    columns = sliced(6, list(range(size))) if size > 1 else TablePlacement("row")
+    kinds = [whole, columns, TablePlacement("replicate")]
+    if turn:
+        kinds = [TablePlacement("row"), TablePlacement("row"), sliced(3, list(range(min(3, size)))[::-1])]
+    return Placement(size, dict(zip(("item", "user", "place"), kinds, strict=True)))
+
+
+def visit_to(
+    store: Store,
+    passes: Any,
+    case: Case,
+    cursor: tuple[int, int],
+    *,
+    skip: Collection[int] = (),
+    seed: int = 99,
+    parts: Parts | None = None,
+) -> Net:
+    """Train from where the store stands to a commit at ``cursor``; the rows of visits in ``skip`` come and go."""
+    visit_end, sample_end = cursor
+    with tiered(store, passes, order_seed=case.order_seed) as cache:
+        torch.manual_seed(seed)
+        model = Net(cache, case)
+        optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
+        cache.track(model=model, optimizer=optimizer)
+        for visit in cache.passes(epochs=10):
+            if parts is not None:
+                cache.drain()
+                parts.publish(store.commit.cursor)
+            if cursor == (visit.index, 0):
+                break
+            batches = [] if visit.index in skip else visit.batches(case.batch, shuffle=case.shuffle)
+            for batch in batches:
+                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if (visit.index, visit.samples_done) == (visit_end, sample_end):
+                    cache.commit()
+                    break
+            if cursor == (visit.index, visit.samples_done):
+                break
+    assert store.commit.cursor == cursor
+    return model
+
+
+class Kept:
+    """A state that is taken back and given as it is."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.state = state
+
+
+def let_through(store: Store, share: Share, visit_end: int, order_seed: int | None = None) -> None:
+    """Bring a rank's rows through the visits before ``visit_end``, untrained, with the dense state as it is."""
+    with tiered(store, share, order_seed=order_seed) as cache:
+        cache.track(model=Kept(), optimizer=Kept())
+        for visit in cache.passes(epochs=10):
+            if visit.index == visit_end:
+                break
+
+
+def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
+    """Run a body on threads, each a rank, and raise what the first raised."""
+    found = meet(size, body) if size > 1 else [body(Alone())]
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def made(path: Path, passes: tc.PassSet, placement: Placement, ranks: Any, **options: Any) -> Parts:
+    """Open parts, or write them anew."""
+    share = Share(passes, placement, ranks.rank)
+    return reshard(path, share, ranks, **options)
+
+
+def sharded(path: Path, case: Case, passes: tc.PassSet, cursor: tuple[int, int], engine: str = "zarr") -> None:
+    """Train a sharded store of one rank."""
+    alone = Share(passes, ways(1, 0), 0)
+    with Parts.open(path, case.tables, alone.tables, alone.placement.to_record(), Alone(), engine=engine) as parts:
+        visit_to(parts.store, alone, case, cursor, seed=1, parts=parts)
+        parts.publish(cursor)
