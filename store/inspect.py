@@ -73,7 +73,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
         for table in group.tables
     ]
     commit, row_bytes = store.commit, sum(table["rows"] * table["row_bytes"] for table in tables)
-    file_bytes = _file_bytes(path)
+    file_bytes = file_bytes_of(path)
     return {
         "path": str(path),
         "format_version": FORMAT_VERSION,
@@ -107,7 +107,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def _file_bytes(path: str | os.PathLike[str]) -> int:
+def file_bytes_of(path: str | os.PathLike[str]) -> int:
     """Return the bytes that the file system keeps for all files below ``path``: those of holes do not count.
 
     A writer may delete some meanwhile.
