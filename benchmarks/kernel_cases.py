@@ -1,6 +1,7 @@
 """What the kernel benchmark runs: operations of one dim, and the bytes that each must move.
 
 Legend: F features, N samples, E = F * N lookups, D dim, S slots, U distinct rows of a batch, P rows of a switch.
+Vectors are float32, or bfloat16 with their state in float32: then the names of operations end in `_bf16`.
 Lookups are uniform over the rows, so that caches help little; the batch of the updates is zipf 1.05, as clicks are.
 """
 
@@ -13,16 +14,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.zipf import Zipf
+from tiercache.kernels import cuda_vectors
 from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.initial import UNIFORM
 from tiercache.kernels.key_index import KeySet
+from tiercache.kernels.vectors import Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from benchmarks.kernel_machines import Machine
 
-__all__ = ["FULL", "QUICK", "TINY", "Batch", "Case", "Size", "id_cases", "row_cases"]
+__all__ = ["DTYPES", "FULL", "QUICK", "TINY", "Batch", "Case", "Size", "id_cases", "row_cases"]
+
+DTYPES = {"float32": "", "bfloat16": "_bf16"}
+"""Dtypes of vectors, and what names of operations on them end in."""
 
 RATE = 1e-6
 NUM_OWNERS = 8
@@ -91,27 +97,64 @@ class Batch:
         self.order = machine.place(rng.permutation(size.num_slots)[: self.moved].astype(np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one dim and dtype, one in each slot."""
+
+    dim: int
+    tail: str
+    words: Any
+    """(S, W): the 4-byte words of vectors, as switches move them."""
+    vectors: Any
+    """The same, as lookups and steps take them."""
+    rounding: dict[str, Any]
+    """What a step rounds them by."""
+
+    @classmethod
+    def of(cls, machine: Machine, num_slots: int, dim: int, dtype: str) -> Rows:
+        """Make rows of 0.01."""
+        if dtype == "float32":
+            words = machine.place(np.full((num_slots, dim), 0.01, np.float32))
+            return cls(dim, DTYPES[dtype], words, words, {})
+        bits = np.float32(0.01).view(np.uint32) >> 16
+        words = machine.place(np.full((num_slots, dim), bits, np.uint16).view(np.float32))
+        vectors = cuda_vectors.Vectors(words, dim, dtype) if machine.on_device else Vectors.of(words, dim, dtype)
+        streams = machine.place(np.arange(num_slots, dtype=np.uint64))
+        return cls(
+            dim, DTYPES[dtype], words, vectors, {"rounding": machine.call("rounding", "make_rounding", streams, 3)}
+        )
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a vector."""
+        return 4 * int(self.words.shape[1])
+
+
 def row_cases(machine: Machine, batch: Batch, dim: int) -> Iterator[Case]:
-    """Yield the operations on rows of one dim; arrays go when the iterator does."""
-    size = batch.size
-    vectors = machine.place(np.full((size.num_slots, dim), 0.01, np.float32))
-    yield from _lookups(machine, batch, vectors)
-    yield from _updates(machine, batch, vectors)
-    yield from _moves(machine, batch, vectors)
+    """Yield the operations on rows of one dim, first of float32; arrays go when the iterator does."""
+    for dtype in DTYPES:
+        rows = Rows.of(machine, batch.size.num_slots, dim, dtype)
+        yield from _lookups(machine, batch, rows)
+        if not rows.tail:
+            yield _sort(machine, batch)
+        yield from _updates(machine, batch, rows)
+        yield from _moves(machine, batch, rows)
+        if not rows.tail:
+            yield _first_rows(machine, batch, rows.vectors)
 
 
-def _lookups(machine: Machine, batch: Batch, vectors: Any) -> Iterator[Case]:
-    size, dim = batch.size, int(vectors.shape[1])
+def _lookups(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
+    size, dim, vectors = batch.size, rows.dim, rows.vectors
     entries = size.num_entries
     flat = machine.empty((entries, dim), np.float32)
     yield Case(
-        "gather", 4 * entries + 8 * entries * dim,
+        f"gather{rows.tail}", 4 * entries + entries * (rows.vector_bytes + 4 * dim),
         lambda: machine.call("gathering", "gather", vectors, batch.uniform, flat),
     )  # fmt: skip
     slots = machine.empty((entries,), np.int32)
     cols, wide = np.arange(size.num_features) * dim, flat.reshape(size.num_samples, size.num_features * dim)
     yield Case(
-        "pool_one", 12 * entries + 8 * entries * dim,
+        f"pool_one{rows.tail}", 12 * entries + entries * (rows.vector_bytes + 4 * dim),
         lambda: machine.call(
             "pooling", "pool_one", vectors, batch.slot_of_local, batch.ids, batch.bases, cols, size.num_samples, wide,
             slots,
@@ -125,7 +168,8 @@ def _lookups(machine: Machine, batch: Batch, vectors: Any) -> Iterator[Case]:
     place = machine.empty((entries,), np.int64)
     between = () if machine.on_device else (starts,)
     yield Case(
-        "pool_sum", 20 * entries + 8 * (entries // BAG) + 4 * entries * dim + 4 * (entries // BAG) * dim,
+        f"pool_sum{rows.tail}",
+        20 * entries + 8 * (entries // BAG) + entries * rows.vector_bytes + 4 * (entries // BAG) * dim,
         lambda: machine.call(
             "pooling", "pool_bags", vectors, batch.slot_of_local, batch.ids, batch.bases[:features], *between, offsets,
             NONE_F4, modes, cols[:features], out, slots, argmax, place, NONE_F4,
@@ -133,17 +177,22 @@ def _lookups(machine: Machine, batch: Batch, vectors: Any) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _updates(machine: Machine, batch: Batch, vectors: Any) -> Iterator[Case]:
-    size, dim = batch.size, int(vectors.shape[1])
+def _sorted(machine: Machine, batch: Batch) -> Callable[[], Any]:
+    """Return what sorts the slots of the batch of the updates, into the same buffers again and again."""
+    sorting = machine.call("sorting", "SortBuffers")
+    return lambda: machine.call("sorting", "sort_slots", batch.skewed, batch.size.num_slots, sorting)
+
+
+def _sort(machine: Machine, batch: Batch) -> Case:
+    return Case("sort", 12 * batch.size.num_entries, _sorted(machine, batch))
+
+
+def _updates(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
+    size, dim = batch.size, rows.dim
     entries = size.num_entries
     gradient = machine.place(np.full((size.num_samples, size.num_features * dim), 1e-3, np.float32))
     described = machine.call("update", "one_id_gradients", gradient, np.arange(size.num_features) * dim)
-    sorting, scratch = machine.call("sorting", "SortBuffers"), machine.call("update", "UpdateBuffers")
-
-    def sort() -> Any:
-        return machine.call("sorting", "sort_slots", batch.skewed, size.num_slots, sorting)
-
-    yield Case("sort", 12 * entries, sort)
+    sort, scratch = _sorted(machine, batch), machine.call("update", "UpdateBuffers")
     first, second = (machine.empty((size.num_slots, dim), np.float32) for _ in range(2))
     single = machine.empty((size.num_slots, 1), np.float32)
     rules: tuple[tuple[str, str, tuple[Any, ...], int, dict[str, int]], ...] = (
@@ -155,40 +204,55 @@ def _updates(machine: Machine, batch: Batch, vectors: Any) -> Iterator[Case]:
 
     def update(function: str, states: tuple[Any, ...], options: dict[str, int], pairs: Any = None) -> None:
         taken = sort() if pairs is None else pairs
-        machine.call("update", function, vectors, *states, taken, described, scratch, learning_rate=RATE, **options)
+        machine.call(
+            "update", function, rows.vectors, *states, taken, described, scratch, learning_rate=RATE, **options,
+            **rows.rounding,
+        )  # fmt: skip
 
+    of_stream = 8 if rows.rounding else 0
     for name, function, states, state_floats, options in rules:
-        moved = 4 * entries * dim + 8 * batch.distinct * (dim + state_floats)
+        of_row = 2 * (rows.vector_bytes + 4 * state_floats) + of_stream
+        moved = 4 * entries * dim + batch.distinct * of_row
         alone = functools.partial(update, function, states, options, sort())
-        yield Case(f"update_{name}", 8 * entries + moved, alone)
-        yield Case(f"sorted_update_{name}", 4 * entries + moved, functools.partial(update, function, states, options))
+        yield Case(f"update_{name}{rows.tail}", 8 * entries + moved, alone)
+        if not rows.tail:
+            yield Case(
+                f"sorted_update_{name}", 4 * entries + moved, functools.partial(update, function, states, options)
+            )
 
 
-def _moves(machine: Machine, batch: Batch, vectors: Any) -> Iterator[Case]:
-    dim, moved = int(vectors.shape[1]), batch.moved
-    fields = (vectors, machine.empty(vectors.shape, np.float32))
-    rows = max(1, PIECE_BYTES // (8 * dim))
-    first_row = np.append(np.arange(0, moved, rows), moved)
-    data = machine.empty((moved * 2 * dim,), np.float32)
-    pieces = machine.call("rows", "Pieces", 2 * dim)
-    pieces.add(0, first_row, first_row[:-1] * 2 * dim, data)
-    targets = batch.order  # places among the slots, no two the same
+def _moves(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
+    moved = batch.moved
+    fields = (rows.words, machine.empty((batch.size.num_slots, rows.dim), np.float32))
+    row_bytes = rows.vector_bytes + 4 * rows.dim
+    of_piece, row_floats = max(1, PIECE_BYTES // row_bytes), row_bytes // 4
+    first_row = np.append(np.arange(0, moved, of_piece), moved)
+    data = machine.empty((moved * row_floats,), np.float32)
+    pieces = machine.call("rows", "Pieces", row_floats)
+    pieces.add(0, first_row, first_row[:-1] * row_floats, data)
     yield Case(
-        "pack", 16 * moved * dim + 8 * moved,
+        f"pack{rows.tail}", 2 * moved * row_bytes + 8 * moved,
         lambda: machine.call("rows", "pack", fields, batch.slot_of_local, batch.order, pieces),
     )  # fmt: skip
-    yield Case("unpack", 16 * moved * dim + 4 * moved, lambda: machine.call("rows", "unpack", fields, targets, pieces))
+    yield Case(
+        f"unpack{rows.tail}", 2 * moved * row_bytes + 4 * moved,
+        lambda: machine.call("rows", "unpack", fields, batch.order, pieces),  # places among the slots, no two the same
+    )  # fmt: skip
+
+
+def _first_rows(machine: Machine, batch: Batch, vectors: Any) -> Case:
+    moved, dim = batch.moved, int(vectors.shape[1])
     keys = machine.place(np.random.default_rng(5).integers(-(2**62), 2**62, moved))
     if machine.on_device:
-        yield Case(
+        return Case(
             "initial_rows", 12 * moved + 4 * moved * dim,
-            lambda: machine.call("initial", "initial_rows", keys, 5, 6, UNIFORM, -0.1, 0.1, vectors, targets),
+            lambda: machine.call("initial", "initial_rows", keys, 5, 6, UNIFORM, -0.1, 0.1, vectors, batch.order),
         )  # fmt: skip
-    else:  # the CPU makes them side by side; `unpack` brings them to their slots
-        yield Case(
-            "initial_rows", 8 * moved + 4 * moved * dim,
-            lambda: machine.call("initial", "initial_rows", keys, 5, 6, UNIFORM, -0.1, 0.1, vectors[:moved]),
-        )  # fmt: skip
+    # the CPU makes them side by side; `unpack` brings them to their slots
+    return Case(
+        "initial_rows", 8 * moved + 4 * moved * dim,
+        lambda: machine.call("initial", "initial_rows", keys, 5, 6, UNIFORM, -0.1, 0.1, vectors[:moved]),
+    )  # fmt: skip
 
 
 def id_cases(machine: Machine, batch: Batch) -> Iterator[Case]:

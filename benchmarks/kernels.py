@@ -12,9 +12,12 @@ of two, 24 E + 6 E D; sort 12 E (slots in, pairs out, however often it goes over
 state); sorted_update_X, with the sort, 4 E + 4 E D + 8 U (D + state); pack 16 P D + 8 P (rows of a vector and a state
 of D floats, slots, order); unpack 16 P D + 4 P; initial_rows 8 P + 4 P D, with slots 12 P + 4 P D; bucket 16 E (keys
 in, order and places out); index_build 24 bytes a key and 16 a place; index_find 28 E (key, one place, position).
+Of the operations OPERATION_bf16 vectors are bfloat16, 2 bytes for each of their D in place of 4, with state in float32;
+their updates read 8 bytes more a row, which decide how it is rounded.
 
 Keys: ms_OPERATION[_DIM], bytes_OPERATION[_DIM], share_OPERATION[_DIM]; share_gather, share_pool, share_update,
-share_pack and share_unpack are the least over dims (and pools, and optimizers). ms_torch_OPTIMIZER_DIM,
+share_pack and share_unpack are the least over dims (and pools, and optimizers), and so are share_gather_bf16 and the
+others of that end, which have no goal. ms_torch_OPTIMIZER_DIM,
 ms_step_OPTIMIZER_DIM; speedup_vs_torch is the least over dims of Adagrad. On a GPU link_share_rows_to_host_DIM and
 _from_host_DIM: packing P vectors into pinned host memory and unpacking them, as a share of the link's own copy.
 """
@@ -29,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.kernel_cases import FULL, QUICK, TINY, Batch, Case, Size, id_cases, row_cases
+from benchmarks.kernel_cases import DTYPES, FULL, QUICK, TINY, Batch, Case, Size, id_cases, row_cases
 from benchmarks.kernel_link import over_link
 from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
 from benchmarks.kernel_steps import our_step
@@ -86,7 +89,8 @@ def measure_all(machine: Machine, size: Size) -> dict[str, Any]:
             record |= over_link(machine, batch, dim)
             record |= _against_torch(machine, batch, dim)
     for key, names in LEAST_OVER.items():
-        record[key] = min(record[f"share_{name}_{dim}"] for name in names for dim in size.dims)
+        for tail in DTYPES.values():
+            record[key + tail] = min(record[f"share_{name}{tail}_{dim}"] for name in names for dim in size.dims)
     speedups = [record.get(f"speedup_vs_torch_adagrad_{dim}") for dim in size.dims]
     record["speedup_vs_torch"] = min((s for s in speedups if s is not None), default=None)
     return record
@@ -179,7 +183,7 @@ def _table(record: dict[str, Any], size: Size) -> Table:
         "milliseconds (share of copy bandwidth)",
         title_justify="left",
     )
-    table.add_column("operation")
+    table.add_column("operation", overflow="fold")
     for dim in size.dims:
         table.add_column(f"dim {dim}", justify="right")
     names = [key.removeprefix("share_") for key in record if key.startswith("share_")]

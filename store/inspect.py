@@ -73,7 +73,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
         for table in group.tables
     ]
     commit, row_bytes = store.commit, sum(table["rows"] * table["row_bytes"] for table in tables)
-    file_bytes = _file_bytes(path)
+    file_bytes = file_bytes_of(path)
     return {
         "path": str(path),
         "format_version": FORMAT_VERSION,
@@ -107,7 +107,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def _file_bytes(path: str | os.PathLike[str]) -> int:
+def file_bytes_of(path: str | os.PathLike[str]) -> int:
     """Return the bytes that the file system keeps for all files below ``path``: those of holes do not count.
 
     A writer may delete some meanwhile.
@@ -124,9 +124,12 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None]
     """Read every block of every commit that is kept, each block once, and check it, in a process of its own.
 
     Returns what was read, and under "problems" a sentence for each thing that is wrong: checksums, missing or cut
-    blocks, keys that are not in hash order, keys with two live rows. Of a store that keeps several commits each
-    sentence names those that the damage touches: the others are whole. ``progress`` is called with bytes done and
-    bytes in all. Whatever a damaged file does to the process that reads it (SIGBUS), it becomes a problem here.
+    blocks, keys that are not in hash order, keys with two live rows, stale rows that are not as many in each segment as
+    the commit says, a stale row that changed after the newest of its key, a key that a commit has and the one after it
+    has not, and records that contradict each other. Of a store that keeps several commits each sentence names those
+    that the damage touches: the others are whole. ``progress`` is called with bytes done and bytes in all.
+    Whatever a damaged file does to the process that reads it (SIGBUS), it becomes a problem here. A row that was lost
+    before the oldest commit that is kept is not missed: nothing says that it was there.
 
     Raises what ``Store.open`` raises for reading where there is no store to speak of.
     """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.hash_parts import HashParts
 from tiercache.store.hashing import hash_keys
+from tiercache.store.key_tally import KeyTally
 from tiercache.store.read_ahead import read_ahead
 
 if TYPE_CHECKING:
@@ -25,29 +26,43 @@ READERS = 2
 """Threads that read blocks of keys: the disk has one to read while another is checked."""
 SLICE_ROWS = 1 << 25
 """The most keys that are held at once: 12 bytes each with their runs, some 20 while they are sorted, 28 where several
-commits are kept. 5 GB of rows of 260 bytes have fewer: with them in a file, ``verify`` took a quarter longer."""
+commits are kept, 20 more where rows are stale. 5 GB of rows of 260 bytes have fewer: with them in a file, ``verify``
+took a quarter longer."""
+
+_MOST_CHANGED = (1 << 32) - 1
+"""What a record may say beyond it is no commit."""
+
+Hashes = tuple["Segment", int, "NDArray[np.uint64]", "NDArray[np.uint32] | int"]
+"""Segment, number of the run, hashes (n,), and their last changes (n,) or the one of all."""
 
 
 class KeyCheck:
-    """Whether the live keys of a group stand in hash order, at each of several commits once but for stale rows."""
+    """Whether the live keys of a group stand in hash order, and at each of several commits as ``KeyTally`` says.
+
+    Last changes are read with the keys; they take part only where rows are stale.
+    """
 
     def __init__(self, stores: Sequence[Store], group: Group, readers: ThreadPoolExecutor) -> None:
         """``stores`` are one store, each opened at one commit."""
         self._store, self._group, self._readers = stores[0], group, readers
-        self._settled = [() if store.commit is None else store.commit.settled for store in stores]
         self._commits = [-1 if store.commit is None else store.commit.id for store in stores]
         self._problems: dict[str, dict[int, None]] = {}
-        self._segments = {segment.id: segment for store in stores for segment in store.segments}
+        segments = {segment.id: segment for store in stores for segment in store.segments}
+        self._segments = {id_: segments[id_] for id_ in sorted(segments)}
+        self._firsts = {id_: first for store in stores if store.commit for id_, first in store.commit.named.items()}
+        self._unread = set[int]()
+        """Commits that need keys which could not be read."""
+        self._tally = KeyTally(stores, group, list(self._segments))
         self._live = [{s.id: store.first_range(s, group.index) for s in store.segments} for store in stores]
         """For each store, by segment: its first live range."""
 
     def run(self) -> dict[str, list[int]]:
         """Read all keys once; returns what is wrong, with the commits it is in. Each thing that is wrong is a sentence.
 
-        More than ``SLICE_ROWS`` keys of all commits go through a temporary file of 12 bytes for each. Raises
-        StoreFullError where there is no room for it.
+        More than ``SLICE_ROWS`` keys of all commits go through a temporary file of 12 bytes for each, of 16 where rows
+        are stale. Raises StoreFullError where there is no room for it.
         """
-        num_tables = len(self._group.tables)
+        num_tables, noted = len(self._group.tables), self._tally.has_stale
         rows = sum(
             rows.rows
             for id_, segment in self._segments.items()
@@ -55,51 +70,37 @@ class KeyCheck:
         )
         runs: list[tuple[int, int]] = []
         """Segment and number of each run, in the order in which they come."""
-        twice = np.zeros((len(self._live), num_tables), dtype=np.int64)
-        with HashParts(self._store.path, rows, SLICE_ROWS) as parts:
-            for segment, run, hashes in self._sweep():
+        with HashParts(self._store.path, rows, SLICE_ROWS, np.uint64 if noted else np.uint32) as parts:
+            for segment, run, hashes, changed in self._sweep():
                 if not runs or runs[-1] != (segment.id, run):
                     runs.append((segment.id, run))
-                parts.add(len(runs) - 1, hashes)
-            table_N = np.array([run % num_tables for _, run in runs], dtype=np.int64)
+                number = len(runs) - 1
+                parts.add(_note(number, changed) if noted else number, hashes)
             live_CN = np.array(
                 [[id_ in live and run // num_tables >= live[id_] for id_, run in runs] for live in self._live],
                 dtype=bool,
             )
-            for hashes, numbers in parts.parts():
-                for i in range(num_tables):
-                    mine = slice(None) if num_tables == 1 else table_N[numbers] == i
-                    of_table, runs_of = hashes[mine], numbers[mine]
-                    # All keys are live where one commit is kept: most stores then need no copy of them.
-                    alone = len(live_CN) == 1 and bool(live_CN.all())
-                    twice[:, i] += [_twice(of_table if alone else of_table[live_N[runs_of]]) for live_N in live_CN]
-        for place, table in enumerate(self._group.tables):
-            name = f"table {table.name!r} of {self._store.label}"
-            for commit, settled, count in zip(self._commits, self._settled, twice[:, place].tolist(), strict=True):
-                stated = sum(one.stale_rows[self._group.index][place] for one in settled)
-                if count > stated:
-                    sentence = f"{count - stated} keys of {name} have two live rows: restore the store from a copy"
-                elif count < stated:
-                    sentence = (
-                        f"{name} has {count} stale rows and its commit says {stated}: restore the store from a copy"
-                    )
-                else:
-                    continue
-                self._note(sentence, [commit])
+            self._tally.begin(
+                np.array([run % num_tables for _, run in runs], np.int64), [id_ for id_, _ in runs], live_CN
+            )
+            for hashes, notes in parts.parts():
+                self._tally.add(hashes, *_noted(notes))
+        for sentence, commit in self._tally.problems(self._unread):
+            self._note(sentence, [commit])
         return {sentence: list(commits) for sentence, commits in self._problems.items()}
 
     def _first_ranges(self, segment_id: int) -> list[int]:
         """Return the first live range of a segment at each commit that has it."""
         return [live[segment_id] for live in self._live if segment_id in live]
 
-    def _sweep(self) -> Iterator[tuple[Segment, int, NDArray[np.uint64]]]:
-        """Yield (segment, number of the run, hashes) of all keys that are live at a commit, each block read once.
+    def _sweep(self) -> Iterator[Hashes]:
+        """Yield the hashes of all keys that are live at a commit, each block read once.
 
         Notes what is out of order.
         """
         for segment in self._segments.values():
             last_run, last_hash = -1, np.uint64(0)
-            for run, hashes in self._runs(segment):
+            for run, hashes, changed in self._runs(segment):
                 table = self._group.tables[run % len(self._group.tables)]
                 if np.any(hashes[1:] <= hashes[:-1]) or (run == last_run and hashes[0] <= last_hash):
                     self._note(
@@ -108,10 +109,10 @@ class KeyCheck:
                         self._commits_of(segment, run // len(self._group.tables)),
                     )
                 last_run, last_hash = run, hashes[-1]
-                yield segment, run, hashes
+                yield segment, run, hashes, changed
 
-    def _runs(self, segment: Segment) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-        """Yield the keys of each table of each live range, cut where blocks end: (number of the run, hashes)."""
+    def _runs(self, segment: Segment) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.uint32] | int]]:
+        """Yield the keys of each table of each live range, cut where blocks end: run, hashes and last changes."""
         stream, num_tables = segment.streams[self._group.index], len(self._group.tables)
         counts = np.array([rows.table_rows for rows in stream.ranges], dtype=np.int64).reshape(-1)
         bounds = np.append(0, np.cumsum(counts))
@@ -119,11 +120,13 @@ class KeyCheck:
         if first == stream.rows:
             return  # all is dead, and freed, while other groups keep the segment
         blocks = [(segment, block) for block in range(first // stream.block_rows, stream.num_blocks)]
-        for (_, block), keys in read_ahead(self._readers, self._keys, blocks, most=2 * READERS):
+        for (_, block), (keys, changed, problems) in read_ahead(self._readers, self._read, blocks, most=2 * READERS):
             start, end = (int(row) for row in stream.block_first_row_B[block : block + 2])
-            if isinstance(keys, str):
+            for problem in problems:
                 last = int(np.searchsorted(bounds, end - 1, side="right") - 1) // num_tables
-                self._note(keys, self._commits_of(segment, last))
+                self._note(problem, self._commits_of(segment, last))
+                self._unread.update(self._commits_of(segment, last))
+            if keys is None:
                 continue
             base, start = start, max(start, first)
             run = int(np.searchsorted(bounds, start, side="right")) - 1
@@ -131,7 +134,9 @@ class KeyCheck:
                 until = min(end, int(bounds[run + 1]))
                 if start < until:
                     table = self._group.tables[run % num_tables]
-                    yield run, hash_keys(keys[start - base : until - base], table.table_id)
+                    mine = slice(start - base, until - base)
+                    last_changes = changed if isinstance(changed, int) else changed[mine]
+                    yield run, hash_keys(keys[mine], table.table_id), last_changes
                 start, run = until, run + 1
 
     def _commits_of(self, segment: Segment, index: int) -> list[int]:
@@ -142,18 +147,37 @@ class KeyCheck:
             if segment.id in live and live[segment.id] <= index
         ]
 
-    def _keys(self, segment: Segment, block: int) -> NDArray[np.int64] | str:
-        """Return the keys of a block, or what is wrong with it."""
+    def _read(
+        self, segment: Segment, block: int
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.uint32] | int, list[str]]:
+        """Return keys and last changes of a block, and what is wrong with either."""
+        group, problems = self._group.index, list[str]()
+        keys: NDArray[np.int64] | None = None
+        changed: NDArray[np.uint32] | int = min(self._firsts.get(segment.id, 0), _MOST_CHANGED)
         try:
-            return self._store.read_keys(segment, self._group.index, block)
+            keys = self._store.read_keys(segment, group, block)
         except CorruptStoreError as error:
-            return str(error)
+            problems.append(str(error))
+        if segment.changed:
+            changed = int(segment.changed[group].newest_B[block])
+        if segment.changed and segment.changed[group].stored:
+            try:
+                changed = self._store.read_changed(segment, group, block)
+            except CorruptStoreError as error:
+                problems.append(str(error))
+        return keys, changed, problems
 
     def _note(self, sentence: str, commits: Sequence[int]) -> None:
         self._problems.setdefault(sentence, {}).update(dict.fromkeys(commits))
 
 
-def _twice(hashes: NDArray[np.uint64]) -> int:
-    """Return how many hashes are there again; sorts them."""
-    hashes.sort(kind="stable")  # a merge of runs, which ranges are: a third of the time of a sort of anything
-    return int(np.count_nonzero(hashes[1:] == hashes[:-1]))
+def _note(run: int, changed: NDArray[np.uint32] | int) -> NDArray[np.uint64]:
+    """Return the note of keys of a run and their last changes."""
+    return np.asarray(changed, np.uint64) | np.uint64(run << 32)
+
+
+def _noted(notes: NDArray[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Return runs (n,) and last changes (n,), or none (0,) where notes are runs alone."""
+    if notes.dtype == np.uint32:
+        return notes, notes[:0]
+    return (notes >> np.uint64(32)).astype(np.uint32), notes.astype(np.uint32)

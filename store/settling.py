@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 MOST_SETTLED = 256
 """The most segments that are left: a scan holds a piece of each of their ranges, a lookup reads keys of each."""
-_MEMORY_BYTES = 128 << 20
+MEMORY_BYTES = 128 << 20
+NUMBER_BYTES = 8
+"""Of what stands beside a key while keys are sorted: the number of its row."""
 _CHUNK_ROWS = 1 << 18
 _IDLE, _STALE, _USED = 0, 1, 2
 """What a row is to the schedule: the newest of a key that it does not use, not the newest, or the newest of one that
@@ -43,7 +45,7 @@ class Settling:
     Everything else moves: the used rows of settled segments, and of the others all rows that are not stale. So what
     moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
 
-    Takes ``_MEMORY_BYTES`` and a slice of ``uses``. Temporary files: a byte for each live row, mapped into memory;
+    Takes ``MEMORY_BYTES`` and a slice of ``uses``. Temporary files: a byte for each live row, mapped into memory;
     and where keys exceed the memory, 16 bytes for each of a group's, which are sorted there.
     """
 
@@ -139,7 +141,7 @@ class _GroupRows:
             spills = [
                 stack.enter_context(
                     Spill(
-                        table, scratch_of(store), _MEMORY_BYTES, store.counters,
+                        table, scratch_of(store), MEMORY_BYTES, store.counters,
                         row=number, copies=max(2, len(store.segments)),
                     )
                 )
@@ -151,7 +153,7 @@ class _GroupRows:
             ):
                 start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
                 spills[place].add(keys, start + rows)
-                if sum(spill.held_bytes for spill in spills) > _MEMORY_BYTES // 2:
+                if sum(spill.held_bytes for spill in spills) > MEMORY_BYTES // 2:
                     max(spills, key=lambda spill: spill.held_bytes).flush()
                 progress("sort", keys.size)
             for place, (table, spill) in enumerate(zip(self.group.tables, spills, strict=True)):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
     """Keys (n,) and rows (n, W): every field of a row side by side."""
 
+KEY_BYTES = 8
 _DIGIT_BITS = 8
 _HASH_BITS = 64
 ROW_COST = 32
@@ -173,3 +174,12 @@ class Spill:
 def part_rows(row_bytes: int, memory_bytes: int) -> int:
     """Return how many rows may wait at once, so that sorting them stays within ``memory_bytes``."""
     return max(1, memory_bytes // 4 // (row_bytes + ROW_COST))
+
+
+def file_bytes(rows: int, row_bytes: int, memory_bytes: int) -> int:
+    """Return the most bytes of the file of so many rows: each is written once for every factor of 256."""
+    most, times = part_rows(row_bytes, memory_bytes), 0
+    left = rows
+    while left > most:
+        times, left = times + 1, left >> _DIGIT_BITS
+    return times * rows * (row_bytes + KEY_BYTES)

@@ -16,6 +16,7 @@ from tiercache.store.key_check import KeyCheck
 from tiercache.store.life import Life
 from tiercache.store.opening import open_engine
 from tiercache.store.read_ahead import read_ahead
+from tiercache.store.record_check import record_problems
 from tiercache.store.recovery import commit_ids
 from tiercache.store.store import Store
 
@@ -66,6 +67,10 @@ class Verification:
         for one in self._stores:
             if one.commit is not None:
                 self._report(_problem(one.state), [one.commit.id])
+        named = [one.commit for one in self._stores if one.commit is not None]
+        segments = (segment for one in self._stores for segment in one.segments)
+        for sentence, id_ in record_problems(named, segments, self.store.label):
+            self._report([sentence], [id_])
         return {
             **self.counts,
             "commit": self._commits[-1] if self._commits else None,
@@ -100,10 +105,7 @@ class Verification:
         if getattr(self._room, "size", 0) < size:
             self._room.size, self._room.data = size, huge_pages(size)
         low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-        problems = _problem(self.store.read, segment, group, low, high, self._room.data[:size])
-        if segment.changed and segment.changed[group].stored:
-            problems += _problem(self.store.read_changed, segment, group, block)
-        return problems
+        return _problem(self.store.read, segment, group, low, high, self._room.data[:size])
 
     def _count(self, stream: Stream, block: int) -> None:
         size = int(stream.block_bytes_B[block])

@@ -15,6 +15,8 @@ from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal
 from benchmarks.synthetic_case import MODELS, TINY, Data
+from benchmarks.window import ahead
+from tests.training.cases import Case, Spec, resident, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -112,7 +114,15 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
     for name in ["bucket", "index_build", "index_find", *(f"{n}_{d}" for n in (*moves, *updates) for d in (16, 32))]:
         assert found[f"ms_{name}"] > 0
         assert found[f"share_{name}"] > 0
+    narrow = ("gather", "pool_one", "pool_sum", "pack", "unpack", *(f"update_{r}" for r in ("sgd", "adagrad", "adam")))
+    for name in [f"{n}_bf16_{d}" for n in narrow for d in (16, 32)]:
+        assert found[f"ms_{name}"] > 0
+        assert found[f"share_{name}"] > 0
     entries = found["num_samples"] * 26
+    assert found["bytes_gather_bf16_16"] == entries * (4 + 16 * (2 + 4))
+    assert found["bytes_update_adam_bf16_32"] == entries * (8 + 32 * 4) + found["distinct_rows"] * (8 + 2 * 32 * 10)
+    assert found["bytes_pack_32"] - found["bytes_pack_bf16_32"] == 2 * 300 * 32 * 2
+    assert found["share_gather_bf16"] == min(found[f"share_gather_bf16_{d}"] for d in (16, 32))
     assert found["bytes_gather_16"] == entries * (4 + 2 * 16 * 4)
     assert found["bytes_update_adam_32"] == entries * (8 + 32 * 4) + found["distinct_rows"] * 2 * 3 * 32 * 4
     assert found["share_pool"] == min(found[f"share_pool_{n}_{d}"] for n in ("one", "sum") for d in (16, 32))
@@ -123,7 +133,7 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
 def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path) -> None:
     """The dry form runs the CUDA sources by the shim, and compiles them where NVRTC is installed."""
     found = figures("benchmarks.kernels", tmp_path, "--dry")
-    assert found["operations_run_by_the_shim"] == 2 * (3 + 15 + 2)
+    assert found["operations_run_by_the_shim"] == 2 * (3 + 15 + 9 + 2)
     assert found["kernels_run_by_the_shim"] >= 15
     assert found.get("compiled_sm_90", 8) >= 8
     assert found["share_gather_verdict"] == "not measured"
@@ -174,6 +184,31 @@ def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path:
     assert found["rows_read_host"] == found["store_bytes_written_host"] == 0
     assert found["ms_per_step_verdict"] == "no verdict"
     assert not list(ROOT.glob("synthetic_models-*"))
+
+
+def test_batches_that_are_read_ahead_are_those_of_the_visit(tmp_path: Path) -> None:
+    """The same in the same order, the short last one too, with the samples of two more on their way."""
+    case = Case(
+        tables=(table("user", 3), table("item", 2)),
+        specs=(Spec(name="u", table="user"), Spec(name="i", table="item", hotness="ragged")),
+        num_samples=90, pass_rows=45,
+    )  # fmt: skip
+    passes = case.cut(tmp_path / "p")
+    runs = [resident(passes).passes(epochs=1) for _ in range(2)]
+    one, other = map(next, runs)
+    read = ahead(one, 10)
+    first = next(read)
+    assert one.samples_done == 30
+    made, expected = [first, *read], list(other.batches(10))
+    assert one.samples_done == other.samples_done == 45
+    assert [batch.num_samples for batch in made] == [10, 10, 10, 10, 5]
+    for mine, theirs in zip(made, expected, strict=True):
+        assert mine.rows is one.rows
+        assert mine.label.equal(theirs.label)
+        assert mine.dense.equal(theirs.dense)
+        for name, ids in theirs.ids.items():
+            np.testing.assert_array_equal(mine.ids[name].ids, ids.ids)
+            np.testing.assert_equal(mine.ids[name].offsets, ids.offsets)
 
 
 def test_the_synthetic_models_run_without_a_gpu_part_by_part(tmp_path: Path) -> None:

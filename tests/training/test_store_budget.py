@@ -15,7 +15,7 @@ from tests.training.cases import Case, Spec, table, tiered, train
 from tiercache.errors import BudgetError
 from tiercache.processors.cpu_processor import CpuProcessor
 from tiercache.store import MemoryEngine, ZarrEngine, fill, info
-from tiercache.store.inspect import _file_bytes
+from tiercache.store.inspect import file_bytes_of
 from tiercache.training.dense_state import DenseState
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def held(path: Path, store: tc.Store) -> int:
     """Return what the disk keeps for a store."""
     if isinstance(store._engine, ZarrEngine):
         store._engine._sweep.wait()
-    return _file_bytes(path)
+    return file_bytes_of(path)
 
 
 @pytest.mark.parametrize(

@@ -86,3 +86,25 @@ class FirstUses:
         span = slice(self._positions.start(p, table), self._positions.start(p, table + 1))
         first: NDArray[np.bool_] = self._prev_gap[place][span] > self._visits[place] - self._start
         return first
+
+
+def count_keys(
+    positions: Positions, keys_of: Callable[[int, int], Int64s], *, keys_per_slice: int = KEYS_PER_SLICE
+) -> dict[str, int]:
+    """Return how many different keys of each table there are in all passes, by the table's name: reads each once.
+
+    ``keys_of(pass, table)`` gives keys in hash order.
+    """
+    counts = {}
+    for table, spec in enumerate(positions.tables):
+        keys_P = [keys_of(p, table) for p in range(positions.num_passes)]
+        slices = max(1, -(-sum(keys.size for keys in keys_P) // keys_per_slice))
+        bounds_P = [
+            [0, *(hash_range_bound(keys, spec.table_id, (i << 64) // slices) for i in range(1, slices)), keys.size]
+            for keys in keys_P
+        ]
+        counts[spec.name] = sum(
+            np.unique(np.concatenate([keys[b[i] : b[i + 1]] for keys, b in zip(keys_P, bounds_P, strict=True)])).size
+            for i in range(slices)
+        )
+    return counts

@@ -63,7 +63,7 @@ class StorePlan:
         for visit, streams in dumps.items():
             taken = 0
             for group, stream in zip(groups, streams, strict=True):
-                block = _block_bytes(group, stream)
+                block = block_bytes(group, min(stream.block_rows, stream.rows))
                 taken, rows = taken + stream.num_blocks * block, rows + stream.rows
                 since = visit + 1  # the commit that first has these rows
                 for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
@@ -98,9 +98,8 @@ class StorePlan:
             )
 
 
-def _block_bytes(group: Group, stream: Stream) -> int:
-    """Return the bytes of a block with its keys, in pages for each field: what either engine takes at most."""
-    rows = min(stream.block_rows, stream.rows)
+def block_bytes(group: Group, rows: int) -> int:
+    """Return what either engine takes at most for a block of so many rows with their keys: pages for each field."""
     return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
@@ -119,7 +118,7 @@ def _standing_bytes(groups: tuple[Group, ...], stored: Manifest) -> int:
             for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
                 if uses.next_use == NEVER and uses.rows:
                     firsts.append(first_row // stream.block_rows)
-            total += (stream.num_blocks - min(firsts)) * _block_bytes(group, stream)
+            total += (stream.num_blocks - min(firsts)) * block_bytes(group, min(stream.block_rows, stream.rows))
             if segment.changed and segment.changed[group.index].stored:
                 blocks = stream.num_blocks - stored.first_blocks[id_][group.index]
                 total += blocks * paged(CHANGED_BYTES * min(stream.block_rows, stream.rows))

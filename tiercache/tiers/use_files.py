@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tiercache.planning.schedule import Schedule
 
 FOLDER = "schedule"
+USE_BYTES = 8
+"""For each key of each pass, in the file of an epoch: visits to its next use, and from its last."""
 
 
 class UseFiles:
@@ -62,7 +64,7 @@ class UseFiles:
             out = np.empty((2, total), dtype=np.int32)
             return find_uses(self._schedule, epoch, self._positions, self._keys_of, out)
         path = self._path(epoch)
-        if not path.exists() or path.stat().st_size != 8 * total:
+        if not path.exists() or path.stat().st_size != USE_BYTES * total:
             self._write(path, epoch, total)
         return views_of(np.memmap(path, dtype=np.int32, mode="r", shape=(2, total)), self._positions)
 
@@ -78,11 +80,11 @@ class UseFiles:
         temporary = path.with_suffix(".part")
         try:
             with temporary.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, 8 * total)  # a full disk says so here, not by a signal
+                os.posix_fallocate(file.fileno(), 0, USE_BYTES * total)  # a full disk says so here, not by a signal
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise TierCacheError(
-                f"the schedule needs {format_bytes(8 * total)} in {path.parent}, which could not be had "
+                f"the schedule needs {format_bytes(USE_BYTES * total)} in {path.parent}, which could not be had "
                 f"({error.strerror}): free space there and run again"
             ) from error
         out = np.memmap(temporary, dtype=np.int32, mode="r+", shape=(2, total))

@@ -11,18 +11,24 @@ import numpy as np
 from tiercache.passes.passset import PassSet
 from tiercache.passes.splitting import split_cursor, split_source
 from tiercache.planning.budget import HostBudget
-from tiercache.planning.first_use import FirstUses
+from tiercache.planning.first_use import FirstUses, count_keys
 from tiercache.planning.positions import Positions
+from tiercache.planning.reorganise_plan import ReorganisePlan
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.visit_plan import Planner
+from tiercache.sizes import parse_bytes
 from tiercache.store import Cursor
+from tiercache.store.history import manifest_of
+from tiercache.store.inspect import file_bytes_of
 from tiercache.store.scan import live_rows
 from tiercache.tiers.first_vectors import initial_vectors
-from tiercache.tiers.use_files import UseFiles
+from tiercache.tiers.use_files import USE_BYTES, UseFiles
 from tiercache.training.matching import check_tables
 from tiercache.training.progress import RewriteProgress, prepare_kernels
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from tiercache.store import Commit, Store, Table
@@ -35,6 +41,7 @@ def reorganise(
     *,
     order_seed: int | None = None,
     start: Cursor | tuple[int, int] | None = None,
+    store_budget: int | str | None = None,
     progress: bool | None = None,
 ) -> Commit | None:
     """Put the rows of ``store`` in the order in which ``passes`` will use them, and return the commit that does so.
@@ -49,10 +56,13 @@ def reorganise(
 
     One sweep of all keys, then one streaming read and write of the rows that move, in about 300 MiB of memory and
     temporary files as large as what moves; itself one commit: killed at any moment, the store stands before or after.
-    ``order_seed`` as in ``TierCache``. ``progress``: whether bars are shown; None: on a terminal.
+    ``order_seed`` as in ``TierCache``. ``store_budget``: bytes that the store may come to take meanwhile, with its
+    temporary files; it is checked, by ``reorganise_plan``, before anything is written. ``progress``: whether bars are
+    shown; None: on a terminal.
 
-    Raises PassSetError for passes of other tables, ValueError for a store that stands inside a visit where ``start``
-    is not given and for a ``start`` that is no place of the schedule, StoreFullError.
+    Raises BudgetError for a budget that may not be enough, PassSetError for passes of other tables, ValueError for a
+    store that stands inside a visit where ``start`` is not given and for a ``start`` that is no place of the schedule,
+    StoreFullError.
     """
     check_tables(store, passes)
     schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
@@ -65,6 +75,8 @@ def reorganise(
         return None
     if commit.schedule_digest == schedule.digest and (start is None or commit.cursor == begin):
         return commit
+    if store_budget is not None:
+        reorganise_plan(store, passes, order_seed=order_seed).check(parse_bytes(store_budget))
     first, layout = first_uses(store, passes, schedule, begin)
     shown = sys.stderr.isatty() if progress is None else progress
     prepare_kernels()
@@ -73,6 +85,25 @@ def reorganise(
             first, schedule_digest=schedule.digest, first_rows=make_first_rows, progress=bar.advance, layout=layout,
             start=None if start is None else begin,
         )  # fmt: skip
+
+
+def reorganise_plan(store: Store, passes: PassSet, *, order_seed: int | None = None) -> ReorganisePlan:
+    """Return the most that ``store`` takes on disk while it is put in the order of ``passes``; writes nothing.
+
+    Reads the keys of all passes once, and no row. Of a store that follows them already: what it would take.
+    """
+    check_tables(store, passes)
+    positions = Positions.of(passes, store.groups)
+    schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
+    files = 1 if schedule.repeats else 2  # an epoch that is entered in its midst needs the next one's uses, too
+    return ReorganisePlan.of(
+        store.groups,
+        manifest_of(store),
+        count_keys(positions, _keys_of(passes, positions)),
+        _layout(positions),
+        standing=file_bytes_of(store.path) if store.path is not None and store.path.is_dir() else None,
+        use_bytes=files * USE_BYTES * sum(positions.num_rows(p) for p in range(positions.num_passes)),
+    )
 
 
 def _continued(commit: Commit, passes: PassSet, order_seed: int | None) -> Cursor | None:
@@ -89,15 +120,20 @@ def _continued(commit: Commit, passes: PassSet, order_seed: int | None) -> Curso
 def first_uses(store: Store, passes: PassSet, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
     """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pieces."""
     positions = Positions.of(passes, store.groups)
-    names = [table.name for table in positions.tables]
-
-    def keys_of(pass_index: int, table: int) -> NDArray[np.int64]:
-        return passes.passes[pass_index].keys(names[table])
-
+    keys_of = _keys_of(passes, positions)
     uses = UseFiles(schedule, positions, keys_of, store.path)
-    # pieces follow from the passes alone
-    layout = partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))
-    return FirstUses(schedule, positions, keys_of, uses.of, start=start.visit), layout
+    return FirstUses(schedule, positions, keys_of, uses.of, start=start.visit), _layout(positions)
+
+
+def _keys_of(passes: PassSet, positions: Positions) -> Callable[[int, int], NDArray[np.int64]]:
+    """Return what gives the keys of a pass and a table, by its place among all tables."""
+    names = [table.name for table in positions.tables]
+    return lambda pass_index, table: passes.passes[pass_index].keys(names[table])
+
+
+def _layout(positions: Positions) -> Layout:
+    """Return how ranges are cut into pieces: that follows from the passes alone."""
+    return partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))
 
 
 def _check_start(start: Cursor, schedule: Schedule, passes: PassSet) -> None:

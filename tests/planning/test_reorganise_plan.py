@@ -1,0 +1,62 @@
+"""What a reorganisation may move is no less than what it does move, whatever the days of a store are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import small_tables
+from tiercache.errors import BudgetError
+from tiercache.planning.budget import paged
+from tiercache.planning.reorganise_plan import ReorganisePlan
+from tiercache.store import MemoryEngine, Store, settling
+from tiercache.store.base_segment import base_stream
+from tiercache.store.history import manifest_of
+from tiercache.store.testing.world import World
+
+
+def plan_of(store: Store, world: World) -> ReorganisePlan:
+    """Return what is said before the passes of a world are followed."""
+    used = {
+        table.name: len({key for keys in world.passes for key in keys[table.name].tolist()}) for table in world.tables
+    }
+    return ReorganisePlan.of(store.groups, manifest_of(store), used, base_stream, standing=None, use_bytes=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    days=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=4),
+    most=st.sampled_from([1, 256]),
+)
+def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, int]], most: int) -> None:
+    """Day after day, of keys that are used again, new or left: rows in their new order, and the blocks they take."""
+    world = World(small_tables(), seed=seed, keys_per_pass=9, universe=40, piece_rows=3, block_rows=7)
+    with pytest.MonkeyPatch.context() as patch, Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        patch.setattr(settling, "MOST_SETTLED", most)
+        world.run(store, 3)
+        for draw, passes, keys in days:
+            world.num_passes, world.keys_per_pass = passes, keys
+            world.passes = world.draw(draw)
+            plan, held = plan_of(store, world), store._engine.contents().blocks
+            assert plan.standing >= sum(paged(size) for size in held.values()) - paged(store.commit.state_bytes)
+            world.follow(store, world.passes)
+            new = store.segments[-1]
+            assert sum(stream.rows * (stream.row_bytes + 12) for stream in new.streams) <= plan.ordered
+            blocks = store._engine.contents().blocks.keys() - held.keys()
+            assert sum(paged(store._engine.contents().blocks[name]) for name in blocks) <= plan.segment
+            world.run(store, 1)
+
+
+def test_a_budget_that_is_met_says_nothing() -> None:
+    """And one byte less is refused with the sum and its parts; the dearer of both times counts."""
+    plan = ReorganisePlan(standing=1 << 20, sorting=1 << 12, ordered=1 << 14, segment=1 << 13, beside=1 << 11)
+    assert plan.needed == (1 << 20) + (1 << 14) + (1 << 13) + (1 << 11)
+    plan.check(plan.needed)
+    words = "1 MiB that it takes now, 16 KiB of temporary .* 8 KiB to write them to the store, and 2 KiB .* to {} bytes"
+    with pytest.raises(BudgetError, match=words.format(plan.needed)):
+        plan.check(plan.needed - 1)
+    other = ReorganisePlan(standing=0, sorting=1 << 13, ordered=0, segment=1 << 12, beside=0)
+    with pytest.raises(BudgetError, match="8 KiB to sort them"):
+        other.check(other.needed - 1)

@@ -1,0 +1,168 @@
+"""What verification finds where every checksum is right: rows that stand twice, changed too late, or are lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.store.conftest import Home, small_tables
+from tests.store.test_settled import problems_of, rewritten, settled_store
+from tiercache.store import CorruptStoreError, hash_parts, key_check
+from tiercache.store.testing.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tiercache.store import Store
+
+    Plant = Callable[[Home], list[str]]
+
+
+def stale_place(store: Store, table: str, *, some: bool = True) -> tuple[int, int, int]:
+    """Return a settled segment that has stale rows of a table, or other live ones alone: its index, group and place."""
+    group = next(group for group in store.groups if table in [one.name for one in group.tables])
+    place = group.place(table)
+    segments = {segment.id: segment for segment in store.segments}
+    for i, one in enumerate(store.commit.settled):
+        ranges = segments[one.segment_id].streams[group.index].ranges[one.first_ranges[group.index] :]
+        stale, live = one.stale_rows[group.index][place], sum(rows.table_rows[place] for rows in ranges)
+        if (stale > 0) == some and live - stale >= 4:
+            return i, group.index, place
+    raise AssertionError(f"no settled segment is like that for {table}")
+
+
+def raised(store: Store, home: Home, i: int, group: int, place: int, more: int) -> None:
+    """Have the newest commit say so many more stale rows."""
+
+    def change(values: Any) -> None:
+        values["settled"][i][1 + group][1 + place] += more
+
+    rewritten(store, home.engine, change)
+
+
+def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp_path: Path) -> None:
+    """Two dumps of a visit, and as many stale rows said that are none: the sum is right, and both are found."""
+    home = Home("memory", tmp_path)
+    store, world = settled_store(home)
+    world.train()
+    world.append(store)
+    twice = world.append(store)
+    world.visit += 1
+    world.publish(store)
+    raised(store, home, *stale_place(store, "user"), twice.rows)
+    assert twice.rows == 4
+    problems = problems_of(home.open())
+    assert len(problems) == 2
+    assert problems[0].startswith("4 keys of table 'user' of the store at")
+    assert "have two live rows: restore" in problems[0]
+    assert "stale rows and its commit says" in problems[1]
+
+
+def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) -> None:
+    """One more in one and one less in another is as many in all; a scan cannot tell."""
+    home = Home("memory", tmp_path)
+    store, _ = settled_store(home)
+    raised(store, home, *stale_place(store, "user"), -1)
+    store = home.open()
+    without = stale_place(store, "user", some=False)
+    raised(store, home, *without, 1)
+    store = home.open()
+    assert sum(keys.size for keys, _ in store.scan("user")) > 0
+    segment = store.commit.settled[without[0]].segment_id
+    problems = problems_of(store)
+    assert len(problems) == 2
+    assert problems[0].startswith("1 keys of table 'user'")
+    assert problems[1].endswith(
+        f"has 0 stale rows and its commit says 1, in segments {segment}: restore the store from a copy"
+    )
+
+
+def aged(home: Home) -> list[str]:
+    """A stale row that the last commit is said to have changed: the newest, which moved, did not."""
+    store, _ = settled_store(home)
+    i = stale_place(store, "user")[0]
+
+    def change(values: Any) -> None:
+        values["segments"][i][1] = store.commit.id
+
+    rewritten(store, home.engine, change)
+    return ["3 keys of table 'user' of the store at", "have a row that changed after one that is newer: restore"]
+
+
+def lost(home: Home) -> list[str]:
+    """A commit that leaves out a segment of the one before it, of which rows are live."""
+    world = World(small_tables(), num_passes=4)
+    store = home.open(world.tables, retention=2)
+    world.run(store, 4)
+    rewritten(store, home.engine, lambda values: values["segments"].pop(0))
+    return ["in commit 3,", "have no row, and had one at commit 2: roll the store back to that"]
+
+
+def first_commit(home: Home) -> list[str]:
+    """A commit that says otherwise than the one before it when the rows of a segment changed."""
+    world = World(small_tables(), num_passes=4)
+    store = home.open(world.tables, retention=2)
+    world.run(store, 4)
+
+    def change(values: Any) -> None:
+        values["segments"][0][1] = 3
+
+    rewritten(store, home.engine, change)
+    return ["in commit 3, commit 3 of the store at", "that commit 3 was the first with segment", "and commit 0 was"]
+
+
+def over_at_once(home: Home) -> list[str]:
+    """Rows that wait for a visit that was over when they were dumped: none of them would be read."""
+    world = World(small_tables(), num_passes=4)
+    store = home.open(world.tables)
+    world.run(store, 4)
+    segment = replace(store.segments[-1], visit=77)
+    home.engine.records[f"segment/{segment.id}"] = segment.to_bytes()
+    return [f"segment {segment.id} of the store at", "was dumped by visit 77 and has rows that wait for"]
+
+
+@pytest.mark.parametrize("slice_rows", [1 << 25, 7])
+@pytest.mark.parametrize("plant", [aged, lost, first_commit, over_at_once])
+def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
+    plant: Plant, slice_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tables that have it one sentence each, whether all keys fit into memory or not."""
+    monkeypatch.setattr(key_check, "SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(hash_parts, "BATCH_ROWS", 3 * slice_rows)
+    home = Home("memory", tmp_path)
+    words = plant(home)
+    problems = problems_of(home.open())
+    assert 1 <= len(problems) <= 5
+    for problem in problems:
+        assert all(word in problem for word in words), problem
+
+
+def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path) -> None:
+    """Every block with a live row: 8 bytes a row of keys, and 4 where last changes are stored."""
+    store, _ = settled_store(Home("memory", tmp_path))
+    before = store.counters.key_bytes_read, store.counters.changed_bytes_read
+    problems_of(store)
+    kinds = {b"k"[0]: 0, b"c"[0]: 0}
+    for name, size in store._engine.contents().blocks.items():
+        if name[0] in kinds:
+            kinds[name[0]] += size
+    assert kinds[b"c"[0]] > 0
+    assert store.counters.key_bytes_read - before[0] == kinds[b"k"[0]]
+    assert store.counters.changed_bytes_read - before[1] == kinds[b"c"[0]]
+
+
+def test_keys_that_cannot_be_read_are_all_that_is_said(tmp_path: Path) -> None:
+    """Of a commit whose keys are not all known nobody can say that it has too few."""
+    home = Home("memory", tmp_path)
+    store, _ = settled_store(home)
+    name = next(name for name in store._engine.contents().blocks if name[:1] == b"k")
+    home.engine.blocks[name] = np.zeros_like(home.engine.blocks[name])
+    problems = problems_of(store)
+    assert len(problems) == 1
+    assert "over its keys" in problems[0]
+    with pytest.raises(CorruptStoreError, match="over its keys"):
+        store.compact()
