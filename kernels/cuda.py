@@ -196,7 +196,8 @@ class CudaDevice:
         The tables of one step are those of the step before where buffers are reused, so recent ones are kept. Large
         ones are those of a switch, and no two switches have the same.
         """
-        pointer, stream = self._current()
+        with self._device:  # the stream is that of the device which is current
+            pointer, stream = self._current()
         if array.nbytes > _KEPT_BYTES:
             with self._device, stream:
                 return self._cupy.asarray(array)

@@ -175,9 +175,9 @@ def launch_parts(
     if firsts[-1] == 0:
         return
     table = np.array([(first, *part) for first, part in zip(firsts[:-1], parts, strict=True)], dtype)
-    address = view(device, "parts", device.put(table.view(np.uint8)), np.uint8).address
+    held = view(device, "parts", device.put(table.view(np.uint8)), np.uint8)  # until the launch is behind what frees it
     num_tasks = int(firsts[-1])
-    device.launch(kernel, blocks_for(device, num_tasks), (address, len(parts), num_tasks, *more))
+    device.launch(kernel, blocks_for(device, num_tasks), (held.address, len(parts), num_tasks, *more))
 
 
 def part_struct(*fields: tuple[str, str]) -> "np.dtype[Any]":

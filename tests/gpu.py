@@ -1,7 +1,7 @@
 """make test-gpu: the parity tests on a GPU, then compute-sanitizer; without a GPU their dry form.
 
-python -m tests.gpu [pytest options]. The dry form compiles every kernel for all architectures (where CuPy and NVRTC are
-installed) and runs the same tests through the shim.
+python -m tests.gpu [--part kernels|training|memcheck|racecheck] [pytest options]. The dry form compiles every kernel
+for all architectures (where CuPy and NVRTC are installed) and runs the same tests through the shim.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from tiercache.kernels.cuda import CudaError, open_device
@@ -22,8 +23,10 @@ TRAINING = (
     "tests/training/test_dtypes.py",
 )  # fmt: skip
 SANITIZED = [f"{KERNELS}/test_cuda_{name}.py" for name in (
-    "gathering", "pooling", "sorting", "update", "rows", "initial", "bucketing", "key_index",
+    "gathering", "pooling", "sorting", "update", "rows", "initial", "bucketing", "key_index", "vectors", "rounding",
 )]  # fmt: skip
+SANITIZERS = ("memcheck", "racecheck")
+PARTS = ("kernels", "training", *SANITIZERS)
 
 
 def say(words: str) -> None:
@@ -43,28 +46,32 @@ def pytest(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-m", "not long", *arguments, *sys.argv[1:]]
 
 
-def sanitize() -> int:
-    """Look for bad addresses and races in the kernels."""
+def sanitize(kind: str, **variables: str) -> int:
+    """Look for bad addresses, or races, in the kernels."""
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if tool is None:
-        say("compute-sanitizer is not installed (it comes with the CUDA toolkit): memcheck and racecheck were left out")
+        say(f"compute-sanitizer is not installed (it comes with the CUDA toolkit): {kind} was left out")
         return 0
-    tests = [name for name in SANITIZED if (ROOT / name).exists()]
-    return max(
-        run([tool, "--tool", kind, "--error-exitcode", "9", *pytest(*tests)], TIERCACHE_TEST_GPU="1")
-        for kind in ("memcheck", "racecheck")
-    )
+    return run([tool, "--tool", kind, "--error-exitcode", "9", *pytest(*SANITIZED)], **variables)
 
 
 def main() -> int:
-    """Return how the worst part ended."""
+    """Return how the worst part ended; ``--part`` names one of them, anything else goes to pytest."""
+    parts = PARTS
+    if "--part" in sys.argv:
+        at = sys.argv.index("--part")
+        parts = (sys.argv[at + 1],)
+        del sys.argv[at : at + 2]
+    calls = {"kernels": partial(run, pytest(*WITH_CUDA)), "training": partial(run, pytest(*TRAINING))}
+    given = {"TIERCACHE_TEST_GPU": "1", "TIERCACHE_TEST_DEVICE": "cuda"}
     try:
         open_device()
     except CudaError as error:
         say(f"{error} What follows is the dry form: cubins, and the same tests through the shim.")
-        return max(run(pytest(*WITH_CUDA)), run(pytest(*TRAINING), TIERCACHE_TEST_DEVICE="shim"))
-    on_gpu = {"TIERCACHE_TEST_GPU": "1", "TIERCACHE_TEST_DEVICE": "cuda"}
-    return max(run(pytest(*WITH_CUDA), **on_gpu), run(pytest(*TRAINING), **on_gpu), sanitize())
+        given = {"TIERCACHE_TEST_DEVICE": "shim"}
+    else:
+        calls |= {kind: partial(sanitize, kind) for kind in SANITIZERS}
+    return max((calls[part](**given) for part in parts if part in calls), default=0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _opened() -> cuda.CudaDevice:
+    import cupy
+
+    cupy.cuda.set_allocator(None)  # an array each, not parts of a pool: the sanitizer sees where one ends
     return cuda.open_device()
 
 

@@ -35,8 +35,9 @@ VISITS = 2
 MOST_OF_PARTS = 1.2
 """Kills come within so many times the time until new parts are the store's."""
 RESULT, ERROR = "result.json", "error-{}.txt"
-SURVIVORS_SECONDS = 30.0
-"""Within which the ranks that were not killed end by themselves: far more than they need, on any machine."""
+JOIN_SECONDS = 60.0
+SURVIVORS_SECONDS = 80.0
+"""Within which the ranks that were not killed end by themselves: also where the one that was had not joined them."""
 
 
 def be_rank(rank: int, size: int, port: int, folder: Path, visits: int | None) -> None:
@@ -53,7 +54,7 @@ def be_rank(rank: int, size: int, port: int, folder: Path, visits: int | None) -
     torch.set_num_threads(1)
     (folder / f"begun-{rank}").touch()
     try:
-        ranks = Ranks.join(timeout=60)
+        ranks = Ranks.join(timeout=JOIN_SECONDS)
         if visits is not None:
             train_and_stop(ranks, CASE, str(folder), visits=visits, batches=1, within=True)
         found = {} if visits is not None else train(ranks, CASE, str(folder))

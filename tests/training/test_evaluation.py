@@ -100,10 +100,10 @@ def assert_rows_as_of(cache: TierCache, others: tc.PassSet, now: Rows) -> None:
             for feature in others.schema.features:
                 keys = source.keys(feature.table)[batch.ids[feature.name].ids].tolist()
                 wanted = [now[feature.table].get(key, initial(tables[feature.table], key)) for key in keys]
-                rows = found[feature.name].reshape(-1, tables[feature.table].dim).numpy()
+                rows = found[feature.name].reshape(-1, tables[feature.table].dim).cpu().numpy()
                 np.testing.assert_array_equal(rows, np.array(wanted, np.float32).reshape(rows.shape))
                 if feature.hotness == "one":
-                    np.testing.assert_array_equal(pooled[feature.name].numpy(), rows)
+                    np.testing.assert_array_equal(pooled[feature.name].cpu().numpy(), rows)
             samples += batch.num_samples
     assert samples == others.samples
 
@@ -180,7 +180,7 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
                 assert torch.equal(torch.get_rng_state(), state)
 
         torch.manual_seed(1)
-        model = Net(cache, CASE)
+        model = Net(cache, CASE).to(cache.device)
         for visit in cache.passes(epochs=1):
             for number, _ in enumerate(visit.batches(16)):
                 evaluate(visit.index, number)
@@ -217,7 +217,7 @@ def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_traine
         unknown = 0
         for piece in cache.evaluation(others):
             for batch in piece.batches(64):
-                found = tc.TieredEmbedding(cache)(batch)["f"].detach().numpy()
+                found = tc.TieredEmbedding(cache)(batch)["f"].detach().cpu().numpy()
                 for row, local in zip(found, batch.ids["f"].ids.tolist(), strict=True):
                     key = int(others.passes[piece.pass_index].keys("a")[local])
                     unknown += key not in rows

@@ -84,7 +84,14 @@ class DenseState:
         there = self._processor.random_state()
         if there is not None:
             state["device"] = there
-        return lambda: _save(state)
+        cloned = _moments()
+
+        def save() -> bytes:
+            for moment in cloned:
+                moment.synchronize()  # the writer thread's stream knows nothing of the one that clones
+            return _save(state)
+
+        return save
 
     def most_bytes(self) -> int:
         """Return about the most bytes that a commit stores: two tensors a parameter where an optimizer has not stepped.
@@ -140,6 +147,13 @@ def _save(state: object) -> bytes:
 
 def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+def _moments() -> list[torch.cuda.Event]:
+    """Return the present moment of every GPU's current stream, none where no GPU was used."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [torch.cuda.current_stream(device).record_event() for device in range(torch.cuda.device_count())]
 
 
 def _clone(value: Any) -> Any:
