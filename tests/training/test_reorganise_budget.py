@@ -21,7 +21,7 @@ from tiercache.store.scratch_file import ScratchFile
 from tiercache.training.reorganise import reorganise_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 DAYS: dict[str, dict[str, Any]] = {
     "a small day": {"num_samples": 256, "pass_rows": 64, "num_keys": 60, "data_seed": 1},
@@ -82,21 +82,26 @@ class Watched:
         self.sizes.append(unnamed_bytes(self.path) + held(self.path, self.store))
 
 
-@pytest.fixture(params=[None, 1 << 16])
-def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int | None]:
-    """As much memory for sorting as there is, or so little that all is sorted in files."""
-    if request.param is not None:
-        monkeypatch.setattr(settling, "MEMORY_BYTES", request.param)
-        monkeypatch.setattr(rewrite, "MEMORY_BYTES", request.param)
-    return request.param
+LITTLE = 1 << 16
+"""So little memory for sorting that all is sorted in files: a minute or two for the larger days."""
 
 
 @pytest.mark.parametrize(("engine", "retention"), [("lmdb", 1), ("zarr", 2)])
-@pytest.mark.parametrize("day", DAYS)
+@pytest.mark.parametrize(
+    ("day", "memory"),
+    [
+        *((day, None) for day in DAYS),
+        ("a small day", LITTLE),
+        *(pytest.param(day, LITTLE, marks=pytest.mark.long) for day in DAYS if day != "a small day"),
+    ],
+)
 def test_a_reorganisation_takes_no_more_than_was_said(
     day: str, engine: str, retention: int, memory: int | None, tmp_path: Path, passes: tc.PassSet, monkeypatch: Any
 ) -> None:
     """Files of the store and temporary ones, at their most; what is said is at most three times what it takes."""
+    if memory is not None:
+        monkeypatch.setattr(settling, "MEMORY_BYTES", memory)
+        monkeypatch.setattr(rewrite, "MEMORY_BYTES", memory)
     cut, path = dataclasses.replace(CASE, **DAYS[day]).cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine, retention=retention) as store:
         with tiered(store, passes) as cache:
