@@ -28,8 +28,8 @@ def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(folder: 
     assert found["problems"] == []
     assert found["kills"] >= kills
     assert found["phases"].keys() == set(PHASES)
-    assert min(found["phases"].values()) >= 1
-    assert min(found["kills_of_all"], found["second_kills"], found["old_ranks_between"]) >= 2
+    assert min(*found["phases"].values(), found["instants"]) >= 1
+    assert min(found["kills_of_all"], found["second_kills"], found["old_ranks_between"]) >= 1
     assert min(found["stood_in_old_parts"], found["stood_in_new_parts"]) >= 4
 
 
@@ -43,8 +43,9 @@ def test_a_training_killed_while_other_ranks_take_it_up_goes_on_to_the_same_bits
     assert found["problems"] == []
     assert found["kills"] == kills
     assert found["trainings"] >= 1
-    assert found["stood_in_old_parts"] > 0
-    assert kills < 20 or found["stood_in_new_parts"] > 0
+    assert found["stood_in_old_parts"] + found["stood_in_new_parts"] == kills
+    if kills >= 20:  # of a few, chance decides where they come
+        assert min(found["stood_in_old_parts"], found["stood_in_new_parts"]) > 0
 
 
 def ended(module: str, *options: object) -> subprocess.CompletedProcess[str]:

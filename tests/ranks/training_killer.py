@@ -37,7 +37,7 @@ MOST_OF_PARTS = 1.2
 RESULT, ERROR = "result.json", "error-{}.txt"
 JOIN_SECONDS = 60.0
 SURVIVORS_SECONDS = 80.0
-"""Within which the ranks that were not killed end by themselves: also where the one that was had not joined them."""
+"""Within which the ranks that were not killed end by themselves: far more than they need, on any machine."""
 
 
 def be_rank(rank: int, size: int, port: int, folder: Path, visits: int | None) -> None:
@@ -52,9 +52,9 @@ def be_rank(rank: int, size: int, port: int, folder: Path, visits: int | None) -
     from tiercache.ranks.group import Ranks
 
     torch.set_num_threads(1)
-    (folder / f"begun-{rank}").touch()
     try:
         ranks = Ranks.join(timeout=JOIN_SECONDS)
+        (folder / f"begun-{rank}").touch()
         if visits is not None:
             train_and_stop(ranks, CASE, str(folder), visits=visits, batches=1, within=True)
         found = {} if visits is not None else train(ranks, CASE, str(folder))
@@ -154,7 +154,10 @@ class Killer:
         ]
         for process in processes:
             process.start()
+        # who is killed before all have joined is waited for as long as joining may take, and no store is open yet
         while any(not (folder / f"begun-{rank}").exists() for rank in range(size)):
+            if any(process.exitcode is not None for process in processes):
+                break  # _end says why
             time.sleep(0.005)
         return list(processes)
 
