@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.disk_raw import Replay, paged
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
 from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.kernels.field_io import read_fields
 from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store import Cursor, Store
@@ -43,7 +44,9 @@ def warm_checksums() -> None:
     if has_crc32c():
         crc32c([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
     if has_reads():
-        read_checked([(-1, False, 0)], [(np.zeros(64, np.uint8), np.array([0, 64]))])
+        part = (np.zeros(64, np.uint8), np.array([0, 64]))
+        read_checked([(-1, False, 0)], [part])
+        read_fields([(False, [("", 64, 0, 64)])], [part])
 
 
 class HostPages:
@@ -80,7 +83,7 @@ class StoreRun:
         if has_crc32c():
             self.store.checksums = crc32c
         if has_reads():
-            self.store.read_with(read_checked)
+            self.store.read_with(read_checked, read_fields)
         self.bytes_read = self.bytes_useful = 0
 
     def dump(self, dump: Dump, source: HostPages) -> float:

@@ -45,6 +45,7 @@ _HOME = {
     "pool_one": "gathering",
     "prepare": "compile",
     "read_checked": "file_io",
+    "read_fields": "field_io",
     "search_keys": "uses",
     "set_threads": "jit",
     "sort_slots": "sorting",

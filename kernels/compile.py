@@ -15,6 +15,7 @@ from tiercache.kernels import (
     bits,
     bucketing,
     checksum,
+    field_io,
     file_io,
     gathering,
     gradients,
@@ -117,7 +118,9 @@ def _check() -> None:
 
 def _read_files() -> None:
     if file_io.has_reads():
-        file_io.read_checked([(-1, False, 0)], [(np.zeros(8, np.uint8), np.array([0, 8]))])
+        part = (np.zeros(8, np.uint8), np.array([0, 8]))
+        file_io.read_checked([(-1, False, 0)], [part])
+        field_io.read_fields([(False, [("", 8, 0, 8)])], [part])
 
 
 def _find_uses() -> None:
@@ -210,7 +213,7 @@ def is_cached(*, narrow: bool = False) -> bool:
     `narrow`: also those for 16-bit dtypes.
     """
     left_out = [] if checksum.has_crc32c() else [checksum._crc32c]
-    left_out += [] if file_io.has_reads() else [file_io._read_checked]
+    left_out += [] if file_io.has_reads() else [file_io._read_checked, field_io._read_fields]
     needed = [kernel for kernel in KERNELS if kernel not in left_out]
     return all(_is_compiled(kernel, narrow=False) for kernel in needed) and (
         not narrow or all(_is_compiled(kernel, narrow=True) for kernel in _READING)

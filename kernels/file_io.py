@@ -43,6 +43,13 @@ def has_reads() -> bool:
     return sys.platform == "linux" and has_crc32c()
 
 
+def _or_error(builder: Any, result: Any) -> Any:
+    """Emit what libc returned, or -errno where that is negative."""
+    error = builder.load(_call(builder, "__errno_location", _INT.as_pointer(), []))
+    failed = builder.icmp_signed("<", result, ir.Constant(_LONG, 0))
+    return builder.select(failed, builder.neg(builder.sext(error, _LONG)), result)
+
+
 @intrinsic
 def _preadv(_typing: Any, handle: Any, parts: Any, first: Any, count: Any, offset: Any) -> Any:
     """Call preadv for `count` parts (address and bytes each) from element `first` of `parts` on; returns -errno."""
@@ -52,9 +59,7 @@ def _preadv(_typing: Any, handle: Any, parts: Any, first: Any, count: Any, offse
         vectors = builder.bitcast(builder.gep(data, [arguments[2]]), ir.IntType(8).as_pointer())
         numbers = [builder.trunc(arguments[i], _INT) for i in (0, 3)]
         read = _call(builder, "preadv", _LONG, [numbers[0], vectors, numbers[1], arguments[4]])
-        error = builder.load(_call(builder, "__errno_location", _INT.as_pointer(), []))
-        failed = builder.icmp_signed("<", read, ir.Constant(_LONG, 0))
-        return builder.select(failed, builder.neg(builder.sext(error, _LONG)), read)
+        return _or_error(builder, read)
 
     return types.int64(types.int64, parts, types.int64, types.int64, types.int64), emit
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import Source
+    from tiercache.store.engine import FieldSource, Source
     from tiercache.store.segment import Segment
     from tiercache.store.table import Group
 
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     """Bytes, and bounds (R + 1, rising) of runs of them."""
     Checksums = Callable[[Sequence[Part]], NDArray[np.uint32]]
     """What computes the checksums of pieces: ``piece_checksums``, or what does the same faster."""
-    Reads = Callable[[Sequence[Source], Sequence[Part]], tuple[NDArray[np.int64], NDArray[np.uint32]]]
-    """What fills each part from its source at once: bytes read of each, or -errno, and the checksums of all runs."""
+    Read = tuple[NDArray[np.int64], NDArray[np.uint32]]
+    """Bytes read of each part, or -errno, and the checksums of all runs."""
+    Reads = Callable[[Sequence[Source], Sequence[Part]], Read]
+    """What fills each part from its source at once."""
+    FieldReads = Callable[[Sequence[FieldSource], Sequence[Part]], Read]
+    """The same for rows whose fields stand apart; the runs of a part are its pieces."""
 
 ROWS, KEYS, CHANGED, STATE = b"r", b"k", b"c", b"s"
 _NAME = struct.Struct(">cQII")

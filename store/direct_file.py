@@ -12,7 +12,7 @@ from tiercache.store.errors import BlockReadError
 from tiercache.store.huge_pages import HUGE_BYTES, huge_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -84,8 +84,7 @@ class RangeReader:
         They stand in memory that this thread's next call uses again. Raises BlockReadError for a file that is not
         there or has another size.
         """
-        # What goes with a long range is as cold as that; alone, the page cache may have it.
-        direct = any(stop - start >= _DIRECT_BYTES for _, start, stop, _ in ranges)
+        direct = self.reads_direct(stop - start for _, start, stop, _ in ranges)
         room = self._room(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
         found = []
         for path, start, stop, size in ranges:
@@ -94,6 +93,13 @@ class RangeReader:
             self._read(path, low, start, stop, size, part, direct=direct)
             found.append(part[start - low : stop - low])
         return found
+
+    def reads_direct(self, num_bytes: Iterable[int]) -> bool:
+        """Whether ranges of these bytes, read together, are read past the page cache, as far as is known.
+
+        What goes with a long range is as cold as that; alone, the page cache may have it.
+        """
+        return self._direct != 0 and any(size >= _DIRECT_BYTES for size in num_bytes)
 
     def _read(
         self, path: str, low: int, start: int, stop: int, size: int, part: NDArray[np.uint8], *, direct: bool

@@ -86,6 +86,7 @@ class Wanted(NamedTuple):
     name: bytes
     offset: int
     out: NDArray[np.uint8]
+    form: Form
 
 
 class Source(NamedTuple):
@@ -99,12 +100,36 @@ class Source(NamedTuple):
     """Of the file."""
 
 
+class FieldFile(NamedTuple):
+    """Where one field of rows lies."""
+
+    path: str
+    file_bytes: int
+    """Of the whole file: one of another size is not what was written."""
+    begin: int
+    """Byte of the file where the field of the first row wanted begins; the other rows' follow."""
+    row_bytes: int
+    """Of the field in a row."""
+
+
+class FieldSource(NamedTuple):
+    """Where rows of a block lie whose fields stand apart."""
+
+    in_pages: bool
+    """Whether whole pages are read, past the page cache."""
+    files: Sequence[FieldFile]
+    """In the order of a row."""
+
+
 @runtime_checkable
 class LocatingEngine(Protocol):
-    """An engine that keeps blocks as they are in files, so that many can be read at once by whoever asks."""
+    """An engine that keeps blocks in files as they are, or as their fields are, so that many can be read at once."""
 
-    def locate(self, wanted: Sequence[Wanted]) -> AbstractContextManager[list[Source | None]]:
+    fields_apart: bool
+    """Whether sources are those of fields."""
+
+    def locate(self, wanted: Sequence[Wanted]) -> AbstractContextManager[Sequence[Source | FieldSource | None]]:
         """Say where wanted bytes lie; nothing is written over them, and no file is closed, within the context.
 
-        None: ``read`` says why not. Raises StoreClosedError.
+        None: ``read`` says why not, or reads what is not kept so. Raises StoreClosedError.
         """

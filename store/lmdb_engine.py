@@ -51,6 +51,8 @@ MOST_READERS = 4096
 class LmdbEngine:
     """An environment and a file in a directory. One in a process for each directory; never used across a fork."""
 
+    fields_apart = False
+
     def __init__(self, path: Path, *, create: bool, readonly: bool = False, max_bytes: int | None = None) -> None:
         """Open it; ``max_bytes`` bounds the file of blocks (None: the file system does).
 
@@ -131,7 +133,7 @@ class LmdbEngine:
     def locate(self, wanted: Sequence[Wanted]) -> Iterator[list[Source | None]]:
         """Look up places as ``read`` does, all within one read."""
         with self._gate.reading():
-            yield [self._file.source(self._places.get(name), offset, out) for name, offset, out in wanted]
+            yield [self._file.source(self._places.get(name), offset, out) for name, offset, out, _ in wanted]
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Sync the file; then name new blocks, set records and give up dead blocks in one transaction.

@@ -13,11 +13,12 @@ from tiercache.store.engine import Form, LocatingEngine, Wanted
 from tiercache.store.errors import BlockReadError, CorruptStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
 
     from numpy.typing import NDArray
 
-    from tiercache.store.blocks import Checksums, Part, Reads
+    from tiercache.store.blocks import Checksums, FieldReads, Part, Read, Reads
     from tiercache.store.commit import Commit
     from tiercache.store.counters import Counters
     from tiercache.store.engine import Engine
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
 
-_SHORT_READS, _LONG_READS = 4, 2
+_SHORT_READS, _LONG_READS, _CALLS = 4, 2, 8
 """How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked.
 
-Where a thread reads many without the interpreter, more threads cost nothing and the disk is busier.
+Where a thread reads many by one call, without the interpreter, more threads cost nothing and the disk is busier.
 """
 _LONG_BYTES = 512 << 10
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
 _BATCH_BYTES, _SHARES = 16 << 20, 4
-"""The most that is read by one call of ``reads``, which cannot be interrupted; calls of each thread where less is."""
+"""The most that is read by one call, which cannot be interrupted; calls of each thread where less is."""
 
 
 class Pieces(NamedTuple):
@@ -74,7 +75,12 @@ class BlockReader:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.checksums: Checksums = piece_checksums
-        self.reads: Reads | None = None
+        self._reads: Callable[[Sequence[Any], Sequence[Part]], Read] | None = None
+
+    def read_with(self, reads: Reads | None, field_reads: FieldReads | None) -> None:
+        """Read many pieces by one call of what the engine can do with; None: one by one."""
+        if self._locating is not None:
+            self._reads = field_reads if self._locating.fields_apart else reads
 
     def close(self) -> None:
         """End the threads; what they read is read to its end."""
@@ -88,9 +94,10 @@ class BlockReader:
         for pieces in wanted:
             self._expect(pieces)
         num_bytes = sum(pieces.out.size for pieces in wanted)
-        together = self.reads is not None and self._locating is not None
+        together = self._reads is not None
         if at_once is None:
-            at_once = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) and not together else _SHORT_READS
+            one_by_one = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) else _SHORT_READS
+            at_once = _CALLS if together else one_by_one
         batches = [[pieces] for pieces in wanted]
         if together:
             batches = _batches(wanted, min(num_bytes // (_SHARES * max(1, at_once)), _BATCH_BYTES))
@@ -101,7 +108,7 @@ class BlockReader:
         try:
             with self._lock:
                 if self._threads is None:
-                    self._threads = ThreadPoolExecutor(_SHORT_READS, thread_name_prefix="tiercache-reads")
+                    self._threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="tiercache-reads")
                 jobs = [self._threads.submit(self._share, left) for _ in range(min(at_once, len(batches)))]
             wait(jobs)
         finally:
@@ -122,7 +129,8 @@ class BlockReader:
                 if self._read_at_once(spans):
                     continue
                 for span in spans:
-                    self._block(*span.wanted, span.segment, span.group, span.block)
+                    name, offset, out, _ = span.wanted
+                    self._block(name, offset, out, span.segment, span.group, span.block)
                     size += span.wanted.out.size
                 self._count(spans)
                 read += spans
@@ -157,19 +165,21 @@ class BlockReader:
             last = min(high, last)
             bounds = offset[low : last + 1] - offset[low]
             end = at + int(bounds[-1])
-            wanted = Wanted(block_name(ROWS, segment.id, group, block), int(offset[low] - offset[first]), out[at:end])
+            form = Form(self._groups[group], stream)
+            name = block_name(ROWS, segment.id, group, block)
+            wanted = Wanted(name, int(offset[low] - offset[first]), out[at:end], form)
             yield _Span(wanted, bounds, segment, group, block, low, last)
             low, at = last, end
 
     def _read_at_once(self, spans: Sequence[_Span]) -> bool:
         """Read and check all by one call; False where that cannot be: reading one by one says what is wrong."""
-        if self.reads is None or self._locating is None or not spans:
+        if self._reads is None or self._locating is None or not spans:
             return False
         with self._locating.locate([span.wanted for span in spans]) as sources:
             located = [source for source in sources if source is not None]
             if len(located) < len(spans):
                 return False
-            done, sums = self.reads(located, [span.part for span in spans])
+            done, sums = self._reads(located, [span.part for span in spans])
         if done.tolist() != [span.wanted.out.size for span in spans]:
             return False
         self._count(spans)

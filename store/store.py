@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.blocks import Checksums, Reads
+    from tiercache.store.blocks import Checksums, FieldReads, Reads
     from tiercache.store.commit import Commit
     from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
@@ -129,9 +129,9 @@ class Store:
     def checksums(self, checksums: Checksums) -> None:
         self._reader.checksums = checksums
 
-    def read_with(self, reads: Reads | None) -> None:
-        """Have ``reads`` fill and check many pieces by one call, where the engine keeps them in files (None: none)."""
-        self._reader.reads = reads
+    def read_with(self, reads: Reads | None, field_reads: FieldReads | None = None) -> None:
+        """Have many pieces filled and checked by one call, where the engine keeps them, or their fields, in files."""
+        self._reader.read_with(reads, field_reads)
 
     @property
     def commit(self) -> Commit | None:
@@ -318,7 +318,7 @@ class Store:
         self.load([Pieces(segment, group, low, high, out)])
 
     def load(self, wanted: Sequence[Pieces], *, at_once: int | None = None) -> None:
-        """``read`` for many: ``at_once`` of them at a time (None: 2 to 4), on threads as nice as the first caller.
+        """``read`` for many: ``at_once`` of them at a time (None: 2 to 8), on threads as nice as the first caller.
 
         When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
         """

@@ -67,6 +67,14 @@ class DiskStore(LocalStore):
                 (self.root / draft).unlink(missing_ok=True)
             raise
 
+    def path(self, key: str) -> str:
+        """Return where an object is."""
+        return self._place + key
+
+    def reads_direct(self, num_bytes: Iterable[int]) -> bool:
+        """Whether ranges of these bytes, read together, are read past the page cache."""
+        return self._reader.reads_direct(num_bytes)
+
     def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
         """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
         return self._reader.read([(self._place + key, start, stop, size) for key, start, stop, size in spans])
@@ -85,9 +93,14 @@ class Objects:
         self._prototype = default_buffer_prototype()
 
     @property
+    def disk(self) -> DiskStore | None:
+        """The store where its objects are files; None elsewhere."""
+        return self.store if isinstance(self.store, DiskStore) else None
+
+    @property
     def root(self) -> Path | None:
         """Where the objects are files; None elsewhere."""
-        return self.store.root if isinstance(self.store, DiskStore) else None
+        return None if self.disk is None else self.disk.root
 
     def put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
         """Write the first ``size`` bytes of ``huge_pages`` as an object that nobody knows yet. Raises OSError."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.engine import FieldFile, FieldSource
 from tiercache.store.errors import BlockReadError
 from tiercache.store.zarr_arrays import Span
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.zarr_arrays import Arrays
+    from tiercache.store.zarr_objects import DiskStore
     from tiercache.store.zarr_shards import Shards
 
     Bytes = NDArray[np.uint8]
@@ -34,6 +36,15 @@ def read_rows(ranges: Ranges, chunks: Chunks, arrays: Arrays, first: int, last: 
         return _read_compressed(ranges, chunks, shards, first, last)
     rows = arrays.chunk_rows
     return ranges([Span(key, size // rows * first, size // rows * last, size) for key, size in chunks])
+
+
+def locate_rows(disk: DiskStore, chunks: Chunks, arrays: Arrays, first: int, last: int) -> FieldSource | None:
+    """Say where rows [first, last) of a block lie; None where they are compressed."""
+    if arrays.compression is not None:
+        return None
+    rows = arrays.chunk_rows
+    files = [FieldFile(disk.path(key), size, size // rows * first, size // rows) for key, size in chunks]
+    return FieldSource(disk.reads_direct((last - first) * file.row_bytes for file in files), files)
 
 
 def _read_compressed(ranges: Ranges, chunks: Chunks, shards: Sequence[Shards], first: int, last: int) -> list[Bytes]:

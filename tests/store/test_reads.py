@@ -7,27 +7,28 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from tests.store.big import dump, places, publish
+from tests.store.big import BIG, dump, places, publish
+from tiercache.kernels.field_io import read_fields
 from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.store import CorruptBlockError, Store
 from tiercache.store.reading import Pieces
 from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    from numpy.typing import NDArray
 
     from tests.store.conftest import Home
     from tiercache.store import Table
-    from tiercache.store.blocks import Part
-    from tiercache.store.engine import Source
+    from tiercache.store.blocks import Part, Read
+    from tiercache.store.engine import FieldSource, Source
 
 pytestmark = pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors")
 
@@ -46,14 +47,31 @@ def live(store: Store) -> list[Pieces]:
     return wanted
 
 
+def counting(store: Store) -> list[int]:
+    """Have a store read by calls; returns the sources of each, as they come."""
+    calls = list[int]()
+
+    def reads(sources: Sequence[Source], parts: Sequence[Part]) -> Read:
+        calls.append(len(sources))
+        return read_checked(sources, parts)
+
+    def field_reads(sources: Sequence[FieldSource], parts: Sequence[Part]) -> Read:
+        calls.append(len(sources))
+        return read_fields(sources, parts)
+
+    store.read_with(reads, field_reads)
+    return calls
+
+
 @pytest.mark.parametrize("at_once", [None, 1, 3])
 def test_a_load_by_one_call_is_the_load_one_by_one(home: Home, tables: list[Table], at_once: int | None) -> None:
     """The same bytes, counted alike, on every engine."""
     store = home.open(tables)
     World(store.tables, keys_per_pass=80).run(store, 3)
-    found = []
-    for reads in (None, read_checked):
-        store.read_with(reads)
+    found, calls = [], list[int]()
+    for by_calls in (False, True):
+        if by_calls:
+            calls = counting(store)
         before = [getattr(store.counters, name) for name in COUNTED]
         wanted = live(store)
         store.load(wanted, at_once=at_once)
@@ -61,53 +79,82 @@ def test_a_load_by_one_call_is_the_load_one_by_one(home: Home, tables: list[Tabl
         found.append((counted, [pieces.out.tobytes() for pieces in wanted]))
     assert found[0] == found[1]
     assert any(found[0][1])
+    assert (sum(calls) > 0) == (home.kind != "memory")
+
+
+def test_compressed_rows_are_read_one_by_one_beside_others_by_calls(tmp_path: Path) -> None:
+    """On Zarr, where one table is compressed and another is not."""
+    tables = [replace(BIG, compression="zstd"), replace(BIG, name="other", dim=3)]
+    with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
+        World(store.tables, keys_per_pass=80).run(store, 3)
+        one_by_one, by_calls = live(store), live(store)
+        store.load(one_by_one)
+        calls = counting(store)
+        store.load(by_calls, at_once=1)
+        store.load([pieces for pieces in live(store) if store.groups[pieces.group].compression is None], at_once=1)
+    assert [pieces.out.tobytes() for pieces in one_by_one] == [pieces.out.tobytes() for pieces in by_calls]
+    assert sum(calls) > 0
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
-def test_damage_is_refused_in_the_same_words(big: Store, damage: str) -> None:
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+def test_damage_is_refused_in_the_same_words(tmp_path: Path, kind: str, damage: str) -> None:
     """A flipped byte, a file cut short while it is open, a block that nobody knows: block and place are named."""
-    dump(big, 0, {1: 500, 2: 500})
-    dump(big, 1, {2: 300})
-    publish(big, 2)
-    assert big.path is not None
-    file = big.path / "blocks.bin"
-    name, at = max((name, place) for name, place in places(big.path).items() if name[:1] == b"r")
-    data = file.read_bytes()
-    if damage == "flipped":
-        with file.open("r+b") as opened:
-            opened.seek(at.offset + at.size // 2)
-            opened.write(bytes([data[at.offset + at.size // 2] ^ 1]))
-    elif damage == "short":
-        os.truncate(file, at.offset + 100)
-    else:
-        del big._engine._places[name]
-    said = []
-    for reads in (None, read_checked):
-        big.read_with(reads)
-        with pytest.raises(CorruptBlockError) as caught:
-            big.load(live(big))
-        said.append((str(caught.value), caught.value.segment, caught.value.block, caught.value.tables))
-    assert said[0] == said[1]
-    assert said[0][1] == 1
+    with Store.open(tmp_path / "s", tables=[BIG], engine=kind) as store:
+        dump(store, 0, {1: 500, 2: 500})
+        dump(store, 1, {2: 300})
+        publish(store, 2)
+        if kind == "lmdb":
+            file = tmp_path / "s" / "blocks.bin"
+            name, at = max((name, place) for name, place in places(tmp_path / "s").items() if name[:1] == b"r")
+            offset, size = at.offset, at.size
+        else:
+            name = max(name for name in store._engine._blocks if name[:1] == b"r")
+            key, size = list(store._engine._blocks[name].chunks(name))[1]
+            file, offset = tmp_path / "s" / key, 0
+        if damage == "flipped":
+            with file.open("r+b") as opened:
+                opened.seek(offset + size // 3)
+                byte = opened.read(1)[0]
+                opened.seek(offset + size // 3)
+                opened.write(bytes([byte ^ 1]))
+        elif damage == "short":
+            os.truncate(file, offset + 100)
+        elif kind == "lmdb":
+            del store._engine._places[name]
+        else:
+            file.unlink()
+        said, calls = [], list[int]()
+        for by_calls in (False, True):
+            if by_calls:
+                calls = counting(store)
+            with pytest.raises(CorruptBlockError) as caught:
+                store.load(live(store))
+            said.append((str(caught.value), caught.value.segment, caught.value.block, caught.value.tables))
+        assert said[0] == said[1]
+        assert said[0][1] == 1
+        assert damage == "missing" or sum(calls) > 0
 
 
 @pytest.mark.parametrize("seen", [-errno.EIO, -errno.EINVAL, 0, 17])
-def test_what_one_call_cannot_read_is_read_one_by_one(big: Store, seen: int) -> None:
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+def test_what_one_call_cannot_read_is_read_one_by_one(tmp_path: Path, kind: str, seen: int) -> None:
     """A file system that refuses, or gives less than was asked for, says so to the read that can go on or raise."""
-    stored = dump(big, 0, {1: 200, 2: 200})
-    publish(big, 1)
     calls = []
 
-    def refused(sources: Sequence[Source], parts: Sequence[Part]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        done, sums = read_checked(sources, parts)
+    def refused(read: Callable[..., Read], sources: Sequence[Any], parts: Sequence[Part]) -> Read:
+        done, sums = read(sources, parts)
         calls.append(len(parts))
         parts[-1][0][:] = 1
         done[-1] = seen
         return done, sums
 
-    big.read_with(refused)
-    wanted = live(big)
-    big.load(wanted)
+    with Store.open(tmp_path / "s", tables=[BIG], engine=kind) as store:
+        stored = dump(store, 0, {1: 200, 2: 200})
+        publish(store, 1)
+        store.read_with(partial(refused, read_checked), partial(refused, read_fields))
+        wanted = live(store)
+        store.load(wanted)
     assert calls
     assert [pieces.out.tobytes() for pieces in wanted] == [stored[use] for use in sorted(stored)]
 
@@ -118,7 +165,7 @@ def test_an_interrupted_load_leaves_no_call_that_reads(big: Store) -> None:
     publish(big, 1)
     reading, begun = [], []
 
-    def interrupting(sources: Sequence[Source], parts: Sequence[Part]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    def interrupting(sources: Sequence[Source], parts: Sequence[Part]) -> Read:
         reading.append(len(begun))
         begun.append(len(parts))
         if len(begun) == 2:

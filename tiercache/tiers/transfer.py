@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.kernels.field_io import read_fields
 from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.planning.budget import paged
 from tiercache.planning.host_plan import Held
@@ -75,7 +76,7 @@ class Transfer:
         if has_crc32c():
             store.checksums = crc32c
         if has_reads():
-            store.read_with(read_checked)
+            store.read_with(read_checked, read_fields)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=_yield_to_training)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=_yield_to_training)
         self._segments: dict[int, Segment] = {}
