@@ -47,8 +47,8 @@ class Size:
 FULL = Size(
     name="full",
     pass_bytes=400 << 20,
-    turns=7,
-    wide_visits=7,
+    turns=11,
+    wide_visits=11,
     heap_bytes=2 * 10**9,
     lookup_pass_bytes=64 << 20,
     row_sizes=(32, 1540),
