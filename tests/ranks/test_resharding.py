@@ -16,6 +16,7 @@ from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, placem
 from tests.training.cases import assert_same_bits, result_of
 from tiercache.errors import BudgetError, PassSetError, RankError
 from tiercache.planning.schedule import Schedule
+from tiercache.ranks.opening import open_parts
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 from tiercache.ranks.record import Record
@@ -220,6 +221,22 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         share = Share(others, ways(2, 1), rank)
         assert cursor == (0, 0)
         assert digest == Schedule(num_passes=5, pass_set_digest=share.digest).digest
+
+
+def test_the_same_ranks_reorganise_within_their_store_budget(tmp_path: Path) -> None:
+    """Too little is refused with the numbers, and the parts stand as they stood; enough is enough."""
+    case = one_case()
+    path = tmp_path / "sharded"
+    sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
+    share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
+    options: dict[str, Any] = {"engine": None, "parts": None, "reorganised": True, "order_seed": None}
+    with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but putting the store in the order of these"):
+        open_parts(path, share, Alone(), **options, store_budget=100)
+    with ShardedStore.open(path) as store:
+        assert store.cursor == (3, 0)
+    with open_parts(path, share, Alone(), **options, store_budget=1 << 30) as parts:
+        assert parts.store.commit is not None
+        assert parts.store.commit.cursor == (0, 0)
 
 
 def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

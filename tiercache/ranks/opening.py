@@ -72,7 +72,7 @@ def open_parts(
     if opened.store.commit is not None:
         try:
             work_together(
-                lambda _: _follow(opened.store, share, order_seed, reorganised),
+                lambda _: _follow(opened.store, share, order_seed, reorganised, store_budget),
                 ranks,
                 "putting rows into another order",
             )
@@ -84,9 +84,13 @@ def open_parts(
     return opened
 
 
-def _follow(store: Store, share: Share, order_seed: int | None, reorganised: bool) -> None:
+def _follow(store: Store, share: Share, order_seed: int | None, reorganised: bool, store_budget: int | None) -> None:
     """Put the rows of a part into the order of parts of its passes, or, where that is wanted, of other passes."""
     assert store.commit is not None
     start = place_of(store.commit, share.placement, share.rank, share, order_seed)
     if start is not None or reorganised:
-        reorganise(store, share, order_seed=order_seed, start=start, progress=False)  # type: ignore[arg-type]
+        reorganise(
+            store,
+            share,  # type: ignore[arg-type]
+            order_seed=order_seed, start=start, store_budget=store_budget, progress=False,
+        )  # fmt: skip
