@@ -27,6 +27,11 @@ FIND_PART = part_struct(("first", "l"), ("last", "l"), ("table", "l"), ("table_i
 _TASK = 256  # keys
 
 
+def bytes_for(room: int, num_tables: int) -> int:
+    """Return how many bytes an index for `room` keys of so many tables holds: a word more than on a CPU."""
+    return 16 * capacity_for(room) + 8 + 8 * max(1, num_tables)
+
+
 class MissingKeys:
     """What the searches of a batch did not find: kept on the device, read when somebody asks."""
 
@@ -82,16 +87,30 @@ class KeyIndex:
 
         Raises ValueError before anything is forgotten.
         """
+        parts = self._parts_of(key_sets, 0)
+        self.clear()
+        self._take_in(parts)
+
+    def extend(self, key_sets: Sequence[KeySet]) -> None:
+        """Take in key sets, or further stretches of them, in one launch: no key is in the index yet.
+
+        Raises ValueError before anything is changed.
+        """
+        self._take_in(self._parts_of(key_sets, self.count))
+
+    def _parts_of(self, key_sets: Sequence[KeySet], count: int) -> list[tuple[Any, ...]]:
         parts = []
         for key_set in key_sets:
             keys = view(self._device, "keys", key_set.keys, np.int64)
             check_table(key_set.table, len(self._table_ids))
             check_positions(key_set.first_position, keys.size)
             parts.append(self._part(key_set.table, keys.address, 0, key_set.first_position, keys.size))
-        check_room(0, sum(part[3] for part in parts), self.capacity)
-        self.clear()
+        check_room(count, sum(part[3] for part in parts), self.capacity)
+        return parts
+
+    def _take_in(self, parts: list[tuple[Any, ...]]) -> None:
         self._launch(parts, lowering=False)
-        self.count = sum(part[3] for part in parts)
+        self.count += sum(part[3] for part in parts)
 
     def insert(self, table: int, keys: Any, positions: Any) -> None:
         """Take in keys (n,) of a table with positions (n,), none negative, both on the device.

@@ -58,6 +58,11 @@ def capacity_for(room: int) -> int:
     return 1 << max(4, (-(-room * 5 // 4) - 1).bit_length())
 
 
+def bytes_for(room: int, num_tables: int) -> int:
+    """Return how many bytes an index for `room` keys of so many tables holds."""
+    return 16 * capacity_for(room) + 8 * num_tables
+
+
 def check_room(count: int, more: int, capacity: int) -> None:
     """Raise ValueError where an index has no place for `more` keys."""
     if count + more > capacity * 4 // 5:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tiercache.kernels import cuda_key_index
 from tiercache.kernels.bits import hash_keys
-from tiercache.kernels.key_index import KeyIndex, KeySet, Missing
+from tiercache.kernels.key_index import KeyIndex, KeySet, Missing, bytes_for
 
 MIN = -(2**63)
 TABLE_IDS = np.array([7, 2**63 + 11, 7 ^ 5], np.uint64)
@@ -130,6 +130,27 @@ def test_keys_of_one_home_are_found_round_the_end_of_the_index() -> None:
         known = {(0, k): i for i, k in enumerate(first[:size].tolist())}
         known |= {(1, k): i for i, k in enumerate(second[size:].tolist(), size)}
         check(index, there, device, known, [(0, first.tolist()[::50]), (1, second.tolist()[::50])])
+
+
+@pytest.mark.parametrize("step", [1, 7, 300, 2000])
+def test_an_index_that_is_extended_by_stretches_answers_as_one_that_is_built(step: int) -> None:
+    """Of two tables with the same keys, INT64_MIN among them; a stretch too much is refused, and nothing is lost."""
+    keys = np.concatenate([[MIN], np.random.default_rng(0).integers(-(2**62), 2**62, 300 if step > 1 else 20)])
+    known = {(t, k): i for t in (0, 1) for i, k in enumerate(keys.tolist(), t * keys.size)}
+    for device in devices():
+        index, there = both(2 * keys.size, device)
+        index.build([KeySet(t, keys, t * keys.size) for t in (0, 1)])
+        there.clear()
+        for t in (0, 1):
+            for first in range(0, keys.size, step):
+                part = device.place(keys[first : first + step])
+                there.extend([KeySet(t, part, t * keys.size + first)])
+        assert there.count == index.count
+        assert there.nbytes == cuda_key_index.bytes_for(2 * keys.size, TABLE_IDS.size)
+        assert index.nbytes == bytes_for(2 * keys.size, TABLE_IDS.size)
+        with pytest.raises(ValueError, match="Nothing was changed"):
+            there.extend([KeySet(2, device.place(np.arange(there.capacity)), 0)])
+        check(index, there, device, known, [(0, keys.tolist()), (1, [*keys.tolist(), 5]), (2, [0, MIN])])
 
 
 PAUSE = """

@@ -62,9 +62,19 @@ class _Kernels(ShimDevice):
             if len(self._tables) > 64:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
-        if self.deferring:
-            self._needed.append(self._tables[key])
+        self.need(self._tables[key])
         return self._tables[key]
+
+    def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array of rubbish; a stream takes memory back in order, so it stays until all is done."""
+        array = super().empty(size, dtype)
+        self.need(array)
+        return array
+
+    def need(self, array: NDArray[Any]) -> None:
+        """Keep an array that was made on another stream for what is deferred there."""
+        if self.deferring:
+            self._needed.append(array)
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
         """Wait for all that was begun."""
@@ -89,7 +99,8 @@ class _Kernels(ShimDevice):
         with self._lock:
             while self.deferred:
                 self.deferred.pop(0)()
-            self._needed.clear()
+            if not self.deferring and threading.current_thread() is threading.main_thread():
+                self._needed.clear()  # else what is needed may be of a launch that is yet to be deferred
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
         """Run a kernel, now or later."""
@@ -122,7 +133,9 @@ class ShimGpu:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of rubbish in guarded memory."""
-        return torch.from_numpy(self.kernels.memory.empty(tuple(int(n) for n in shape), _NUMPY[dtype]))
+        array = self.kernels.memory.empty(tuple(int(n) for n in shape), _NUMPY[dtype])
+        self.kernels.need(array)
+        return torch.from_numpy(array)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Note where it lies."""
@@ -142,7 +155,7 @@ class ShimGpu:
         taken = host if lasting else host.clone()
         self.kernels.do(lambda: there.copy_(taken))
 
-    def download(self, tensor: torch.Tensor) -> NDArray[np.float32]:
+    def download(self, tensor: torch.Tensor) -> NDArray[Any]:
         """Wait for all that was begun."""
         self.kernels.catch_up()
         return tensor.clone().numpy()
@@ -183,6 +196,18 @@ class ShimGpu:
             yield
         finally:
             self.kernels.deferring = False
+
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Defer what is done inside: as on the stream of moves, though a GPU would let searches go before moves."""
+        deferring, self.kernels.deferring = self.kernels.deferring, True
+        try:
+            yield
+        finally:
+            self.kernels.deferring = deferring
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Nothing: memory comes back when nobody refers to it."""
 
     def mark(self) -> _Mark:
         """Return a moment that `wait` reaches."""

@@ -47,7 +47,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         log.append("current is training")
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "stand-in")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("moves", log))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority=0: Stream("searches" if priority else "moves", log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -69,6 +69,19 @@ def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) ->
     with pytest.raises(KeyError), gpu.moving():
         raise KeyError
     assert log[-1] == "training waits for moves"
+
+
+def test_searches_wait_for_no_step_and_steps_wait_for_them(log: list[str]) -> None:
+    """Also where the work inside fails; what is handed over stays until the steps are done with it."""
+    gpu = CudaGpu(SimpleNamespace(), 1)  # type: ignore[arg-type]
+    with gpu.searching():
+        log.append("kernels")
+    assert log == ["current is searches", "kernels", "current is training", "training waits for searches"]
+    with pytest.raises(KeyError), gpu.searching():
+        raise KeyError
+    assert log[-1] == "training waits for searches"
+    gpu.hand_over(SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}")))  # type: ignore[arg-type]
+    assert log[-1] == "kept for training"
 
 
 def device_with(runtime: Any) -> CudaDevice:

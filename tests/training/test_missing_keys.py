@@ -19,12 +19,14 @@ from tests.training.cases import (
     Spec,
     assert_same_bits,
     open_store,
+    resident,
     result_of,
     result_of_resident,
     table,
     tiered,
     train,
 )
+from tests.training.devices import DEVICE
 from tests.training.oracle import initial_row
 from tests.training.raw import (
     LOW,
@@ -104,7 +106,7 @@ def test_missing_keys_read_what_a_dict_says_and_train_nothing(
     keys, lists = drawn
     with tempfile.TemporaryDirectory() as folder:
         passes = write_passes(Path(folder) / "keys")
-        reference = tc.ResidentCache(passes)
+        reference = resident(passes)
         held, visit = visited([own_keys(0)], reference)
         rows = oracle(reference, missing)
         store = tc.Store.open(None, tables=TABLES, engine=tc.store.MemoryEngine())
@@ -128,7 +130,7 @@ def check_vectors(vectors: dict[str, torch.Tensor], lists: dict[str, list[list[i
     """Each vector is, bit for bit, the row of its key."""
     for feature in SCHEMA.features:
         expected = [rows[feature.table][key] for row in lists[feature.name] for key in row]
-        found = vectors[feature.name].detach().numpy()
+        found = vectors[feature.name].detach().cpu().numpy()
         dim = found.shape[-1]
         np.testing.assert_array_equal(found.reshape(-1, dim), np.array(expected, np.float32).reshape(-1, dim))
 
@@ -151,7 +153,7 @@ def check_step(
                 include_last_offset=True,
             )
         )  # fmt: skip
-    expected, found = torch.cat(outs, 1), bag(batch)
+    expected, found = torch.cat(outs, 1), bag(batch).cpu()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     coefficients = torch.arange(1.0, found.numel() + 1).reshape(found.shape)
     (found * coefficients).sum().backward()
@@ -167,7 +169,7 @@ def check_step(
         }
     again = tc.TieredEmbedding(cache)(batch)
     for feature in SCHEMA.features:
-        got = again[feature.name].detach().numpy().reshape(-1, again[feature.name].shape[-1])
+        got = again[feature.name].detach().cpu().numpy().reshape(-1, again[feature.name].shape[-1])
         at = 0
         for row in lists[feature.name]:
             for key in row:
@@ -197,7 +199,7 @@ def missing_some(case: Case, samples: tc.PassSet) -> Callable[[int, dict[str, An
     return change
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20 if DEVICE != "shim" else 6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.sampled_from(OTHER_MISSING))
 def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(drawn: tuple[Case, Any], missing: str) -> None:
     """Several modes of pooling, weights, accumulation and groups side by side."""
@@ -206,7 +208,7 @@ def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(drawn: tuple[Ca
         samples = case.cut(Path(folder) / "samples")
         passes = key_sets(Path(folder) / "keys", samples)
         options = {"change": missing_some(case, samples), "missing": missing}
-        memory = tc.ResidentCache(passes, order_seed=case.order_seed)
+        memory = resident(passes, order_seed=case.order_seed)
         expected = result_of_resident(memory, train_raw(memory, case, samples, **options))
         with open_store(Path(folder) / "model.tc", case, how["engine"]) as store:
             with tiered(store, passes, order_seed=case.order_seed, commit_every=how["commit_every"]) as cache:
@@ -217,7 +219,7 @@ def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(drawn: tuple[Ca
 def test_a_missing_key_is_an_error_that_names_table_key_and_batch(tmp_path: Path) -> None:
     """And the batch does not count; the visit goes on."""
     passes = write_passes(tmp_path / "keys")
-    for visit in tc.ResidentCache(passes).passes(epochs=1):
+    for visit in resident(passes).passes(epochs=1):
         keys = own_keys(visit.index)
         visit.batch(keys)
         bad = keys | {"pair": np.array([[PASS_KEYS[visit.index][0], 99]] * 4)}
@@ -263,7 +265,7 @@ def test_what_does_not_fit_is_refused_by_a_sentence(
     tmp_path: Path, keys: dict[str, Any], others: dict[str, Any], message: str
 ) -> None:
     """Before anything counts."""
-    visits = tc.ResidentCache(write_passes(tmp_path / "keys")).passes(epochs=1)
+    visits = resident(write_passes(tmp_path / "keys")).passes(epochs=1)
     visit = next(visits)
     with pytest.raises(ValueError, match=message):
         visit.batch(keys, **others)
@@ -276,12 +278,12 @@ def test_a_table_trained_with_an_out_of_vocabulary_row_reads_it_for_keys_never_t
     passes = case.extract(tmp_path / "train", min_count=3)
     found = []
     with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
-        for kind in (cache, tc.ResidentCache(passes)):
+        for kind in (cache, resident(passes)):
             train(kind, replace(case, epochs=1))
             visits = kind.passes(epochs=2)
             visit = next(visits)
             batch = visit.batch({"f": [10**9, 10**9 + 1]}, missing="load")
-            found.append(tc.TieredEmbedding(kind)(batch)["f"].detach().numpy())
+            found.append(tc.TieredEmbedding(kind)(batch)["f"].detach().cpu().numpy())
         assert np.array_equal(found[0], found[1])
         assert np.array_equal(found[0][0], found[0][1])
         assert not np.array_equal(found[0][0], initial_row(case.tables[0], 10**9))

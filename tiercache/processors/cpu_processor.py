@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
+from tiercache.kernels.key_index import bytes_for
 from tiercache.kernels.pooling import MAX, gather, map_slots, pool_bags, pool_one, weight_gradient
 from tiercache.kernels.rounding import make_rounding, set_streams
 from tiercache.kernels.rows import Pieces, pack, unpack
@@ -26,6 +27,7 @@ from tiercache.kernels.update import (
     update_sgd,
 )
 from tiercache.processors.buffers import POOL
+from tiercache.processors.host_key_index import HostKeyIndex
 from tiercache.processors.processor import RowArrays
 from tiercache.store.table import SGD, Adagrad, Adam, RowWiseAdagrad
 
@@ -176,6 +178,18 @@ class CpuProcessor:
         """Join them, or return the only one as it is."""
         joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         return joined, joined
+
+    def together(self, arrays: Sequence[Array]) -> Array:
+        """Join them."""
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+    def index_bytes(self, num_keys: int, num_tables: int) -> int:
+        """Return those of the kernels' index."""
+        return bytes_for(num_keys, num_tables)
+
+    def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> HostKeyIndex:
+        """Make the kernels' index."""
+        return HostKeyIndex(num_keys, table_ids)
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
         """Fill a fresh array."""

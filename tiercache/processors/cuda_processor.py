@@ -14,6 +14,7 @@ from tiercache.kernels.cuda_pooling import MAX, Bags, pool_many, weight_gradient
 from tiercache.kernels.cuda_vectors import Vectors
 from tiercache.kernels.optimizers import ADAGRAD, ROWWISE, adam_rule, make_rule
 from tiercache.kernels.optimizers import SGD as PLAIN
+from tiercache.processors import cuda_key_index
 from tiercache.processors.cuda_mover import CudaMover
 from tiercache.processors.gpu import TORCH_DTYPES
 from tiercache.store.table import (
@@ -82,6 +83,23 @@ class CudaProcessor:
         host: NDArray[np.int32] = pinned.numpy()
         np.concatenate(arrays, out=host)
         return host, self._gpu.upload(pinned)
+
+    def together(self, arrays: Sequence[Array]) -> Array:
+        """Join them on the device."""
+        return arrays[0] if len(arrays) == 1 else torch.cat(tuple(arrays))
+
+    def index_bytes(self, num_keys: int, num_tables: int) -> int:
+        """Return those of places and of the slice of keys that is on its way."""
+        return cuda_key_index.bytes_for(num_keys, num_tables)
+
+    def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> cuda_key_index.CudaKeyIndex | None:
+        """Take it from torch's caching allocator; None where that has not so much."""
+        if self.index_bytes(num_keys, table_ids.size) > self._gpu.room()[0]:
+            return None
+        try:
+            return cuda_key_index.CudaKeyIndex(self._gpu, num_keys, table_ids)
+        except torch.OutOfMemoryError:
+            return None
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
         """Fill pinned memory where all are the data's, else the device's."""

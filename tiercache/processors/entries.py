@@ -7,7 +7,7 @@ tensors on a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 
@@ -15,11 +15,58 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.kernels.key_index import Missing
     from tiercache.store.table import Group
     from tiercache.tiers.rows import GroupRows
 
 Array = Any
 """Of the device."""
+
+
+class Found(Protocol):
+    """The local ids of a batch's raw keys, all features' one behind the other; -1 where the pass lacks a key."""
+
+    @property
+    def there(self) -> Array:
+        """(E,) int32, on the device."""
+        ...
+
+    def missing(self) -> Missing:
+        """Return how many keys the pass lacks, and the first of them; waits for the search."""
+        ...
+
+    def host(self) -> NDArray[np.int32]:
+        """Return the ids (E,) in host memory, read-only; waits for the search."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundIds:
+    """The local ids of one feature, as of `FeatureIds`, found on the device: each one is a row, or -1."""
+
+    found: Found
+    first: int
+    """Of its entries among those of all features."""
+    last: int
+    offsets: NDArray[np.int64] | None
+    """(n + 1,) where each sample's ids begin; None: one id per sample."""
+    weights: NDArray[np.float32] | None
+    """(E,) one per id; None: all 1."""
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """(E,) in host memory, read-only; a GPU is waited for when those of a batch are first read."""
+        return self.found.host()[self.first : self.last]
+
+    @property
+    def there(self) -> Array:
+        """(E,) on the device."""
+        return self.found.there[self.first : self.last]
+
+    @property
+    def num_ids(self) -> int:
+        """E."""
+        return self.last - self.first
 
 
 @dataclass(slots=True, kw_only=True)

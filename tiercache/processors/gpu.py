@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class Gpu(Protocol):
         """
         ...
 
-    def download(self, tensor: torch.Tensor) -> NDArray[np.float32]:
+    def download(self, tensor: torch.Tensor) -> NDArray[Any]:
         """Wait for the current stream and return a copy in host memory."""
         ...
 
@@ -84,6 +84,17 @@ class Gpu(Protocol):
 
     def moving(self) -> AbstractContextManager[None]:
         """Work inside is done on the stream of moves: behind the current stream's, which then waits for it."""
+        ...
+
+    def searching(self) -> AbstractContextManager[None]:
+        """Work inside is done on the stream of searches: behind the searches before, and behind nothing else.
+
+        The current stream then waits for it. Tensors made inside are for searches alone, but those handed over.
+        """
+        ...
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Have the memory of a tensor made in a search stay its own until the current stream is done with it."""
         ...
 
     def mark(self) -> Mark:
@@ -120,6 +131,8 @@ class CudaGpu:
         self.kernels, self.device = kernels, torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
         self._moves = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # its few blocks go before those of a step, so that the thread which waits for them waits for no step
+        self._searches = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def prepare(self) -> None:
         """Compile all kernels, or load them from CuPy's cache on disk."""
@@ -142,9 +155,9 @@ class CudaGpu:
         """Copy from memory of any kind; what is not pinned is read before this returns anyway."""
         there.copy_(host, non_blocking=lasting)
 
-    def download(self, tensor: torch.Tensor) -> NDArray[np.float32]:
+    def download(self, tensor: torch.Tensor) -> NDArray[Any]:
         """Copy by way of torch."""
-        copied: NDArray[np.float32] = tensor.cpu().numpy()  # synchronize!
+        copied: NDArray[Any] = tensor.cpu().numpy()  # synchronize!
         return copied
 
     def address_of(self, array: NDArray[np.float32]) -> int:
@@ -175,13 +188,28 @@ class CudaGpu:
         finally:
             current.wait_stream(self._moves)
 
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Order the current stream behind it by an event; no thread waits."""
+        current = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.stream(self._searches):
+                yield
+        finally:
+            current.wait_stream(self._searches)
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Tell torch's allocator."""
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
     def mark(self) -> _Event:
         """Record an event."""
         return _Event(self._moves)
 
     def rest(self) -> None:
-        """Wait for the stream of moves and for the current one."""
+        """Wait for the streams of moves and of searches and for the current one."""
         self._moves.synchronize()  # synchronize!
+        self._searches.synchronize()  # synchronize!
         torch.cuda.current_stream(self.device).synchronize()  # synchronize!
 
     def random_state(self) -> torch.Tensor:

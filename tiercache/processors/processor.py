@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.processors.entries import Array, Entries, GroupStep, Pending, Wanted
+    from tiercache.kernels.key_index import KeySet
+    from tiercache.processors.entries import Array, Entries, Found, GroupStep, Pending, Wanted
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
@@ -160,6 +161,31 @@ class Mover(Protocol):
         ...
 
 
+class KeyIndex(Protocol):
+    """Finds raw keys in the key sets of one pass, on the device; on the training thread."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on the device: as `Processor.index_bytes` says of so many keys and tables."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Places: an index of another pass fits where `kernels.key_index.capacity_for` its keys is no more."""
+        ...
+
+    def build(self, key_sets: Sequence[KeySet]) -> None:
+        """Forget all keys and take in those of a pass, from host memory, where they may be mapped."""
+        ...
+
+    def find(self, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]) -> Found:
+        """Search for the keys of some features, in host memory; waits for no step of a GPU.
+
+        Those of feature f are entries ``starts[f]`` to ``starts[f + 1]``, of table ``tables[f]``.
+        """
+        ...
+
+
 class Processor(Protocol):
     """Looks up and steps rows on one device."""
 
@@ -205,6 +231,18 @@ class Processor(Protocol):
 
     def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
         """Return arrays one behind the other, in host memory and on the device."""
+        ...
+
+    def together(self, arrays: Sequence[Array]) -> Array:
+        """Return arrays of the device one behind the other; the only one as it is."""
+        ...
+
+    def index_bytes(self, num_keys: int, num_tables: int) -> int:
+        """Return what an index of so many raw keys takes on the device."""
+        ...
+
+    def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> KeyIndex | None:
+        """Return an index with room for so many raw keys; None where the device has too little memory for it."""
         ...
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:

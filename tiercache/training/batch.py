@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.passes.samples import FeatureIds, Samples
+    from tiercache.processors.entries import FoundIds
     from tiercache.tiers.rows import RowView
 
 
@@ -36,12 +37,13 @@ class Pooled:
 class Batch:
     """Some samples: ``label`` (N,), ``dense`` (N, dense features), both float32, and ids for the embedding modules.
 
-    Label and dense are on the device of the training; ids are in host memory until a module looks them up.
+    Label and dense are on the device of the training; ids are in host memory until a module looks them up, and those of
+    raw keys, found on a GPU, are copied there when somebody reads them.
     """
 
     label: torch.Tensor
     dense: torch.Tensor
-    ids: dict[str, FeatureIds]
+    ids: Mapping[str, FeatureIds | FoundIds]
     """Local ids by feature. They mean rows only together with ``rows``, and only inside their visit."""
     rows: RowView
     num_samples: int
@@ -83,7 +85,7 @@ def make_batch(
     samples: Samples,
     rows: RowView,
     *,
-    ids: dict[str, FeatureIds] | None = None,
+    ids: Mapping[str, FeatureIds] | None = None,
     weight: float = 1.0,
     pooled: Mapping[str, Pooled] | None = None,
 ) -> Batch:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.pooling import MAX, MEAN, SUM, check_ids
-from tiercache.processors.entries import Entries, Pending
+from tiercache.processors.entries import Entries, FoundIds, Pending
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,18 +53,13 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
     """Bring the ids of a part in one batch to the device, feature-major, checked against their tables."""
     rows, processor = batch.rows.groups[part.group], batch.rows.processor
     found = [batch.ids[name] for name in part.features]
-    host, ids = processor.join([one.ids for one in found])
     starts = np.zeros(len(found) + 1, dtype=np.int64)
-    np.cumsum([one.ids.size for one in found], out=starts[1:])
-    limits = np.array([rows.num_local[table] for table in part.tables], dtype=np.int64)
-    bad = check_ids(host, starts, limits)
-    if bad >= 0:
-        f = int(np.searchsorted(starts, bad, side="right")) - 1
-        raise IndexError(
-            f"feature {part.features[f]!r} has local id {int(host[bad])} at entry {bad - int(starts[f])} "
-            f"of the batch, and table {part.tables[f]!r} has local ids 0 to {int(limits[f]) - 1} in "
-            f"{batch.rows.name}: use batches of the pass that is being trained"
-        )
+    np.cumsum([one.num_ids for one in found], out=starts[1:])
+    there = [one.there for one in found if isinstance(one, FoundIds)]
+    if len(there) == len(found):  # in the pass's own key sets: none is of another table
+        ids = processor.together(there)
+    else:
+        ids = _checked(part, batch, starts, [one.ids for one in found])
     entries = Entries(
         ids=ids, starts=starts, modes=part.modes, cols=part.cols,
         bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64),
@@ -87,8 +82,24 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
                         f"its {last - first} ids in the batch"
                     )
                 parts.append((first, last, weights[name]))
-        entries.weights = processor.weights(host.size, parts) if parts else NONE_F4
+        entries.weights = processor.weights(int(starts[-1]), parts) if parts else NONE_F4
     return entries
+
+
+def _checked(part: FeaturePart, batch: Batch, starts: NDArray[np.int64], found: list[NDArray[np.int32]]) -> Array:
+    """Join ids that came from outside on the device; raise IndexError for one that is not in its table."""
+    rows, processor = batch.rows.groups[part.group], batch.rows.processor
+    host, ids = processor.join(found)
+    limits = np.array([rows.num_local[table] for table in part.tables], dtype=np.int64)
+    bad = check_ids(host, starts, limits)
+    if bad >= 0:
+        f = int(np.searchsorted(starts, bad, side="right")) - 1
+        raise IndexError(
+            f"feature {part.features[f]!r} has local id {int(host[bad])} at entry {bad - int(starts[f])} "
+            f"of the batch, and table {part.tables[f]!r} has local ids 0 to {int(limits[f]) - 1} in "
+            f"{batch.rows.name}: use batches of the pass that is being trained"
+        )
+    return ids
 
 
 class PooledLookup:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tiercache.passes.keybatch import FeatureKeys
     from tiercache.passes.passset import Pass
-    from tiercache.processors.entries import Pending
+    from tiercache.processors.entries import FoundIds, Pending
     from tiercache.processors.processor import Processor
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
@@ -63,12 +63,12 @@ class RawKeys:
     ) -> None:
         """rows_now: a reader of rows as of now. steps: how often rows were stepped so far.
 
-        index_room: bytes that an index of keys may take, None: any number.
+        index_room: bytes that an index of keys may take on the device, None: any number.
         """
         self._schema, self._groups = schema, tuple(groups)
         self._rows_now, self._steps, self._processor = rows_now, steps, processor
         self._table_of = {feature.name: feature.table for feature in schema.features}
-        self._finder = KeyFinder([table for group in groups for table in group.tables], index_room)
+        self._finder = KeyFinder([table for group in groups for table in group.tables], processor, index_room)
 
     @property
     def index_bytes(self) -> int:
@@ -91,10 +91,14 @@ class RawKeys:
         if missing not in MISSING:
             raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
         num_samples, features = feature_keys(self._schema, keys, weights)
-        places = self._finder.find(source, features, self._table_of)
+        found, ids = self._finder.find(source, features, self._table_of)
+        made = self._made(num_samples, ids, rows, label, dense)
+        lost = found.missing()  # all is on its way: what is waited for is the search
+        if not lost.count:
+            return made
         if missing == "error":
-            self._refuse_missing(features, places, rows, number)
-        return self._make(num_samples, features, places, rows, missing, label, dense)
+            self._refuse(lost.first, features, ids, rows, number)
+        return self._with_missing(made, features, {name: one.ids for name, one in ids.items()}, rows, missing)
 
     def evaluate(
         self,
@@ -125,24 +129,15 @@ class RawKeys:
             for group in self._groups
         ]  # fmt: skip
         nowhere = {name: np.full(feature.keys.size, -1, np.int32) for name, feature in features.items()}
+        ids = {name: FeatureIds(nowhere[name], feature.offsets, feature.weights) for name, feature in features.items()}
         rows = RowView(empty, None, "an evaluation of raw keys", self._processor)
-        return self._make(num_samples, features, nowhere, rows, "load", label, dense)
+        made = self._made(num_samples, ids, rows, label, dense)
+        return self._with_missing(made, features, nowhere, rows, "load")
 
-    def _make(
-        self,
-        num_samples: int,
-        features: dict[str, FeatureKeys],
-        places: dict[str, NDArray[np.int32]],
-        rows: RowView,
-        missing: Missing,
-        label: Any,
-        dense: Any,
+    def _made(
+        self, num_samples: int, ids: Mapping[str, FeatureIds | FoundIds], rows: RowView, label: Any, dense: Any
     ) -> Batch:
-        """Return the batch of keys with these local ids; -1: what ``missing`` says."""
-        ids = {name: FeatureIds(places[name], feature.offsets, feature.weights) for name, feature in features.items()}
-        lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
-        if lacking:
-            rows = self._with_rows_of_missing(rows, features, places, lacking, missing, ids)
+        """Return the batch of keys with these local ids."""
         return Batch(
             label=self._bring("label", label, torch.empty(0), (num_samples,)),
             dense=self._bring("dense", dense, torch.empty(num_samples, 0), (num_samples, -1)),
@@ -158,38 +153,33 @@ class RawKeys:
             return found
         return self._processor.tensor(self._processor.bring(found.numpy()))
 
-    def _refuse_missing(
-        self,
-        features: dict[str, FeatureKeys],
-        places: dict[str, NDArray[np.int32]],
-        rows: RowView,
-        number: int,
-    ) -> None:
-        for name, found in places.items():
-            if not found.size or int(found.min()) >= 0:
-                continue
-            at = int(np.argmax(found < 0))
-            key, table = int(features[name].keys[at]), self._table_of[name]
-            raise KeyNotInPassError(
-                f"batch {number} of {rows.name} has the key {key} of table {table!r} at entry {at} of feature "
-                f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
-                "all keys, or choose missing='load', 'init' or 'zero', which train no row for it",
-                table=table,
-                key=key,
-                batch=number,
-            )
+    def _refuse(
+        self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], rows: RowView, number: int
+    ) -> NoReturn:
+        """Raise KeyNotInPassError of an entry, counted over all features."""
+        name, found = next((name, found) for name, found in ids.items() if found.first <= entry < found.last)
+        at, table = entry - found.first, self._table_of[name]
+        key = int(features[name].keys[at])
+        raise KeyNotInPassError(
+            f"batch {number} of {rows.name} has the key {key} of table {table!r} at entry {at} of feature "
+            f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
+            "all keys, or choose missing='load', 'init' or 'zero', which train no row for it",
+            table=table,
+            key=key,
+            batch=number,
+        )
 
-    def _with_rows_of_missing(
+    def _with_missing(
         self,
-        rows: RowView,
+        made: Batch,
         features: dict[str, FeatureKeys],
         places: dict[str, NDArray[np.int32]],
-        lacking: set[str],
+        rows: RowView,
         missing: Missing,
-        ids: dict[str, FeatureIds],
-    ) -> RowView:
-        """Return rows for this batch alone, and let ``ids`` mean those in the groups with missing keys."""
-        added: dict[int, _GatheredRows] = {}
+    ) -> Batch:
+        """Return a batch with rows of its own in the groups with missing keys, whose local ids are -1."""
+        lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
+        ids, added = dict(made.ids), dict[int, _GatheredRows]()
         for g, group in enumerate(self._groups):
             tables = {table.name for table in group.tables}
             mine = [f for f in self._schema.features if f.table in tables]
@@ -216,8 +206,8 @@ class RawKeys:
                     count += self._number_missing(table, [f.name for f in mine if f.table == table.name], features,
                                                   places, numbers, count, missing, vectors)  # fmt: skip
             added[g] = _GatheredRows(group, rows, g, held_R, np.concatenate(vectors), self._steps)
-            ids.update({f.name: replace(ids[f.name], ids=numbers[f.name]) for f in mine})
-        return _RawRows(rows, added)
+            ids |= {f.name: FeatureIds(numbers[f.name], ids[f.name].offsets, ids[f.name].weights) for f in mine}
+        return replace(made, ids=ids, rows=_RawRows(rows, added)) if added else made
 
     def _number_missing(
         self,
