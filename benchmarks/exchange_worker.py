@@ -28,7 +28,8 @@ from tiercache.store.hashing import mix
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch import Batch
-from tiercache.training.lookup import FeaturePart, PooledLookup
+from tiercache.training.joining import FeaturePart
+from tiercache.training.lookup import PooledLookup
 from tiercache.training.row_optimizer import RowGradients, RowOptimizer
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ where the data has their keys (`rows_held`).
 Three runs of the same batches, in windows of 3 warm visits (see `window`):
 
 * memory: every row on the device. ms_per_step, of fresh batches, all in: ids checked and brought, lookup, dense part,
-  steps, while a thread reads the samples of the next two batches. ms_batch is what a batch takes to be made where none
-  is read ahead; ms_per_step_kept is a step on two batches read in advance, again and again, as others measured theirs.
+  steps; on a GPU threads make the next two batches meanwhile. ms_batch is what a batch takes until it is there where
+  none is made ahead, without its lookups; ms_per_step_kept is a step on two batches made in advance, again and again,
+  as others measured theirs.
 * host: a device budget of one pass, all rows in host memory, a store in memory. throughput_ratio_host is in-memory
   over tiered seconds.
 * disk: the same device budget, a host budget of hardly more than two passes, a store on disk. ms_per_step_disk,

@@ -27,12 +27,10 @@ from benchmarks.machine import drop_cache, process_bytes_read
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
-from tiercache.store.read_ahead import read_ahead
 from tiercache.store.table import group_tables
-from tiercache.training.batch import make_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
 
     from benchmarks.training_machines import TrainingMachine
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from tiercache.training.visit import Visit
 
 __all__ = [
-    "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "ahead", "bare_disk_seconds", "figures_of", "rows_held",
+    "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "rows_held",
     "same_rows",
 ]  # fmt: skip
 
@@ -108,16 +106,8 @@ def rows_held(passes: tc.PassSet) -> tuple[int, int]:
     return rows, num_bytes
 
 
-def ahead(visit: Visit, size: int) -> Iterator[Batch]:
-    """Yield what ``visit.batches(size)`` does, while a thread reads the samples of the next two."""
-    with ThreadPoolExecutor(1, thread_name_prefix="samples") as reader:
-        places = ((mine,) for mine in visit.places(size))
-        for _, samples in read_ahead(reader, visit.source.read, places, most=2):
-            yield make_batch(samples, visit.rows)
-
-
 class _Run:
-    """A training that goes from visit to visit; samples are read ahead."""
+    """A training that goes from visit to visit."""
 
     def __init__(
         self, cache: Any, train: Callable[[Batch], None], batch: int, machine: TrainingMachine, epochs: int = 1 << 20
@@ -144,7 +134,7 @@ class _Run:
     def _next(self, *, train: bool = True) -> int:
         steps = 0
         self.at_visit()
-        for batch in ahead(self.visit, self._batch) if train else ():
+        for batch in self.visit.batches(self._batch) if train else ():
             self.train(batch)
             steps += 1
         self.visit = next(self._visits)
@@ -164,11 +154,11 @@ class MemoryRun(_Run):
     cache: tc.ResidentCache
 
     def batch_seconds(self, window: Window) -> float:
-        """Return what a batch takes until it is there where none is read ahead, without lookups; behind ``seconds``."""
+        """Return what a batch takes until it is there where none is made ahead, without lookups; behind ``seconds``."""
         taken = []
         for _ in range(window.visits):
             begun, made = time.perf_counter(), 0
-            for _batch in self.visit.batches(self._batch):
+            for _batch in self.visit.batches(self._batch, ahead=0):
                 made += 1
             self._machine.rest()
             taken.append((time.perf_counter() - begun) / made)

@@ -15,8 +15,6 @@ from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal
 from benchmarks.synthetic_case import MODELS, TINY, Data
-from benchmarks.window import ahead
-from tests.training.cases import Case, Spec, resident, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -184,31 +182,6 @@ def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path:
     assert found["rows_read_host"] == found["store_bytes_written_host"] == 0
     assert found["ms_per_step_verdict"] == "no verdict"
     assert not list(ROOT.glob("synthetic_models-*"))
-
-
-def test_batches_that_are_read_ahead_are_those_of_the_visit(tmp_path: Path) -> None:
-    """The same in the same order, the short last one too, with the samples of two more on their way."""
-    case = Case(
-        tables=(table("user", 3), table("item", 2)),
-        specs=(Spec(name="u", table="user"), Spec(name="i", table="item", hotness="ragged")),
-        num_samples=90, pass_rows=45,
-    )  # fmt: skip
-    passes = case.cut(tmp_path / "p")
-    runs = [resident(passes).passes(epochs=1) for _ in range(2)]
-    one, other = map(next, runs)
-    read = ahead(one, 10)
-    first = next(read)
-    assert one.samples_done == 30
-    made, expected = [first, *read], list(other.batches(10))
-    assert one.samples_done == other.samples_done == 45
-    assert [batch.num_samples for batch in made] == [10, 10, 10, 10, 5]
-    for mine, theirs in zip(made, expected, strict=True):
-        assert mine.rows is one.rows
-        assert mine.label.equal(theirs.label)
-        assert mine.dense.equal(theirs.dense)
-        for name, ids in theirs.ids.items():
-            np.testing.assert_array_equal(mine.ids[name].ids, ids.ids)
-            np.testing.assert_equal(mine.ids[name].offsets, ids.offsets)
 
 
 def test_the_synthetic_models_run_without_a_gpu_part_by_part(tmp_path: Path) -> None:

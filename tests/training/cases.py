@@ -68,6 +68,7 @@ class Case:
     dense_lr: float = 0.05
     integers: bool = False
     order_seed: int | None = None
+    ahead: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -191,9 +192,10 @@ def run(
 ) -> None:
     """Run the loop of a case on a model that is tracked already."""
     loss_of = nn.BCEWithLogitsLoss()
+    options = {} if case.ahead is None else {"ahead": case.ahead}
     for visit in cache.passes(epochs=case.epochs if epochs is None else epochs):
         held = 0
-        for number, batch in enumerate(visit.batches(case.batch, shuffle=case.shuffle)):
+        for number, batch in enumerate(visit.batches(case.batch, shuffle=case.shuffle, **options)):
             loss_of(model(batch), batch.label).backward()
             held += 1
             last = visit.samples_done == visit.num_samples

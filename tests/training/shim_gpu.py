@@ -29,17 +29,24 @@ _NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int6
 class _LentMemory(GuardedMemory):
     """Arrays that come back when nobody refers to them: a training makes many."""
 
+    def __init__(self, *, at_end: bool) -> None:
+        super().__init__(at_end=at_end)
+        self._lock = threading.RLock()  # batches are made on threads of their own
+
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an array full of rubbish."""
-        flat = super().empty((int(np.prod(shape, dtype=np.int64)),), dtype)
+        with self._lock:
+            flat = super().empty((int(np.prod(shape, dtype=np.int64)),), dtype)
+            block = self._blocks[-1]
         if flat.size:
-            weakref.finalize(flat.base, self._come_back, self._blocks[-1])  # what all its views refer to
+            weakref.finalize(flat.base, self._come_back, block)  # what all its views refer to
         return flat.reshape(shape)
 
     def _come_back(self, block: tuple[int, int, int, int]) -> None:
-        if block in self._blocks:
-            self._blocks.remove(block)
-            _LIBC.munmap(block[0], block[1])
+        with self._lock:
+            if block in self._blocks:
+                self._blocks.remove(block)
+                _LIBC.munmap(block[0], block[1])
 
 
 class _Kernels(ShimDevice):
@@ -127,6 +134,10 @@ class ShimGpu:
         self.locked: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
         self._moved: list[tuple[int, int]] = []  # host memory that may still be in use
+        self._thread = threading.local()
+        self._deliveries: list[Callable[[], object]] = []
+        self._received = 0
+        self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Sources are compiled when they are launched."""
@@ -147,13 +158,44 @@ class ShimGpu:
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
         """Copy it."""
         there = self.tensor(pinned.shape, pinned.dtype)
-        there.copy_(pinned)
+        if not self._deliver(lambda: there.copy_(pinned)):
+            there.copy_(pinned)
         return there
 
     def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
         """Take what the host has now; what is lasting, when it is done."""
         taken = host if lasting else host.clone()
-        self.kernels.do(lambda: there.copy_(taken))
+        if not self._deliver(lambda: there.copy_(taken)):
+            self.kernels.do(lambda: there.copy_(taken))
+
+    def _deliver(self, work: Callable[[], object]) -> bool:
+        """Do it later where it is a delivery."""
+        if not getattr(self._thread, "delivering", False):
+            return False
+        with self._lock:
+            self._deliveries.append(work)
+        return True
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Do copies inside only when somebody waits for them."""
+        self._thread.delivering = True
+        try:
+            yield
+        finally:
+            self._thread.delivering = False
+
+    def sent(self) -> int:
+        """Return how many copies there were."""
+        with self._lock:
+            return self._received + len(self._deliveries)
+
+    def receive(self, sent: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Do them."""
+        with self._lock:
+            while self._received < sent:
+                self._received += 1
+                self._deliveries.pop(0)()
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
         """Wait for all that was begun."""

@@ -26,16 +26,26 @@ class Stream:
         """Note it."""
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event: Any) -> None:
+        """Note it."""
+        self.log.append(f"{self.name} waits for {event}")
+
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Put stand-ins for torch's streams and events in place; return what they note."""
     log: list[str] = []
-    training = Stream("training", log)
+    training, names = Stream("training", log), iter(("moves", "deliveries"))
 
     class Event:
+        name = ""
+
         def record(self, stream: Stream) -> None:
-            log.append(f"event on {stream.name}")
+            self.name = f"event on {stream.name}"
+            log.append(self.name)
+
+        def __str__(self) -> str:
+            return self.name
 
         def synchronize(self) -> None:
             log.append("thread waits for the event")
@@ -47,7 +57,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         log.append("current is training")
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "stand-in")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority=0: Stream("searches" if priority else "moves", log))
+
+    def named(_: Any, priority: int = 0) -> Stream:
+        return Stream("searches" if priority else next(names), log)
+
+    monkeypatch.setattr(torch.cuda, "Stream", named)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -82,6 +96,19 @@ def test_searches_wait_for_no_step_and_steps_wait_for_them(log: list[str]) -> No
     assert log[-1] == "training waits for searches"
     gpu.hand_over(SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}")))  # type: ignore[arg-type]
     assert log[-1] == "kept for training"
+
+
+def test_what_is_delivered_is_awaited_by_the_stream_that_uses_it_and_by_nobody_else(log: list[str]) -> None:
+    """Copies wait for no other stream; memory of a tensor is not used again before the stream that received it."""
+    gpu, copy = CudaGpu(SimpleNamespace(), 1), "copy"  # type: ignore[arg-type]
+    with gpu.delivering():
+        log.append(copy)
+    sent = gpu.sent()
+    assert log == ["current is deliveries", copy, "current is training", "event on deliveries"]
+    log.clear()
+    tensor: Any = SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}"))
+    gpu.receive(sent, [tensor])
+    assert log == ["training waits for event on deliveries", "kept for training"]
 
 
 def device_with(runtime: Any) -> CudaDevice:

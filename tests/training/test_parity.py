@@ -133,6 +133,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
         shuffle=draw(st.booleans()),
         accumulate=draw(st.integers(1, 3)),
         order_seed=draw(st.sampled_from([None, None, 3])),
+        ahead=draw(st.sampled_from([None, None, 1, 3])),
     )
     return case, {
         "engine": draw(st.sampled_from(["memory", "memory", "lmdb"])),

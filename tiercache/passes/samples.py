@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["FeatureIds", "SampleBuffers", "Samples"]
@@ -57,13 +59,20 @@ class SampleBuffers:
     What was read into it is valid until the next read into it. Not for use by two threads at once.
     """
 
-    def __init__(self) -> None:
-        self._flat: dict[str, NDArray[Any]] = {}
+    def __init__(self, allocate: Callable[[int, Any], NDArray[Any]] = np.empty) -> None:
+        """``allocate(size, dtype)`` returns uninitialized memory, flat."""
+        self._allocate, self._flat = allocate, dict[str, Any]()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(int(flat.nbytes) for flat in self._flat.values())
 
     def array(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an uninitialized C-contiguous array; the last one of this name loses its content."""
         size = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.size < size or flat.dtype != dtype:
-            flat = self._flat[name] = np.empty(size + (size >> 3), dtype)
-        return flat[:size].reshape(shape)
+            flat = self._flat[name] = self._allocate(size + (size >> 3), dtype)
+        found: NDArray[Any] = flat[:size].reshape(shape)
+        return found

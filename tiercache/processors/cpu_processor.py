@@ -27,8 +27,10 @@ from tiercache.kernels.update import (
     update_sgd,
 )
 from tiercache.processors.buffers import POOL
+from tiercache.processors.delivery import HostDelivery
 from tiercache.processors.host_key_index import HostKeyIndex
 from tiercache.processors.processor import RowArrays
+from tiercache.processors.runs import Run, runs_of
 from tiercache.store.table import SGD, Adagrad, Adam, RowWiseAdagrad
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from tiercache.tiers.rows import GroupRows
 
 _FROM_0 = np.zeros(1, dtype=np.int64)
+_MANY_IDS = 1 << 18
 
 
 class Done:
@@ -145,6 +148,7 @@ class CpuProcessor:
 
     name = ""
     device = torch.device("cpu")
+    ahead = 0  # a thread beside those of the kernels would take their cores
 
     def __init__(self) -> None:
         self.mover = CpuMover()
@@ -154,6 +158,10 @@ class CpuProcessor:
     def scratch_bytes(self) -> int:
         """Buffers of the pool, which all trainings of a process share."""
         return POOL.num_bytes
+
+    def delivery(self) -> HostDelivery:
+        """Return one that has nothing to do."""
+        return HostDelivery(self)
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Nothing: the kernels are compiled by `kernels.compile.prepare`, whatever the device."""
@@ -174,10 +182,12 @@ class CpuProcessor:
         """Return it as it is."""
         return array
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
-        """Join them, or return the only one as it is."""
-        joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        return joined, joined
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Join them where they do not lie so already; few ids are copied in less time than that is seen."""
+        size = sum(array.size for array in arrays)
+        runs = runs_of(arrays) if len(arrays) == 1 or size > _MANY_IDS else []
+        joined = runs[0].values if len(runs) == 1 else np.concatenate(arrays)
+        return [Run(0, len(arrays), joined)], joined
 
     def together(self, arrays: Sequence[Array]) -> Array:
         """Join them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from tiercache.kernels.optimizers import SGD as PLAIN
 from tiercache.processors import cuda_key_index
 from tiercache.processors.cuda_mover import CudaMover
 from tiercache.processors.gpu import TORCH_DTYPES
+from tiercache.processors.pinned_delivery import PinnedDelivery
+from tiercache.processors.runs import Run
 from tiercache.store.table import (
     SGD,
     Adagrad,
@@ -35,12 +38,15 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
+_CORES = 8  # from which on two more threads are nothing
 _SUMS = -1
 """Whose scratch is that of sums; groups count from 0."""
 
 
 class CudaProcessor:
     """Lookups and steps by the CUDA kernels on torch's current stream: at most one launch for all groups."""
+
+    ahead = 4 if len(os.sched_getaffinity(0)) >= _CORES else 2  # a thread each: one may take longer than some steps do
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self.device, self.mover = gpu, gpu.device, CudaMover(gpu)
@@ -53,6 +59,10 @@ class CudaProcessor:
         """Buffers of sorting and stepping; outputs and gradients are torch's."""
         sorting = sum(held.nbytes for held in self._sorting.values())
         return sorting + sum(held.nbytes for held in self._updates.values())
+
+    def delivery(self) -> PinnedDelivery:
+        """Return one by way of pinned memory."""
+        return PinnedDelivery(self._gpu)
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""
@@ -77,12 +87,12 @@ class CudaProcessor:
         pinned.numpy()[...] = array
         return self._gpu.upload(pinned)
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
         """Join them in pinned memory, and copy from there."""
         pinned = self._gpu.pinned((sum(array.size for array in arrays),), torch.int32)
         host: NDArray[np.int32] = pinned.numpy()
         np.concatenate(arrays, out=host)
-        return host, self._gpu.upload(pinned)
+        return [Run(0, len(arrays), host)], self._gpu.upload(pinned)
 
     def together(self, arrays: Sequence[Array]) -> Array:
         """Join them on the device."""

@@ -101,6 +101,18 @@ class Gpu(Protocol):
         """Return the present end of the stream of moves."""
         ...
 
+    def delivering(self) -> AbstractContextManager[None]:
+        """Copies inside are done on the stream of deliveries, behind nothing else. Any thread."""
+        ...
+
+    def sent(self) -> Any:
+        """Return the present end of the stream of deliveries, for `receive`. Any thread."""
+        ...
+
+    def receive(self, sent: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the current stream wait for ``sent``, and keep memory of the tensors until it has come behind this."""
+        ...
+
     def rest(self) -> None:
         """Wait until all streams of this training are done."""
         ...
@@ -133,6 +145,7 @@ class CudaGpu:
         self._moves = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # its few blocks go before those of a step, so that the thread which waits for them waits for no step
         self._searches = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._deliveries = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def prepare(self) -> None:
         """Compile all kernels, or load them from CuPy's cache on disk."""
@@ -206,10 +219,30 @@ class CudaGpu:
         """Record an event."""
         return _Event(self._moves)
 
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Take memory from this stream's pool too: what training streams free is not free on this one yet."""
+        with torch.cuda.stream(self._deliveries):
+            yield
+
+    def sent(self) -> torch.cuda.Event:
+        """Record an event."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._deliveries)
+        return event
+
+    def receive(self, sent: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> None:
+        """Order both streams by the event; no thread waits."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(sent)
+        for tensor in tensors:
+            tensor.record_stream(current)
+
     def rest(self) -> None:
-        """Wait for the streams of moves and of searches and for the current one."""
+        """Wait for the streams of moves, of searches and of deliveries and for the current one."""
         self._moves.synchronize()  # synchronize!
         self._searches.synchronize()  # synchronize!
+        self._deliveries.synchronize()  # synchronize!
         torch.cuda.current_stream(self.device).synchronize()  # synchronize!
 
     def random_state(self) -> torch.Tensor:

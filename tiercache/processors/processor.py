@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.kernels.key_index import KeySet
+    from tiercache.processors.delivery import Delivery
     from tiercache.processors.entries import Array, Entries, Found, GroupStep, Pending, Wanted
+    from tiercache.processors.runs import Run
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
@@ -209,6 +211,15 @@ class Processor(Protocol):
         """What is kept on the device from batch to batch, beside the budget."""
         ...
 
+    @property
+    def ahead(self) -> int:
+        """How many batches are made ahead where nobody says."""
+        ...
+
+    def delivery(self) -> Delivery:
+        """Return what brings one batch, on any thread, beside the training."""
+        ...
+
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile what training these tables needs."""
         ...
@@ -229,8 +240,8 @@ class Processor(Protocol):
         """Return a host array on the device: itself on a CPU, else a copy that nobody waits for."""
         ...
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
-        """Return arrays one behind the other, in host memory and on the device."""
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Return arrays one behind the other on the device; in host memory in one or several runs."""
         ...
 
     def together(self, arrays: Sequence[Array]) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.vectors import Vectors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -86,8 +87,25 @@ class RowView:
         self.gradients = gradients
         self.name = name
         self.ended = False
+        self._users: list[Callable[[], None]] = []
 
     def check(self) -> None:
         """Raise RuntimeError where the visit has ended: its local ids mean other rows now."""
         if self.ended:
             raise RuntimeError(f"this batch belongs to {self.name}, which has ended: use batches inside their own loop")
+
+    def end(self) -> None:
+        """End it: local ids mean other rows from now on. What makes batches of them ahead ends first."""
+        self.ended = True
+        for close in list(self._users):
+            close()
+
+    @contextmanager
+    def in_use(self, close: Callable[[], None]) -> Iterator[None]:
+        """Call ``close`` where they end inside, and behind it."""
+        self._users.append(close)
+        try:
+            yield
+        finally:
+            self._users.remove(close)
+            close()

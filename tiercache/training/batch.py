@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tiercache.passes.samples import FeatureIds, Samples
     from tiercache.processors.entries import FoundIds
     from tiercache.tiers.rows import RowView
+    from tiercache.training.joining import Bringer, Joins
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class Batch:
     """What the mean loss of this batch counts for: 1 with one rank; W * n / N for n of the N samples of W ranks."""
     pooled: Mapping[str, Pooled] = field(default_factory=dict)
     """By name, features that another rank pooled; ``ids`` has all others that some module looks up."""
+    joins: Joins | None = field(default=None, repr=False)
+    """Where it was made ahead: ids that are on the device already. To change ``ids`` give others by
+    ``dataclasses.replace``; writes into their arrays may come too late."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -88,15 +92,22 @@ def make_batch(
     ids: Mapping[str, FeatureIds] | None = None,
     weight: float = 1.0,
     pooled: Mapping[str, Pooled] | None = None,
+    joins: Joins | None = None,
+    bringer: Bringer | None = None,
 ) -> Batch:
-    """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids."""
+    """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids.
+
+    bringer: what brings label and dense, in place of the processor.
+    """
     label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
+    bring = rows.processor.bring if bringer is None else bringer.bring
     return Batch(
-        label=rows.processor.tensor(rows.processor.bring(label)),
-        dense=rows.processor.tensor(rows.processor.bring(samples.dense)),
+        label=rows.processor.tensor(bring(label)),
+        dense=rows.processor.tensor(bring(samples.dense)),
         ids=samples.ids if ids is None else ids,
         rows=rows,
         num_samples=samples.num_samples,
         weight=weight,
         pooled=pooled or {},
+        joins=joins,
     )

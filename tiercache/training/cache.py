@@ -19,6 +19,7 @@ from tiercache.tiers.rows import RowView
 from tiercache.tiers.segments import segments_by_visit, waiting_streams
 from tiercache.tiers.transfer import Transfer
 from tiercache.tiers.use_files import UseFiles
+from tiercache.training.ahead import Ahead
 from tiercache.training.commit_state import CommitState
 from tiercache.training.evaluation import Evaluation, RowsNow
 from tiercache.training.matching import check_features, check_schedule, check_tables
@@ -84,7 +85,6 @@ class TierCache:
         if commit_every < 1:
             raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
         self._processor = processor = open_processor(device, store.tables)
-        mover = processor.mover
         prepare_kernels(store.tables)
         share_threads()
         self.store, self.pass_set = store, passes
@@ -95,23 +95,23 @@ class TierCache:
         self._shown = sys.stderr.isatty() if progress is None else progress
         self._progress: TrainingProgress | None = None
         self._positions = Positions.of(passes, store.groups)
-        self._device = DeviceTier(self._positions, parse_bytes(device_budget), mover)
+        self._device = DeviceTier(self._positions, parse_bytes(device_budget), processor.mover)
         evaluation = None if eval_budget is None else parse_bytes(eval_budget)
         self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store))
         self._store_budget = None if store_budget is None else parse_bytes(store_budget)
         self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
-        self._memory = HostMemory(self._budget.rows, self._budget.region, mover)
+        self._memory = HostMemory(self._budget.rows, self._budget.region, processor.mover)
         self._state = CommitState(store.groups, processor)
         self.dense, self.optimizer = self._state.dense, self._state.optimizer
         self._transfer = Transfer(
-            store, self._device, mover, self._memory, self._budget, self._positions, self._keys_of, self._uses.of,
-            schedule_digest=self._schedule.digest, environment=self._state.environment,
+            store, self._device, processor.mover, self._memory, self._budget, self._positions, self._keys_of,
+            self._uses.of, schedule_digest=self._schedule.digest, environment=self._state.environment,
         )  # fmt: skip
         room = parse_bytes(device_budget) - self._device.num_bytes
         self._raw = RawKeys(
             passes.schema, store.groups, self.rows_now, lambda: self.optimizer.steps, self._processor, room
         )
-        self._hooks = StepHooks(self.step)
+        self._ahead, self._hooks = Ahead(processor), StepHooks(self.step)
         self._visit: Visit | None = None
         self._run: object = None
         self._sizes: dict[int, PassSizes] = {}
@@ -247,7 +247,7 @@ class TierCache:
         """
         check_tables(self.store, passes)
         check_features(self.pass_set, passes)
-        yield from Evaluation.slices(passes, self.rows_now(), self.eval_bytes, self._processor)
+        yield from Evaluation.slices(passes, self.rows_now(), self.eval_bytes, self._ahead)
 
     def evaluation_batch(self, keys: Mapping[str, Any], **others: Any) -> Batch:
         """Return a read-only batch of raw keys, as ``Visit.batch`` takes them, at any moment between batches.
@@ -317,8 +317,13 @@ class TierCache:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes kept on the device from batch to batch, beside ``device_bytes``."""
-        return self._processor.scratch_bytes
+        """Bytes kept on the device from batch to batch, beside ``device_bytes``: batches made ahead included."""
+        return self._processor.scratch_bytes + self._ahead.device_bytes
+
+    @property
+    def pinned_batch_bytes(self) -> int:
+        """Bytes of pinned memory that batches made ahead take now, beside ``host_budget``; 0 on a CPU."""
+        return self._ahead.host_bytes
 
     @property
     def eval_bytes(self) -> int:
@@ -372,7 +377,7 @@ class TierCache:
         rows = RowView(groups, self.optimizer.gradients, f"visit {index}", self._processor)
         self._visit = Visit(
             index=index, epoch=plan.epoch, source=self.pass_set.passes[plan.pass_index], rows=rows,
-            seed=self._seed, raw=self._raw, first_sample=first_sample,
+            seed=self._seed, raw=self._raw, ahead=self._ahead, first_sample=first_sample,
             order=self.store.commit.settings.get("order") if first_sample and self.store.commit else None,
             before_batch=self._before_batch, note_loss=report.losses.append,
         )  # fmt: skip
@@ -389,7 +394,7 @@ class TierCache:
 
     def _end_visit(self) -> None:
         if self._visit is not None:
-            self._visit.rows.ended = True
+            self._visit.rows.end()
             self._visit = None
             self.reports[-1].end_training()
         self.optimizer.discard()

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiercache.training.lookup import MODES, FeaturePart, PooledLookup, ReadyLookup, RowLookup, check_brought
+from tiercache.training.joining import FeaturePart
+from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.training.uses import Use
 
 if TYPE_CHECKING:

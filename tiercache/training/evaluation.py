@@ -14,7 +14,7 @@ from tiercache.sizes import format_bytes
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
-from tiercache.training.batch import cut_batches, make_batch
+from tiercache.training.batch import cut_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tiercache.schema import Feature
     from tiercache.store import Store
     from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.training.ahead import Ahead
     from tiercache.training.batch import Batch
 
 MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
@@ -171,22 +172,21 @@ def _chunks(count: int, item_bytes: int) -> Iterator[slice]:
 class Evaluation:
     """A slice of an evaluation pass whose rows fit the evaluation budget."""
 
-    def __init__(self, source: Pass, first: int, last: int, rows: RowView) -> None:
+    def __init__(self, source: Pass, first: int, last: int, rows: RowView, ahead: Ahead) -> None:
         self.pass_index = source.index
         """The pass of the evaluation set."""
         self.num_samples = last - first
         """Samples of the slice."""
-        self._source, self._first, self._last, self._rows = source, first, last, rows
+        self._source, self._first, self._last, self._rows, self._ahead = source, first, last, rows, ahead
 
-    def batches(self, size: int) -> Iterator[Batch]:
-        """Yield batches of ``size`` samples in the order of the data."""
-        order = np.arange(self._first, self._last, dtype=np.int64)
-        for _, places in cut_batches(order, size):
-            self._rows.check()
-            yield make_batch(self._source.read(places), self._rows)
+    def batches(self, size: int, *, ahead: int | None = None) -> Iterator[Batch]:
+        """Yield batches of ``size`` samples in the order of the data; ``ahead`` as of `Visit.batches`."""
+        cuts = cut_batches(np.arange(self._first, self._last, dtype=np.int64), size)
+        for _, made in self._ahead.batches(self._source, self._rows, cuts, most=ahead, before=self._rows.check):
+            yield made
 
     @staticmethod
-    def slices(passes: PassSet, rows_now: RowsNow, budget: int, processor: Processor) -> Iterator[Evaluation]:
+    def slices(passes: PassSet, rows_now: RowsNow, budget: int, ahead: Ahead) -> Iterator[Evaluation]:
         """Cut every pass into slices and bring in their rows, one slice at a time.
 
         Raises BudgetError where the rows of a handful of samples exceed ``budget`` bytes.
@@ -199,13 +199,13 @@ class Evaluation:
             while first < source.samples:
                 last = wanted.cut(first, budget)
                 view = RowView(
-                    bring_rows(rows_now, source, positions, wanted.used, processor),
+                    bring_rows(rows_now, source, positions, wanted.used, ahead.processor),
                     None,
                     f"samples {first:,} to {last:,} of evaluation pass {source.index}",
-                    processor,
+                    ahead.processor,
                 )
-                yield Evaluation(source, first, last, view)
-                view.ended = True
+                yield Evaluation(source, first, last, view, ahead)
+                view.end()
                 first = last
 
 

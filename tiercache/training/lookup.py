@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.kernels.pooling import MAX, MEAN, SUM, check_ids
-from tiercache.processors.entries import Entries, FoundIds, Pending
+from tiercache.kernels.pooling import MAX, MEAN, SUM
+from tiercache.processors.entries import Entries, Pending
+from tiercache.training.joining import join_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from numpy.typing import NDArray
 
     from tiercache.processors.entries import Array
     from tiercache.tiers.rows import GroupRows
     from tiercache.training.batch import Batch, Pooled
+    from tiercache.training.joining import FeaturePart
 
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
-
-
-@dataclass(frozen=True, slots=True)
-class FeaturePart:
-    """Features of one group that a module looks up in one kernel call."""
-
-    group: int
-    features: tuple[str, ...]
-    tables: tuple[str, ...]
-    """The table of each feature."""
-    modes: NDArray[np.int8]
-    cols: NDArray[np.int64]
-    """The first output column of each feature."""
-    bags: bool
-    """Whether a feature may have any number of ids, or weights."""
 
 
 def check_brought(batch: Batch, features: Sequence[str]) -> None:
@@ -50,28 +35,31 @@ def check_brought(batch: Batch, features: Sequence[str]) -> None:
 
 
 def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> Entries:
-    """Bring the ids of a part in one batch to the device, feature-major, checked against their tables."""
+    """Return the ids of a part in one batch on the device, feature-major, checked against their tables."""
     rows, processor = batch.rows.groups[part.group], batch.rows.processor
     found = [batch.ids[name] for name in part.features]
-    starts = np.zeros(len(found) + 1, dtype=np.int64)
-    np.cumsum([one.num_ids for one in found], out=starts[1:])
-    there = [one.there for one in found if isinstance(one, FoundIds)]
-    if len(there) == len(found):  # in the pass's own key sets: none is of another table
-        ids = processor.together(there)
-    else:
-        ids = _checked(part, batch, starts, [one.ids for one in found])
+    joined = None if batch.joins is None else batch.joins.of(part, found)
+    if joined is None:
+        joined = join_part(part, found, batch.rows, batch.num_samples, processor)
+    starts = joined.starts
+    if joined.bad is not None:
+        entry, number = joined.bad
+        f = int(np.searchsorted(starts, entry, side="right")) - 1
+        raise IndexError(
+            f"feature {part.features[f]!r} has local id {number} at entry {entry - int(starts[f])} "
+            f"of the batch, and table {part.tables[f]!r} has local ids 0 to {rows.num_local[part.tables[f]] - 1} in "
+            f"{batch.rows.name}: use batches of the pass that is being trained"
+        )
     entries = Entries(
-        ids=ids, starts=starts, modes=part.modes, cols=part.cols,
-        bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64),
+        ids=joined.ids, starts=starts, modes=part.modes, cols=part.cols,
+        bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=joined.offsets,
     )  # fmt: skip
     if part.bags:
-        n = batch.num_samples
-        offsets = np.empty(len(found) * n + 1, dtype=np.int64)
-        offsets[0] = 0
-        for f, one in enumerate(found):
-            ends = np.arange(1, n + 1, dtype=np.int64) if one.offsets is None else one.offsets[1:]
-            offsets[1 + f * n : 1 + (f + 1) * n] = ends + starts[f]
-        entries.offsets = processor.bring(offsets)
+        if joined.weights is not None and all(
+            weights.get(name) is one.weights for name, one in zip(part.features, found, strict=True)
+        ):
+            entries.weights = joined.weights
+            return entries
         parts = []
         for f, name in enumerate(part.features):
             if name in weights:
@@ -84,22 +72,6 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
                 parts.append((first, last, weights[name]))
         entries.weights = processor.weights(int(starts[-1]), parts) if parts else NONE_F4
     return entries
-
-
-def _checked(part: FeaturePart, batch: Batch, starts: NDArray[np.int64], found: list[NDArray[np.int32]]) -> Array:
-    """Join ids that came from outside on the device; raise IndexError for one that is not in its table."""
-    rows, processor = batch.rows.groups[part.group], batch.rows.processor
-    host, ids = processor.join(found)
-    limits = np.array([rows.num_local[table] for table in part.tables], dtype=np.int64)
-    bad = check_ids(host, starts, limits)
-    if bad >= 0:
-        f = int(np.searchsorted(starts, bad, side="right")) - 1
-        raise IndexError(
-            f"feature {part.features[f]!r} has local id {int(host[bad])} at entry {bad - int(starts[f])} "
-            f"of the batch, and table {part.tables[f]!r} has local ids 0 to {int(limits[f]) - 1} in "
-            f"{batch.rows.name}: use batches of the pass that is being trained"
-        )
-    return ids
 
 
 class PooledLookup:

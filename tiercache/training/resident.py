@@ -17,6 +17,7 @@ from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.training.ahead import Ahead
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
@@ -76,7 +77,7 @@ class ResidentCache:
         for g in range(len(self._groups)):
             self._fill(g)
         self.optimizer = RowOptimizer(self._groups, self._processor)
-        self._hooks = StepHooks(self.step)
+        self._ahead, self._hooks = Ahead(self._processor), StepHooks(self.step)
         self._raw = RawKeys(passes.schema, self._groups, self.rows_now, lambda: self.optimizer.steps, self._processor)
         self._visit: Visit | None = None
         self._trained = 0
@@ -136,14 +137,14 @@ class ResidentCache:
             view = RowView(rows, self.optimizer.gradients, f"visit {index}", self._processor)
             self._visit = Visit(
                 index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=view,
-                seed=self._seed, raw=self._raw,
+                seed=self._seed, raw=self._raw, ahead=self._ahead,
             )  # fmt: skip
             try:
                 yield self._visit
                 self.optimizer.check_stepped(f"visit {index}")
                 self._trained += 1
             finally:
-                view.ended = True
+                view.end()
                 self._visit = None
                 self.optimizer.discard()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
-from tiercache.training.batch import cut_batches, make_batch, sample_order
+from tiercache.training.batch import cut_batches, sample_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from tiercache.passes.passset import Pass
     from tiercache.tiers.rows import RowView
+    from tiercache.training.ahead import Ahead, Cut
     from tiercache.training.batch import Batch
     from tiercache.training.raw_batch import Missing, RawKeys
 
@@ -31,6 +32,7 @@ class Visit:
         rows: RowView,
         seed: int,
         raw: RawKeys,
+        ahead: Ahead,
         first_sample: int = 0,
         order: Mapping[str, object] | None = None,
         before_batch: Callable[[int], None] = lambda _: None,
@@ -58,22 +60,37 @@ class Visit:
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
         self.source = source
         """The pass, with its samples."""
-        self._seed, self._raw = seed, raw
+        self._seed, self._raw, self._ahead = seed, raw, ahead
         self._before_batch, self._note_loss = before_batch, note_loss
 
-    def batches(self, size: int, *, shuffle: bool = False) -> Iterator[Batch]:
+    def batches(self, size: int, *, shuffle: bool = False, ahead: int | None = None) -> Iterator[Batch]:
         """Yield batches of ``size`` samples from where the visit stands; the last one may be short.
 
         Shuffling is seeded by (seed, epoch, pass). After a commit inside the visit the rest follows in the same
-        order, in batches of any size. Raises, with its cause, what went wrong on the reader or the writer thread;
-        RuntimeError where the visit has ended; StateError where a commit inside it stands in another order;
-        PassSetError where the pass has a key set alone.
+        order, in batches of any size.
+
+        ahead: how many batches are made, on as many threads, before they are asked for. None: 0 where rows are trained
+        on a CPU; 2 on a GPU, and 4 beside 8 or more cores. They are the same batches, and count when they are yielded;
+        what goes wrong in making one is raised in its place. Threads end with the iterator or the visit.
+
+        Raises, with its cause, what went wrong on the reader or the writer thread; RuntimeError where the visit has
+        ended; StateError where a commit inside it stands in another order, and in a fork of this process; PassSetError
+        where the pass has a key set alone; ValueError for a size below 1 or an ``ahead`` below 0.
         """
-        for places in self.places(size, shuffle=shuffle):
-            yield make_batch(self.source.read(places), self.rows)
+        cuts = self._cuts(size, shuffle)
+        for done, made in self._ahead.batches(self.source, self.rows, cuts, most=ahead, before=self._before):
+            self.samples_done = done
+            yield made
 
     def places(self, size: int, *, shuffle: bool = False) -> Iterator[NDArray[np.int64]]:
         """Yield the places in the sub-dataset of each batch that ``batches`` yields; counts it as yielded."""
+        for done, places in self._cuts(size, shuffle):
+            self._before()
+            self.samples_done = done
+            yield places
+
+    def _cuts(self, size: int, shuffle: bool) -> Iterator[Cut]:
+        """Yield the samples behind each batch and its places, from where the visit stands at the first."""
         self.source.check_samples()
         mine = {"seed": self._seed, "shuffle": shuffle}
         if self.samples_done and self.order is not None and self.order != mine:
@@ -86,11 +103,11 @@ class Visit:
         order = sample_order(
             self.num_samples, seed=self._seed, epoch=self.epoch, pass_index=self.pass_index, shuffle=shuffle
         )
-        for done, places in cut_batches(order, size, first=self.samples_done):
-            self.rows.check()
-            self._before_batch(self.samples_done)
-            self.samples_done = done
-            yield places
+        yield from cut_batches(order, size, first=self.samples_done)
+
+    def _before(self) -> None:
+        self.rows.check()
+        self._before_batch(self.samples_done)
 
     def batch(
         self,
