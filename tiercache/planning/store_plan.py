@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
+from tiercache.planning.next_use import gap_bytes
 from tiercache.sizes import format_bytes
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.manifest import Manifest
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 RECORD_BYTES = 1 << 20
 """Records and what describes arrays: 4 bytes for each piece, and little else."""
-_KEY_BYTES, _USE_BYTES = 8, 8
+_KEY_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +78,7 @@ class StorePlan:
             largest_pass=largest,
             num_passes=1 + commits * commit_every,
             state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in stored.commits)])),
-            schedule=_USE_BYTES * rows * use_files,
+            schedule=sum(gap_bytes(rows)) * use_files,
         )
 
     @property

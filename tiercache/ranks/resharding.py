@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import BudgetError, PassSetError
 from tiercache.passes.splitting import split_cursor, split_source
+from tiercache.planning.next_use import gap_bytes
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.old_parts import OldParts, learning_rates
 from tiercache.ranks.parts import Parts
@@ -41,7 +42,7 @@ __all__ = ["Need", "copy_share", "place_of", "reshard", "work_together"]
 
 _SECONDS = 5.0
 """How often ranks tell each other that they are still at work, so that none waits for long."""
-_KEY_BYTES, _USE_BYTES = 8, 8
+_KEY_BYTES = 8
 
 
 def reshard(
@@ -187,7 +188,7 @@ class Need:
         positions = sum(one.rows(table.name) for one in share.passes for table in share.tables)
         return cls(
             rows=rows,
-            part=row_bytes + _KEY_BYTES * rows + state_bytes + _USE_BYTES * positions,
+            part=row_bytes + _KEY_BYTES * rows + state_bytes + sum(gap_bytes(positions)),
             scratch=row_bytes + (_KEY_BYTES + CHANGED_BYTES) * rows,
         )
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import TierCacheError
-from tiercache.planning.next_use import Uses, find_uses, views_of
+from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.planning.next_use import CHECKED_BYTES, Uses, find_uses, gap_bytes, views_of
 from tiercache.sizes import format_bytes
+from tiercache.store.blocks import piece_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,14 +24,13 @@ if TYPE_CHECKING:
     from tiercache.planning.schedule import Schedule
 
 FOLDER = "schedule"
-USE_BYTES = 8
-"""For each key of each pass, in the file of an epoch: visits to its next use, and from its last."""
 
 
 class UseFiles:
     """Uses by epoch: 8 bytes for each key of each pass, in files that can be deleted at any time.
 
-    Where the order repeats, one file serves every epoch, and a later run finds it again. An order
+    A file that an earlier run left is checked before it is used, and found anew where it is not what was written. Where
+    the order repeats, one file serves every epoch, and a later run finds it again. An order
     that differs keeps the files of three epochs. Without a folder (the memory engine, a store open for reading) they
     are plain arrays. Thread-safe.
     """
@@ -64,7 +65,7 @@ class UseFiles:
             out = np.empty((2, total), dtype=np.int32)
             return find_uses(self._schedule, epoch, self._positions, self._keys_of, out)
         path = self._path(epoch)
-        if not path.exists() or path.stat().st_size != USE_BYTES * total:
+        if not path.exists() or not _is_whole(path, total):
             self._write(path, epoch, total)
         return views_of(np.memmap(path, dtype=np.int32, mode="r", shape=(2, total)), self._positions)
 
@@ -78,16 +79,34 @@ class UseFiles:
             if not old.name.startswith(self._schedule.digest[:24]):
                 old.unlink()
         temporary = path.with_suffix(".part")
+        gaps, sums = gap_bytes(total)
         try:
             with temporary.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, USE_BYTES * total)  # a full disk says so here, not by a signal
+                os.posix_fallocate(file.fileno(), 0, gaps + sums)  # a full disk says so here, not by a signal
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise TierCacheError(
-                f"the schedule needs {format_bytes(USE_BYTES * total)} in {path.parent}, which could not be had "
+                f"the schedule needs {format_bytes(gaps + sums)} in {path.parent}, which could not be had "
                 f"({error.strerror}): free space there and run again"
             ) from error
-        out = np.memmap(temporary, dtype=np.int32, mode="r+", shape=(2, total))
-        find_uses(self._schedule, epoch, self._positions, self._keys_of, out)
+        out = np.memmap(temporary, dtype=np.uint8, mode="r+", shape=(gaps + sums,))
+        found = out[:gaps].view(np.int32).reshape(2, total)
+        find_uses(self._schedule, epoch, self._positions, self._keys_of, found)
+        out[gaps:].view("<u4")[:] = _checksums(out[:gaps])
         out.flush()
         temporary.rename(path)
+
+
+def _is_whole(path: Path, total: int) -> bool:
+    """Tell whether a file has gaps of so many positions, and those that were written."""
+    gaps, sums = gap_bytes(total)
+    if path.stat().st_size != gaps + sums:
+        return False
+    seen = np.memmap(path, dtype=np.uint8, mode="r", shape=(gaps + sums,))
+    return np.array_equal(_checksums(seen[:gaps]), seen[gaps:].view("<u4"))
+
+
+def _checksums(gaps: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Return the CRC32C of each ``CHECKED_BYTES`` of them."""
+    bounds = np.minimum(np.arange(gap_bytes(gaps.size // 8)[1] // 4 + 1, dtype=np.int64) * CHECKED_BYTES, gaps.size)
+    return (crc32c if has_crc32c() else piece_checksums)([(np.asarray(gaps), bounds)])

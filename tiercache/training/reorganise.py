@@ -12,6 +12,7 @@ from tiercache.passes.passset import PassSet
 from tiercache.passes.splitting import split_cursor, split_source
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.first_use import FirstUses, count_keys
+from tiercache.planning.next_use import gap_bytes
 from tiercache.planning.positions import Positions
 from tiercache.planning.reorganise_plan import ReorganisePlan
 from tiercache.planning.schedule import Schedule
@@ -22,7 +23,7 @@ from tiercache.store.history import manifest_of
 from tiercache.store.inspect import file_bytes_of
 from tiercache.store.scan import live_rows
 from tiercache.tiers.first_vectors import initial_vectors
-from tiercache.tiers.use_files import USE_BYTES, UseFiles
+from tiercache.tiers.use_files import UseFiles
 from tiercache.training.matching import check_tables
 from tiercache.training.progress import RewriteProgress, prepare_kernels
 
@@ -102,7 +103,7 @@ def reorganise_plan(store: Store, passes: PassSet, *, order_seed: int | None = N
         count_keys(positions, _keys_of(passes, positions)),
         _layout(positions),
         standing=file_bytes_of(store.path) if store.path is not None and store.path.is_dir() else None,
-        use_bytes=files * USE_BYTES * sum(positions.num_rows(p) for p in range(positions.num_passes)),
+        use_bytes=files * sum(gap_bytes(sum(positions.num_rows(p) for p in range(positions.num_passes)))),
     )
 
 
