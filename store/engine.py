@@ -133,3 +133,11 @@ class LocatingEngine(Protocol):
 
         None: ``read`` says why not, or reads what is not kept so. Raises StoreClosedError.
         """
+
+
+@runtime_checkable
+class OvertakenEngine(Protocol):
+    """An engine whose readers may be unseen by the writer: on a file system that is mounted read-only for them."""
+
+    def overtaken(self) -> bool:
+        """Tell whether what this reader reads may be gone: the writer does not see it and made a newer commit."""

@@ -135,6 +135,12 @@ class LmdbEngine:
         with self._gate.reading():
             yield [self._file.source(self._places.get(name), offset, out) for name, offset, out, _ in wanted]
 
+    def overtaken(self) -> bool:
+        """Tell whether the newest transaction is another one, where LMDB's table of readers cannot be written."""
+        if not self._readonly or not os.statvfs(self.path).f_flag & os.ST_RDONLY:
+            return False
+        return int(self._env.info()["last_txnid"]) > self._first.id()
+
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Sync the file; then name new blocks, set records and give up dead blocks in one transaction.
 

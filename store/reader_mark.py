@@ -29,7 +29,7 @@ class ReaderMark:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Make the mark; on a file system that is read-only there is none, and nobody to see it."""
+        """Make the mark; where the file system is mounted read-only there is none, and a writer elsewhere goes on."""
         self._path = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
         self._handle: int | None = None
         try:
@@ -57,6 +57,11 @@ class ReaderMark:
             return handle
         os.close(handle)  # the writer took it for one that was left behind
         return None
+
+    @property
+    def held(self) -> bool:
+        """Whether a writer sees it."""
+        return self._handle is not None
 
     def set(self, commit: int) -> None:
         """Say which commit is read; where the disk is full nothing is said, and every commit is held."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.blocks import CHANGED, KEYS, ROWS, block_name, checksum, corrupt_block, piece_checksums
-from tiercache.store.engine import Form, LocatingEngine, Wanted
-from tiercache.store.errors import BlockReadError, CorruptStoreError
+from tiercache.store.engine import Form, LocatingEngine, OvertakenEngine, Wanted
+from tiercache.store.errors import BlockReadError, CommitMissingError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -207,7 +207,9 @@ class BlockReader:
         for span in spans:
             if at < span.high - span.low:
                 words += f" in piece {span.low + at}"
-                raise corrupt_block(self._label, span.segment, self._groups[span.group], span.block, words, wanted)
+                raise self._wrong(
+                    corrupt_block(self._label, span.segment, self._groups[span.group], span.block, words, wanted)
+                )
             at -= span.high - span.low
 
     def keys(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
@@ -219,7 +221,7 @@ class BlockReader:
         seen, expected = checksum(data), int(segment.key_checksums[group][block])
         if seen != expected:
             words = f"has checksum {seen:08x} over its keys"
-            raise corrupt_block(self._label, segment, self._groups[group], block, words, expected)
+            raise self._wrong(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
         self._counters.add(key_bytes_read=data.size, reads=1)
         return keys
 
@@ -232,10 +234,10 @@ class BlockReader:
         seen, expected = checksum(data), int(known.checksums_B[block])
         if seen != expected:
             words = f"has checksum {seen:08x} over the commits that changed its rows"
-            raise corrupt_block(self._label, segment, self._groups[group], block, words, expected)
+            raise self._wrong(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
         if (numbers.min(), numbers.max()) != (known.oldest_B[block], known.newest_B[block]):
             words = "has rows that were changed by other commits than its record says"
-            raise corrupt_block(self._label, segment, self._groups[group], block, words)
+            raise self._wrong(corrupt_block(self._label, segment, self._groups[group], block, words))
         self._counters.add(changed_bytes_read=data.size, reads=1)
         return numbers
 
@@ -250,10 +252,11 @@ class BlockReader:
                 if seen != expected:
                     raise BlockReadError(f"has checksum {seen:08x} where {expected:08x} was written")
             except BlockReadError as error:
-                raise CorruptStoreError(
+                corrupt = CorruptStoreError(
                     f"block {i} of the dense state of commit {commit.id} of {self._label} {error.seen}: "
                     "restore the store from a copy, or train again from the start"
-                ) from error
+                )
+                raise self._wrong(corrupt) from error
         self._counters.add(state_bytes_read=state.size, reads=commit.state_checksums.size)
         return state
 
@@ -261,7 +264,17 @@ class BlockReader:
         try:
             self._engine.read(name, start, out, Form(self._groups[group], segment.streams[group]))
         except BlockReadError as error:
-            raise corrupt_block(self._label, segment, self._groups[group], block, error.seen) from error
+            raise self._wrong(corrupt_block(self._label, segment, self._groups[group], block, error.seen)) from error
+
+    def _wrong(self, corrupt: CorruptStoreError) -> StoreError:
+        """Return the error to raise: where a writer went on that does not see this reader, nothing is damaged."""
+        if isinstance(self._engine, OvertakenEngine) and self._engine.overtaken():
+            return CommitMissingError(
+                f"{self._label} was opened at a commit that its writer has left behind since, as it cannot see readers "
+                "on a file system that is mounted read-only for them: open the store again, or mount it so that "
+                "readers can write their marks"
+            )
+        return corrupt
 
 
 class _Shared:

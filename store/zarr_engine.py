@@ -146,8 +146,15 @@ class ZarrEngine:
     @contextmanager
     def locate(self, wanted: Sequence[Wanted]) -> Iterator[list[FieldSource | None]]:
         """Look up the chunks of rows as ``read`` does, all within one read; on a local disk, where not compressed."""
+        disk = self._objects.disk
         with self._gate.reading():
-            yield [self._source(one) for one in wanted]
+            yield [None if disk is None else locate_rows(disk, self._blocks.get(one.name), one) for one in wanted]
+
+    def overtaken(self) -> bool:
+        """Tell whether a writer that sees no mark of this reader went on since: look at the newest manifest."""
+        if self._mark is None or self._mark.held:
+            return False
+        return max(manifest_numbers(self._objects.sizes("manifests")), default=0) > self._manifest.number
 
     def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
         """Write and sync the records' objects, then the manifest; then delete what nobody needs, beside what follows.
@@ -264,15 +271,6 @@ class ZarrEngine:
         self._objects.tidy("segments")
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _source(self, wanted: Wanted) -> FieldSource | None:
-        name, offset, out, form = wanted
-        block, disk = self._blocks.get(name), self._objects.disk
-        if disk is None or block is None or block.arrays is None or not block.arrays.fit(form):
-            return None
-        row_bytes = sum(block.arrays.row_bytes(name[:1]))
-        first, last = offset // row_bytes, (offset + out.size) // row_bytes
-        return locate_rows(disk, list(block.chunks(name)), block.arrays, first, last)
 
     def _place(self, name: bytes, size: int, form: Form | None, made: Mapping[str, Any]) -> BlockObjects:
         """Return objects for a block that are not there yet, in a folder of which nothing is to be deleted."""

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.engine import Wanted
     from tiercache.store.zarr_arrays import Arrays
+    from tiercache.store.zarr_manifest import BlockObjects
     from tiercache.store.zarr_objects import DiskStore
     from tiercache.store.zarr_shards import Shards
 
@@ -38,13 +40,20 @@ def read_rows(ranges: Ranges, chunks: Chunks, arrays: Arrays, first: int, last: 
     return ranges([Span(key, size // rows * first, size // rows * last, size) for key, size in chunks])
 
 
-def locate_rows(disk: DiskStore, chunks: Chunks, arrays: Arrays, first: int, last: int) -> FieldSource | None:
-    """Say where rows [first, last) of a block lie; None where they are compressed."""
-    if arrays.compression is not None:
+def locate_rows(disk: DiskStore, block: BlockObjects | None, wanted: Wanted) -> FieldSource | None:
+    """Say where the wanted rows of a block lie; None where they are compressed, or not as their form says."""
+    if block is None or block.arrays is None or block.arrays.compression is not None:
         return None
-    rows = arrays.chunk_rows
-    files = [FieldFile(disk.path(key), size, size // rows * first, size // rows) for key, size in chunks]
-    return FieldSource(disk.reads_direct((last - first) * file.row_bytes for file in files), files)
+    if not block.arrays.fit(wanted.form):
+        return None
+    row_bytes = sum(block.arrays.row_bytes(wanted.name[:1]))
+    first, rows = wanted.offset // row_bytes, wanted.out.size // row_bytes
+    in_chunk = block.arrays.chunk_rows
+    files = [
+        FieldFile(disk.path(key), size, size // in_chunk * first, size // in_chunk)
+        for key, size in block.chunks(wanted.name)
+    ]
+    return FieldSource(disk.reads_direct(rows * file.row_bytes for file in files), files)
 
 
 def _read_compressed(ranges: Ranges, chunks: Chunks, shards: Sequence[Shards], first: int, last: int) -> list[Bytes]:
