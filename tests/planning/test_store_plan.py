@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
 from tiercache.errors import BudgetError
-from tiercache.planning.next_use import gap_bytes
+from tiercache.planning.budget import gap_bytes
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
 from tiercache.store import Adagrad, MemoryEngine, Range, Store, Stream, Table, Zeros
 from tiercache.store.blocks import CHANGED

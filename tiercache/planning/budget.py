@@ -15,8 +15,16 @@ PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
 """Reads of at least so many bytes are staged as they lie in their pages of the file, and then need no copy."""
 MAX_PIECE_BYTES = 64 << 10
+CHECKED_BYTES = 4 << 20
+"""Bytes of a file of next uses for each checksum in it."""
 MAX_BLOCK_BYTES = 16 << 20
 MAX_TRANSACTION_BYTES = 64 << 20
+
+
+def gap_bytes(num_positions: int) -> tuple[int, int]:
+    """Return the bytes of the gaps of so many positions, of all passes, and of their checksums in a file."""
+    gaps = 8 * num_positions
+    return gaps, 4 * -(-gaps // CHECKED_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,15 +19,7 @@ if TYPE_CHECKING:
     from tiercache.planning.positions import Positions
     from tiercache.planning.schedule import Schedule
 
-CHECKED_BYTES = 4 << 20
-"""Bytes of a file of gaps for each checksum in it."""
 KEYS_PER_RANGE = 4 << 20  # keys of all passes held in memory at once: about 200 MB with their numbers
-
-
-def gap_bytes(num_positions: int) -> tuple[int, int]:
-    """Return the bytes of the gaps of so many positions, of all passes, and of their checksums in a file."""
-    gaps = 8 * num_positions
-    return gaps, 4 * -(-gaps // CHECKED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiercache.errors import BudgetError
-from tiercache.planning.budget import paged
-from tiercache.planning.next_use import gap_bytes
+from tiercache.planning.budget import gap_bytes, paged
 from tiercache.sizes import format_bytes
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.manifest import Manifest

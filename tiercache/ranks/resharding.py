@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import BudgetError, PassSetError
 from tiercache.passes.splitting import split_cursor, split_source
-from tiercache.planning.next_use import gap_bytes
+from tiercache.planning.budget import gap_bytes
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.old_parts import OldParts, learning_rates
 from tiercache.ranks.parts import Parts

@@ -10,7 +10,8 @@ import numpy as np
 
 from tiercache.errors import TierCacheError
 from tiercache.kernels.checksum import crc32c, has_crc32c
-from tiercache.planning.next_use import CHECKED_BYTES, Uses, find_uses, gap_bytes, views_of
+from tiercache.planning.budget import CHECKED_BYTES, gap_bytes
+from tiercache.planning.next_use import Uses, find_uses, views_of
 from tiercache.sizes import format_bytes
 from tiercache.store.blocks import piece_checksums
 

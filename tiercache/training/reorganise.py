@@ -10,9 +10,8 @@ import numpy as np
 
 from tiercache.passes.passset import PassSet
 from tiercache.passes.splitting import split_cursor, split_source
-from tiercache.planning.budget import HostBudget
+from tiercache.planning.budget import HostBudget, gap_bytes
 from tiercache.planning.first_use import FirstUses, count_keys
-from tiercache.planning.next_use import gap_bytes
 from tiercache.planning.positions import Positions
 from tiercache.planning.reorganise_plan import ReorganisePlan
 from tiercache.planning.schedule import Schedule
