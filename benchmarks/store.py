@@ -1,12 +1,13 @@
 """The store against the bare disk and against one key per row: python -m benchmarks.store [--quick] [--json FILE].
 
 Dumps and loads are those of training: rows of 260 bytes (a vector of 64 and the row-wise Adagrad state), pieces and
-blocks as the planner cuts them, checksums by the kernel; but that a load reads two to four runs at a time, where
+blocks as the planner cuts them, checksums by the kernel; but that a load reads two to eight runs at a time, where
 staging, beside a training, reads one. The bare disk moves the same bytes and ranges
 with plain pread and pwrite, one request at a time, from and to the same memory; its commit is an fdatasync and
 the two small writes of LMDB's, also beside Zarr, which needs more of them. Both go past the page cache (O_DIRECT)
 where the engine does, which the bare disk does always; what the page cache holds is dropped before every read by
-posix_fadvise(DONTNEED), and no cache of the machine below it. All is done in turns, in alternating order; ratios are
+posix_fadvise(DONTNEED), and no cache of the machine below it. Each engine has its turns with the bare disk, in
+alternating order, and one engine comes after the other: files that one deletes are not the other's wait. Ratios are
 medians over turns.
 
 ENGINE_dump_ratio = bare disk's seconds / ours: one visit's dump with its commit, in a store that has its final size
@@ -85,17 +86,18 @@ def measure(size: Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
     warm_checksums()
     figures: dict[str, Any] = {}
     case = Case.of(260, size.pass_bytes)
-    _say(f"rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
-    figures |= measure_cycle(case, size.turns, engines, folder, verified=True)
-    _say("rows of 260 bytes: 400 segments")
     small = Case.of(260, min(size.pass_bytes, size.row_size_pass_bytes))
-    figures |= measure_wide(small, size.wide_visits, engines, folder)
-    for row_bytes in size.row_sizes:
-        _say(f"rows of {row_bytes:,} bytes")
-        other = Case.of(row_bytes, size.row_size_pass_bytes)
-        found = measure_cycle(other, size.turns, engines, folder, verified=False)
-        found |= measure_wide(other, size.wide_visits, engines, folder)
-        figures |= {f"{key}_{row_bytes}": value for key, value in found.items()}
+    for engine in engines:
+        _say(f"{engine}, rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
+        figures |= measure_cycle(case, size.turns, engine, folder, verified=True)
+        _say(f"{engine}, rows of 260 bytes: 400 segments")
+        figures |= measure_wide(small, size.wide_visits, engine, folder)
+        for row_bytes in size.row_sizes:
+            _say(f"{engine}, rows of {row_bytes:,} bytes")
+            other = Case.of(row_bytes, size.row_size_pass_bytes)
+            found = measure_cycle(other, size.turns, engine, folder, verified=False)
+            found |= measure_wide(other, size.wide_visits, engine, folder)
+            figures |= {f"{key}_{row_bytes}": value for key, value in found.items()}
     for engine in engines:
         _say(f"{engine}: a dump of {size.heap_bytes:,} bytes")
         figures |= measure_heap(engine, case, size.heap_bytes, folder)
@@ -163,7 +165,7 @@ def _tables(record: dict[str, Any], engines: Sequence[str], suffixes: Sequence[s
             for what, segments in (("dump", ""), ("load", ""), ("load", "_400")):
                 tail = segments + suffix
                 num_bytes = record[f"{what}_bytes{tail}"]
-                rates = [num_bytes / record[f"{who}_{what}_seconds{tail}"] / 1e9 for who in ("raw", engine)]
+                rates = [num_bytes / record[f"{who}_{what}_seconds{tail}"] / 1e9 for who in (f"{engine}_raw", engine)]
                 ratios = [record[f"{engine}_{what}_ratio{part}{tail}"] for part in ("", "_least", "_most")]
                 name = what if what == "dump" else f"load from {segments[1:] or PASSES}"
                 shown = [f"{rate:.2f}" for rate in rates] + [f"{ratio:.3f}" for ratio in ratios]

@@ -12,67 +12,68 @@ import numpy as np
 from benchmarks.disk_raw import BareDisk, slot_bytes
 from benchmarks.machine import PeakMemory, files_below
 from benchmarks.store_case import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
-from benchmarks.store_runs import HostPages, Seconds, StoreRun, drop_store, raw_dump, raw_load, room_for, source_for
+from benchmarks.store_runs import (
+    RAW,
+    HostPages,
+    Seconds,
+    StoreRun,
+    drop_store,
+    raw_dump,
+    raw_load,
+    room_for,
+    source_for,
+)
 from tiercache.store import info, verify
 from tiercache.store.life import Life
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from benchmarks.disk_raw import Span
     from benchmarks.store_case import Case
 
-LOADS = 2
-"""Loads of each visit: they change nothing."""
+LOADS, VERIFICATIONS = 2, 3
+"""Loads of each visit, and verifications: they change nothing."""
 
 
-def measure_cycle(case: Case, turns: int, engines: Sequence[str], folder: Path, *, verified: bool) -> dict[str, Any]:
-    """Fill stores up to a whole cycle, then measure loads from 24 segments and dumps, visit by visit."""
+def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verified: bool) -> dict[str, Any]:
+    """Fill a store up to a whole cycle, then measure loads from 24 segments and dumps, visit by visit."""
     cycle, source, room = Cycle(case), source_for(case), room_for(case, PASSES)
-    runs = [StoreRun(engine, case, folder / f"{engine}.tc") for engine in engines]
+    run = StoreRun(engine, case, folder / f"{engine}.tc")
     dumps: list[Dump] = []
     for _ in range(PASSES):
         dumps.append(cycle.next())
-        for run in runs:
-            run.dump(dumps[-1], source)
+        run.dump(dumps[-1], source)
     loads, writes = Seconds(), Seconds()
     with BareDisk(folder, RAW_SLOTS * slot_bytes([dumps[0].stream])) as disk:
         for _ in range(turns):
             reads = [span for dump in dumps for span in dump.reads(cycle.visit)]
-            _loads(disk, runs, cycle.visit, reads, room, loads)
+            _loads(disk, run, cycle.visit, reads, room, loads)
             dump = cycle.next()
             dumps = [*dumps[1:], dump]
-            ours = [(run.engine, partial(run.dump, dump, source)) for run in runs]
             fresh = partial(raw_dump, disk, dump, source, fresh=True)
-            writes.turn(partial(raw_dump, disk, dump, source), [*ours, ("fresh", fresh)])
-        figures = writes.figures("dump") | loads.figures("load")
+            bare = partial(raw_dump, disk, dump, source)
+            writes.turn({RAW: bare, engine: partial(run.dump, dump, source), "fresh": fresh})
+        figures = writes.figures(engine, "dump") | loads.figures(engine, "load")
         figures |= {"dump_bytes": case.pass_bytes + 8 * case.rows, "load_bytes": case.pass_bytes}
-        for run in runs:
-            figures[f"{run.engine}_dump_ratio_fresh"] = (
-                figures["fresh_dump_seconds"] / figures[f"{run.engine}_dump_seconds"]
-            )
-            figures[f"{run.engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
-            run.close()  # and all that is dead is deleted
-            figures[f"{run.engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
+        figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
+        run.close()  # and all that is dead is deleted
+        figures[f"{engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
         if verified:
-            figures |= _verification(disk, runs, dumps)
-    for run in runs:
-        shutil.rmtree(run.path)
+            figures |= _verification(disk, run, dumps)
+    shutil.rmtree(run.path)
     return figures
 
 
-def _loads(
-    disk: BareDisk, runs: Sequence[StoreRun], visit: int, reads: list[Span], room: HostPages, loads: Seconds
-) -> None:
+def _loads(disk: BareDisk, run: StoreRun, visit: int, reads: list[Span], room: HostPages, loads: Seconds) -> None:
     for _ in range(LOADS):
-        ours: list[tuple[str, Callable[[], float]]] = [(run.engine, partial(run.load, visit, room)) for run in runs]
-        loads.turn(partial(raw_load, disk, reads, room), ours)
+        loads.turn({RAW: partial(raw_load, disk, reads, room), run.engine: partial(run.load, visit, room)})
 
 
-def measure_wide(case: Case, visits: int, engines: Sequence[str], folder: Path) -> dict[str, Any]:
+def measure_wide(case: Case, visits: int, engine: str, folder: Path) -> dict[str, Any]:
     """Measure loads from 400 segments."""
-    runs = [StoreRun(engine, case, folder / f"{engine}.tc") for engine in engines]
+    run = StoreRun(engine, case, folder / f"{engine}.tc")
     source, room = source_for(case), room_for(case, SEGMENTS)
     reads: dict[int, list[Span]] = {SEGMENTS + i: [] for i in range(visits)}
     at = 0
@@ -80,19 +81,17 @@ def measure_wide(case: Case, visits: int, engines: Sequence[str], folder: Path) 
         for visit in reads:
             reads[visit] += dump.reads(visit, at)
         at += slot_bytes([dump.stream])
-        for run in runs:
-            run.append(dump, source)
-    for run in runs:
-        run.publish(SEGMENTS)
+        run.append(dump, source)
+    run.publish(SEGMENTS)
     loads = Seconds()
     with BareDisk(folder, at) as disk:
         for visit, spans in reads.items():
-            _loads(disk, runs, visit, spans, room, loads)
-    figures = loads.figures("load", "_400") | {"load_bytes_400": sum(span.size for span in reads[SEGMENTS])}
-    for run in runs:
-        figures[f"{run.engine}_bytes_read_per_useful_byte_400"] = run.bytes_read / run.bytes_useful
-        run.close()
-        shutil.rmtree(run.path)
+            _loads(disk, run, visit, spans, room, loads)
+    figures: dict[str, Any] = loads.figures(engine, "load", "_400")
+    figures["load_bytes_400"] = sum(span.size for span in reads[SEGMENTS])
+    figures[f"{engine}_bytes_read_per_useful_byte_400"] = run.bytes_read / run.bytes_useful
+    run.close()
+    shutil.rmtree(run.path)
     return figures
 
 
@@ -121,9 +120,9 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
     }
 
 
-def _verification(disk: BareDisk, runs: Sequence[StoreRun], dumps: Sequence[Dump]) -> dict[str, Any]:
+def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump]) -> dict[str, Any]:
     """Return seconds of verify and of info, and of the bare disk for the blocks that verify reads."""
-    store = runs[0].store
+    store = run.store
     assert store.commit is not None
     life = Life.of(store.commit, store.segments)
     spans: list[Span] = []
@@ -131,14 +130,13 @@ def _verification(disk: BareDisk, runs: Sequence[StoreRun], dumps: Sequence[Dump
         spans += dump.writes()[2 * life.first_block(segment, 0) :]  # rows and keys of each block
     room, seconds = HostPages(64 << 20), Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
-    for _ in range(2):
-        seconds.turn(partial(raw_load, disk, spans, room), [(run.engine, partial(_verify, run.path)) for run in runs])
-    for run in runs:
-        begun = time.perf_counter()
-        found = info(run.path)
-        figures[f"{run.engine}_info_seconds"] = time.perf_counter() - begun
-        assert found["rows"] * run.case.row_bytes == found["row_bytes"], "info counts other bytes than rows"
-    return figures | seconds.figures("verify")
+    for _ in range(VERIFICATIONS):
+        seconds.turn({RAW: partial(raw_load, disk, spans, room), run.engine: partial(_verify, run.path)})
+    begun = time.perf_counter()
+    found = info(run.path)
+    figures[f"{run.engine}_info_seconds"] = time.perf_counter() - begun
+    assert found["rows"] * run.case.row_bytes == found["row_bytes"], "info counts other bytes than rows"
+    return figures | seconds.figures(run.engine, "verify")
 
 
 def _verify(path: Path) -> float:

@@ -7,7 +7,6 @@ import mmap
 import os
 import shutil
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +21,7 @@ from tiercache.store import Cursor, Store
 from tiercache.store.reading import Pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
     from benchmarks.disk_raw import BareDisk, Span
     from benchmarks.store_case import Case, Dump
     from tiercache.store import Segment
+
+
+RAW = "raw"
+"""The bare disk among the ways to do something."""
 
 
 def drop_store(path: Path) -> None:
@@ -164,34 +167,35 @@ def _blocks(dump: Dump, source: NDArray[np.uint8]) -> Iterator[tuple[int, int, N
         yield 0, block, source[block * room :][: (high - low) * stream.row_bytes], dump.keys[low:high]
 
 
-@dataclass(slots=True)
 class Seconds:
-    """Of one thing done by turns on the bare disk and by each engine."""
+    """Of one thing done by turns in several ways: by the bare disk, say, and by an engine."""
 
-    raw: list[float] = field(default_factory=list)
-    ours: dict[str, list[float]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._taken: dict[str, list[float]] = {}
 
-    def turn(self, raw: Callable[[], float], runs: Sequence[tuple[str, Callable[[], float]]]) -> None:
-        """Let the bare disk and each engine do it once, every second time in the opposite order.
+    def turn(self, ways: Mapping[str, Callable[[], float]]) -> None:
+        """Do it once in each way, every second time in the opposite order.
 
-        Each begins when the disk has done what the one before left to it: names of files that were deleted, say.
+        Each begins when the disk has done what the one before left to it.
         """
-        calls = [("", raw), *runs]
-        for name, call in calls if len(self.raw) % 2 == 0 else calls[::-1]:
+        names = list(ways)
+        turns = max((len(taken) for taken in self._taken.values()), default=0)
+        for name in names if turns % 2 == 0 else names[::-1]:
             os.sync()
-            (self.ours.setdefault(name, []) if name else self.raw).append(call())
+            self._taken.setdefault(name, []).append(ways[name]())
 
-    def figures(self, what: str, suffix: str = "") -> dict[str, float]:
-        """Return medians, and the bare disk's seconds over each engine's turn by turn: median, least and most."""
-        figures = {f"raw_{what}_seconds{suffix}": middle(self.raw)}
-        for engine, ours in self.ours.items():
-            ratios = [raw / seconds for raw, seconds in zip(self.raw, ours, strict=True)]
-            figures |= {
-                f"{engine}_{what}_seconds{suffix}": middle(ours),
-                f"{engine}_{what}_ratio{suffix}": middle(ratios),
-                f"{engine}_{what}_ratio_least{suffix}": min(ratios),
-                f"{engine}_{what}_ratio_most{suffix}": max(ratios),
-            }
+    def figures(self, engine: str, what: str, suffix: str = "") -> dict[str, float]:
+        """Return medians, and each other way's seconds over the engine's turn by turn: of the bare disk all of them."""
+        ours, figures = self._taken[engine], {f"{engine}_{what}_seconds{suffix}": middle(self._taken[engine])}
+        for name in self._taken.keys() - {engine}:
+            ratios = [other / seconds for other, seconds in zip(self._taken[name], ours, strict=True)]
+            figures[f"{engine}_{name}_{what}_seconds{suffix}"] = middle(self._taken[name])
+            if name == RAW:
+                figures[f"{engine}_{what}_ratio{suffix}"] = middle(ratios)
+                figures[f"{engine}_{what}_ratio_least{suffix}"] = min(ratios)
+                figures[f"{engine}_{what}_ratio_most{suffix}"] = max(ratios)
+            else:
+                figures[f"{engine}_{what}_ratio_{name}{suffix}"] = middle(ratios)
         return figures
 
 
