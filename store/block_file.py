@@ -252,7 +252,7 @@ class BlockFile:
         except OSError as error:
             self.space.give(offset, num_bytes)
             if error.errno in FULL:
-                raise full_disk(self.path, error, num_bytes) from error
+                raise full_disk(self.path, error, num_bytes, kept_bytes=ROOM_FOR_RECORDS) from error
             raise self._failed(error) from error
 
     def _grow(self, num_bytes: int) -> None:
@@ -275,7 +275,7 @@ class BlockFile:
                 if error.errno not in FULL:
                     raise self._failed(error) from error
                 if growth == least:
-                    raise full_disk(self.path, error, num_bytes) from error
+                    raise full_disk(self.path, error, num_bytes, kept_bytes=ROOM_FOR_RECORDS) from error
             else:
                 self.space.grow(growth)
                 return

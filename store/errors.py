@@ -68,17 +68,38 @@ class KeyMissingError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """Disk or map have no room left: what needed ``needed_bytes``, what stands against it, what to do."""
+    """Disk or map have no room left: what needed ``needed_bytes``, what stands against it, what to do.
+
+    ``kept_bytes`` of them are not written: they stay free for the records of a commit. ``at_least``: there is more to
+    come, and nobody knows how much.
+    """
 
     def __init__(
-        self, *, needed_bytes: int, limit: str, advice: str, what: str = "the next transaction of the store"
+        self,
+        *,
+        needed_bytes: int,
+        limit: str,
+        advice: str,
+        what: str = "the next transaction of the store",
+        kept_bytes: int = 0,
+        at_least: bool = False,
     ) -> None:
-        super().__init__(f"{what} needs {needed_bytes:,} more bytes but {limit}: {advice}")
+        kept = f", {kept_bytes:,} of them kept free for records," if kept_bytes else ""
+        least = "at least " if at_least else ""
+        super().__init__(f"{what} needs {least}{needed_bytes:,} more bytes{kept} but {limit}: {advice}")
         self.needed_bytes, self.limit, self.advice = needed_bytes, limit, advice
+        self.kept_bytes, self.at_least = kept_bytes, at_least
 
     def during(self, what: str, needed_bytes: int) -> StoreFullError:
-        """Return the same error for a whole step that one transaction was part of."""
-        return StoreFullError(needed_bytes=needed_bytes, limit=self.limit, advice=self.advice, what=what)
+        """Return the same error for a whole step that one transaction was part of, which writes ``needed_bytes``."""
+        return StoreFullError(
+            needed_bytes=max(self.needed_bytes, needed_bytes + self.kept_bytes),
+            limit=self.limit,
+            advice=self.advice,
+            what=what,
+            kept_bytes=self.kept_bytes,
+            at_least=self.at_least,
+        )
 
 
 class StoreClosedError(StoreError):

@@ -34,8 +34,14 @@ def check_limit(file: Path, more_bytes: int) -> None:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
 
-def full_disk(path: Path, error: OSError, needed_bytes: int) -> StoreFullError:
-    """Return the error of ``path``, which could not take ``needed_bytes`` because of ``error``, one of FULL."""
+def full_disk(
+    path: Path, error: OSError, needed_bytes: int, *, kept_bytes: int = 0, at_least: bool = False
+) -> StoreFullError:
+    """Return the error of ``path``, which could not take ``needed_bytes`` because of ``error``, one of FULL.
+
+    ``kept_bytes`` were to stay free beside them. What it says to be free is less than what it says to be needed, but
+    where other bytes were freed, or other things than bytes lack: it says so.
+    """
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return StoreFullError(
@@ -44,18 +50,28 @@ def full_disk(path: Path, error: OSError, needed_bytes: int) -> StoreFullError:
             advice="raise ulimit -f",
         )
     system = os.statvfs(path)
+    free = system.f_frsize * system.f_bavail
+    limit = f"the file system of {path} has {free:,} free"
+    if error.errno == errno.EDQUOT:
+        limit = f"the disk quota of {path} is used up"
+    elif system.f_files and not system.f_favail:
+        limit = f"the file system of {path} has no room for another file"
+    elif free >= needed_bytes + kept_bytes:
+        limit = f"the file system of {path} was full, and has {free:,} free by now"
     return StoreFullError(
-        needed_bytes=needed_bytes,
-        limit=f"the file system of {path} has {system.f_frsize * system.f_bavail:,} free",
+        needed_bytes=needed_bytes + kept_bytes,
+        limit=limit,
         advice="free some, or move the store to a larger one",
+        kept_bytes=kept_bytes,
+        at_least=at_least,
     )
 
 
 @contextmanager
-def room_for(needed_bytes: int, path: Path, what: str) -> Iterator[None]:
+def room_for(needed_bytes: int, path: Path, what: str, *, at_least: bool = False) -> Iterator[None]:
     """Raise StoreFullError, which says that ``what`` needed so many bytes, in place of an OSError of a full disk.
 
-    ``path`` must exist, or the folder that it stands in.
+    ``path`` must exist, or the folder that it stands in. ``at_least``: ``what`` needs more bytes later.
     """
     try:
         yield
@@ -63,4 +79,4 @@ def room_for(needed_bytes: int, path: Path, what: str) -> Iterator[None]:
         if error.errno not in FULL:
             raise
         there = path if path.exists() else path.parent
-        raise full_disk(there, error, needed_bytes).during(what, needed_bytes) from error
+        raise full_disk(there, error, needed_bytes, at_least=at_least).during(what, needed_bytes) from error

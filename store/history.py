@@ -130,7 +130,8 @@ class History:
             except BaseException as error:
                 self._orphans |= dump.names()
                 if isinstance(error, StoreFullError):
-                    raise error.during(f"the dump of visit {visit} to {self._label}", dump.bytes_left) from error
+                    what = f"the dump of visit {visit} to" if visit >= 0 else "a new segment with the rows of"
+                    raise error.during(f"{what} {self._label}", dump.bytes_left) from error
                 raise
             finally:
                 self._counters.add(transactions=dump.transactions)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Cached = Callable[[int, int, int], NDArray[np.uint8] | None]
 
 BATCH_BYTES = 4 << 20
-"""Of pieces that are read at once; twice as many are read meanwhile."""
+"""Of the pieces of a batch, about; while its rows are taken, each of the ``READERS`` reads or holds another batch."""
 READERS = 2
 """Threads that read keys or rows: the disk has some to read while others are checked."""
 _PAGE_BYTES = 4096

@@ -158,8 +158,15 @@ def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
 
 def check_finite(value: Any, name: str, owner: object) -> None:
     """Raise ValueError unless ``value`` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise ValueError(f"{name} of {type(owner).__name__} is {value!r}: it must be a finite number")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def _check_rates(optimizer: object) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 from tiercache.store.base_segment import Layout, moved_blocks_of
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.errors import StoreError
+from tiercache.store.full_disk import check_room, room_for
 from tiercache.store.initial import initial_rows
-from tiercache.store.scan import scan_segments
+from tiercache.store.scan import live_rows, scan_segments
 from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.settling import Settling
 from tiercache.store.stream import NEVER, Range
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     """Keys (n,) in hash order, and rows (n, W + 1): every field as words side by side, and the last change."""
 
 MEMORY_BYTES = 256 << 20
+_WHAT = "a new order of the store's rows"
 
 
 class FirstUses(Protocol):
@@ -102,15 +104,20 @@ class Rewrite:
             group.close()
 
     def read(self) -> tuple[Stream, ...]:
-        """Read rows into their order, make those that are missing, and return the layout of the new segment."""
+        """Read rows into their order, make those that are missing, and return the layout of the new segment.
+
+        Raises StoreFullError, before a row is read where it is known by then.
+        """
         with ExitStack() as stack:
             moves: Choice | None = None
+            settling: Settling | None = None
             if self._settle:
                 settling = stack.enter_context(
                     Settling(self._store, self._uses, scratch_of(self._store), self._progress)
                 )
                 settling.sort()
                 self.settled, moves = settling.settled, settling.moves
+            self._check_room(settling)
             for ordered in self._groups:
                 for place, table in enumerate(ordered.group.tables):
                     for keys, rows, uses in self._merged(table, moves):
@@ -128,6 +135,21 @@ class Rewrite:
             for block in moved_blocks_of(ordered.group, stream, ordered.chunks(stream.block_rows)):
                 self._progress("write", block[3].size)
                 yield block
+
+    def _check_room(self, settling: Settling | None) -> None:
+        """Raise StoreFullError where there is less room than temporary files will take, as far as that is known."""
+        exact = settling is not None or (self._stored is None and not any(group.wanted for group in self._groups))
+        num_bytes = 0
+        for ordered in self._groups:
+            rows = ordered.wanted
+            if settling is not None:
+                rows += settling.idle_rows(ordered.group.index)
+            elif self._stored is None:  # of the rows that are used some are stored, nobody knows which
+                rows = max(rows, sum(live_rows(self._store, table.name) for table in ordered.group.tables))
+            num_bytes += rows * ordered.entry_bytes
+        folder = scratch_of(self._store)
+        with room_for(num_bytes, folder, _WHAT, at_least=not exact):
+            check_room(folder, num_bytes)
 
     def _moved(self, table: Table, moves: Choice | None) -> Rows:
         """Yield the store's own rows that move."""
@@ -181,12 +203,15 @@ class _Sorted:
         for place, count in self._counts.items():
             self._next[place] = row
             row += count
-        self._wanted = row
+        self.wanted = row
+        """How many rows are used first at some visit."""
         self._never = [0] * len(counts)
         self._row_bytes = group.row_bytes + CHANGED_BYTES
+        self.entry_bytes = 8 + self._row_bytes
+        """What the files take for a row."""
         self.oldest, self.newest = (1 << 32) - 1, 0
         """The least and the greatest last change."""
-        self._keys, self._rows = (ScratchFile(scratch, "a new order of the store's rows") for _ in range(2))
+        self._keys, self._rows = (ScratchFile(scratch, _WHAT) for _ in range(2))
 
     def close(self) -> None:
         """Give up the files."""
@@ -206,7 +231,7 @@ class _Sorted:
         for end in ends:
             mine, use = order[begin:end], int(uses[order[begin]])
             if use == NEVER:
-                row = self._wanted + sum(self._never)
+                row = self.wanted + sum(self._never)
                 self._never[place] += end - begin
             else:
                 row = self._next[use, place]
@@ -234,7 +259,7 @@ class _Sorted:
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[Int64s, Floats]]:
         """Yield all rows in order, so many at a time."""
-        total = self._wanted + sum(self._never)
+        total = self.wanted + sum(self._never)
         for row in range(0, total, chunk_rows):
             count = min(chunk_rows, total - row)
             keys = np.empty(count, dtype=np.int64)

@@ -181,7 +181,10 @@ def _chunks(
         return
     copies = len({run.segment.id for run in runs})
     row = np.dtype(("<f4", (row_bytes // 4,)))
-    with Spill(table, scratch or scratch_of(store), memory_bytes, store.counters, row=row, copies=copies) as spill:
+    with Spill(
+        table, scratch or scratch_of(store), memory_bytes, store.counters,
+        row=row, copies=copies, total_rows=sum(run.left for run in runs),
+    ) as spill:  # fmt: skip
         step = max(1, most // 4)
         for run in joined(runs, LastKeys(store)):
             while run.left:

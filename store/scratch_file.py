@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from tiercache.store.errors import StoreError
-from tiercache.store.full_disk import room_for
+from tiercache.store.full_disk import check_room, room_for
 from tiercache.store.hole import punch_hole
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 class ScratchFile:
     """Bytes at any offset of a file in ``folder``, from one thread; ``what`` it is for stands in errors."""
 
-    def __init__(self, folder: Path, what: str) -> None:
+    def __init__(self, folder: Path, what: str, *, num_bytes: int | None = None) -> None:
+        """``num_bytes``: what is going to be written, where that is known. Raises StoreFullError for less room."""
         self._folder, self._what = folder, what
-        with room_for(0, folder, what):
+        with room_for(num_bytes or 1, folder, what, at_least=num_bytes is None):
+            check_room(folder, num_bytes or 0)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - see close
 
     def close(self) -> None:
@@ -41,7 +43,7 @@ class ScratchFile:
     def write(self, data: NDArray[Any], offset: int) -> None:
         """Write an array. Raises StoreFullError."""
         view = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
-        with room_for(len(view), self._folder, self._what):
+        with room_for(len(view), self._folder, self._what, at_least=True):
             while len(view):
                 count = os.pwrite(self._file.fileno(), view, offset)
                 view, offset = view[count:], offset + count

@@ -15,7 +15,7 @@ from tiercache.store.spill import Spill
 from tiercache.store.sweep import Sweep, whole_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -92,6 +92,10 @@ class Settling:
         )
         self._settled_ids = frozenset(one.segment_id for one in self.settled)
 
+    def idle_rows(self, group: int) -> int:
+        """Return how many rows of a group move although the schedule does not use them."""
+        return self._groups[group].idle_rows(but=self._settled_ids)
+
     def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
         """Return which of the live rows [low, high) of a segment stream move: (high - low,)."""
         marks = self._groups[group].marks_of(segment, low, high)
@@ -134,6 +138,10 @@ class _GroupRows:
         start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
         return self._marks[start + low : start + high]
 
+    def idle_rows(self, *, but: Collection[int]) -> int:
+        """Return how many rows in all segments but those of these ids are neither used nor stale; after ``sort``."""
+        return sum(int(self.needed_ST[i].sum()) for id_, i in self._index.items() if id_ not in but)
+
     def sort(self, store: Store, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
         """Mark every row."""
         number = np.dtype("<i8")
@@ -142,10 +150,10 @@ class _GroupRows:
                 stack.enter_context(
                     Spill(
                         table, scratch_of(store), MEMORY_BYTES, store.counters,
-                        row=number, copies=max(2, len(store.segments)),
+                        row=number, copies=max(2, len(store.segments)), total_rows=total,
                     )
                 )
-                for table in self.group.tables
+                for table, total in zip(self.group.tables, self.live_ST.sum(axis=0).tolist(), strict=True)
             ]  # fmt: skip
             readers = stack.enter_context(ThreadPoolExecutor(READERS))
             for segment, place, keys, rows in live_keys(

@@ -38,7 +38,8 @@ class Spill:
     factor of 256 by which all rows exceed the memory; ``counters`` count both. Rows of equal keys come back side by
     side, in the order in which they came; of more of them than memory holds, the last ``copies``.
 
-    ``row`` says what stands beside a key where it is not a row of ``table``.
+    ``row`` says what stands beside a key where it is not a row of ``table``; ``total_rows``, where it is known, how
+    many come: a file system without room for them shows when the file is made.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Spill:
         *,
         row: np.dtype[Any] | None = None,
         copies: int = 2,
+        total_rows: int | None = None,
     ) -> None:
         self.table = table
         self.rows = 0
@@ -60,6 +62,7 @@ class Spill:
         self._copies = copies
         row = np.dtype(("<f4", (table.row_bytes // 4,))) if row is None else row
         self._record = np.dtype([("key", "<i8"), ("row", row)])
+        self._file_bytes = None if total_rows is None else total_rows * self._record.itemsize
         self._most = max(1, memory_bytes // 4 // (self._record.itemsize - 8 + ROW_COST))
         self._held: list[NDArray[np.void]] = []
         self._held_rows = 0
@@ -138,7 +141,7 @@ class Spill:
         digit = ((hash_keys(records["key"], self.table.table_id) >> shift) & np.uint64(255)).astype(np.uint8)
         if self._file is None:
             what = f"sorting the rows of table {self.table.name!r} in {self._scratch}"
-            self._file = ScratchFile(self._scratch, what)
+            self._file = ScratchFile(self._scratch, what, num_bytes=self._file_bytes)
         self._file.write(records[np.argsort(digit, kind="stable")], self._file_rows * self._record.itemsize)
         cuts = np.append(0, np.cumsum(np.bincount(digit, minlength=1 << _DIGIT_BITS))) + self._file_rows
         self._file_rows += records.size

@@ -180,8 +180,7 @@ class ZarrEngine:
                 unneeded = {key for name, block in gone.items() for key, _ in block.chunks(name)}
                 self._sync((self._dirty | made.keys()) - unneeded - self._sweep.garbage())
                 made[fresh.key] = None
-                with self._writer.translated(ROOM_FOR_RECORDS):
-                    self._objects.publish(fresh.key, fresh.to_bytes())
+                self._writer.publish(fresh.key, fresh.to_bytes())
                 self._sync([fresh.key])
                 published = True
             finally:
@@ -264,7 +263,7 @@ class ZarrEngine:
             except CorruptStoreError:
                 self._sweep.hold(number, None)
         named = self._manifest.named() | {f"segments/{NODE}": None}
-        self._sweep.add(listed)
+        self._sweep.add({key: named.get(key) if size is None else size for key, size in listed.items()})
         self._sweep.give({key: size for key, size in listed.items() if key not in named}, self._manifest.number)
         self._sweep.run()
         self._sweep.wait()

@@ -103,17 +103,25 @@ class ChunkWriter:
     def check_room(self, size: int) -> None:
         """Raise StoreFullError where the file system has no room for ``size`` bytes and for records."""
         if self._objects.root is not None:
-            with self.translated(size):
+            with self.translated(size, kept=ROOM_FOR_RECORDS):
                 check_room(self._objects.root, size + ROOM_FOR_RECORDS)
 
+    def publish(self, key: str, data: bytes) -> None:
+        """Write an object as ``Objects.publish`` does. Raises StoreFullError and StoreError."""
+        with self.translated(max(ROOM_FOR_RECORDS, len(data))):
+            self._objects.publish(key, data)
+
     @contextmanager
-    def translated(self, needed: int) -> Iterator[None]:
-        """Turn errors of the system into the store's: what could not be written has ``needed`` bytes."""
+    def translated(self, needed: int, *, kept: int = 0) -> Iterator[None]:
+        """Turn errors of the system into the store's: what could not be written has ``needed`` bytes.
+
+        ``kept`` bytes were to stay free beside them.
+        """
         try:
             yield
         except OSError as error:
             if error.errno in FULL:
-                raise _full(self._objects.root, needed, error) from error
+                raise _full(self._objects.root, needed, kept, error) from error
             raise StoreError(
                 f"{self._label} cannot be written ({error}): mend that and open the store again"
             ) from error
@@ -169,7 +177,7 @@ def field_of(
     return fill
 
 
-def _full(root: Path | None, needed: int, error: OSError) -> StoreFullError:
+def _full(root: Path | None, needed: int, kept: int, error: OSError) -> StoreFullError:
     if root is None:
         return StoreFullError(needed_bytes=needed, limit=f"its place is full ({error})", advice="free some")
-    return full_disk(root, error, needed)
+    return full_disk(root, error, needed, kept_bytes=kept)

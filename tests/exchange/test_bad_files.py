@@ -95,6 +95,11 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda r: r["tables"][0]["table"].update(dim=3), r"is \(50, 2\) of float32: table 'item' with 50 keys needs"),
         (lambda r: r["tables"][0]["table"].update(name="../item"), "there is no .*%2E%2E%2Fitem"),
         (lambda r: r.pop("tables"), "cannot be read"),
+        (
+            lambda r: r.update(steps=1 << 63),
+            r"steps is 9223372036854775808, and must be 0 \.\. 9,223,372,036,854,775,807",
+        ),
+        (lambda r: r["tables"][0].update(rows=10**40), "rows is 1000.*, and must be 0"),
         (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],
 )
@@ -107,6 +112,9 @@ def test_listings_that_make_no_sense_are_refused(
     refused(tmp_path / "out", tmp_path / "s.tc", sentence)
     (tmp_path / "out" / "tables.json").write_text("no JSON")
     refused(tmp_path / "out", tmp_path / "s.tc", "is not JSON")
+    for deep in (b"[" * 100_000, b'{"a":' * 100_000):
+        (tmp_path / "out" / "tables.json").write_bytes(deep)
+        refused(tmp_path / "out", tmp_path / "s.tc", "nests its values too deep: export again")
 
 
 def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -> None:

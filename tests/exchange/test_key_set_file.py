@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exchange.cases import files_of, table
+from tests.store.damage import assert_sentence
 from tiercache.errors import ExchangeError
 from tiercache.exchange.key_set_file import export_key_sets, read_key_set, write_key_set
 from tiercache.passes.handmade import write_pass_set
@@ -48,6 +49,31 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(bytes(9))
     with pytest.raises(ExchangeError, match="has 9 bytes, which are no whole int64 keys"):
         read_key_set(tmp_path / "keys", "int64")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """One that is missing, and a folder."""
+    with pytest.raises(ExchangeError, match=r"keys cannot be read \(No such file or directory\): check the path"):
+        read_key_set(tmp_path / "keys", "int64")
+    with pytest.raises(ExchangeError, match=r"cannot be read \(Is a directory\): check the path"):
+        read_key_set(tmp_path, "int64")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=80), dtype=st.sampled_from(["uint32", "int64"]))
+def test_a_key_set_of_any_bytes_is_refused_or_read(data: bytes, dtype: str) -> None:
+    """Whole keys of any value are keys; anything else is a sentence."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "keys"
+        path.write_bytes(data)
+        size = {"uint32": 4, "int64": 8}[dtype]
+        try:
+            found = read_key_set(path, dtype)
+        except ExchangeError as error:
+            assert len(data) % size
+            assert_sentence(error)
+        else:
+            assert found.astype(f"<{found.dtype.kind}{size}").tobytes() == data
 
 
 def test_the_key_sets_of_passes_are_exported(tmp_path: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.extraction.cases import reference, rich_columns, rich_schema
-from tests.store.damage import DEEP, assert_sentence, damaged, generator_of, lie
-from tiercache.errors import SchemaError, TierCacheError
+from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lie, places
+from tiercache.errors import PassSetError, SchemaError, TierCacheError
+from tiercache.passes.keyset import KeySet
 from tiercache.passes.passset import PassSet
 
 if TYPE_CHECKING:
@@ -110,3 +114,71 @@ def test_a_schema_of_any_text_is_refused_or_read(tmp_path: Path) -> None:
             tc.Schema.load(path)
         except SchemaError as error:
             assert_sentence(error)
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.integers(0, 1 << 16), cut=st.integers(0, 40), put=st.binary(max_size=40), alone=st.booleans())
+def test_a_key_set_with_any_bytes_in_it_is_refused_or_read(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, put: bytes, alone: bool
+) -> None:
+    """Some of its bytes for others, or others alone."""
+    source = next(whole.glob("*.keys.arrow"))
+    written = source.read_bytes()
+    at %= len(written) + 1
+    path, tables = tmp_path_factory.getbasetemp() / "any.keys.arrow", PassSet.open(whole).tables
+    path.write_bytes(put if alone else written[:at] + put + written[at + cut :])
+    try:
+        found = KeySet(path, tables)
+    except PassSetError as error:
+        assert_sentence(error)
+    else:
+        for table in tables:
+            assert found.keys(table.name).size == found.counts(table.name).size == found.rows(table.name)
+        found.digest()
+
+
+VALUES = st.recursive(
+    st.sampled_from([lie for lie in LIES if isinstance(lie, int | float)])
+    | st.sampled_from(["sgd", "adam", "uniform", "normal", "none", "error", "ragged", "bfloat16", "string"])
+    | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "low", "high", "learning_rate", "column", "dim"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def as_toml(value: Any) -> str:
+    """Return a value as TOML writes it within a line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "") if isinstance(value, str) else str(value).lower()
+
+
+RATE = list(places(tomllib.loads(TOML))).index(["tables", "user", "optimizer", "learning_rate"])
+
+
+@settings(max_examples=400, deadline=None)
+@example(which=RATE, value=1 << 1100, raw=None)
+@given(which=st.integers(0, 1 << 16), value=VALUES, raw=st.none() | st.binary(max_size=60))
+def test_a_schema_with_any_value_is_refused_or_read(
+    tmp_path_factory: pytest.TempPathFactory, which: int, value: Any, raw: bytes | None
+) -> None:
+    """TOML that is well formed, with one value in the place of another; and any bytes."""
+    path, record = tmp_path_factory.getbasetemp() / "schema.toml", tomllib.loads(TOML)
+    found = list(places(record))
+    *way, key = found[which % len(found)]
+    inner: Any = record
+    for step in way:
+        inner = inner[step]
+    inner[key] = value
+    text = "\n".join(f"{name} = {as_toml(part)}" for name, part in record.items())
+    tomllib.loads(text)
+    path.write_bytes(text.encode() if raw is None else raw)
+    try:
+        assert tc.Schema.load(path).digest
+    except SchemaError as error:
+        assert_sentence(error)

@@ -147,7 +147,7 @@ def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
         places = [file.put(aligned(500_000), stable=True)]
-        with pytest.raises(StoreFullError, match=r"has .* free: free some"):
+        with pytest.raises(StoreFullError, match=r"was full, and has .* free by now: free some"):
             file.flush()
     file.discard(places)
     assert file.size <= size

@@ -85,7 +85,9 @@ def test_a_full_disk_is_a_sentence_and_the_commit_stands(tmp_path: Path) -> None
         with Store.open(place / "s", tables=[BIG], max_bytes=1 << 30) as store:
             stored = dump(store, 0, {1: 500})
             publish(store, 1, b"state")
-            words = r"needs [\d,]+ more bytes but the file system of .* has [\d,]+ free: free some"
+            words = (
+                r"needs [\d,]+ more bytes, 1,048,576 of them kept free for records, but .* has [\d,]+ free: free some"
+            )
             with pytest.raises(StoreFullError, match=words):
                 dump(store, 1, {2: 4000})
         with Store.open(place / "s") as again:

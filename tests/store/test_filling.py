@@ -189,7 +189,9 @@ def test_a_full_disk_while_sorting_is_a_sentence(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("tiercache.store.scratch_file.tempfile.TemporaryFile", full)
     with Store.open(None, tables=[ONE], engine=MemoryEngine()) as store:
         keys = np.arange(100, dtype=np.int64)
-        with pytest.raises(StoreFullError, match=r"sorting the rows of table 'one' in .* needs [\d,]+ more bytes"):
+        with pytest.raises(
+            StoreFullError, match=r"sorting the rows of table 'one' in .* needs at least [\d,]+ more bytes"
+        ):
             fill(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
         assert store.commit is None
 

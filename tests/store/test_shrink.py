@@ -222,7 +222,7 @@ def test_a_disk_that_is_full_shows_before_a_hole_is_written(
 
         with monkeypatch.context() as patched:
             patched.setattr(os, call, full)
-            with pytest.raises(StoreFullError, match=r"needs 602,112 more bytes but .* free: free some"):
+            with pytest.raises(StoreFullError, match=r"needs 1,650,688 more bytes, .* but .* free.*: free some"):
                 file.put(aligned(600_000), stable=True)
         assert taken(tmp_path / "blocks") < 100_000
         assert file.put(aligned(600_000), stable=True).offset == first.offset

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from zarr.storage import LocalStore
+from zarr.storage import LocalStore, MemoryStore
 
 from tests.store.big import dump, load, publish
 from tiercache.store import (
@@ -296,6 +296,27 @@ def test_max_bytes_bound_the_chunks_with_their_zeros(tmp_path: Path) -> None:
             needed[name] = sum(file.stat().st_size for file in (tmp_path / name / "segments").rglob("c.*"))
         engine.close()
     assert sum(data.nbytes for data, _ in blocks.values()) < needed["a"] == needed["b"]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_max_bytes_bound_a_store_that_is_opened_again_wherever_it_is(tmp_path: Path, compression: str | None) -> None:
+    """A store object does not say what its objects hold, and the manifest does."""
+    form = form_of((10, 20), compression=compression)
+    first, second = segment_blocks(form, 0), segment_blocks(form, 1)
+    for place in (tmp_path / "s", MemoryStore()):
+        engine = ZarrEngine(place, create=True)
+        engine.write(given_as(first))
+        engine.commit({"r": b"1"}, [])
+        held = engine._sweep.chunk_bytes
+        engine.write(given_as(second))
+        most = held + sum(data.nbytes for data, _ in second.values()) // 2
+        engine.commit({}, second)
+        engine.close()
+        engine = ZarrEngine(place, create=False, max_bytes=most)
+        with pytest.raises(StoreFullError, match=rf"take [\d,]+ and may hold {most:,}"):
+            engine.write(given_as(second))
+        assert engine._sweep.chunk_bytes == held
+        engine.close()
 
 
 def test_a_store_object_of_zarr_may_be_given_instead_of_a_path(tmp_path: Path) -> None:

@@ -15,13 +15,9 @@ from tiercache.cli.sharded import print_info, print_verification, refuse_parts, 
 from tiercache.cli.tables import new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import numpy as np
     from numpy.typing import NDArray
     from rich.table import Table
-
-    from tiercache.store import Store
 
 __all__ = ["app"]
 
@@ -167,6 +163,7 @@ def show_changes(
     as_json: _Json = False,
 ) -> None:
     """Count the rows that changed after a commit, and write their keys where asked to."""
+    from tiercache.exchange.changed_keys import write_changed_keys
     from tiercache.store import Store
     from tiercache.store.serving import changed_rows
 
@@ -175,7 +172,7 @@ def show_changes(
         newest = -1 if store.commit is None else store.commit.id
         counts = {table.name: changed_rows(store, table.name, since) for table in store.tables}
         if out is not None:
-            _write_changes(store, since, counts, out, tell)
+            write_changed_keys(store, since, counts, out, lambda done, total: tell("changes", done, total))
     if as_json:
         typer.echo(json.dumps({"since": since, "commit": newest, "rows": counts}))
         return
@@ -253,32 +250,6 @@ def roll_back(
     typer.echo(json.dumps(done) if as_json else f"commit {commit.id} stands where commit {to} stood")
 
 
-def _write_changes(
-    store: Store, since: int, counts: Mapping[str, int], out: Path, tell: Callable[[str, int, int], None]
-) -> None:
-    """Write the keys that changed, a chunk after another; each file is there whole or not at all."""
-    from tiercache.exchange.column_file import ColumnFile
-    from tiercache.exchange.draft import draft_of
-    from tiercache.exchange.numpy_folder import array_header
-    from tiercache.passes.durable import publish
-
-    done, total = 0, sum(counts.values())
-    for name, rows in counts.items():
-        path = out / f"{_file_name(name)}.npy"
-        with draft_of(path, replaces=True) as draft:
-            before = done
-            file = ColumnFile(draft / path.name, header=array_header("<i8", (rows,)))
-            try:
-                for keys, _ in store.changes(name, since=since):
-                    file.write(keys)
-                    done += keys.size
-                    tell("changes", done, total)
-            finally:
-                file.close()
-            assert done - before == rows
-            publish(draft / path.name, path)
-
-
 def _read_keys(path: Path) -> NDArray[np.int64]:
     import numpy as np
 
@@ -286,13 +257,6 @@ def _read_keys(path: Path) -> NDArray[np.int64]:
     if keys.dtype != np.int64 or keys.ndim != 1:
         raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: it must have (n,) of int64")
     return np.asarray(keys)
-
-
-def _file_name(table_name: str) -> str:
-    """Return a name that stays within its folder whatever the table's is."""
-    from urllib.parse import quote
-
-    return quote(table_name, safe=" ")
 
 
 def _numbers(values: NDArray[np.float32]) -> str:

@@ -45,9 +45,9 @@ class ColumnFile:
     def close(self) -> None:
         """Return when the bytes are on disk; a second time does nothing."""
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with self._file:  # it is closed, too, where the disk is full
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 class ColumnFiles:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +12,9 @@ from tiercache.errors import ExchangeError, ExchangeWarning
 from tiercache.exchange.draft import draft_of
 from tiercache.exchange.formats import find_format
 from tiercache.exchange.listing import LISTING, Listed, Listing, file_name
+from tiercache.exchange.room import room_in
 from tiercache.passes.durable import publish, sync, write_whole
 from tiercache.passes.keybatch import RESERVED
-from tiercache.sizes import format_bytes
 from tiercache.store import Store
 from tiercache.store.scan import SCAN_BYTES, live_rows
 
@@ -70,7 +68,6 @@ def export_store(
         counts[table.name] * chosen.row_bytes(table, with_state=with_state and chosen.keeps_state(table))
         for table in wanted
     )
-    _check_room(out.parent, needed)
     done, total = 0, sum(counts.values())
 
     def tell(rows: int) -> None:
@@ -79,25 +76,17 @@ def export_store(
         if progress is not None:
             progress(done, total)
 
-    try:
-        with draft_of(out) as draft:
-            listed = tuple(
-                _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell)
-                for table in wanted
-            )
-            steps = store.commit.settings.get("steps") if any(one.counts_steps for one in listed) else None
-            listing = Listing(format=format, tables=listed, steps=steps)
-            write_whole(draft / LISTING, listing.to_bytes())
-            for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
-                sync(folder)
-            publish(draft, out)
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-        raise ExchangeError(
-            f"the disk of {out.parent} is full, and the export needs about {needed:,} bytes: free some, export fewer "
-            "tables, or export elsewhere"
-        ) from error
+    advice = "free some, export fewer tables, or export elsewhere"
+    with room_in(out.parent, needed, "the export", advice), draft_of(out) as draft:
+        listed = tuple(
+            _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell) for table in wanted
+        )
+        steps = store.commit.settings.get("steps") if any(one.counts_steps for one in listed) else None
+        listing = Listing(format=format, tables=listed, steps=steps)
+        write_whole(draft / LISTING, listing.to_bytes())
+        for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
+            sync(folder)
+        publish(draft, out)
     return listing
 
 
@@ -131,16 +120,6 @@ def _export(
     assert written == rows
     writer.close()
     return Listed(table=table, rows=rows, has_state=has_state and len(table.fields) > 1, reserved_keys=reserved)
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    """Raise ExchangeError where so many bytes cannot fit."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ExchangeError(
-            f"the export needs {format_bytes(needed)} ({needed:,} bytes) and {folder} has {format_bytes(free)} free: "
-            "free some, export fewer tables, or export elsewhere"
-        )
 
 
 def _tables(store: Store, names: Iterable[str] | None) -> tuple[Table, ...]:

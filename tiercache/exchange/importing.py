@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import ExchangeError, ExchangeWarning, TierCacheError
 from tiercache.exchange.formats import find_format
-from tiercache.exchange.listing import LISTING, Listed, Listing, file_name
+from tiercache.exchange.listing import LISTING, MOST, Listed, Listing, file_name
 from tiercache.store import Store, fill
 from tiercache.store.filling import FILL_BYTES
 from tiercache.store.scan import chunk_rows_of
@@ -137,8 +137,8 @@ def _open(
 
 def _steps(source: Path, tables: tuple[Listed, ...], given: int | None, listing: Listing | None) -> int | None:
     """Return with how many steps tables go on; None where none counts them, or nobody says."""
-    if given is not None and given < 0:
-        raise ExchangeError(f"steps is {given}: it must be at least 0")
+    if given is not None and not 0 <= given <= MOST:
+        raise ExchangeError(f"steps is {given}: it must be 0 .. {MOST:,}")
     counting = [listed.table for listed in tables if listed.counts_steps]
     if not counting:
         return None

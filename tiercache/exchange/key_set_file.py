@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from tiercache.exchange.listing import file_name
 from tiercache.passes.durable import publish, sync
 
 if TYPE_CHECKING:
-    import os
-
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import PassSet
@@ -29,14 +28,18 @@ _CHUNK_KEYS = 1 << 20
 def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64] | NDArray[np.uint32]:
     """Return the keys of a file, in its order and its dtype: a memory map, read-only. Raises ExchangeError."""
     path, kind = Path(path), _dtype(dtype)
-    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size and not size % kind.itemsize:
+                return np.memmap(file, dtype=kind, mode="r")
+    except OSError as error:
+        raise ExchangeError(f"the key set {path} cannot be read ({error.strerror or error}): check the path") from error
     if size % kind.itemsize:
         raise ExchangeError(
             f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
         )
-    if not size:
-        return np.empty(0, dtype=kind)  # nothing cannot be mapped
-    return np.memmap(path, dtype=kind, mode="r")
+    return np.empty(0, dtype=kind)  # nothing cannot be mapped
 
 
 def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: str) -> None:

@@ -13,11 +13,13 @@ from tiercache.store.table import Adam, Table
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LISTING", "Listed", "Listing", "file_name"]
+__all__ = ["LISTING", "MOST", "Listed", "Listing", "file_name"]
 
 LISTING = "tables.json"
 _MARK, _VERSION = "tiercache export", 1
 _LONGEST_NAME = 200
+MOST = (1 << 63) - 1
+"""Of rows, and of steps of training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,10 @@ class Listing:
             record = json.loads(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except RecursionError as error:
+            raise ExchangeError(
+                f"{path} nests its values too deep: export again, or remove it and give tables"
+            ) from error
         except ValueError as error:
             raise ExchangeError(f"{path} is not JSON ({error}): export again, or remove it and give tables") from error
         if not isinstance(record, dict) or record.get("format") != _MARK or record.get("version") != _VERSION:
@@ -99,8 +105,8 @@ def _listed(record: Any) -> Listed:
 
 
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} is {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        raise ValueError(f"{name} is {value!r}, and must be 0 .. {MOST:,}")
     return value
 
 
