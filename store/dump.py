@@ -37,7 +37,8 @@ _SEAL_BYTES = 16 << 20
 class Dump:
     """The blocks of one segment on their way into an engine, in transactions of at most ``transaction_bytes``.
 
-    With ``stable``, checksums are computed on a thread of their own while blocks are written.
+    ``stable`` ones, of which the engine takes no copies to keep, go by one transaction of any size; their checksums are
+    computed on a thread of their own meanwhile.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Dump:
 
     def _transaction(self) -> Iterator[NamedBlock]:
         id_ = self.segment.id
-        while self._missing and (not self._written or self._written + self._largest <= self._limit):
+        while self._missing and (self._stable or not self._written or self._written + self._largest <= self._limit):
             taken = group, block, data, keys, changed = self._next()
             self._check(taken)
             self._unsealed.append(taken)

@@ -185,7 +185,7 @@ class Store:
         rows) for every block once, in any order; its arrays are copied before the next block is asked for. The
         engine is given at most ``transaction_bytes`` at once, but never less than one block.
         ``within``: a commit inside the visit follows, and this is its whole key set. ``stable``: no array changes
-        before append returns, so that blocks may be written together, and checksums computed meanwhile.
+        before append returns: all blocks are written together then, and checksums computed meanwhile.
 
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiercache.store.segment import Segment
     from tiercache.store.stream import Stream
 
-READERS = 3
+READERS = 4
 """Threads that read blocks of rows, and as many of keys: the disk has one to read while another is checked."""
 _MOST_PROBLEMS = 100
 
