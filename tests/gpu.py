@@ -21,7 +21,7 @@ WITH_CUDA = (KERNELS, "-k", "cuda")
 TRAINING = (
     "tests/training/test_cuda_training.py", "tests/training/test_parity.py", "tests/training/test_evaluation.py",
     "tests/training/test_dtypes.py", "tests/training/test_cuda_raw_keys.py", "tests/training/test_raw_keys.py",
-    "tests/training/test_missing_keys.py",
+    "tests/training/test_missing_keys.py", "tests/training/test_ahead.py",
 )  # fmt: skip
 SANITIZED = [f"{KERNELS}/test_cuda_{name}.py" for name in (
     "gathering", "pooling", "sorting", "update", "rows", "initial", "bucketing", "key_index", "vectors", "rounding",

@@ -17,10 +17,12 @@ import tiercache as tc
 from tests.exchange.cases import FORMATS, files_of, keeps_state
 from tiercache.errors import ExchangeWarning
 from tiercache.exchange import exporting
+from tiercache.exchange.room import room_in
 from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, fill
 from tiercache.store.vectors import ITEM_BYTES, from_bits, nearest, to_bits
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 DTYPES = ("bfloat16", "float16")
@@ -103,7 +105,12 @@ def test_the_room_that_an_export_asks_for_is_what_it_takes(
     wide = replace(table(dtype), dim=64)
     fields = tuple(np.ones((ROWS, field.width), np.float32) for field in wide.fields)
     asked: list[int] = []
-    monkeypatch.setattr(exporting, "_check_room", lambda _, needed: asked.append(needed))
+
+    def noted(folder: Path, needed: int, *others: str) -> AbstractContextManager[None]:
+        asked.append(needed)
+        return room_in(folder, needed, *others)
+
+    monkeypatch.setattr(exporting, "room_in", noted)
     with Store.open(None, tables=[wide], engine=MemoryEngine()) as store, warnings.catch_warnings():
         warnings.simplefilter("ignore", ExchangeWarning)
         fill(store, [("t", (np.arange(ROWS, dtype=np.int64), fields))])

@@ -30,7 +30,7 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tests.training.devices import shim
+from tests.training.devices import cuda_device, shim
 from tests.training.shim_gpu import ShimGpu
 from tiercache.errors import PassSetError, StateError
 from tiercache.passes.passset import Pass
@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[2]
 CASE = Case(
     tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=100, batch=16
 )
-DEVICES = {"cpu": lambda: "cpu", "shim": shim}
+DEVICES = {"cpu": lambda: "cpu", "cuda": cuda_device}
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_batches_are_the_same_however_far_ahead_they_are_made(passes: tc.PassSet
             seen += batch.num_samples
             assert batch.num_samples == expected.num_samples
             assert visit.samples_done == seen
-            assert np.array_equal(batch.label.numpy(), expected.label)
-            assert np.array_equal(batch.dense.numpy(), expected.dense)
+            assert np.array_equal(batch.label.cpu().numpy(), expected.label)
+            assert np.array_equal(batch.dense.cpu().numpy(), expected.dense)
             for name, ids in expected.ids.items():
                 np.testing.assert_equal(batch.ids[name].ids, ids.ids)
                 np.testing.assert_equal(batch.ids[name].offsets, ids.offsets)
@@ -156,7 +156,7 @@ def test_other_ids_than_those_that_were_joined_are_joined_anew(passes: tc.PassSe
         other = replace(batches[4], ids=batches[3].ids)
         assert torch.equal(bag(other), again[3])
         ids = batches[4].ids["i"]
-        twice = bag(batches[4], weights={"i": 2 * torch.from_numpy(ids.weights.copy())}).detach()
+        twice = bag(batches[4], weights={"i": 2 * torch.from_numpy(ids.weights.copy()).to(cache.device)}).detach()
         assert torch.equal(bag.split(twice)[3], 2 * bag.split(again[4])[3])
         visits.close()
 
@@ -204,7 +204,7 @@ def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassSet, tm
             rest = [batch.label.clone() for batch in visit.batches(16, shuffle=True, ahead=4)]
             visits.close()
     order = sample_order(visit.num_samples, seed=0, epoch=0, pass_index=0, shuffle=True)
-    assert np.array_equal(torch.cat(first + rest).numpy(), visit.source.read(order).label)
+    assert np.array_equal(torch.cat(first + rest).cpu().numpy(), visit.source.read(order).label)
 
 
 def test_no_random_generator_is_drawn_from(passes: tc.PassSet) -> None:
@@ -290,9 +290,10 @@ def test_a_number_of_batches_that_is_none_is_refused(passes: tc.PassSet) -> None
 def test_arrays_that_nobody_waits_for_are_not_there(passes: tc.PassSet, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the shim copies are done as late as a GPU may do them: without the wait a batch is rubbish."""
     monkeypatch.setattr(ShimGpu, "receive", lambda *_: None)
-    visits, visit = one_visit(passes, "shim")
+    visits = resident(passes, device=shim()).passes(epochs=1)
+    visit = next(visits)
     batch = next(visit.batches(10))
-    assert not np.array_equal(batch.label.numpy(), visit.source.read(np.arange(10)).label)
+    assert not np.array_equal(batch.label.cpu().numpy(), visit.source.read(np.arange(10)).label)
     visits.close()
 
 
@@ -339,7 +340,7 @@ def test_memory_of_batches_that_wait_is_reported(passes: tc.PassSet, tmp_path: P
         wait_for(lambda: all(future.done() for line in cache._ahead._lines for _, future in line.waiting))
         samples = [visit.source.read(np.arange(low, low + 10)) for low in (10, 20)]
         read = sum(s.label.nbytes + s.dense.nbytes + sum(one.ids.nbytes for one in s.ids.values()) for s in samples)
-        if device == "shim":
+        if device == "cuda":
             assert cache.scratch_bytes - kept == sum(s.label.nbytes + s.dense.nbytes for s in samples)
             assert cache.pinned_batch_bytes >= read
         else:
