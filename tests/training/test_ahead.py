@@ -290,10 +290,8 @@ def test_a_number_of_batches_that_is_none_is_refused(passes: tc.PassSet) -> None
 def test_arrays_that_nobody_waits_for_are_not_there(passes: tc.PassSet, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the shim copies are done as late as a GPU may do them: without the wait a batch is rubbish."""
     monkeypatch.setattr(ShimGpu, "receive", lambda *_: None)
-    visits = resident(passes, device=shim()).passes(epochs=1)
-    visit = next(visits)
-    batch = next(visit.batches(10))
-    assert not np.array_equal(batch.label.cpu().numpy(), visit.source.read(np.arange(10)).label)
+    visit = next(visits := resident(passes, device=shim()).passes(epochs=1))
+    assert not np.array_equal(next(visit.batches(10)).label.cpu().numpy(), visit.source.read(np.arange(10)).label)
     visits.close()
 
 
