@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from benchmarks.store_workers import Case
 
 PACKAGES = ("tiercache", "numpy", "lmdb", "zarr")
-QUICK = {"points": 300, "torn": 40, "instants": 20, "replays": 60, "full": 30}
+QUICK = {"points": 300, "torn": 25, "instants": 12, "replays": 40, "full": 20}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,6 +22,8 @@ _LMDB = {
     "Environment": {"begin", "close", "reader_check", "sync"},
     "Transaction": {"__exit__", "abort", "commit", "delete", "drop", "put"},
 }
+_NAMES = frozenset().union(_SYSTEM, _FILE, *_LMDB.values())
+"""What can be a point at all: other calls, nearly all that there are, are told by a look."""
 _WRITING = {"pwrite", "pwritev", "write", "writev", "flush", "__exit__", "commit", "close"}
 
 
@@ -57,7 +59,7 @@ def watch(reached: Callable[[int, Point], None]) -> None:
     count = itertools.count()
 
     def hook(frame: FrameType, event: str, call: Any) -> None:
-        if event in {"c_call", "c_return", "c_exception"}:
+        if event in {"c_call", "c_return", "c_exception"} and call.__name__ in _NAMES:
             name = _name(call)
             if name and not frame.f_globals.get("__name__", "").startswith("benchmarks."):
                 reached(next(count), Point(name, event != "c_call"))

@@ -26,6 +26,7 @@ from tiercache.store import (
     group_tables,
     hash_keys,
     mix,
+    write_queue,
 )
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
     """
     store = _open(path, engine, relieve)
     reader: Store | None = None
+    as_they_are = write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES
+    write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES = 64 << 10, 0  # as a large store's, two are under way at a time
     try:
         first = stands(store) + 1
         for number in range(first, len(STEPS)):
@@ -154,6 +157,7 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
                 store = _open(path, engine, relieve)
                 take(store, number, note)
     finally:
+        write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES = as_they_are
         store.close()
         if reader is not None:
             reader.close()

@@ -19,21 +19,17 @@ from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
 from tiercache.store.free_space import FreeSpace
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_room, full_disk
 from tiercache.store.hole import punch_hole
+from tiercache.store.write_queue import PAGE_BYTES, WriteQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from typing import Any
 
     from numpy.typing import NDArray
 
-PAGE_BYTES = 4096
-"""Blocks begin at multiples of it, as reads and writes past the page cache must."""
-_GATHER_BYTES = 1 << 20
 _DIRECT_BYTES = 64 << 10
 """Smaller blocks, and those that do not begin at a page of memory, are gathered; smaller ranges are read as usual."""
-_QUEUE_BYTES, _QUEUE_VIEWS = 32 << 20, 512
-"""The most that is written at once: the disk has work for as long as that lasts, and wakes nobody meanwhile."""
 _MOST_GROWTH = 64 << 20
 
 
@@ -52,8 +48,13 @@ class Place(NamedTuple):
 class BlockFile:
     """The file and what of it is free. ``put``, ``flush``, ``sync`` and ``space`` are for one thread at a time."""
 
-    def __init__(self, path: Path, *, readonly: bool, max_bytes: int | None) -> None:
-        """Open it, or make it; ``max_bytes`` bounds it (None: the file system does)."""
+    def __init__(
+        self, path: Path, *, readonly: bool, max_bytes: int | None, is_read: Callable[[], bool] = bool
+    ) -> None:
+        """Open it, or make it; ``max_bytes`` bounds it (None: the file system does).
+
+        ``is_read`` tells whether it is being read, which writes leave room for.
+        """
         self.path, self._max_bytes = path, max_bytes
         self.space = FreeSpace()
         """Nothing is free until the owner says what is."""
@@ -64,15 +65,12 @@ class BlockFile:
         self._sparse = not readonly and self.taken_bytes < self.size
         """Whether what is free may have holes, which take room again when they are written."""
         self._direct = self._second = self._open_direct(readonly=readonly)
-        self._gathered = memoryview(b"" if readonly else mmap.mmap(-1, _GATHER_BYTES))
-        self._gathered_bytes = 0
+        self._queue = WriteQueue(self._write, is_read)
         self._ends = threading.local()
-        # What is to be written next, one after another from a place in the file on.
-        self._queue: list[memoryview] = []
-        self._queue_at = self._queue_bytes = 0
 
     def close(self) -> None:
         """Close the file."""
+        self._queue.close()
         os.close(self._handle)
         if self._second is not None:
             os.close(self._second)
@@ -132,27 +130,18 @@ class BlockFile:
         try:
             if source.size >= _DIRECT_BYTES and _address(source) % PAGE_BYTES == 0:
                 direct = source.size // PAGE_BYTES * PAGE_BYTES
-                self._enqueue(source[:direct].data, place.offset)
+                self._queue.put(source[:direct].data, place.offset)
                 if not stable:
                     self.flush()
-            self._gather(source[direct:].data, place.offset + direct)
+            self._queue.copy(source[direct:].data, place.offset + direct)
         except BaseException:
             self.give([place])
             raise
         return place
 
     def flush(self) -> None:
-        """Write what is queued."""
-        views, self._queue = self._queue, []
-        offset, left = self._queue_at, self._queue_bytes
-        self._queue_bytes = self._gathered_bytes = 0
-        while left:
-            count = self._write(views, offset)
-            offset, left = offset + count, left - count
-            while count and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
+        """Return when all that was put is written. Raises StoreFullError and StoreError."""
+        self._queue.flush()
 
     def sync(self) -> None:
         """Return when all that was put and flushed is durable. Raises StoreError."""
@@ -168,9 +157,11 @@ class BlockFile:
 
     def discard(self, places: Iterable[Place]) -> None:
         """Free places that were put in vain, with what is queued; what is free at the end leaves the file."""
-        self._queue, self._queue_bytes, self._gathered_bytes = [], 0, 0
-        self.give(places)
-        self.trim()
+        try:
+            self._queue.discard()
+        finally:
+            self.give(places)
+            self.trim()
 
     def trim(self) -> None:
         """Give what is free at the end back to the file system."""
@@ -283,38 +274,15 @@ class BlockFile:
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(f"{self.path} cannot be written ({error}): mend that and open the store again")
 
-    def _gather(self, data: memoryview, offset: int) -> None:
-        """Copy bytes that end a block, zeros up to the end of its page after them, to be written with others."""
-        while len(data):
-            if self._gathered_bytes == _GATHER_BYTES:
-                self.flush()
-            low = self._gathered_bytes
-            count = min(len(data), _GATHER_BYTES - low)
-            high = low + count - count % -PAGE_BYTES
-            self._gathered[low : low + count] = data[:count]
-            self._gathered[low + count : high] = bytes(high - low - count)
-            self._enqueue(self._gathered[low:high], offset)
-            self._gathered_bytes = high
-            data, offset = data[count:], offset + count
-
-    def _enqueue(self, view: memoryview, offset: int) -> None:
-        """Let whole pages be written at a page, together with those before them in the file."""
-        full = self._queue_bytes + len(view) > _QUEUE_BYTES or len(self._queue) == _QUEUE_VIEWS
-        if full or offset != self._queue_at + self._queue_bytes:
-            self.flush()
-        if not self._queue:
-            self._queue_at = offset
-        self._queue.append(view)
-        self._queue_bytes += len(view)
-
     def _write(self, views: list[memoryview], offset: int) -> int:
-        """Write whole pages at a page; returns how many bytes of them were written."""
+        """Write whole pages at a page; returns how many bytes of them were written. Several threads may be here."""
+        direct = self._direct
         try:
-            count = os.pwritev(self._handle if self._direct is None else self._direct, views, offset)
+            count = os.pwritev(self._handle if direct is None else direct, views, offset)
         except OSError as error:
             if error.errno in FULL:
                 raise full_disk(self.path, error, sum(map(len, views))) from error
-            if self._direct is None or error.errno != errno.EINVAL:
+            if direct is None or error.errno != errno.EINVAL:
                 raise self._failed(error) from error
             self._direct = None  # the file system took the flag and cannot do it
             return 0

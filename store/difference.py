@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tiercache.store.scan import live_rows, scan
 from tiercache.store.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -15,7 +14,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.store import Store
+    from tiercache.store.scan import Chunk
+    from tiercache.store.table import Table
 
 _EXAMPLES = 5
 
@@ -34,7 +34,27 @@ class Difference:
     """The first few keys, in hash order, whose rows are not the same."""
 
 
-def differences(first: Store, second: Store, *, progress: Callable[[int, int], None] | None = None) -> list[Difference]:
+class Comparable(Protocol):
+    """What is compared: a store, or what is made of several and reads as one."""
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """In the order of unsigned table ids."""
+
+    @property
+    def label(self) -> str:
+        """It in the words of a message."""
+
+    def live_rows(self, table_name: str) -> int:
+        """Return how many rows a table has."""
+
+    def scan(self, table_name: str) -> Iterator[Chunk]:
+        """Yield all rows of a table in hash order."""
+
+
+def differences(
+    first: Comparable, second: Comparable, *, progress: Callable[[int, int], None] | None = None
+) -> list[Difference]:
     """Compare all rows of two stores of the same tables, table by table, in about 512 MiB of memory.
 
     ``progress(done, total)`` is called with rows of both.
@@ -47,7 +67,7 @@ def differences(first: Store, second: Store, *, progress: Callable[[int, int], N
             f"{first.label} and {second.label} have different tables (see {', '.join(names)}): "
             "compare stores of the same tables"
         )
-    total = sum(live_rows(store, table.name) for store in (first, second) for table in first.tables)
+    total = sum(store.live_rows(table.name) for store in (first, second) for table in first.tables)
     found, done = [], 0
     for table in first.tables:
         one, other = (Sweep(table, _rows(store, table.name)) for store in (first, second))
@@ -78,6 +98,6 @@ def differences(first: Store, second: Store, *, progress: Callable[[int, int], N
     return found
 
 
-def _rows(store: Store, table_name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    for keys, fields in scan(store, table_name):
+def _rows(store: Comparable, table_name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    for keys, fields in store.scan(table_name):
         yield keys, np.concatenate(fields, axis=1)

@@ -69,6 +69,10 @@ class Gate:
         with self._changed:
             return min([self._newest, *self._reads])
 
+    def is_read(self) -> bool:
+        """Tell whether a read goes on."""
+        return bool(self._reads)
+
     def close(self) -> bool:
         """Let nothing more through, and wait for what goes on; False where it was closed before."""
         with self._changed:

@@ -89,8 +89,8 @@ class History:
         self._next_id = 0 if self.commit is None else self.commit.next_segment
         self.retention = retention or (1 if self.commit is None else self.commit.retention)
         """How many of the newest commits are kept."""
-        self.pinned: int | None = None
-        """A commit that is kept beside them, however old it is."""
+        self.named: frozenset[int] | None = None
+        """The commits that are kept in place of those, beside the newest; None: those."""
 
     @property
     def commit(self) -> Commit | None:
@@ -184,7 +184,7 @@ class History:
         return commit
 
     def rollback(self, to: Commit, state: NDArray[np.uint8]) -> Commit:
-        """Make a commit like ``to``, which is kept and has the dense ``state``, and drop those between."""
+        """Make a commit like ``to``, which is kept and has the dense ``state``; those between go, unless named."""
         with self._lock:
             newest = self.commits[-1]
             self.forget()
@@ -194,11 +194,12 @@ class History:
                 id=newest.id + 1,
                 next_segment=self._next_id,
                 retention=self.retention,
-                abandoned=(*newest.abandoned, *([(to.id + 1, newest.id)] if to.id < newest.id else [])),
+                abandoned=(*to.abandoned, *([(to.id + 1, newest.id)] if to.id < newest.id else [])),
                 state_chunk_bytes=STATE_CHUNK_BYTES,
                 state_checksums=checksums,
             )
-            self._advance([c for c in self.commits if c.id <= to.id], commit, chunks, TRANSACTION_BYTES)
+            before = [c for c in self.commits if c.id <= to.id or c.id in (self.named or ())]
+            self._advance(before, commit, chunks, TRANSACTION_BYTES)
         return commit
 
     def rewrite(
@@ -298,8 +299,7 @@ class History:
     ) -> None:
         """Write the blocks of a commit's state, then the commit itself, after those ``before`` that are kept."""
         segments = {**self._manifest.segments, **{segment.id: segment for segment in self.segments}}
-        older, newest = [*before, commit][: -self.retention], [*before, commit][-self.retention :]
-        after = Manifest.of([*(one for one in older if one.id == self.pinned), *newest], segments)
+        after = Manifest.of(self._kept([*before, commit]), segments)
         records = self._manifest.records_before(after)
         parts = list(zip(commit.state_blocks(), state, strict=True))
         # A commit that failed had blocks of the same names.
@@ -325,6 +325,24 @@ class History:
                 transactions=1, commits=1, blocks_freed=len(dead), state_bytes_written=commit.state_bytes
             )
             self._settle(after)
+
+    def release(self) -> None:
+        """Drop the commits that are kept no more, and what was appended since the newest; see ``release`` below."""
+        with self._lock:
+            self.forget()
+            after = Manifest.of(self._kept(self.commits), self._manifest.segments)
+            if len(after.commits) < len(self.commits):
+                dead = list(self._manifest.dead_before(after, ()))
+                with self._stepping:
+                    self._engine.commit(self._manifest.records_before(after), dead)
+                    self._counters.add(transactions=1, blocks_freed=len(dead))
+                    self._settle(after)
+
+    def _kept(self, commits: Sequence[Commit]) -> Sequence[Commit]:
+        """Return which of ``commits``, the oldest first, are kept now."""
+        if self.named is None:
+            return commits[-self.retention :]
+        return [*(commit for commit in commits[:-1] if commit.id in self.named), *commits[-1:]]
 
     def _settle(self, manifest: Manifest) -> None:
         """Stand at the newest commit of ``manifest``."""
@@ -354,9 +372,20 @@ class History:
             raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")
 
 
-def pin(store: Store, commit: int) -> None:
-    """Keep a commit of ``store`` until another one is pinned, or it is closed: something else names that commit."""
-    store._history.pinned = commit
+def keep(store: Store, commits: Iterable[int]) -> None:
+    """Have commits of ``store``, rollbacks too, keep these and the newest, whatever its retention, until it is closed.
+
+    For what makes several stores one: its own record names these commits.
+    """
+    store._history.named = frozenset(commits)
+
+
+def release(store: Store) -> None:
+    """Drop the commits of ``store`` that ``keep`` does not name, but the newest, in one atomic, durable step.
+
+    Raises StoreError, after which the newest commit and those that are named are there.
+    """
+    store._history.release()
 
 
 def manifest_of(store: Store) -> Manifest:

@@ -16,7 +16,9 @@ from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
 from tiercache.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from tiercache.store.commit import Commit
 
 
 def info(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -98,13 +100,18 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
             "environment": commit.environment,
         },
         "retention": None if commit is None else commit.retention,
-        "commits": [
-            {"id": c.id, "visit": c.cursor.visit, "sample": c.cursor.sample, "segments": len(c.segment_ids)}
-            for c in store.commits
-        ],
+        "commits": describe_commits(store.commits),
         "tables": tables,
         "segments": segments,
     }
+
+
+def describe_commits(commits: Iterable[Commit]) -> list[dict[str, int]]:
+    """Return ids, cursors and numbers of segments, as plain values."""
+    return [
+        {"id": c.id, "visit": c.cursor.visit, "sample": c.cursor.sample, "segments": len(c.segment_ids)}
+        for c in commits
+    ]
 
 
 def file_bytes_of(path: str | os.PathLike[str]) -> int:
@@ -125,9 +132,9 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None]
 
     Returns what was read, and under "problems" a sentence for each thing that is wrong: checksums, missing or cut
     blocks, keys that are not in hash order, keys with two live rows, stale rows that are not as many in each segment as
-    the commit says, a stale row that changed after the newest of its key, a key that a commit has and the one after it
-    has not, and records that contradict each other. Of a store that keeps several commits each sentence names those
-    that the damage touches: the others are whole. ``progress`` is called with bytes done and bytes in all.
+    the commit says, a stale row that changed after the newest of its key, a key that a commit has and one that came
+    of it has not, and records that contradict each other. Of a store that keeps several commits each sentence names
+    those that the damage touches: the others are whole. ``progress`` is called with bytes done and bytes in all.
     Whatever a damaged file does to the process that reads it (SIGBUS), it becomes a problem here. A row that was lost
     before the oldest commit that is kept is not missed: nothing says that it was there.
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from tiercache.store.store import Store
     from tiercache.store.table import Group
 
-READERS = 2
-"""Threads that read blocks of keys: the disk has one to read while another is checked."""
+READERS = 8
+"""Threads that read blocks of keys, which wait for the disk behind blocks of rows: with more of them all keys are there
+early, and sorted while rows are still read: by hand, in turns, 0.75 of the seconds on LMDB, 0.85 on Zarr."""
 SLICE_ROWS = 1 << 25
 """The most keys that are held at once: 12 bytes each with their runs, some 20 while they are sorted, 28 where several
 commits are kept, 20 more where rows are stale. 5 GB of rows of 260 bytes have fewer: with them in a file, ``verify``
@@ -120,7 +121,7 @@ class KeyCheck:
         if first == stream.rows:
             return  # all is dead, and freed, while other groups keep the segment
         blocks = [(segment, block) for block in range(first // stream.block_rows, stream.num_blocks)]
-        for (_, block), (keys, changed, problems) in read_ahead(self._readers, self._read, blocks, most=2 * READERS):
+        for (_, block), (keys, changed, problems) in read_ahead(self._readers, self._read, blocks, most=READERS):
             start, end = (int(row) for row in stream.block_first_row_B[block : block + 2])
             for problem in problems:
                 last = int(np.searchsorted(bounds, end - 1, side="right") - 1) // num_tables

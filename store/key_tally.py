@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.commit import Commit
     from tiercache.store.store import Store
     from tiercache.store.table import Group
 
@@ -25,14 +26,15 @@ class KeyTally:
 
     At each commit a key has one live row. Where a commit has settled segments it may have stale ones beside it: each in
     an older segment than the next, which is settled; in each segment as many as the commit says; and none that changed
-    after the next. A key that a commit has the one after it has, too. Where no row is stale, keys are sorted alone;
-    else their order is, too, which takes half as long again.
+    after the next. A key that a commit has those after it have, too, but for rollbacks that gave it up. Where no row is
+    stale, keys are sorted alone; else their order is, too, which takes half as long again.
     """
 
     def __init__(self, stores: Sequence[Store], group: Group, segment_ids: Sequence[int]) -> None:
         """``stores`` are one store at each of its commits, the oldest first; ``segment_ids`` those of all, rising."""
         self._group, self._label, self._ids = group, stores[0].label, list(segment_ids)
         self._commits = [-1 if store.commit is None else store.commit.id for store in stores]
+        self._before = [_before([store.commit for store in stores[: c + 1]]) for c in range(len(stores))]
         shape = len(stores), len(group.tables), len(segment_ids)
         place = {id_: i for i, id_ in enumerate(segment_ids)}
         self._stated_CTS = np.zeros(shape, np.int64)
@@ -83,13 +85,14 @@ class KeyTally:
                 if aged := int(self._aged_CT[c, i]):
                     yield f"{aged} keys of {name} have a row that changed after one that is newer: {_ADVICE}", commit
                 if lost := int(self._lost_CT[c, i]):
-                    had = f"{lost} keys of {name} have no row, and had one at commit {self._commits[c - 1]}"
+                    before = self._before[c]
+                    assert before is not None, "only of those is a key lost"
+                    had = f"{lost} keys of {name} have no row, and had one at commit {self._commits[before]}"
                     yield f"{had}: roll the store back to that, or restore it from a copy", commit
 
     def _add(self, i: int, hashes: UInt64s, runs: UInt32s, changed: UInt32s) -> None:
         # All keys are live where one commit is kept: most stores then need no copy of them.
         alone = len(self._live_CN) == 1 and bool(self._live_CN.all())
-        before: NDArray[np.bool_] | None = None
         for c, live_N in enumerate(self._live_CN):
             live = None if alone else live_N[runs]
             mine = hashes if live is None else hashes[live]
@@ -101,9 +104,12 @@ class KeyTally:
             else:
                 mine.sort(kind="stable")  # a merge of runs, which ranges are: a third of the time of a sort of anything
                 self._twice_CT[c, i] += np.count_nonzero(mine[1:] == mine[:-1])
+            before = self._before[c]
             if before is not None and live is not None:
-                self._lost_CT[c, i] += _missing(hashes[before & ~live], mine)
-            before = live
+                # Whose rows of the same runs are live lost none.
+                gone_N = self._live_CN[before] & ~live_N
+                if gone_N.any():
+                    self._lost_CT[c, i] += _missing(hashes[gone_N[runs]], mine)
 
     def _sort_stale(self, c: int, i: int, hashes: UInt64s, runs: UInt32s, changed: UInt32s) -> None:
         """Sort live hashes of one table and count the rows that are not the newest, in the segments where they are."""
@@ -116,6 +122,16 @@ class KeyTally:
         self._twice_CT[c, i] += np.count_nonzero(same)
         self._found_CTS[c, i] += np.bincount(in_segments[~same], minlength=len(self._ids))
         self._aged_CT[c, i] += np.count_nonzero(changed[older] > changed[newer])
+
+
+def _before(commits: Sequence[Commit | None]) -> int | None:
+    """Return the place of the commit that the last one came of: of those before it the newest that was not given up."""
+    *older, last = commits
+    for c in reversed(range(len(older))):
+        one = older[c]
+        if last is not None and one is not None and not any(a <= one.id <= b for a, b in last.abandoned):
+            return c
+    return None
 
 
 def _missing(hashes: UInt64s, among: UInt64s) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from tiercache.store.block_file import PAGE_BYTES, BlockFile, Place
+from tiercache.store.block_file import BlockFile, Place
 from tiercache.store.engine import Contents
 from tiercache.store.errors import (
     BlockReadError,
@@ -29,6 +29,7 @@ from tiercache.store.errors import (
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
 from tiercache.store.gate import Gate
 from tiercache.store.lmdb_file import LmdbFile
+from tiercache.store.write_queue import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,7 +77,8 @@ class LmdbEngine:
                 self._env.sync(True)  # a commit that is seen is durable before what it freed is written over
             self._first = self._begin_checked()
             self._gate.advance(self._first.id())
-            self._file = BlockFile(path / BLOCKS, readonly=readonly, max_bytes=max_bytes)
+            is_read = self._gate.is_read
+            self._file = BlockFile(path / BLOCKS, readonly=readonly, max_bytes=max_bytes, is_read=is_read)
             # All places by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
             self._places: dict[bytes, Place] = {}
             self._fresh: dict[bytes, Place] = {}

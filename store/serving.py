@@ -12,7 +12,7 @@ from tiercache.store.errors import CommitMissingError, KeyMissingError
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate_at, read_found
 from tiercache.store.run import runs_of
-from tiercache.store.scan import given_bytes, scan_segments, stale_rows
+from tiercache.store.scan import SCAN_BYTES, given_bytes, scan_segments, stale_rows
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.spill import Spill
 from tiercache.store.standing import steady, undisturbed
@@ -111,20 +111,24 @@ def _counted(what: str, total: int, progress: Progress) -> Callable[[int], None]
     return tell
 
 
-def changes(store: Store, table_name: str, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
+def changes(
+    store: Store, table_name: str, since: int, *, in_order: bool = False, memory_bytes: int = SCAN_BYTES
+) -> Iterator[tuple[NDArray[np.int64], Fields]]:
     """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``).
 
-    Of moved rows it reads their last changes, where a block has some that changed and others that did not.
+    ``in_order``: that of hashes, as ``scan`` does and with as much memory. Of moved rows it reads their last changes,
+    where a block has some that changed and others that did not.
     """
     group, table = find_table(store.groups, table_name, store.label)
     standing = store.standing
     changed, choice = _changed(store, standing, group, since)
-    if stale_rows(standing, changed, group, table):
+    if in_order or stale_rows(standing, changed, group, table):
         # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, the newest is.
         rows = max(1, _CHUNK_BYTES // given_bytes(table))
         chunks = scan_segments(
-            store, changed, table_name, choice=choice, alone=False, chunk_rows=rows, standing=standing
-        )
+            store, changed, table_name,
+            choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes, standing=standing,
+        )  # fmt: skip
     else:
         parts = (_live_rows(store, standing, segment, group, table, choice) for segment in changed)
         chunks = undisturbed(store, standing, f"changes of table {table_name!r} were read", chain.from_iterable(parts))

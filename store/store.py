@@ -16,7 +16,7 @@ from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pieces
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
-from tiercache.store.scan import SCAN_BYTES, scan
+from tiercache.store.scan import SCAN_BYTES, live_rows, scan
 from tiercache.store.serving import changes, lookup
 from tiercache.store.standing import steady
 from tiercache.store.table import Table, group_tables
@@ -212,13 +212,9 @@ class Store:
         """
         self._check_writable()
         return self._history.publish(
-            Cursor(*cursor),
-            state=state,
-            schedule_digest=schedule_digest,
-            settings=settings,
-            environment=environment,
+            Cursor(*cursor), state=state, schedule_digest=schedule_digest, settings=settings, environment=environment,
             transaction_bytes=transaction_bytes,
-        )
+        )  # fmt: skip
 
     def rollback(self, to: int) -> Commit:
         """Make a commit with the rows, the state and the cursor of commit ``to``, and drop those in between.
@@ -282,6 +278,10 @@ class Store:
         self._history.forget()
 
     # -- reading -----------------------------------------------------------------------------------------
+
+    def live_rows(self, table_name: str) -> int:
+        """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
+        return live_rows(self, table_name)
 
     def scan(
         self,

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.store import key_check
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError
+from tiercache.store.field_check import FieldCheck
 from tiercache.store.huge_pages import huge_pages
-from tiercache.store.key_check import KeyCheck
 from tiercache.store.life import Life
 from tiercache.store.opening import open_engine
 from tiercache.store.read_ahead import read_ahead
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
 
 READERS = 4
-"""Threads that read blocks of rows, and as many of keys: the disk has one to read while another is checked."""
+"""Threads that read blocks of rows: the disk has one to read while another is checked."""
 _MOST_PROBLEMS = 100
 
 
@@ -58,8 +59,8 @@ class Verification:
         """Check everything and return the report."""
         begun = time.perf_counter()
         self.counts["segments"] = len({segment.id for one in self._stores for segment in one.segments})
-        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(READERS) as readers:
-            keys = [beside.submit(KeyCheck(self._stores, group, readers).run) for group in self.store.groups]
+        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(key_check.READERS) as readers:
+            keys = [beside.submit(key_check.KeyCheck(self._stores, group, readers).run) for group in self.store.groups]
             self._check_rows()
             for found in keys:
                 for sentence, commits in found.result().items():
@@ -144,6 +145,7 @@ def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
         found: dict[str, dict[int, None]] = {}
         try:
             with Store.open(path, mode="r", commit=id_) as store:
+                store.read_with(None, FieldCheck())
                 verification = Verification(store)
                 verification.run()
                 found = verification.problems
@@ -175,6 +177,7 @@ def main(path: str) -> None:
     try:
         try:
             with Store.open(path, mode="r") as store:
+                store.read_with(None, FieldCheck())
                 report = Verification(store).run()
         except CorruptStoreError as error:
             report = _each_alone(path, error)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +11,7 @@ from tiercache.store import SGD, Adagrad, Adam, MemoryEngine, RowWiseAdagrad, St
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 def small_tables() -> list[Table]:
@@ -80,14 +77,3 @@ def big_zarr(tmp_path: Path) -> Iterator[Store]:
     store = Store.open(tmp_path / "big.tc", tables=[BIG], engine="zarr")
     yield store
     store.close()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where the system has one: kills lose nothing of it, and nothing waits for a disk."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < 1 << 30:
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as place:
-        yield Path(place)

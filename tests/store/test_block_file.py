@@ -14,14 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.store import StoreFullError
-from tiercache.store.block_file import PAGE_BYTES, BlockFile, Place
+from tiercache.store.block_file import BlockFile, Place
 from tiercache.store.errors import BlockReadError
 from tiercache.store.free_space import FreeSpace
+from tiercache.store.write_queue import PAGE_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+pytestmark = pytest.mark.disk
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 9)), max_size=60))

@@ -37,11 +37,11 @@ def crash(*options: object, code: str = "") -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", [["--quick"], pytest.param([], marks=pytest.mark.long)])
 def test_a_store_killed_at_any_point_or_without_power_or_room_stands_at_a_commit(
-    folder: Path, engine: str, options: list[str]
+    tmp_path: Path, engine: str, options: list[str]
 ) -> None:
     """Kills before and after calls, in the middle of writes and at random instants, losses of power, full disks."""
-    figures = folder / "figures.json"
-    done = crash("--folder", folder, "--engine", engine, "--json", figures, *options)
+    figures = tmp_path / "figures.json"
+    done = crash("--folder", tmp_path, "--engine", engine, "--json", figures, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(figures.read_text())
     assert found["lost"] == found["failing"] == found["silent"] == 0

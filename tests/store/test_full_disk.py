@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     Leave = Callable[..., None]
 
+pytestmark = pytest.mark.disk
+
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch) -> Leave:

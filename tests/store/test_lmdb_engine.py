@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from tiercache.store.engine import Block
 
+pytestmark = pytest.mark.disk
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -192,10 +192,10 @@ ZARR_PUBLISHED_EARLY = {
     ],
 )
 def test_the_harness_finds_an_engine_that_is_not_crash_proof(
-    folder: Path, engine: str, plant: dict[str, str], options: list[object], words: str
+    tmp_path: Path, engine: str, plant: dict[str, str], options: list[object], words: str
 ) -> None:
     """Syncs left out or made too late, a commit in two steps, room that is given up before the commit that frees it."""
-    arguments = ["--engine", engine, "--folder", folder, "--problems", 1, *NOTHING, *options]
+    arguments = ["--engine", engine, "--folder", tmp_path, "--problems", 1, *NOTHING, *options]
     done = crash(*arguments, code=PLANT.format(**plant))
     assert done.returncode == 1, done.stdout + done.stderr
     assert words in done.stdout

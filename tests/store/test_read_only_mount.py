@@ -15,6 +15,8 @@ from tiercache.store import CommitMissingError, CorruptBlockError, Store, verify
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.disk
+
 ROOT = Path(__file__).parents[2]
 GO_ON = """
 import sys

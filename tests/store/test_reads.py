@@ -18,6 +18,7 @@ from tests.store.big import BIG, dump, places, publish
 from tiercache.kernels.field_io import read_fields
 from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.store import CorruptBlockError, Store
+from tiercache.store.field_check import FieldCheck
 from tiercache.store.reading import Pieces
 from tiercache.store.testing.world import World
 
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from tiercache.store.blocks import Part, Read
     from tiercache.store.engine import FieldSource, Source
 
-pytestmark = pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors")
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors"),
+]
 
 COUNTED = ("row_bytes_read", "rows_read", "reads")
 
@@ -125,15 +129,37 @@ def test_damage_is_refused_in_the_same_words(tmp_path: Path, kind: str, damage: 
         else:
             file.unlink()
         said, calls = [], list[int]()
-        for by_calls in (False, True):
-            if by_calls:
+        for way in ("one by one", "by calls", "only checked"):
+            if way == "by calls":
                 calls = counting(store)
+            elif way == "only checked":
+                store.read_with(read_checked, FieldCheck())
             with pytest.raises(CorruptBlockError) as caught:
                 store.load(live(store))
             said.append((str(caught.value), caught.value.segment, caught.value.block, caught.value.tables))
-        assert said[0] == said[1]
+        assert said[0] == said[1] == said[2]
         assert said[0][1] == 1
         assert damage == "missing" or sum(calls) > 0
+
+
+def test_rows_that_are_only_checked_are_not_brought_together(tmp_path: Path) -> None:
+    """Of fields that stand apart all checksums are compared, and no memory of the caller's is touched."""
+    checked = list[int]()
+
+    class Counted(FieldCheck):
+        def __call__(self, sources: Sequence[FieldSource], parts: Sequence[Part]) -> Read:
+            done, sums = super().__call__(sources, parts)
+            checked.extend(done.tolist())
+            return done, sums
+
+    with Store.open(tmp_path / "s", tables=[BIG], engine="zarr") as store:
+        stored = dump(store, 0, {1: 500, 2: 77})
+        publish(store, 1)
+        store.read_with(None, Counted())
+        wanted = live(store)
+        store.load(wanted)
+        assert sum(checked) == sum(map(len, stored.values()))
+        assert not any(pieces.out.any() for pieces in wanted)
 
 
 @pytest.mark.parametrize("seen", [-errno.EIO, -errno.EINVAL, 0, 17])

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
+from tests.store.test_settled import rewritten
 from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
+from tiercache.store.history import keep, release
 from tiercache.store.testing import FailingEngine
 from tiercache.store.testing.world import World
+from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,3 +151,58 @@ def test_a_commit_record_under_another_name_is_refused() -> None:
     engine.records["commit/7"] = engine.records.pop("commit/1")
     with pytest.raises(CorruptStoreError, match=r"the record of commit 7 .* is that of commit 1"):
         Store.open(None, tables=world.tables, engine=engine)
+
+
+def test_keys_that_only_commits_given_up_have_are_not_lost() -> None:
+    """A commit is held against the one that it came of; where it lacks keys of that, it is still said."""
+    world, engine = World(small_tables(), num_passes=4), MemoryEngine()
+    with Store.open(None, tables=world.tables, engine=engine, retention=4) as store:
+        committed(store, world, 3, {})
+        keep(store, range(5))
+        store.rollback(0)
+        assert Verification(store).run()["problems"] == []
+        store.rollback(1)
+        assert store.commit.abandoned == ((2, 3),)
+        assert Verification(store).run()["problems"] == []
+        rewritten(store, engine, lambda values: values["segments"].pop(-1))
+    with Store.open(None, tables=world.tables, engine=engine) as store:
+        assert [commit.id for commit in store.commits] == [0, 1, 2, 3, 4]
+        found = Verification(store).run()["problems"]
+    assert found
+    assert all(
+        one.startswith("in commit 4, ") and "had one at commit 1: roll the store back to that" in one for one in found
+    )
+
+
+def test_commits_that_something_else_names_are_kept_until_it_names_others() -> None:
+    """Beside the newest, whatever the retention; a rollback keeps them too, and another one finds them."""
+    world, past, engine = World(small_tables(), num_passes=4), dict[int, World](), FailingEngine(MemoryEngine())
+    with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
+        committed(store, world, 3, past)
+        keep(store, [1])
+        committed(store, world, 2, past)
+        keep(store, [1, 3, 4])
+        committed(store, world, 1, past)
+        assert [commit.id for commit in store.commits] == [1, 4, 5]
+        store.rollback(1)
+        assert [commit.id for commit in store.commits] == [1, 4, 6]
+        check(store, past[1])
+        assert store.rollback(4).abandoned == ((5, 6),)
+        check(store, past[4])
+        past[4].check_changes(store, 4)
+        past[4].check_changes(store, 1)
+        assert [commit.id for commit in store.commits] == [1, 4, 7]
+        keep(store, [4])
+        engine.fail_in(1)
+        with pytest.raises(StoreFullError):
+            release(store)
+        engine.fail_in(None)
+        check(store, past[4])
+        release(store)
+        assert [commit.id for commit in store.commits] == [4, 7]
+        release(store)
+        check(store, past[4])
+        past[4].run(store, 1)
+        assert [commit.id for commit in store.commits] == [4, 8]
+    needed = {name for one in store.commits for name in one.state_blocks()}
+    assert {name for name in engine.contents().blocks if name[:1] == b"s"} == needed

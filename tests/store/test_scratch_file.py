@@ -26,6 +26,8 @@ from tiercache.store.testing.world import World
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.disk
+
 KILLED = """
 import os, signal, sys
 from tests.store.conftest import small_tables

@@ -16,9 +16,12 @@ from tests.store.big import BIG, dump, load, places, publish
 from tests.store.test_block_file import aligned
 from tiercache.store import Store, StoreFullError, info, verify
 from tiercache.store import block_file as module
-from tiercache.store.block_file import PAGE_BYTES, BlockFile
+from tiercache.store.block_file import BlockFile
 from tiercache.store.free_space import FreeSpace
 from tiercache.store.hole import punch_hole
+from tiercache.store.write_queue import PAGE_BYTES
+
+pytestmark = pytest.mark.disk
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from tiercache.store import Store
 
+pytestmark = pytest.mark.disk
+
 SIZE = 20_000
 
 

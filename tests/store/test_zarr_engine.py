@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from tiercache.store import Segment, Table
 
+pytestmark = pytest.mark.disk
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,0 +1,191 @@
+"""Requests under way: what is written, by whom, and what is waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercache.store.write_queue import PAGE_BYTES, WriteQueue
+
+MIB = 1 << 20
+
+
+class Disk:
+    """A file in memory that takes its time; says how many requests were under way at most, and who made them."""
+
+    def __init__(self, num_bytes: int, seconds: float = 0.0, step: int = 1 << 40) -> None:
+        self.data = np.zeros(num_bytes, np.uint8)
+        self._seconds, self._step = seconds, step
+        self._one = threading.Lock()
+        self._now = self.most = self.written = 0
+        self.threads: set[int] = set()
+
+    def write(self, views: list[memoryview], offset: int) -> int:
+        """Write what ``WriteQueue`` asks for."""
+        with self._one:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self.threads.add(threading.get_ident())
+        time.sleep(self._seconds)
+        joined = np.frombuffer(b"".join(views), np.uint8)[: self._step]
+        self.data[offset : offset + joined.size] = joined
+        with self._one:
+            self._now -= 1
+            self.written += joined.size
+        return joined.size
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_what_was_put_or_copied_is_there_after_a_flush(data: st.DataObject) -> None:
+    """Whatever stands beside each other, whichever is copied, and though the disk takes a part at a time."""
+    sizes = data.draw(st.lists(st.sampled_from([1, 4096, 5000, 700_000, 3 * MIB + 5]), min_size=1, max_size=25))
+    disk = Disk(sum(sizes) + 2 * PAGE_BYTES * len(sizes), seconds=1e-4, step=data.draw(st.sampled_from([MIB, 1 << 40])))
+    expected, at = np.zeros_like(disk.data), 0
+    rng = np.random.default_rng(len(sizes))
+    with closing(WriteQueue(disk.write, bool)) as queue:
+        for size in sizes:
+            block = rng.integers(1, 256, size, dtype=np.uint8)
+            expected[at : at + size] = block
+            whole = size // PAGE_BYTES * PAGE_BYTES
+            if data.draw(st.booleans()):
+                queue.put(block[:whole].data, at)
+                queue.copy(block[whole:].data, at + whole)
+            else:
+                queue.copy(block.data, at)
+                block[:] = 0  # it was copied
+            at += -(-size // PAGE_BYTES) * PAGE_BYTES + data.draw(st.sampled_from([0, 0, PAGE_BYTES]))
+        queue.flush()
+        assert np.array_equal(disk.data, expected)
+
+
+@pytest.mark.parametrize(("is_read", "most"), [(False, 2), (True, 1)])
+def test_two_long_requests_are_under_way_at_a_time_and_one_where_the_file_is_read(*, is_read: bool, most: int) -> None:
+    """Of pages that lie apart."""
+    disk, page = Disk(64 * MIB, seconds=0.02), np.ones(2 * MIB, np.uint8)
+    with closing(WriteQueue(disk.write, lambda: is_read)) as queue:
+        for i in range(12):
+            queue.put(page.data, 4 * i * MIB)
+        queue.flush()
+    assert disk.most == most
+    assert disk.written == 24 * MIB
+
+
+def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
+    """No thread is begun for them."""
+    disk, page = Disk(64 * MIB), np.ones(40_960, np.uint8)
+    with closing(WriteQueue(disk.write, bool)) as queue:
+        for i in range(20):
+            queue.put(page.data, i * MIB)
+        queue.flush()
+        queue.put(np.ones(20 * MIB, np.uint8).data, 0)
+        queue.flush()
+    assert disk.threads == {threading.get_ident()}
+
+
+def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_given_up() -> None:
+    """Whoever frees its places may use them again."""
+    disk, page = Disk(64 * MIB, seconds=0.05), np.ones(2 * MIB, np.uint8)
+
+    def write(views: list[memoryview], offset: int) -> int:
+        if offset == 4 * MIB:
+            raise OSError("no")
+        return disk.write(views, offset)
+
+    def put_all(queue: WriteQueue) -> None:
+        for i in range(9):
+            queue.put(page.data, 4 * i * MIB)
+
+    with closing(WriteQueue(write, bool)) as queue:
+        with pytest.raises(OSError, match=r"^no$"):
+            put_all(queue)
+        queue.discard()
+        written = disk.written
+        assert written % page.size == 0
+        queue.flush()
+        time.sleep(0.1)
+        assert disk.written == written
+        queue.put(page.data, 0)
+        queue.flush()
+        assert disk.written == written + page.size
+
+
+def test_an_interrupt_while_requests_are_waited_for_leaves_none_under_way() -> None:
+    """Its places are freed then, and may be written again."""
+    disk, page = Disk(64 * MIB, seconds=0.4), np.ones(2 * MIB, np.uint8)
+    with closing(WriteQueue(disk.write, bool)) as queue:
+        for i in range(3):
+            queue.put(page.data, 4 * i * MIB)
+        interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            queue.flush()
+        queue.discard()
+        written = disk.written
+        assert written % page.size == 0
+        time.sleep(0.5)
+        assert disk.written == written
+        interrupt.join()
+
+
+def test_where_no_thread_can_be_had_the_caller_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the interpreter ends while a dump is under way."""
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    disk, page = Disk(64 * MIB), np.ones(2 * MIB, np.uint8)
+    with closing(WriteQueue(disk.write, bool)) as queue:
+        for i in range(5):
+            queue.put(page.data, 4 * i * MIB)
+        queue.flush()
+    assert disk.written == 5 * page.size
+    assert disk.threads == {threading.get_ident()}
+
+
+def test_a_request_that_a_thread_has_although_it_was_refused_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool takes what it is given before it fails to begin one more thread."""
+    submit = ThreadPoolExecutor.submit
+
+    def refused(pool: ThreadPoolExecutor, *arguments: Any) -> None:
+        submit(pool, *arguments)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    disk, rng = Disk(64 * MIB, seconds=0.01), np.random.default_rng(3)
+    expected = np.zeros_like(disk.data)
+    with closing(WriteQueue(disk.write, bool)) as queue:
+        for i in range(8):
+            page = rng.integers(1, 256, 700_000, dtype=np.uint8)
+            expected[4 * i * MIB : 4 * i * MIB + page.size] = page
+            queue.copy(page.data, 4 * i * MIB)
+        queue.flush()
+        assert np.array_equal(disk.data, expected)
+        written = disk.written
+    assert disk.written == written, "a thread wrote again what the caller had written"
+
+
+def test_a_request_that_no_thread_has_yet_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an interrupt comes just before it is handed over: nobody waits for it, and nobody writes it later."""
+    held = list[Any]()
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _, *arguments: held.append(arguments))
+    disk, page = Disk(64 * MIB), np.ones(2 * MIB, np.uint8)
+    with closing(WriteQueue(disk.write, bool)) as queue:
+        queue.put(page.data, 0)
+        queue.put(page.data, 4 * MIB)
+        queue.discard()
+        for call, *arguments in held:
+            call(*arguments)
+        assert held
+        assert disk.written == 0
