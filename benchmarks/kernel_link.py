@@ -33,8 +33,8 @@ def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
     }
     record: dict[str, Any] = {}
     for way, call in calls.items():
-        copied = machine.seconds(lambda way=way: machine.copy_over_link(pinned, staging, way), samples)  # type: ignore[misc]
-        seconds = machine.seconds(call, samples)
+        copied = machine.times(lambda way=way: machine.copy_over_link(pinned, staging, way), samples).seconds  # type: ignore[misc]
+        seconds = machine.times(call, samples).seconds
         record |= {
             f"ms_rows_{way}_{dim}": seconds * 1e3,
             f"link_bytes_per_second_{way}_{dim}": 4 * num_floats / copied,

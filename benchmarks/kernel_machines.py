@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from benchmarks.kernel_clock import COPY_BYTES, GpuClock, Times
 from tiercache.kernels import cuda
 from tiercache.kernels.arrays import aligned_zeros
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["CpuMachine", "CudaMachine", "Machine", "ShimMachine"]
-
-COPY_BYTES = 256 << 20
-_CALLS_OF_SAMPLE = 10
 
 
 class Machine(Protocol):
@@ -42,8 +40,8 @@ class Machine(Protocol):
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
         """Call an operation of ``tiercache.kernels.MODULE``, or of its CUDA twin."""
 
-    def seconds(self, call: Callable[[], Any], samples: int) -> float:
-        """Return the median time of a call."""
+    def times(self, call: Callable[[], Any], samples: int) -> Times:
+        """Return the median times of a call."""
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Return read and written bytes a second of a copy."""
@@ -73,7 +71,7 @@ class CpuMachine:
         """Call a numba kernel."""
         return getattr(importlib.import_module(f"tiercache.kernels.{module}"), function)(*arguments, **options)
 
-    def seconds(self, call: Callable[[], Any], samples: int) -> float:
+    def times(self, call: Callable[[], Any], samples: int) -> Times:
         """Return the median of single calls, after one that counts for nothing."""
         call()
         taken = []
@@ -81,7 +79,7 @@ class CpuMachine:
             begun = time.perf_counter()
             call()
             taken.append(time.perf_counter() - begun)
-        return statistics.median(taken)
+        return Times(statistics.median(taken), None)
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Copy 256 MiB by all threads of torch."""
@@ -90,7 +88,7 @@ class CpuMachine:
         if self._copied is None:
             self._copied = torch.full((COPY_BYTES // 4,), 1.0), torch.full((COPY_BYTES // 4,), 2.0)
         source, target = self._copied
-        return 2 * COPY_BYTES / self.seconds(lambda: target.copy_(source), samples)
+        return 2 * COPY_BYTES / self.times(lambda: target.copy_(source), samples).seconds
 
 
 class _OnDevice:
@@ -108,18 +106,14 @@ class _OnDevice:
 
 
 class CudaMachine(_OnDevice):
-    """GPU 0 on the default stream; time by CUDA events.
-
-    A sample is ten calls behind copies that keep the GPU busy while they are launched: gaps between launches count
-    only where Python is slower than the kernels.
-    """
+    """GPU 0 on the default stream; time by CUDA events."""
 
     def __init__(self) -> None:
         super().__init__(cuda.open_device())
         self.device.prepare()
         self._cupy = importlib.import_module("cupy")
         self.name = self._cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-        self._from, self._to = (self._cupy.ones(COPY_BYTES // 4, self._cupy.float32) for _ in range(2))
+        self._clock = GpuClock(self._cupy)
 
     def place(self, array: NDArray[Any]) -> Any:
         """Copy to the GPU."""
@@ -129,21 +123,9 @@ class CudaMachine(_OnDevice):
         """Return zeros on the GPU."""
         return self._cupy.zeros(shape, dtype)
 
-    def seconds(self, call: Callable[[], Any], samples: int) -> float:
-        """Return the median over samples of ten calls."""
-        begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
-        call()
-        taken = []
-        for _ in range(samples):
-            for _ in range(4):
-                self._cupy.copyto(self._to, self._from)
-            begin.record()
-            for _ in range(_CALLS_OF_SAMPLE):
-                call()
-            end.record()
-            end.synchronize()
-            taken.append(float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1e3 / _CALLS_OF_SAMPLE)
-        return statistics.median(taken)
+    def times(self, call: Callable[[], Any], samples: int) -> Times:
+        """Return the median over samples of ten calls, on the GPU and to launch."""
+        return self._clock.times(call, samples)
 
     def pinned(self, num_bytes: int) -> Any:
         """Return pinned host memory, which has the same address on the GPU."""
@@ -164,8 +146,7 @@ class CudaMachine(_OnDevice):
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Copy 256 MiB on the GPU."""
-        seconds = self.seconds(lambda: self._cupy.copyto(self._to, self._from), samples)
-        return 2 * COPY_BYTES / seconds
+        return 2 * COPY_BYTES / self._clock.times(self._clock.copy, samples).seconds
 
 
 class ShimMachine(_OnDevice):
@@ -184,11 +165,11 @@ class ShimMachine(_OnDevice):
         """Return rubbish in guarded memory."""
         return self.device.array(shape, dtype)
 
-    def seconds(self, call: Callable[[], Any], _samples: int) -> float:
+    def times(self, call: Callable[[], Any], _samples: int) -> Times:
         """Call once."""
         begun = time.perf_counter()
         call()
-        return time.perf_counter() - begun
+        return Times(time.perf_counter() - begun, None)
 
     def copy_bytes_per_second(self, _samples: int) -> float:
         """Nothing is measured here."""

@@ -190,6 +190,8 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
 _NARROW = ("16-bit rows", _round_rows)
 _READING = (gathering._gather, gathering._pool_one, pooling._pool_bags, pooling._weight_gradient, update._update)
 """The kernels that read vectors."""
+_FOUND: set[bool] = set()
+"""For which `narrow` all kernels were found: looking takes 50 files, and what is compiled stays so."""
 
 
 def _is_compiled(kernel: Any, *, narrow: bool) -> bool:
@@ -212,12 +214,16 @@ def is_cached(*, narrow: bool = False) -> bool:
 
     `narrow`: also those for 16-bit dtypes.
     """
-    left_out = [] if checksum.has_crc32c() else [checksum._crc32c]
-    left_out += [] if file_io.has_reads() else [file_io._read_checked, field_io._read_fields]
-    needed = [kernel for kernel in KERNELS if kernel not in left_out]
-    return all(_is_compiled(kernel, narrow=False) for kernel in needed) and (
-        not narrow or all(_is_compiled(kernel, narrow=True) for kernel in _READING)
-    )
+    if narrow not in _FOUND:
+        left_out = [] if checksum.has_crc32c() else [checksum._crc32c]
+        left_out += [] if file_io.has_reads() else [file_io._read_checked, field_io._read_fields]
+        needed = [kernel for kernel in KERNELS if kernel not in left_out]
+        if not all(_is_compiled(kernel, narrow=False) for kernel in needed):
+            return False
+        if narrow and not all(_is_compiled(kernel, narrow=True) for kernel in _READING):
+            return False
+        _FOUND.add(narrow)
+    return True
 
 
 def prepare(notify: Callable[[str, int, int], None] | None = None, *, narrow: bool = False) -> None:

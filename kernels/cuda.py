@@ -1,8 +1,11 @@
 """The CUDA device: kernels compiled by NVRTC and launched through CuPy. The only module that imports CuPy.
 
-CuPy is imported when a device is opened or a kernel compiled, never before.
+CuPy is imported when a device is opened or a kernel compiled, never before. Its RawModule does not compile: it adds
+-ftz=true behind the options that it is given, and float32 below 2^-126 would be zero on GPUs alone.
 """
 
+import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,14 +14,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from tiercache.kernels.cubins import kept
 from tiercache.kernels.launch import BLOCK_THREADS, Argument, source
 
-__all__ = ["ARCHITECTURES", "CudaDevice", "CudaError", "compile_all", "compile_cubin", "open_device", "sources"]
+__all__ = [
+    "ARCHITECTURES",
+    "CudaDevice",
+    "CudaError",
+    "architecture_of",
+    "compile_all",
+    "compile_source",
+    "open_device",
+    "sources",
+]
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 """What every kernel is compiled for in the tests; a GPU gets what its own architecture needs."""
 
-_OPTIONS = ("-std=c++17", "-fmad=false")  # a fused multiply-add would give other bits than the CPU's kernels
+# The CPU's bits: no fused multiply-add, small numbers are not flushed to zero, quotients and roots are the nearest.
+_OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 _OLDEST = (8, 0)
 _KEPT_TABLES, _KEPT_BYTES = 256, 64 << 10  # 16 MiB of a GPU at most
 _PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
@@ -55,25 +69,67 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def compile_cubin(name: str, architecture: str) -> bytes:
-    """Compile `name`.cu to machine code for an architecture such as "sm_90"; needs NVRTC, no driver and no GPU.
+def compile_source(name: str, architecture: str) -> bytes:
+    """Compile `name`.cu; needs NVRTC, no driver and no GPU. A device loads what this returns, and nothing else.
 
+    architecture: such as "sm_90", for machine code, or "compute_90", for PTX, which a driver compiles when it loads it.
     Raises CudaError when NVRTC is missing, or with the compiler's log.
     """
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, (*_OPTIONS, f"-arch={architecture}"))
-        return bytes(nvrtc.getCUBIN(program))
+        return bytes(nvrtc.getCUBIN(program) if architecture.startswith("sm_") else nvrtc.getPTX(program))
     except nvrtc.NVRTCError as error:
-        raise CudaError(f"{name}.cu does not compile for {architecture}: {nvrtc.getProgramLog(program)}") from error
+        said = nvrtc.getProgramLog(program) or error
+        raise CudaError(f"{name}.cu does not compile for {architecture}: {said}") from error
     finally:
         nvrtc.destroyProgram(program)
 
 
 def compile_all(architecture: str) -> dict[str, bytes]:
-    """Compile every kernel source for an architecture; returns the machine code of each."""
-    return {name: compile_cubin(name, architecture) for name in sources()}
+    """Compile every kernel source for an architecture; returns the code of each."""
+    return {name: compile_source(name, architecture) for name in sources()}
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """Return what to compile for a GPU: its own architecture, or PTX of the next older one where NVRTC is older.
+
+    Raises CudaError where NVRTC is so new that it compiles for newer ones only.
+    """
+    nvrtc, (major, minor) = _nvrtc(), capability
+    known = sorted(nvrtc.getSupportedArchs())
+    if 10 * major + minor in known:
+        return f"sm_{major}{minor}"
+    older = [one for one in known if one < 10 * major + minor]
+    if not older:
+        raise CudaError(
+            f"NVRTC of CUDA {'.'.join(map(str, nvrtc.getVersion()))} compiles for compute capability {known[0] / 10} "
+            f"and newer, and this GPU has {major}.{minor}: install tiercache[cuda12], or use device='cpu'."
+        )
+    return f"compute_{older[-1]}"
+
+
+@functools.cache
+def _compiler(nvrtc: Any) -> str:
+    """Return what the compiler says of itself, to its build: the head of the PTX of nothing."""
+    program = nvrtc.createProgram("", "nothing.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, ())
+        lines = bytes(nvrtc.getPTX(program)).decode().splitlines()
+    except nvrtc.NVRTCError as error:
+        raise CudaError(f"NVRTC, CUDA's compiler, cannot compile an empty program ({error}): {_INSTALL}.") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return "\n".join((str(nvrtc.getVersion()), *(line for line in lines if line.startswith("//"))))
+
+
+def _kept_source(name: str, architecture: str) -> bytes:
+    """Return what `compile_source` does, which is kept beside numba's code."""
+    from tiercache.kernels.jit import cache_folder
+
+    made_from = "\0".join((source(name), *_OPTIONS, architecture, _compiler(_nvrtc())))
+    return kept(cache_folder(), f"{name}.{architecture}.cuda", made_from, lambda: compile_source(name, architecture))
 
 
 def open_device(
@@ -122,6 +178,10 @@ def _spoken(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
+_LOADED: dict[tuple[Any, int, bytes], Any] = {}
+"""Modules by GPU and code. They stay: to unload one wants its context on the thread that happens to drop it."""
+
+
 class _ExternalStream:
     """A stream that someone else made and destroys."""
 
@@ -149,14 +209,28 @@ class CudaDevice:
                 f"GPU {index} has compute capability {capability[0]}.{capability[1]}: at least "
                 f"{_OLDEST[0]}.{_OLDEST[1]} is needed, or use device='cpu'."
             )
+        self._architecture = architecture_of(capability)
         self._tables: OrderedDict[tuple[int, bytes], Any] = OrderedDict()
+        self._tables_lock = threading.Lock()  # an exchange beside a training has tables too
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
         self._streams: dict[int, Any] = {0: cupy.cuda.Stream.null}
 
     def _module(self, name: str) -> Any:
         if name not in self._modules:
-            self._modules[name] = self._cupy.RawModule(code=source(name), options=_OPTIONS)
+            cuda, code = self._cupy.cuda, _kept_source(name, self._architecture)
+            key = cuda.Module, int(self._device.id), code
+            if key not in _LOADED:
+                module = cuda.Module()
+                try:
+                    module.load(code)
+                except cuda.driver.CUDADriverError as error:
+                    raise CudaError(
+                        f"the NVIDIA driver, of CUDA {_spoken(cuda.runtime.driverGetVersion())}, does not load "
+                        f"{name}.cu, compiled for {self._architecture} ({error}): update the driver, or {_INSTALL}."
+                    ) from error
+                _LOADED[key] = module
+            self._modules[name] = _LOADED[key]
         return self._modules[name]
 
     def _function(self, kernel: str) -> Any:
@@ -173,10 +247,13 @@ class CudaDevice:
         return pointer, self._streams[pointer]
 
     def prepare(self) -> None:
-        """Compile every kernel, or load it from CuPy's cache, before the first batch needs it."""
+        """Compile every kernel, or take it from the cache, and load it, before the first batch needs it.
+
+        Raises CudaError.
+        """
         with self._device:
             for name in sources():
-                self._module(name).compile()
+                self._module(name)
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
         """Return an uninitialised array of one axis."""
@@ -202,13 +279,14 @@ class CudaDevice:
             with self._device, stream:
                 return self._cupy.asarray(array)
         key = (pointer, array.tobytes())
-        if key not in self._tables:
-            with self._device, stream:
-                self._tables[key] = self._cupy.asarray(array)
-            if len(self._tables) > _KEPT_TABLES:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        return self._tables[key]
+        with self._tables_lock:
+            if key not in self._tables:
+                with self._device, stream:
+                    self._tables[key] = self._cupy.asarray(array)
+                if len(self._tables) > _KEPT_TABLES:
+                    self._tables.popitem(last=False)
+            self._tables.move_to_end(key)
+            return self._tables[key]
 
     def read(self, array: Any) -> NDArray[Any]:
         """Wait for all that was launched on the stream and return a copy of a small array."""

@@ -124,8 +124,8 @@ class Step(NamedTuple):
     rounding: Rounding = NO_ROUNDING
 
 
-def _part(device: Device, step: Step) -> tuple[RowsAt, tuple[Any, ...], int]:
-    """Return a group's vectors, its part and how many entries it has."""
+def _part(device: Device, step: Step) -> tuple[Any, RowsAt, tuple[Any, ...], int]:
+    """Return what must live until the launch, a group's vectors, its part and how many entries it has."""
     vectors = rows_at(device, step.vectors, written=True)
     num_slots, dim, streams = vectors.num_slots, vectors.dim, 0
     if vectors.suffix:
@@ -158,22 +158,20 @@ def _part(device: Device, step: Step) -> tuple[RowsAt, tuple[Any, ...], int]:
     elif source.cols.size and not 0 <= source.cols.min() <= source.cols.max() <= width - dim:
         raise ValueError(f"cols must lie in [0, {width - dim}] for rows of {dim} in width {width}.")
     if pairs.size == 0:
-        return vectors, (), 0
+        return None, vectors, (), 0
     padded = step.buffers.reserve(pairs.size, dim)
     sums = view(device, "sums", step.buffers.sums, np.float32, written=True)
     fields = [*vectors.wide, *(state.address for state in states if state.size and state.shape[1] == dim)]
     vec, team = access(dim, *fields, sums.address, narrow=vectors.narrow)
-    cols = 0
-    if source.cols.size:
-        cols = view(device, "cols", device.put(source.cols.view(np.uint8)), np.uint8).address
+    cols = view(device, "cols", device.put(source.cols.view(np.uint8)), np.uint8) if source.cols.size else _NONE
     rule = step.rule
     part = (
         vectors.address, states[0].address, states[1].address, pairs.address, sums.address, source.flat.address,
-        source.offsets.address, source.scales.address, source.argmax.address, cols, num_samples, width, streams,
+        source.offsets.address, source.scales.address, source.argmax.address, cols.address, num_samples, width, streams,
         step.rounding.key, pairs.size, num_slots, padded, dim, vec, team, vectors.is_half, rule.rate, rule.eps,
         rule.decay, rule.new1, rule.new2, 0,
     )  # fmt: skip
-    return vectors, part, pairs.size
+    return cols, vectors, part, pairs.size
 
 
 def update_many(device: Device, steps: Sequence[Step]) -> None:
@@ -186,7 +184,7 @@ def update_many(device: Device, steps: Sequence[Step]) -> None:
     tasks = [-(-(2 * -(-size // STRETCH)) * int(part[_TEAM]) // 32) for *_, part, size in found]
     launch_parts(device, "update.sum_stretches", UPDATE_PART, [part for *_, part, _ in found], tasks)
     for kind, kernel in _KERNELS.items():
-        parts = [(vectors, part, -(-size // _PAIRS_OF_TASK)) for of, vectors, part, size in found if of == kind]
+        parts = [(vectors, part, -(-size // _PAIRS_OF_TASK)) for of, _, vectors, part, size in found if of == kind]
         for suffix, some, tasks in by_width(parts):
             launch_parts(device, f"update.{kernel}{suffix}", UPDATE_PART, some, tasks)
 

@@ -17,8 +17,20 @@ from typing import Any
 import numba
 from numba import extending
 from numba.core import config
+from numba.core.caching import FunctionCache
 
-__all__ = ["KERNELS", "inlined", "intrinsic", "on_all_cores", "parallel", "serial", "set_threads", "threads", "worker"]
+__all__ = [
+    "KERNELS",
+    "cache_folder",
+    "inlined",
+    "intrinsic",
+    "on_all_cores",
+    "parallel",
+    "serial",
+    "set_threads",
+    "threads",
+    "worker",
+]
 
 # workqueue aborts when two threads run parallel kernels at once; it is only the last resort, where no OpenMP exists.
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
@@ -45,6 +57,16 @@ def _source_stamp(module: str) -> bytes:
             seen[name] = Path(__file__).with_name(f"{name}.py").read_bytes()
             waiting += re.findall(r"^from tiercache\.kernels\.(\w+) import", seen[name].decode(), re.MULTILINE)
     return hashlib.sha256(b"".join(seen[name] for name in sorted(seen))).digest()
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """Return the folder in which numba keeps compiled kernels; None where there is none that can be written."""
+    locate: Any = FunctionCache
+    try:
+        return Path(locate(cache_folder.__wrapped__).cache_path)
+    except (RuntimeError, OSError):
+        return None
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Any:

@@ -64,11 +64,17 @@ template <int VEC> __device__ __forceinline__ Packed<uint16, VEC> load_written(c
     return packed;
 }
 
-// The float32 of a float16: its bits in the place of a float32's are the number times 2^-112, below 2^-14 too.
+#define HALF_FROM 0x38800000u  // 2^-14: below, float16 goes in steps of 2^-24
+#define HALF_LESS (112u << 10)  // float32's exponents count from 112 further down
+#define HALF_INFINITY 0x7C00u
+#define INFINITE 0x7F800000u
+
+// The float32 of a float16. Below 2^-14 it counts steps of 2^-24, and so does a float32 from 0.5 on: none of the numbers
+// in between is a subnormal float32, which a GPU may take for zero.
 __device__ __forceinline__ float float_of_half(uint32 bits) {
-    const uint32 number = __float_as_uint(__uint_as_float((bits & 0x7FFFu) << 13) * 5.192296858534828e+33f);
-    const uint32 special = (bits & 0x7C00u) == 0x7C00u ? 0x7F800000u : 0u;  // infinity and NaN
-    return __uint_as_float(number | special | (bits & 0x8000u) << 16);
+    const uint32 size = bits & 0x7FFFu, less = size < HALF_INFINITY ? HALF_LESS : 2 * HALF_LESS;
+    const uint32 small = __float_as_uint(__uint_as_float(0x3F000000u | size) - 0.5f);
+    return __uint_as_float((size < 0x0400u ? small : (size + less) << 13) | (bits & 0x8000u) << 16);
 }
 
 template <int VEC> __device__ __forceinline__ Lanes<VEC> widen(const Packed<float, VEC>& packed, int) {
@@ -84,11 +90,6 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> widen(const Packed<uint
     }
     return lanes;
 }
-
-#define HALF_FROM 0x38800000u  // 2^-14: below, float16 goes in steps of 2^-24
-#define HALF_LESS (112u << 10)  // float32's exponents count from 112 further down
-#define HALF_INFINITY 0x7C00u
-#define INFINITE 0x7F800000u
 
 // The 16 bits of a number that is rounded to `brain` or `half`, which lack its sign; NaN keeps its upper bits. Without
 // branches, as lanes seldom agree.

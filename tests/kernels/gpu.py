@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from tiercache.kernels import cuda
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import DTypeLike, NDArray
+
+
+_SPARE_BYTES = 1 << 30
 
 
 @functools.cache
@@ -47,6 +51,15 @@ class GpuDevice:
         rubbish: NDArray[Any] = np.empty(shape, dtype)
         rubbish.reshape(-1).view(np.uint8)[...] = 0xA5
         return self.place(rubbish)
+
+    def large(self, rows: int, width: int) -> Any:
+        """Return zeros of float32 that take memory; skips the test where the GPU has too little."""
+        import cupy
+
+        free, needed = cupy.cuda.runtime.memGetInfo()[0], 4 * rows * width
+        if needed + _SPARE_BYTES > free:
+            pytest.skip(f"the array takes {needed:,} bytes, and {free:,} are free on the GPU")
+        return cupy.zeros((rows, width), np.float32)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
         """Start a kernel and note its name."""

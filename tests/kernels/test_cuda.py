@@ -25,12 +25,22 @@ def test_every_kernel_compiles_to_machine_code(architecture: str) -> None:
 
 
 @needs_cupy
+@pytest.mark.parametrize("name", ["pooling", "initial"])
+def test_compiled_code_flushes_and_fuses_nothing(name: str) -> None:
+    """Seen in PTX, which a GPU newer than NVRTC loads: products and sums of float32 are rounded, and no more."""
+    ptx = cuda.compile_source(name, "compute_90").decode()
+    assert "mul.rn.f32" in ptx or "mul.f32" in ptx
+    assert ".ftz" not in ptx
+    assert "fma.rn.f32" not in ptx
+
+
+@needs_cupy
 def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log names file and line as they are on disk."""
     broken = launch.source("gathering").replace("int64 first_task;", "int64 first_task; no_such_type x;", 1)
     monkeypatch.setattr(cuda, "source", lambda _: broken)
     with pytest.raises(cuda.CudaError, match=r"gathering\.cu\(8\).*no_such_type"):
-        cuda.compile_cubin("gathering", "sm_90")
+        cuda.compile_source("gathering", "sm_90")
 
 
 def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +49,7 @@ def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPa
     with pytest.raises(cuda.CudaError, match=r"CuPy cannot be imported .*install tiercache\[cuda13\]"):
         cuda.open_device()
     with pytest.raises(cuda.CudaError, match="CuPy cannot be imported"):
-        cuda.compile_cubin("gathering", "sm_90")
+        cuda.compile_source("gathering", "sm_90")
 
 
 class Runtime:

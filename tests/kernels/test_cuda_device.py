@@ -13,7 +13,7 @@ import pytest
 from tests.kernels.cases import same_bits
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_update import update as update_on_cpu
-from tiercache.kernels import cuda, cuda_gathering, cuda_sorting, cuda_update, launch, update
+from tiercache.kernels import cubins, cuda, cuda_gathering, cuda_sorting, cuda_update, jit, launch, update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,11 +31,66 @@ class OnDevice(np.ndarray):
         return self.__array_interface__
 
 
+class Nvrtc:
+    """The part of NVRTC that is used: a compiled program is its options and its text."""
+
+    class NVRTCError(RuntimeError):
+        """As CuPy's."""
+
+    def __init__(self) -> None:
+        self.known: tuple[int, ...] = (80, 90, 100)
+        self.programs: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self.destroyed, self.fails = 0, ""
+
+    def getVersion(self) -> tuple[int, int]:  # noqa: N802 - CuPy's names, here and below
+        """Of no real one."""
+        return 99, 1
+
+    def getSupportedArchs(self) -> tuple[int, ...]:  # noqa: N802
+        """Architectures by number."""
+        return self.known
+
+    def createProgram(self, text: str, name: str, *_headers: object) -> int:  # noqa: N802
+        """Return a handle."""
+        self.programs[len(self.programs)] = text, (name,)
+        return len(self.programs) - 1
+
+    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:  # noqa: N802
+        """Fail where it has the name that a test says."""
+        text, (name,) = self.programs[program]
+        self.programs[program] = text, options
+        if name == self.fails:
+            raise self.NVRTCError("of no use")
+
+    def getProgramLog(self, _program: int) -> str:  # noqa: N802
+        """What the compiler says."""
+        return "no such word"
+
+    def getCUBIN(self, program: int) -> bytes:  # noqa: N802
+        """Machine code."""
+        text, options = self.programs[program]
+        return "\0".join(("cubin", *options, text)).encode()
+
+    def getPTX(self, program: int) -> bytes:  # noqa: N802
+        """Code for any newer GPU."""
+        text, options = self.programs[program]
+        return "\0".join(("// ptx", *options, text)).encode()
+
+    def destroyProgram(self, _program: int) -> None:  # noqa: N802
+        """Count."""
+        self.destroyed += 1
+
+
+class DriverError(RuntimeError):
+    """As CuPy's CUDADriverError."""
+
+
 class Cupy:
     """The part of CuPy that a device uses."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
-        self.shim, self.streams, self.uploads, self.compiled = ShimDevice("random"), [0], 0, 0
+        self.shim, self.streams, self.uploads = ShimDevice("random"), [0], 0
+        self.nvrtc, self.loaded, self.refuses = Nvrtc(), list[bytes](), False
         attributes = {
             "MultiProcessorCount": 1, "ComputeCapabilityMajor": capability[0], "ComputeCapabilityMinor": capability[1],
         }  # fmt: skip
@@ -46,6 +101,7 @@ class Cupy:
         self.cuda = SimpleNamespace(
             runtime=runtime, Device=lambda index: self._device(index, attributes),
             Stream=SimpleNamespace(null=self._stream(0), from_external=lambda s: self._stream(s.__cuda_stream__()[1])),
+            Module=lambda: Module(self), driver=SimpleNamespace(CUDADriverError=DriverError),
             UnownedMemory=lambda address, nbytes, owner, _: (address, nbytes, owner),
             MemoryPointer=lambda memory, offset: memory[0] + offset,
         )  # fmt: skip
@@ -73,23 +129,6 @@ class Cupy:
 
         return Stream()
 
-    def RawModule(self, code: str, options: tuple[str, ...]) -> Any:  # noqa: N802 - CuPy's name
-        """Compile on the shim."""
-        assert "-fmad=false" in options
-        self.compiled += 1
-        name = next(name for name in cuda.sources() if launch.source(name) == code)
-
-        def function(kernel: str) -> Any:
-            def start(grid: tuple[int], block: tuple[int], words: tuple[Any, ...], *, shared_mem: int) -> None:
-                assert self.streams[-1] == STREAM
-                assert block == (launch.BLOCK_THREADS,)
-                assert {type(word) for word in words} <= {np.int64, np.float32}
-                self.shim.launch(f"{name}.{kernel}", grid[0], [word.item() for word in words], shared_mem)
-
-            return start
-
-        return SimpleNamespace(get_function=function, compile=lambda: None)
-
     def asarray(self, array: NDArray[Any]) -> NDArray[Any]:
         """Copy to the device, as CuPy does with what is not there."""
         if isinstance(array, OnDevice):
@@ -109,12 +148,46 @@ class Cupy:
         return np.frombuffer(memory, dtype).view(OnDevice)
 
 
+class Module:
+    """A module of CuPy: what it loaded runs on the shim."""
+
+    def __init__(self, cupy: Cupy) -> None:
+        self.cupy, self.name = cupy, ""
+
+    def load(self, code: bytes) -> None:
+        """Take compiled code."""
+        assert type(code) is bytes
+        if self.cupy.refuses:
+            raise DriverError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+        self.cupy.loaded.append(code)
+        self.name = next(name for name in cuda.sources() if code.endswith(b"\0" + launch.source(name).encode()))
+
+    def get_function(self, kernel: str) -> Any:
+        """Return what launches."""
+
+        def start(grid: tuple[int], block: tuple[int], words: tuple[Any, ...], *, shared_mem: int) -> None:
+            assert self.cupy.streams[-1] == STREAM
+            assert block == (launch.BLOCK_THREADS,)
+            assert {type(word) for word in words} <= {np.int64, np.float32}
+            self.cupy.shim.launch(f"{self.name}.{kernel}", grid[0], [word.item() for word in words], shared_mem)
+
+        return start
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Cupy:
+    """Stand in for CuPy and NVRTC, and keep no compiled code on disk."""
+    standing_in = Cupy(capability)
+    monkeypatch.setattr(cuda, "_import_cupy", lambda: standing_in)
+    monkeypatch.setattr(cuda, "_nvrtc", lambda: standing_in.nvrtc)
+    monkeypatch.setattr(jit, "cache_folder", lambda: None)
+    monkeypatch.setattr(cubins, "_IN_MEMORY", {})
+    return standing_in
+
+
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     """Stand in for CuPy and NVRTC."""
-    standing_in = Cupy()
-    monkeypatch.setattr(cuda, "_import_cupy", lambda: standing_in)
-    monkeypatch.setattr(cuda, "_nvrtc", lambda: None)
+    standing_in = stand_in(monkeypatch)
     yield standing_in
     standing_in.shim.close()
 
@@ -156,10 +229,60 @@ def test_tables_of_parts_go_to_the_device_once(cupy: Cupy) -> None:
     with opened(cupy) as (device, _):
         for _ in range(3):
             cuda_gathering.gather(device, *(array.view(OnDevice) for array in arrays))
-        assert (cupy.uploads, cupy.compiled) == (1, 1)
+        assert (cupy.uploads, len(cupy.loaded)) == (1, 1)
         assert (arrays[2] == 1).all()
         device.prepare()
-        assert cupy.compiled == len(cuda.sources())
+        assert len(cupy.loaded) == len(cuda.sources())
+
+
+def test_a_gpu_loads_what_is_compiled_without_one(cupy: Cupy) -> None:
+    """The same options for both, no other ones: the bits of the CPU's kernels, also those of numbers below 2^-126."""
+    cuda.open_device().prepare()
+    assert cupy.loaded == list(cuda.compile_all("sm_90").values())
+    options = cupy.loaded[0].decode().split("\0")[1:-1]
+    assert {"-fmad=false", "-ftz=false", "-arch=sm_90"} <= set(options)
+    assert cupy.nvrtc.destroyed == len(cupy.nvrtc.programs)
+    compiled, loaded = len(cupy.nvrtc.programs), len(cupy.loaded)
+    cuda.open_device().prepare()
+    assert len(cupy.nvrtc.programs) == compiled, "a second device of the process compiles again"
+    assert len(cupy.loaded) == loaded, "a second device of the same GPU loads again"
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted"), [((9, 0), "sm_90"), ((9, 5), "compute_90"), ((12, 0), "compute_100")]
+)
+def test_a_gpu_that_the_compiler_does_not_know_gets_code_that_its_driver_compiles(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], wanted: str
+) -> None:
+    """PTX of the next older architecture."""
+    cupy = stand_in(monkeypatch, capability)
+    cuda.open_device().prepare()
+    assert cupy.loaded == list(cuda.compile_all(wanted).values())
+    assert all(code.startswith(b"cubin" if wanted.startswith("sm") else b"// ptx") for code in cupy.loaded)
+
+
+def test_a_gpu_that_the_compiler_no_longer_knows_is_refused(cupy: Cupy) -> None:
+    """NVRTC of a later CUDA."""
+    cupy.nvrtc.known = (100, 120)
+    with pytest.raises(
+        cuda.CudaError, match=r"NVRTC of CUDA 99\.1 compiles for .* 10\.0 and newer, .* has 9\.0: install"
+    ):
+        cuda.open_device()
+
+
+def test_what_fails_while_kernels_are_prepared_is_a_sentence(cupy: Cupy) -> None:
+    """A source that does not compile; code that the driver does not take."""
+    device = cuda.open_device()
+    cupy.nvrtc.fails = "nothing.cu"
+    with pytest.raises(cuda.CudaError, match=r"NVRTC, CUDA's compiler, cannot compile .* \(of no use\): install"):
+        device.prepare()
+    cupy.nvrtc.fails = "sorting.cu"
+    with pytest.raises(cuda.CudaError, match=r"sorting\.cu does not compile for sm_90: no such word"):
+        device.prepare()
+    cupy.nvrtc.fails, cupy.refuses = "", True
+    said = r"driver, of CUDA 13\.0, does not load .*\.cu, compiled for sm_90 \(CUDA_ERROR_UNS.*\): update the driver"
+    with pytest.raises(cuda.CudaError, match=said):
+        cuda.open_device().prepare()
 
 
 def test_large_tables_are_not_kept(cupy: Cupy) -> None:
@@ -209,7 +332,6 @@ def test_an_array_that_has_only_dlpack_is_taken_without_a_copy() -> None:
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled for 8.0 and newer."""
-    monkeypatch.setattr(cuda, "_import_cupy", lambda: Cupy((7, 5)))
-    monkeypatch.setattr(cuda, "_nvrtc", lambda: None)
+    stand_in(monkeypatch, (7, 5))
     with pytest.raises(cuda.CudaError, match=r"GPU 0 has compute capability 7\.5: at least 8\.0 is needed"):
         cuda.open_device()

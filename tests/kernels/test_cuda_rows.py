@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_for, devices
-from tests.kernels.test_large import DIM, LAST, NUM_SLOTS, reserved
+from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
 from tests.kernels.test_rows import pieces_of
 from tiercache.kernels import cuda_initial, cuda_rows, rows
 from tiercache.kernels.initial import UNIFORM, initial_rows
@@ -86,32 +85,32 @@ def test_one_large_piece_is_shared_by_all_warps(dim: int) -> None:
     device.close()
 
 
-@pytest.mark.skipif(bool(os.environ.get("TIERCACHE_TEST_GPU")), reason="reserves host memory")
 def test_rows_beyond_two_billion_elements_are_the_right_ones() -> None:
     """The first and the last rows of a field of 2^31 elements and more: made, packed, unpacked."""
-    device, values = ShimDevice("random"), reserved(NUM_SLOTS, DIM)
+    values = (device := device_for("random")).large(NUM_SLOTS, DIM)
     slots, keys = device.place(LAST), np.arange(4)
     wanted, out = np.empty((4, DIM), np.float32), device.empty(4 * DIM, np.float32)
     initial_rows(keys, 1, 2, UNIFORM, -1.0, 1.0, wanted)
     cuda_initial.initial_rows(device, device.place(keys), 1, 2, UNIFORM, -1.0, 1.0, values, slots)
-    assert np.array_equal(values[LAST], wanted)
+    assert all(np.array_equal(device.read(values[slot]), row) for slot, row in zip(LAST, wanted, strict=True))
     pieces = cuda_rows.Pieces(device, DIM)
     pieces.add(0, np.array([0, 4]), np.zeros(1, np.int64), out)
     cuda_rows.pack(device, [values], slots, None, pieces)
-    assert np.array_equal(out.reshape(4, DIM), wanted)
+    assert np.array_equal(device.read(out).reshape(4, DIM), wanted)
     cuda_rows.unpack(device, [values], device.place(LAST[::-1]), pieces)
-    assert np.array_equal(values[LAST[::-1]], wanted)
+    assert all(np.array_equal(device.read(values[slot]), row) for slot, row in zip(LAST[::-1], wanted, strict=True))
 
 
 def test_a_piece_that_begins_behind_two_billion_floats_is_the_right_one() -> None:
     """Places in pieces are counted in 64 bits, as are rows in the order of moving."""
-    device, memory, far = ShimDevice(), reserved(NUM_SLOTS, DIM).reshape(-1), (1 << 31) + 12
+    device, far = device_for("forward"), (1 << 31) + 12
+    memory = device.large(NUM_SLOTS, DIM).reshape(-1)
     values = device.place(np.arange(12, dtype=np.float32).reshape(3, 4))
     pieces = cuda_rows.Pieces(device, 4)
     pieces.add(0, np.array([0, 3]), np.array([far]), memory)
     cuda_rows.pack(device, [values], device.place(np.array([2, 0, 1], np.int32)), None, pieces)
-    assert memory[far : far + 12].tolist() == [8, 9, 10, 11, *range(8)]
-    assert not memory[far - 100 : far].any()
+    assert device.read(memory[far : far + 12]).tolist() == [8, 9, 10, 11, *range(8)]
+    assert not device.read(memory[far - 100 : far]).any()
 
 
 def test_slot_minus_one_packs_zeros_and_unpacks_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import F4, OPTIMIZERS, RATE, STEP, states
 from tests.kernels.test_update import update as update_on_cpu
 from tiercache.kernels import cuda_sorting, cuda_update, update
-from tiercache.kernels.optimizers import ADAGRAD, make_rule
+from tiercache.kernels.optimizers import ADAGRAD, SGD, make_rule
 from tiercache.kernels.pooling import MAX, MEAN, SUM
 
 if TYPE_CHECKING:
@@ -225,6 +226,37 @@ def test_the_step_needs_its_barrier() -> None:
 
     assert all(agrees(order, barrier) for order in ORDERS)
     assert not all(agrees(order, "// from here on") for order in ORDERS)
+
+
+def test_what_a_launch_reads_lives_until_then() -> None:
+    """A device keeps few tables by itself: those of a step with more groups must not go before it runs."""
+
+    class Forgetful(ShimDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[weakref.ref[Any]] = []
+
+        def put(self, array: NDArray[Any]) -> NDArray[Any]:
+            there = super().put(array)
+            self.made.append(weakref.ref(there))
+            return there
+
+        def launch(self, kernel: str, blocks: int, arguments: Any, shared_bytes: int = 0) -> None:
+            if kernel.startswith("update."):
+                columns_and_parts = (*self.made[:2], self.made[-1])
+                assert all(ref() is not None for ref in columns_and_parts), kernel
+            super().launch(kernel, blocks, arguments, shared_bytes)
+
+    device, steps = Forgetful(), []
+    for _ in range(2):
+        slots = np.arange(3, dtype=np.int32)
+        pairs = cuda_sorting.sort_slots(device, device.place(slots), 3, cuda_sorting.SortBuffers(device))
+        described = cuda_update.one_id_gradients(device, device.place(np.ones((3, 4), F4)), np.zeros(1, np.int64))
+        rule, rows = make_rule(SGD, 1.0, 0.0, 0.0), device.place(np.ones((3, 4), F4))
+        steps.append(cuda_update.Step(rows, None, None, pairs, described, cuda_update.UpdateBuffers(device), rule))
+    cuda_update.update_many(device, steps)
+    assert device.launches[-2:] == ["update.sum_stretches", "update.update_sgd"]
+    assert all(not step.vectors.any() for step in steps)
 
 
 def test_arrays_that_do_not_belong_together_are_refused() -> None:

@@ -43,13 +43,16 @@ def bits_on(device: Any, placed: Vectors) -> NDArray[np.uint16]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [1, 4, 37])
-def test_every_number_of_16_bits_is_read_exactly(dtype: str, dim: int) -> None:
-    """All 65,536 bit patterns, by accesses of 2 and 8 bytes: subnormals, infinities and NaN too."""
+@pytest.mark.parametrize(("dim", "flush"), [(1, False), (4, False), (37, False), (4, True)])
+def test_every_number_of_16_bits_is_read_exactly(dtype: str, dim: int, flush: bool) -> None:
+    """All 65,536 bit patterns, by accesses of 2 and 8 bytes: subnormals, infinities and NaN too.
+
+    Reading does not depend on subnormal numbers of float32: a GPU that takes them for zero reads the same.
+    """
     bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // dim), dim))
     padded = np.zeros((bits.shape[0], dim + dim % 2), np.uint16)
     padded[:, :dim] = bits
-    expected, device = from_bits(bits, dtype), device_for("random")
+    expected, device = from_bits(bits, dtype), ShimDevice("random", flush=True) if flush else device_for("random")
     out = device.array(bits.shape, F4)
     placed = Vectors(device.place(padded.view(F4)), dim, dtype)
     cuda_pooling.gather(device, placed, device.place(np.arange(bits.shape[0], dtype=np.int32)), out)

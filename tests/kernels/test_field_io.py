@@ -21,7 +21,10 @@ from tiercache.kernels.file_io import has_reads
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-pytestmark = pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors")
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors"),
+]
 
 ROWS, WIDTHS = 5000, (256, 4, 12, 1)
 

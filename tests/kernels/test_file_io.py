@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors")
+pytestmark = [
+    pytest.mark.disk,
+    pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors"),
+]
 
 PAGE, FILE_BYTES = 4096, 300_001
 

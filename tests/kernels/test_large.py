@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
-import sys
-
 import numpy as np
 import pytest
 
 from tests.kernels.cases import use_threads
+from tests.kernels.shim.memory import reserved
 from tiercache.kernels.gradients import one_id_gradients
 from tiercache.kernels.pooling import gather, pool_one
 from tiercache.kernels.rows import Pieces, pack, unpack
@@ -18,18 +16,6 @@ from tiercache.kernels.update import UpdateBuffers, update_adagrad
 DIM = 16
 NUM_SLOTS = (1 << 31) // DIM + 100
 LAST = np.array([NUM_SLOTS - 1, 0, NUM_SLOTS - 100, 5], np.int32)
-
-
-def reserved(rows: int, width: int) -> np.ndarray:
-    """Return zeros whose memory comes when they are touched."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("reserves address space as Linux does")
-    try:
-        no_reserve = 0x4000  # MAP_NORESERVE, which Python's mmap does not name
-        memory = mmap.mmap(-1, rows * width * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    except OSError:
-        pytest.skip("no address space to reserve")
-    return np.frombuffer(memory, np.float32).reshape(rows, width)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -28,6 +28,7 @@ BODIES = {
     "down_3": "b[i] = __shfl_down_sync(ALL_LANES, a[i], 3);",
     "ballot": "b[i] = __ballot_sync(ALL_LANES, i % 3 == 0);",
     "match": "b[i] = __match_any_sync(ALL_LANES, i % 16);",
+    "twice": "b[i] = __float_as_uint(__uint_as_float(a[i]) * 2.0f);",
     "add": "b[i] = atomicAdd((unsigned long long*)a, 1ULL);",
     **{
         f"turn_{step}_{name}": TURN.format(wait=wait, step=step)
@@ -51,13 +52,22 @@ def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
     return ShimDevice(order, changed=changed)
 
 
-def run(kernel: str, order: str, size: int = 256, shared_bytes: int = 0) -> np.ndarray:
+def run(kernel: str, order: str, size: int = 256, shared_bytes: int = 0, *, flush: bool = False) -> np.ndarray:
     """Run one block of a small kernel on ``a`` = 0, 1, 2 ... and return ``b``."""
-    device = ShimDevice(order, changed=lambda _, text: text.split("struct Ids")[0] + KERNELS)
+    device = ShimDevice(order, changed=lambda _, text: text.split("struct Ids")[0] + KERNELS, flush=flush)
     a, b = device.place(np.arange(size)), device.empty(size, np.int64)
     b[...] = -1
     device.launch(f"gathering.{kernel}", 1, (a.ctypes.data, b.ctypes.data, size), shared_bytes)
     return b.copy()
+
+
+def test_subnormal_numbers_are_zero_only_where_that_is_asked_for() -> None:
+    """And only in kernels: the process computes as before, also behind one that ended with an error."""
+    assert np.array_equal(run("twice", "forward"), 2 * np.arange(256))
+    assert not run("twice", "forward", flush=True).any()
+    with pytest.raises(KernelError):
+        run("two_barriers", "forward", flush=True)
+    assert np.float32(1e-40) * np.float32(2) > 0
 
 
 def gather(device: ShimDevice, dim: int = 8) -> None:

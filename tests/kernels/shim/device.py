@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import hashlib
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.kernels.shim.memory import GuardedMemory
+from tests.kernels.shim.memory import GuardedMemory, reserved
 from tiercache.kernels.launch import BLOCK_THREADS, source
 
 if TYPE_CHECKING:
@@ -37,12 +36,15 @@ class KernelError(Exception):
     """A kernel did what would have been wrong on a GPU: which block and thread, and what."""
 
 
+FOLDER = Path(__file__).with_name("__pycache__")
+"""Where libraries lie, under the hash of all that they are made of: compiled once for all processes and sessions."""
+
+
 @functools.cache
-def _folder() -> Path:
-    """Return where this session's libraries lie; two sessions of tests share none."""
-    folder = Path(tempfile.mkdtemp(prefix="tiercache-shim-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def _compiler() -> str:
+    """Return what says which compiler it is, and what sources include beside their own text."""
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    return "\n".join([version, *FLAGS, *(path.read_text() for path in sorted(HEADER.parent.glob("*.h")))])
 
 
 @functools.cache
@@ -53,35 +55,47 @@ def compiled(text: str) -> ctypes.CDLL:
     names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", text)
     calls = "".join(
         f'extern "C" const char* run_{name}(void** words, const unsigned* grid, const unsigned* block, size_t shared,'
-        f" int order, uint64_t seed) {{ return shim::run([](void** w) {{ shim::call({name}, w); }}, words, grid, block,"
-        " shared, order, seed); }\n"
+        f" int order, uint64_t seed, int flush) {{ return shim::run([](void** w) {{ shim::call({name}, w); }}, words,"
+        " grid, block, shared, order, seed, flush); }\n"
         for name in names
     )
     whole = f'#include "{HEADER}"\n{text}\n{calls}'
-    stem = _folder() / hashlib.sha256(whole.encode()).hexdigest()[:24]
-    stem.with_suffix(".cpp").write_text(whole)
-    done = subprocess.run(
-        ["g++", *FLAGS, str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(stem.with_suffix(".so")))
+    library = FOLDER / f"shim-{hashlib.sha256((_compiler() + whole).encode()).hexdigest()[:32]}.so"
+    if not library.exists():
+        FOLDER.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            written, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+            written.write_text(whole)
+            done = subprocess.run(
+                ["g++", *FLAGS, str(written), "-o", str(made)], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            made.replace(library)
+    return ctypes.CDLL(str(library))
 
 
 class ShimDevice:
     """A Device whose kernels run in this process; its arrays are NumPy arrays made by `place` and `empty`.
 
     ``order``: how the threads of a block take turns. ``changed`` edits a source before it is compiled: so errors are
-    planted. One multiprocessor, so that small launches have more work than warps.
+    planted. ``flush`` takes subnormal numbers for zero. One multiprocessor, so that small launches have more work than
+    warps.
     """
 
     interface = "__array_interface__"
     num_processors = 1
 
-    def __init__(self, order: str = "forward", seed: int = 0, changed: Callable[[str, str], str] | None = None) -> None:
+    def __init__(
+        self,
+        order: str = "forward",
+        seed: int = 0,
+        changed: Callable[[str, str], str] | None = None,
+        *,
+        flush: bool = False,
+    ) -> None:
         self.memory = GuardedMemory(at_end=order != "reversed")
         self.launches: list[str] = []
-        self._order, self._seed, self._changed = ORDERS.index(order), seed, changed
+        self._order, self._seed, self._changed, self._flush = ORDERS.index(order), seed, changed, flush
 
     def place(self, array: Any) -> NDArray[Any]:
         """Return a copy of an array in guarded memory."""
@@ -123,9 +137,10 @@ class ShimDevice:
             ctypes.c_size_t,
             ctypes.c_int,
             ctypes.c_uint64,
+            ctypes.c_int,
         ]
         grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(BLOCK_THREADS, 1, 1)
-        trouble = run(words, grid, block, shared_bytes, self._order, self._seed)
+        trouble = run(words, grid, block, shared_bytes, self._order, self._seed, self._flush)
         if trouble is not None:
             raise KernelError(f"{kernel}: {trouble.decode()}")
         self.memory.check()
@@ -133,6 +148,10 @@ class ShimDevice:
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an array of rubbish in guarded memory, of any shape."""
         return self.memory.empty(shape, dtype)
+
+    def large(self, rows: int, width: int) -> NDArray[np.float32]:
+        """Return zeros, of which only what is used takes memory; not guarded."""
+        return reserved(rows, width)
 
     def close(self) -> None:
         """Give the arrays back."""

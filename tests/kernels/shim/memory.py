@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -20,6 +22,18 @@ _LIBC.mmap.argtypes = [
 ]  # fmt: skip
 _LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def reserved(rows: int, width: int) -> NDArray[np.float32]:
+    """Return zeros (rows, width) whose memory comes when they are touched."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reserves address space as Linux does")
+    try:
+        no_reserve = 0x4000  # MAP_NORESERVE, which Python's mmap does not name
+        memory = mmap.mmap(-1, rows * width * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    except OSError:
+        pytest.skip("no address space to reserve")
+    return np.frombuffer(memory, np.float32).reshape(rows, width)
 
 
 class GuardedMemory:

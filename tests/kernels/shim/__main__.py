@@ -1,0 +1,14 @@
+"""Compiles every kernel source for the CPU, before several processes of the tests want it: nothing without g++."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import tiercache.kernels
+from tests.kernels.shim.device import compiled
+from tiercache.kernels.launch import source
+
+if __name__ == "__main__" and shutil.which("g++"):
+    for path in sorted(Path(tiercache.kernels.__file__).parent.glob("*.cu")):
+        compiled(source(path.stem))

@@ -1,0 +1,105 @@
+"""The kernel benchmark's times on a GPU that is stood in for: a line of work, and a clock that only work moves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks import kernel_clock
+from benchmarks.kernel_clock import GpuClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COPY, LAUNCH_OF_COPY = 120e-6, 5e-6
+
+
+class Gpu:
+    """Python's clock, and when the GPU has done all that was launched."""
+
+    def __init__(self) -> None:
+        self.now = self.free_at = 0.0
+
+    def launch(self, host_seconds: float, seconds: float) -> None:
+        """Python takes a while, then the GPU does when it is free."""
+        self.now += host_seconds
+        self.free_at = max(self.free_at, self.now) + seconds
+
+    def wait(self) -> None:
+        """Python waits for the GPU."""
+        self.now = max(self.now, self.free_at)
+
+    def call(self, host_seconds: float, seconds: float, *, waits: bool = False) -> Callable[[], None]:
+        """Return a call of the benchmark."""
+
+        def call() -> None:
+            self.launch(host_seconds, seconds)
+            if waits:
+                self.wait()
+
+        return call
+
+
+class Event:
+    """Of CUDA."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.at = gpu, 0.0
+
+    def record(self) -> None:
+        """Behind what was launched."""
+        self.at = max(self.gpu.now, self.gpu.free_at)
+
+    @property
+    def done(self) -> bool:
+        """Whether the GPU came so far."""
+        return self.gpu.now >= self.at
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.gpu.now = max(self.gpu.now, self.at)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Let the benchmark read the clock of the stand-in."""
+    standing_in = Gpu()
+    monkeypatch.setattr(kernel_clock, "time", SimpleNamespace(perf_counter=lambda: standing_in.now))
+    return standing_in
+
+
+def clock_of(gpu: Gpu) -> GpuClock:
+    """Return a clock over the part of CuPy that it uses."""
+    cuda = SimpleNamespace(
+        Event=lambda: Event(gpu), Device=lambda: SimpleNamespace(synchronize=gpu.wait),
+        get_elapsed_time=lambda begin, end: 1e3 * (end.at - begin.at),
+    )  # fmt: skip
+    cupy: Any = SimpleNamespace(
+        ones=lambda *_: None, float32=None, copyto=lambda *_: gpu.launch(LAUNCH_OF_COPY, COPY), cuda=cuda
+    )
+    return GpuClock(cupy)
+
+
+@pytest.mark.parametrize("host_seconds", [1e-6, 36e-6, 151e-6, 900e-6])
+def test_a_kernel_has_the_gpus_time_however_slow_python_is(gpu: Gpu, host_seconds: float) -> None:
+    """And what Python takes beside it: neither is in the other."""
+    found = clock_of(gpu).times(gpu.call(host_seconds, 60e-6), 5)
+    assert found.seconds == pytest.approx(60e-6)
+    assert found.host_seconds == pytest.approx(host_seconds)
+
+
+def test_a_call_that_is_slower_behind_work_than_alone_is_hidden_too(gpu: Gpu) -> None:
+    """The first calls say too little: more copies are queued until the last launch is behind them."""
+    calls = iter([1e-6] * 2 + [400e-6] * 1000)
+    found = clock_of(gpu).times(lambda: gpu.launch(next(calls), 60e-6), 3)
+    assert found.seconds == pytest.approx(60e-6)
+    assert found.host_seconds == pytest.approx(400e-6)
+
+
+def test_a_call_that_waits_for_the_gpu_ends_and_says_so_by_its_host_time(gpu: Gpu) -> None:
+    """Nothing can be queued behind it."""
+    found = clock_of(gpu).times(gpu.call(20e-6, 60e-6, waits=True), 3)
+    assert found.seconds == pytest.approx(80e-6, rel=0.5)
+    assert found.host_seconds == pytest.approx(80e-6, rel=0.1)

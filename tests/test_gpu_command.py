@@ -1,0 +1,95 @@
+"""What make test-gpu runs: on a GPU all that can run there, and nothing that is missing passes for done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import gpu
+from tiercache.kernels.cuda import CudaError
+
+
+class Commands:
+    """Stands in for running them."""
+
+    def __init__(self) -> None:
+        self.run: list[list[str]] = []
+
+    def __call__(self, command: list[str], **_: str) -> int:
+        """Note a command."""
+        self.run.append(command)
+        return 0
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """Have a GPU and compute-sanitizer, and run nothing."""
+    standing_in = Commands()
+    monkeypatch.setattr(gpu, "run", standing_in)
+    monkeypatch.setattr(gpu, "open_device", lambda: None)
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(gpu.sys, "argv", ["gpu"])
+    return standing_in
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command with these arguments."""
+    monkeypatch.setattr(gpu.sys, "argv", ["gpu", *arguments])
+    return gpu.main()
+
+
+def test_memcheck_counts_bad_addresses_and_no_calls_that_cuda_makes_itself(
+    monkeypatch: pytest.MonkeyPatch, commands: Commands
+) -> None:
+    """Both sanitizers fail for what they find; only memcheck knows the option."""
+    assert [run(monkeypatch, "--part", kind) for kind in ("memcheck", "racecheck")] == [0, 0]
+    memcheck, racecheck = (" ".join(command) for command in commands.run)
+    assert "--tool memcheck --error-exitcode 9 --report-api-errors no " in memcheck
+    assert "--tool racecheck --error-exitcode 9 " in racecheck
+    assert "report-api-errors" not in racecheck
+
+
+@pytest.mark.parametrize("kind", ["memcheck", "racecheck"])
+def test_a_gpu_without_compute_sanitizer_fails_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, commands: Commands, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """What was not looked for was not found to be right."""
+    monkeypatch.setattr(gpu.shutil, "which", lambda _: None)
+    assert run(monkeypatch, "--part", kind) == 1
+    assert commands.run == []
+    assert f"{kind} needs compute-sanitizer" in capsys.readouterr().out
+
+
+def test_a_part_that_does_not_exist_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that a slip of the pen is not a pass."""
+    assert run(monkeypatch, "--part", "memchek") == run(monkeypatch, "--part") == 2
+    assert commands.run == []
+    assert "--part is memchek: it must be one of kernels, training" in capsys.readouterr().out
+
+
+def test_without_a_gpu_kernels_and_training_run_through_the_shim_and_the_rest_is_said(
+    monkeypatch: pytest.MonkeyPatch, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dry form."""
+
+    def missing() -> Any:
+        raise CudaError("no NVIDIA driver was found.")
+
+    monkeypatch.setattr(gpu, "open_device", missing)
+    assert run(monkeypatch) == 0
+    assert len(commands.run) == 2
+    said = capsys.readouterr().out
+    assert all(f"{part} needs a GPU: it was left out" in said for part in ("recovery", "memcheck", "racecheck"))
+
+
+def test_every_test_of_training_runs_on_a_gpu_or_it_is_said_why_not() -> None:
+    """And what is listed is there."""
+    listed = {Path(path).name for path in (*gpu.TRAINING, *gpu.RECOVERY)}
+    alone = {f"test_{name}.py" for name in gpu.CPU_ALONE}
+    assert not listed & alone
+    assert listed | alone == {path.name for path in (gpu.ROOT / "tests/training").glob("test_*.py")}
+    assert all((gpu.ROOT / path).exists() for path in gpu.SANITIZED)
