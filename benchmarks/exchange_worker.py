@@ -126,9 +126,10 @@ class Rank:
         seconds, gradients = {}, RowGradients(1)
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
-        rows, local, exchanged = self.exchange.rows_of(ids, tables, "a batch")
+        asked = self.exchange.ask(ids, tables, "a batch")
+        rows, exchanged = self.exchange.answer(asked)
         seconds["there"] = time.perf_counter() - begun
-        self._look_up(RowView(rows, gradients, "a visit", self.processor), local)
+        self._look_up(RowView(rows, gradients, "a visit", self.processor), asked.ids)
         pooled = time.perf_counter()
         self.exchange.gradients_of(exchanged, gradients, self.optimizer.gradients)
         seconds["back"] = time.perf_counter() - pooled

@@ -50,7 +50,7 @@ def open_ranks(store: Path, passes: tc.PassSet, settings: Settings, ranks: tc.Ra
 def train(cache: tc.ShardedCache, settings: Settings, steps: int | None = None) -> nn.Module:
     """Train from the last commit to the last epoch, or so many steps and a commit."""
     torch.manual_seed(settings.seed)
-    model: nn.Module = FlightsModel(cache)
+    model: nn.Module = FlightsModel(cache).to(cache.device)
     if cache.ranks.size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
@@ -77,7 +77,7 @@ def area(cache: tc.ShardedCache, model: nn.Module, test: tc.PassSet, batch_size:
     with torch.no_grad():
         for piece in cache.evaluation(test):
             mine = (batch for batch in piece.batches(batch_size))
-            found += [torch.stack([model(batch), batch.label], dim=1) for batch in mine if batch.weight]
+            found += [torch.stack([model(batch), batch.label], dim=1).cpu() for batch in mine if batch.weight]
     flat = torch.cat(found).reshape(-1)
     scores, labels = cache.ranks.gather(flat, cache.ranks.values(flat.numel())).reshape(-1, 2).numpy().T
     return area_under_curve(scores, labels)
@@ -102,24 +102,24 @@ def main() -> None:
     parser.add_argument("--first", type=int, help="so many of the earliest flights")
     parser.add_argument("--store", default="model.tc", help="the store's name in the folder, begun where there is none")
     parser.add_argument("--json", type=Path, help="write area and digest here")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: each rank on the GPU of its LOCAL_RANK")
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
     settings = size.settings
-    ranks = tc.Ranks.join()
-    with ranks.together("preparing the flights"):
-        if ranks.rank == 0 and not (options.folder / "test-passes" / "passes.json").exists():
-            prepare(options.folder, size, options.first)
-    passes, test = (tc.PassSet.open(options.folder / name) for name in (PASSES, "test-passes"))
-    store = options.folder / options.store
-    with open_ranks(store, passes, settings, ranks) as cache:
-        model = train(cache, settings)
-        score = area(cache, model, test, settings.batch)
-    if ranks.rank == 0:
-        record = {"ranks": ranks.size, "area": score, "rows": digest(store)}
-        print(f"{ranks.size} ranks: area under the curve {score:.4f}, rows {record['rows'][:16]}")
-        if options.json:
-            options.json.write_text(json.dumps(record))
-    ranks.close()
+    with tc.Ranks.join(device=options.device) as ranks:
+        with ranks.together("preparing the flights"):
+            if ranks.rank == 0 and not (options.folder / "test-passes" / "passes.json").exists():
+                prepare(options.folder, size, options.first)
+        passes, test = (tc.PassSet.open(options.folder / name) for name in (PASSES, "test-passes"))
+        store = options.folder / options.store
+        with open_ranks(store, passes, settings, ranks) as cache:
+            model = train(cache, settings)
+            score = area(cache, model, test, settings.batch)
+        if ranks.rank == 0:
+            record = {"ranks": ranks.size, "area": score, "rows": digest(store)}
+            print(f"{ranks.size} ranks: area under the curve {score:.4f}, rows {record['rows'][:16]}")
+            if options.json:
+                options.json.write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def train_in_stages(folder: Path, passes: tc.PassSet, ranks: tc.Ranks) -> list[f
     check_micro_batches(passes, batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=ranks.size)
     losses = np.zeros((EPOCHS, 0)).tolist()
     with tc.ShardedCache(folder / "model.tc", passes, ranks=ranks, **BUDGETS) as cache:
-        bag, mine = tc.TieredEmbeddingBag(cache), stages()[ranks.rank]
+        bag, mine = tc.TieredEmbeddingBag(cache), stages()[ranks.rank].to(ranks.device)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         cache.track(stage=mine, optimizer=optimizer)
         stage = PipelineStage(mine, ranks.rank, ranks.size, ranks.device)
@@ -106,9 +106,9 @@ def main() -> None:
     """Train both ways and compare."""
     parser = argparse.ArgumentParser(description="A dense part in two stages on two devices, embeddings on both.")
     parser.add_argument("--folder", type=Path, help="where everything goes; a temporary folder where not given")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: each rank on the GPU of its LOCAL_RANK")
     options = parser.parse_args()
-    ranks = tc.Ranks.join()
-    with tempfile.TemporaryDirectory() as made:
+    with tc.Ranks.join(device=options.device) as ranks, tempfile.TemporaryDirectory() as made:
         folder = options.folder or Path(ranks.values(made)[0])
         with ranks.together("preparing the data"):
             if ranks.rank == 0:
@@ -124,7 +124,6 @@ def main() -> None:
             if not np.allclose(losses, whole, atol=1e-4):
                 raise SystemExit("the losses differ")
         ranks.barrier()
-    ranks.close()
 
 
 if __name__ == "__main__":

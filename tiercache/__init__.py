@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.cache import ShardedCache as ShardedCache
     from tiercache.ranks.group import Ranks as Ranks
     from tiercache.ranks.placement import Placement as Placement
+    from tiercache.ranks.rollback import rollback_sharded as rollback_sharded
     from tiercache.ranks.sharded_store import ShardedStore as ShardedStore
     from tiercache.schema import Dense as Dense
     from tiercache.schema import Feature as Feature
@@ -75,6 +76,7 @@ _HOME = {
     "extract": "extraction.extract",
     "import_store": "exchange.importing",
     "reorganise": "training.reorganise",
+    "rollback_sharded": "ranks.rollback",
     "split_passes": "passes.splitting",
     "write_key_sets": "passes.key_sets",
 }
@@ -110,6 +112,7 @@ __all__ = [
     "extract",
     "import_store",
     "reorganise",
+    "rollback_sharded",
     "split_passes",
     "write_key_sets",
 ]

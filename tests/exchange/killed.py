@@ -7,6 +7,8 @@ import signal
 import warnings
 from typing import TYPE_CHECKING
 
+import pyarrow.parquet
+
 import tiercache as tc
 from tiercache.exchange import exporting, importing, numpy_folder
 from tiercache.store import lmdb_engine
@@ -14,7 +16,7 @@ from tiercache.store import lmdb_engine
 if TYPE_CHECKING:
     from pathlib import Path
 
-PRELOADED = (exporting, importing, numpy_folder, lmdb_engine)
+PRELOADED = (exporting, importing, numpy_folder, lmdb_engine, pyarrow.parquet)
 
 
 def run(folder: Path, call: str, format_: str, fatal: int) -> None:

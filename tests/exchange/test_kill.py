@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.exchange.killed"])
 TABLES = all_tables()
 ROWS = random_rows(TABLES, [400, 300, 200, 100, 100])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 import tiercache as tc
 from tests.exchange.cases import FORMATS
@@ -22,6 +23,8 @@ from tiercache.store import Store, fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+pytestmark = pytest.mark.disk
 
 MEMORY, BESIDE = 8 << 20, 40 << 20
 ROWS = 50_000

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tiercache.errors import BudgetError
+from tiercache.errors import BudgetError, RankError
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.group import Ranks
 
@@ -113,6 +113,21 @@ def dense_layers(ranks: Ranks) -> list[float]:
     weight = model.module.weight
     assert weight.grad is not None
     return [float(each) for each in weight.grad.flatten()]
+
+
+def numbers(ranks: Ranks, where: str) -> Any:
+    """Bring numbers, rank 1 an error or nothing at all; then talk on."""
+    said: Any = None
+    try:
+        if ranks.rank == 1 and where == "elsewhere":
+            with ranks.together("going on"):
+                pass
+        said = ranks.numbers(
+            3 * ranks.rank, "counting", KeyError("no room") if (ranks.rank, where) == (1, "failed") else None
+        )
+    except (KeyError, RankError) as raised:
+        said = [type(raised).__name__, str(raised)]
+    return [said, ranks.values(ranks.rank)]
 
 
 def fails_in_the_body(ranks: Ranks, who: list[int], kind: str) -> Any:

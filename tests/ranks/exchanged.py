@@ -177,14 +177,16 @@ class Training:
         modes: dict[str, str] | None = None,
     ) -> tuple[Batch, Any]:
         """Exchange the rows of a batch. modes: of features that may be pooled."""
-        pooled, error = self.pooling.pool(ids, modes, samples.num_samples, where) if modes else (None, None)
+        bags, error = self.pooling.ask(ids, modes, samples.num_samples, where) if modes else (None, None)
+        left = {name: some for name, some in ids.items() if bags is None or name not in bags.modes}
+        asked = self.exchange.ask(left, self.tables, where, error)
+        pooled = self.pooling.answer(bags) if bags else None
         ready = pooled.features if pooled else {}
         self.pooled.update(ready)
-        left = {name: some for name, some in ids.items() if name not in ready}
-        rows, local, exchanged = self.exchange.rows_of(left, self.tables, where, error)
+        rows, exchanged = self.exchange.answer(asked)
         view = RowView(rows, RowGradients(len(self.groups)), where, self.cache._processor)
         label = torch.from_numpy(np.array(samples.label))
-        made = Batch(label, torch.from_numpy(np.array(samples.dense)), local, view, label.numel(), weight, ready)
+        made = Batch(label, torch.from_numpy(np.array(samples.dense)), asked.ids, view, label.numel(), weight, ready)
         return made, (exchanged, pooled)
 
     def step(self, waiting: list[tuple[Any, RowView]], rows: list[Any]) -> None:
@@ -318,7 +320,7 @@ def fail_before(ranks: Ranks, folder: str, bad_rank: int) -> None:
     _, _ = next(training.visits())
     error = OSError("the disk is gone") if ranks.rank == bad_rank else None
     ids = {} if error else passes.passes[0].read(np.arange(8)).ids
-    training.exchange.rows_of(ids, training.tables, "batch 0 of visit 0", error)
+    training.exchange.ask(ids, training.tables, "batch 0 of visit 0", error)
 
 
 def ask_for_nothing(ranks: Ranks, folder: str) -> list[int]:

@@ -41,7 +41,7 @@ from tiercache.store import Cursor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tiercache.ranks.parts import Meeting
+    from tiercache.ranks.meeting import Meeting
 
 PATIENCE_SECONDS = 60.0
 FIRST, LAST = Cursor(2), Cursor(4)
@@ -333,7 +333,7 @@ def examine(path: Path, num_ranks: int, engine: str, begun: Any, done: Any, tell
     now = Record.read(path)
     if now is None:
         return [*found, "there is no record once it was opened"]
-    if record is not None and list(record.commits) != list(now.commits):
+    if record is not None and record.commits != now.commits:
         teller.say("ahead", 1)
     wanted = {"record.json", "ranks.lock", *now.parts, *(f"{part}.json" for part in now.parts)}
     if (names := {entry.name for entry in path.iterdir()} - {"record.json.tmp"}) != wanted:

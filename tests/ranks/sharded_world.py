@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.ranks.parts import Meeting
+    from tiercache.ranks.meeting import Meeting
 
 TABLES = (
     Table(name="item", dim=8, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-1.0, high=1.0)),
@@ -223,3 +223,20 @@ def sentences(errors: list[Any]) -> str:
         assert ": " in str(error)
         assert "\n" not in str(error)
     return str(own[0])
+
+
+def one_ahead(path: Path, num_ranks: int, rank: int) -> None:
+    """Have one rank make a commit that no record names."""
+
+    def body(ranks: Any) -> None:
+        parts, world = opened(path, ranks)
+        with parts:
+            if ranks.rank == rank:
+                before, after = parts.cursor, next_cursor(parts.cursor)
+                world.visit = before.visit
+                world.train(part=0 if after.sample else 1)
+                world.append(parts.store, within=after.sample > 0)
+                world.visit = after.visit
+                world.publish(parts.store, sample=after.sample)
+
+    assert meet(num_ranks, body) == [None] * num_ranks

@@ -105,6 +105,28 @@ def test_errors_on_several_ranks_are_named_together(ranks_pool: RanksPool) -> No
     assert [kind for kind, _ in got[1:]] == ["KeyError"] * 3
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_numbers_are_told_to_all(ranks_pool: RanksPool, size: int) -> None:
+    """In rank order, with one small collective."""
+    assert ranks_pool.run(size, BODIES + "numbers", where="here") == [[[0, 3, 6, 9][:size], [*range(size)]]] * size
+
+
+@pytest.mark.parametrize(("where", "first", "second"), [
+    ("failed", "rank 1 failed while counting: KeyError: 'no room'", "'no room'"),
+    ("elsewhere", "rank 1 had gone on while rank 0 was counting: all ranks make equally many batches",
+     "ranks 0 and 2 made another batch while rank 1 was going on: all ranks make equally many batches"),
+])  # fmt: skip
+def test_who_brings_a_number_does_not_wait_for_who_went_on(
+    ranks_pool: RanksPool, where: str, first: str, second: str
+) -> None:
+    """All are told, and can talk on."""
+    told = ranks_pool.run(3, BODIES + "numbers", where=where)
+    assert told[0][0][0] == told[2][0][0] == "RankError"
+    assert told[0][0][1].startswith(first)
+    assert told[1][0][1].startswith(second)
+    assert all(one[1] == [0, 1, 2] for one in told)
+
+
 def test_one_rank_alone_raises_its_own_error(ranks_pool: RanksPool) -> None:
     """As several do."""
     assert ranks_pool.errors(1, BODIES + "fails_in_the_body", who=[0], kind="OSError") == [("OSError", "no room 0")]
@@ -201,7 +223,7 @@ def test_ranks_on_cuda_need_nccl() -> None:
         Ranks.join(device="cuda:0")
 
 
-def test_torch_distributed_is_called_in_one_module() -> None:
+def test_torch_distributed_is_called_in_two_modules() -> None:
     """Everything else knows ranks only."""
     package = Path(__file__).parents[2] / "tiercache"
     users = set()
@@ -212,4 +234,4 @@ def test_torch_distributed_is_called_in_one_module() -> None:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             if any(name.startswith("torch.distributed") for name in names):
                 users.add(str(file.relative_to(package)))
-    assert users == {"ranks/group.py"}
+    assert users == {"ranks/group.py", "ranks/process_groups.py"}

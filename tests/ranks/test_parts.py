@@ -124,7 +124,7 @@ def test_a_part_keeps_the_commit_of_the_record_whatever_it_commits_beside(tmp_pa
                 parts.store.compact()
             return [commit.id for commit in parts.store.commits]
 
-    assert meet(2, body) == [[2, 3], [3, 5, 6]]
+    assert meet(2, body) == [[2, 3], [3, 6]]
     check_parts(path, Cursor(2))
     assert verify_sharded(path)["problems"] == []
     assert train_parts(path, 2, 0) == [None] * 2
@@ -321,6 +321,6 @@ def test_a_mark_and_a_record_are_plain_json(tmp_path: Path) -> None:
     path = tmp_path / "s"
     assert train_parts(path, 2, 2) == [None] * 2
     record, mark = (json.loads((path / name).read_text()) for name in ("record.json", "part-0-1.json"))
-    assert record["cursor"] == [1, 0]
+    assert record["commits"] == [{"id": 1, "cursor": [1, 0], "parts": [1, 1]}]
     assert record["parts"] == ["part-0-0", "part-0-1"]
     assert mark["store"] == record["id"]

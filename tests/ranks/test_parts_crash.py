@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.store.conftest import folder  # noqa: F401 - a fixture
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -29,10 +27,10 @@ PHASES = {"open", "append and commit", "record", "divide anew", "switch and dele
         pytest.param("zarr", 500, marks=pytest.mark.long),
     ],
 )
-def test_parts_killed_at_any_point_stand_at_one_commit(folder: Path, engine: str, kills: int) -> None:  # noqa: F811
+def test_parts_killed_at_any_point_stand_at_one_commit(tmp_path: Path, engine: str, kills: int) -> None:
     """One rank or all, before and after calls that touch the disk and at random instants, and again as they go on."""
-    figures = folder / "figures.json"
-    done = crash("--folder", folder, "--engine", engine, "--kills", kills, "--json", figures)
+    figures = tmp_path / "figures.json"
+    done = crash("--folder", tmp_path, "--engine", engine, "--kills", kills, "--json", figures)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(figures.read_text())
     assert found["problems"] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -83,7 +84,7 @@ def damage(path: Path, what: str) -> None:
             mark.write_text("[]")
         case "another cursor":
             record = Record.read(path)
-            record.at(Cursor(9), record.commits).write(path)
+            replace(record, commits=(replace(record.newest, cursor=Cursor(9)),)).write(path)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.training.cases import Case, Spec, table
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import KeyBatch
 from tiercache.ranks.loads import Load, loads_of
 from tiercache.ranks.placement import Placement, TablePlacement
 from tiercache.ranks.placing import STRATEGIES, Costs, place, placement_of
@@ -211,6 +213,19 @@ def test_unique_ids_are_those_of_drawing_with_the_keys_shares(counts: list[int],
     wanted = sum(1 - np.exp(-samples * count / total) for count in counts)
     assert abs(load.unique(samples) - wanted) <= 0.5 + 1e-6
     assert load.unique(10**9) == len(counts)
+
+
+def test_loads_of_key_sets_alone_are_those_of_the_samples_that_their_keys_make(tmp_path: Path) -> None:
+    """Where keys were given as often as they occur; where each was given once, as many samples as it takes."""
+    tables = (table("a", 4), table("b", 4))
+    features = (tc.Feature(name="f", table="a"), tc.Feature(name="g", table="b", hotness="fixed", length=3))
+    schema = tc.Schema(tables=tables, features=features)
+    a, b = np.arange(600) % 90, np.arange(1800) % 400
+    samples = write_pass_set(tmp_path / "samples", schema, [KeyBatch.of(schema, {"f": a, "g": b.reshape(600, 3)})])
+
+    assert loads_of(tc.write_key_sets(tmp_path / "keys", schema, [{"a": a, "b": b}])) == loads_of(samples)
+    once = loads_of(tc.write_key_sets(tmp_path / "once", schema, [{"a": np.unique(a), "b": np.unique(b)}]))
+    assert (once["a"].samples, once["b"].samples) == (133, 133)
 
 
 def test_loads_are_those_of_the_largest_pass(tmp_path: Path) -> None:

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from tests.ranks.resharding_killer import PHASES
-from tests.store.conftest import folder  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kills", [24, pytest.param(600, marks=pytest.mark.long)])
-def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(folder: Path, kills: int) -> None:  # noqa: F811
+def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(tmp_path: Path, kills: int) -> None:
     """One rank or all, at calls that touch the disk and at random instants, and again as they begin anew."""
-    figures = folder / "figures.json"
-    done = ended("tests.ranks.resharding_killer", "--folder", folder, "--kills", kills, "--json", figures)
+    figures = tmp_path / "figures.json"
+    done = ended("tests.ranks.resharding_killer", "--folder", tmp_path, "--kills", kills, "--json", figures)
 
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(figures.read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +16,18 @@ from tests.ranks.sharded_world import (
     divide_anew,
     expected,
     placement_on,
+    problems,
+    sentences,
     train_parts,
     whole_row,
 )
 from tiercache.ranks import sharded_store
+from tiercache.ranks.inspection import verify_sharded
+from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.store import (
+    CommitMissingError,
+    CorruptStoreError,
     Cursor,
     KeyMissingError,
     Store,
@@ -30,7 +38,7 @@ from tiercache.store.initial import initial_rows
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.ranks.record import Record
+    from tiercache.ranks.common_commit import CommonCommit
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
@@ -75,19 +83,77 @@ def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     """Between reading the record and opening the parts: commits, or another division, took them away."""
     path, times = tmp_path / "s", [0]
     assert train_parts(path, 2, 4) == [None] * 2
-    plain = sharded_store._open_parts
+    plain = sharded_store.open_parts
 
-    def slow(place: Path, record: Record) -> tuple[Store, ...]:
+    def slow(place: Path, record: Record, only: CommonCommit | None) -> tuple[Store, ...]:
         times[0] += 1
         if times[0] == 1 and divided:
             assert meet(1, lambda ranks: divide_anew(path, ranks, placement_on(1), lambda **_: None)) == [None]
         elif times[0] <= 2 and not divided:
             assert train_parts(path, 2, 2) == [None] * 2
-        return plain(place, record)
+        return plain(place, record, only)
 
-    monkeypatch.setattr(sharded_store, "_open_parts", slow)
+    monkeypatch.setattr(sharded_store, "open_parts", slow)
     check_parts(path, Cursor(2) if divided else Cursor(5))
     assert times[0] == (2 if divided else 3)
+
+
+def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands at the newest of the record that it read, at once, with the older ones that are still there."""
+    path, times = tmp_path / "s", [0]
+    assert train_parts(path, 2, 6, retention=4) == [None] * 2
+    plain = sharded_store.open_parts
+
+    def slow(place: Path, record: Record, only: CommonCommit | None) -> tuple[Store, ...]:
+        times[0] += 1
+        assert train_parts(path, 2, 3) == [None] * 2
+        return plain(place, record, only)
+
+    monkeypatch.setattr(sharded_store, "open_parts", slow)
+    with ShardedStore.open(path) as store:
+        assert [commit.id for commit in store.commits] == [4, 5]
+        assert [list(problems(store.at(commit.id))) for commit in store.commits] == [[], []]
+        store.check_parts()  # the record names none any more that is gone
+    assert times[0] == 1
+
+
+def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path) -> None:
+    """The newest is read, and each older one that is whole; the damaged one, verification and writers say what is."""
+    path = tmp_path / "s"
+    assert train_parts(path, 2, 4, engine="zarr", retention=3) == [None] * 2
+    record = Record.read(path)
+    assert [commit.parts for commit in record.commits] == [(1, 1), (2, 2), (3, 3)]
+    (path / "part-0-1" / "blocks" / f"73{2:016x}{0:016x}").unlink()
+    for commit in (None, 1, 3):
+        with ShardedStore.open(path, commit=commit) as store:
+            assert store.commits == (record.commits[(commit or 3) - 1],)
+            assert list(problems(store)) == []
+    with pytest.raises(CorruptStoreError, match=r"the dense state of commit 2 of the store at .*part-0-1"):
+        ShardedStore.open(path, commit=2)
+    (sentence,) = verify_sharded(path)["problems"]
+    assert "part 1: in commit 2, the dense state of commit 2" in sentence
+    assert "the dense state of commit 2" in sentences(train_parts(path, 2, 0))
+
+
+def test_an_older_commit_that_a_part_lacks_is_left_out_and_told(tmp_path: Path) -> None:
+    """Readers have the others; verification and writers say what is wrong, as nobody dropped it."""
+    path = tmp_path / "s"
+    assert train_parts(path, 2, 4, retention=3) == [None] * 2
+    record = Record.read(path)
+    oldest = replace(record.commits[0], parts=(1, 0))
+    replace(record, commits=(oldest, *record.commits[1:])).write(path)
+    with ShardedStore.open(path) as store:
+        assert [commit.id for commit in store.commits] == [2, 3]
+        with pytest.raises(CommitMissingError, match="has no commit 1: give one of 2, 3"):
+            store.at(1)
+    words = "commit 0 of part 1 of the sharded store at .* stands at visit 0 and the record at visit 1"
+    with pytest.raises(CorruptStoreError, match=words):
+        ShardedStore.open(path, commit=1)
+    (sentence,) = verify_sharded(path)["problems"]
+    assert re.match(words, sentence)
+    assert re.search(words, sentences(train_parts(path, 2, 0)))
 
 
 def test_a_reader_of_parts_that_went_away_is_told_so(tmp_path: Path) -> None:

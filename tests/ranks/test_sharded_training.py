@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.ranks.trainings import CASES, resident, stored
+from tests.ranks.trainings import CASES, assert_as_alone, resident, stored
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,14 +22,7 @@ def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps
     import tiercache as tc
 
     theirs = resident(CASES[case], tc.PassSet.open(folder / "passes"), steps=steps)
-    ours = stored(folder)
-    assert ours.keys() == theirs.rows.keys()
-    for name, (keys, fields) in ours.items():
-        np.testing.assert_array_equal(keys, theirs.rows[name][0], err_msg=name)
-        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
-            np.testing.assert_allclose(mine, other, atol=1e-5, rtol=1e-5, err_msg=name)
-    for name, weight in theirs.dense.items():
-        np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=1e-5, rtol=1e-5, err_msg=name)
+    assert_as_alone(stored(folder), dense, theirs)
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -87,19 +80,51 @@ def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, m
     assert_close(tmp_path, "bags", found[0])
 
 
-def test_the_rows_of_the_next_micro_batch_come_while_one_is_in_the_dense_part(
-    ranks_pool: RanksPool, tmp_path: Path
+@pytest.mark.parametrize("kind", ["row", "table"])
+def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, kind: str
 ) -> None:
-    """The dense part of each waits for the rows of the next: it would wait for ever if they came after it."""
+    """On the shim: the training thread queues what brings rows and pooled vectors, micro-batch behind micro-batch."""
+    CASES["bags"].cut(tmp_path / "passes")
+
+    found = ranks_pool.run(
+        2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), queued=True, micro_batches=3, steps=4,
+        placement=dict.fromkeys([t.name for t in CASES["bags"].tables], kind),
+    )  # fmt: skip
+
+    assert_close(tmp_path, "bags", found[0], steps=4)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_the_rows_of_the_next_micro_batch_come_while_one_is_in_the_dense_part(
+    ranks_pool: RanksPool, tmp_path: Path, queued: bool
+) -> None:
+    """On a CPU from another thread; queued for a GPU by the training thread, in the same order on all ranks.
+
+    By another thread they would come before the model's own collectives on one rank, and behind them on the next: each
+    would wait for the other.
+    """
     CASES["one"].cut(tmp_path / "passes")
 
     told = ranks_pool.run(
-        2, "tests.ranks.trainings:overlapped", case="one", folder=str(tmp_path), schedule="interleaved"
+        2, "tests.ranks.trainings:overlapped", case="one", folder=str(tmp_path), schedule="interleaved", queued=queued
     )
 
     assert told[0] == told[1] == [
         "rows 0", "rows 1", "dense 0", "rows 2", "dense 1", "rows 3", "dense 2", "dense 3", "step"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_micro_batches_that_are_resumed_in_the_next_visit_are_refused(
+    ranks_pool: RanksPool, tmp_path: Path, queued: bool
+) -> None:
+    """Also one that was asked for in their own visit, and brought later: its numbers mean other rows now."""
+    CASES["one"].cut(tmp_path / "passes")
+
+    told = ranks_pool.run(2, "tests.ranks.trainings:resumed_late", case="one", folder=str(tmp_path), queued=queued)
+
+    assert all("which has ended: use batches inside their own loop" in one for one in told)
 
 
 def test_the_simple_schedule_does_one_thing_after_the_other(ranks_pool: RanksPool, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.training.cases import Case, Net, Result, Spec, table
+from tests.training.devices import shim
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,9 +46,11 @@ CASES = {"one": ONE, "bags": BAGS, "short": SHORT}
 OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
 
 
-def open_sharded(ranks: Ranks, case: Case, folder: str, **options: Any) -> tc.ShardedCache:
-    """Open the sharded store of a test."""
+def open_sharded(ranks: Ranks, case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.ShardedCache:
+    """Open the sharded store of a test. queued: the rows are a GPU's, whose kernels run on the shim."""
     passes = tc.PassSet.open(Path(folder) / "passes")
+    if queued:
+        options["device"] = shim()
     return tc.ShardedCache(Path(folder) / "model.tc", passes, ranks=ranks, **OPTIONS | options)
 
 
@@ -115,6 +118,19 @@ def stored(
             fields = [np.concatenate([chunk[1][f] for chunk in chunks]) for f in range(len(one.fields))]
             rows[one.name] = keys[order], tuple(field[order] for field in fields)
     return rows
+
+
+def assert_as_alone(
+    ours: dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]], dense: dict[str, Any], theirs: Result
+) -> None:
+    """Compare all rows that ``stored`` returned, and dense weights, with one process."""
+    assert ours.keys() == theirs.rows.keys()
+    for name, (keys, fields) in ours.items():
+        np.testing.assert_array_equal(keys, theirs.rows[name][0], err_msg=name)
+        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-5, rtol=1e-5, err_msg=name)
+    for name, weight in theirs.dense.items():
+        np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=1e-5, rtol=1e-5, err_msg=name)
 
 
 def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Result:
@@ -204,23 +220,31 @@ def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
     return samples
 
 
-def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[str]:
-    """Train one batch of 4 micro-batches, whose dense parts wait until what must come before has; return the order."""
+def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:
+    """Train one batch of 4 micro-batches, whose dense parts wait until what must come before has; return the order.
+
+    queued: the training thread brings rows, and another one only asks for them.
+    """
     import threading
 
     one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
-    with open_sharded(ranks, one, folder) as cache:
+    with open_sharded(ranks, one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
-        exchange = cache._exchange.rows_of
+        ask, answer = cache._exchange.ask, cache._exchange.answer
 
-        def noted(*arguments: Any, **options: Any) -> Any:
+        def asked(*arguments: Any, **options: Any) -> Any:
+            assert threading.current_thread().name.startswith("tiercache-exchange")
+            return ask(*arguments, **options)
+
+        def answered(*arguments: Any, **options: Any) -> Any:
+            assert (threading.current_thread() is threading.main_thread()) == queued
             number = sum(event.is_set() for event in arrived)
-            found = exchange(*arguments, **options)
+            found = answer(*arguments, **options)
             events.append(f"rows {number}")
             arrived[number].set()
             return found
 
-        cache._exchange.rows_of = noted  # type: ignore[method-assign]
+        cache._exchange.ask, cache._exchange.answer = asked, answered  # type: ignore[method-assign]
         visits = cache.passes(epochs=1)
         for batches in next(visits).steps(one.batch, micro_batches=4, schedule=schedule):
             for number, batch in enumerate(batches):
@@ -233,6 +257,23 @@ def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[s
             events.append("step")
             break
     return events
+
+
+def resumed_late(ranks: Ranks, case: str, folder: str, *, queued: bool) -> str:
+    """Leave the micro-batches of a visit, go on with them in the next one, and look one up."""
+    one = CASES[case]
+    with open_sharded(ranks, one, folder, queued=queued) as cache:
+        model, _ = model_of(cache, one)
+        visits = cache.passes(epochs=1)
+        kept = next(next(visits).steps(one.batch, micro_batches=4))
+        next(kept)
+        next(visits)
+        try:
+            for batch in kept:
+                model(batch)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing was said"
 
 
 def commit_twice(ranks: Ranks, case: str, folder: str) -> list[Any]:

@@ -273,6 +273,7 @@ def resident_result(case: Case, passes: tc.PassSet, *, device: Any = None, **opt
 
 def smallest_host_budget(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
     """Return the host budget that the error of too small a one asks for."""
+    options.setdefault("device", device_of_tests())
     with pytest.raises(tc.TierCacheError) as caught:
         tc.TierCache(store, passes, host_budget=1, **options)
     found = re.search(r"raise host_budget to (\d+) bytes", str(caught.value))

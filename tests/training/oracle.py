@@ -65,21 +65,27 @@ def initial_row(table: tc.Table, key: int) -> NDArray[np.float32]:
 class Oracle:
     """All rows of a case in one parameter a table, looked up by torch and stepped by torch or by hand."""
 
-    def __init__(self, case: Case, passes: tc.PassSet) -> None:
-        self.case, self.passes = case, passes
+    def __init__(self, case: Case, passes: tc.PassSet, device: torch.device) -> None:
+        self.case, self.passes, self.device = case, passes, device
         self.tables = {t.name: t for t in case.tables}
         self.keys = {name: all_keys(passes, name) for name in self.tables}
         self.weights = {
-            name: nn.Parameter(torch.from_numpy(np.stack([initial_row(table, int(k)) for k in self.keys[name]])))
+            name: nn.Parameter(self._there(np.stack([initial_row(table, int(k)) for k in self.keys[name]])))
             for name, table in self.tables.items()
         }
-        self.touched = {name: torch.zeros(keys.size, dtype=torch.bool) for name, keys in self.keys.items()}
+        self.touched = {name: self._there(np.zeros(keys.size, bool)) for name, keys in self.keys.items()}
         self.sums = {
-            name: torch.full((keys.size, 1), getattr(self.tables[name].optimizer, "initial_accumulator", 0.0)).clone()
+            name: self._there(
+                np.full((keys.size, 1), getattr(self.tables[name].optimizer, "initial_accumulator", 0.0), np.float32)
+            )
             for name, keys in self.keys.items()
         }
         self.rates = {name: table.optimizer.learning_rate for name, table in self.tables.items()}
         self.optimizers = {name: self._optimizer(name) for name in self.tables}
+
+    def _there(self, array: NDArray[Any]) -> torch.Tensor:
+        """Return a copy on the device of the training."""
+        return torch.from_numpy(array.copy()).to(self.device)
 
     def _is_sparse(self, name: str) -> bool:
         return isinstance(self.tables[name].optimizer, tc.Adam)
@@ -97,7 +103,7 @@ class Oracle:
 
     def _rows(self, batch: tc.Batch, pass_index: int, feature: str, table: str) -> torch.Tensor:
         keys = self.passes.passes[pass_index].keys(table)[batch.ids[feature].ids]
-        rows = torch.from_numpy(np.searchsorted(self.keys[table], keys))
+        rows = self._there(np.searchsorted(self.keys[table], keys))
         self.touched[table][rows] = True
         return rows
 
@@ -107,13 +113,13 @@ class Oracle:
         for spec in self.case.specs:
             ids, rows = batch.ids[spec.name], self._rows(batch, pass_index, spec.name, spec.table)
             ends = np.arange(batch.num_samples + 1) if ids.offsets is None else ids.offsets
-            offsets = torch.from_numpy(np.ascontiguousarray(ends))
+            offsets = self._there(ends)
             given = (weights or {}).get(spec.name)
             if given is None and ids.weights is not None:
-                given = torch.from_numpy(ids.weights.copy())
+                given = self._there(ids.weights)
             mode = spec.mode
             if given is not None and mode == "mean":  # torch weights sums only
-                lengths = torch.from_numpy(np.diff(ends))
+                lengths = self._there(np.diff(ends))
                 given, mode = given / lengths.repeat_interleave(lengths), "sum"
             module = nn.EmbeddingBag(
                 self.keys[spec.table].size, self.tables[spec.table].dim, mode=mode,

@@ -138,6 +138,8 @@ class ShimGpu:
         self._deliveries: list[Callable[[], object]] = []
         self._received = 0
         self._lock = threading.Lock()
+        self.threads: set[str] = set()
+        self.exchanges: list[str] = []
 
     def prepare(self) -> None:
         """Sources are compiled when they are launched."""
@@ -248,6 +250,20 @@ class ShimGpu:
         finally:
             self.kernels.deferring = deferring
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Note it; what is done inside is done at once, as it travels through the CPU."""
+        self.exchanges.append(threading.current_thread().name)
+        yield
+
+    def exchanged(self) -> int:
+        """Return nothing that is received."""
+        return 0
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], NDArray[Any]]:
+        """Copy it, late."""
+        return lambda: self.download(tensor)
+
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Nothing: memory comes back when nobody refers to it."""
 
@@ -258,6 +274,10 @@ class ShimGpu:
     def rest(self) -> None:
         """Do what was deferred."""
         self.kernels.catch_up()
+
+    def enter_thread(self) -> None:
+        """Note the thread."""
+        self.threads.add(threading.current_thread().name.split("_")[0])
 
     def random_state(self) -> torch.Tensor:
         """It has no generator of its own."""

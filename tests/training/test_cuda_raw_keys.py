@@ -168,7 +168,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
         rows, indexes = cache.device_bytes, []
         for visit in cache.passes(epochs=1):
             check_ids(passes, visit, keys[visit.pass_index])
-            index = cache._raw._finder._index
+            index = cache._raw._reader._finder._index
             assert isinstance(index, cuda_key_index.CudaKeyIndex)
             held = index._index._held, index._index._apart_held, index._coming
             largest = max(p.rows("a") + p.rows("b") for p in passes.passes[: visit.pass_index + 1])

@@ -35,7 +35,7 @@ class Stream:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Put stand-ins for torch's streams and events in place; return what they note."""
     log: list[str] = []
-    training, names = Stream("training", log), iter(("moves", "deliveries"))
+    training, names = Stream("training", log), iter(("moves", "deliveries", "exchanges"))
 
     class Event:
         name = ""
@@ -65,12 +65,18 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     return log
+
+
+def gpu_1() -> CudaGpu:
+    """Return GPU 1, without kernels."""
+    return CudaGpu(SimpleNamespace(interface="", num_processors=1), 1)  # type: ignore[arg-type]
 
 
 def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) -> None:
     """By events of the streams alone: the training thread does not wait, also where the work inside fails."""
-    gpu, kernels = CudaGpu(SimpleNamespace(), 1), "kernels"  # type: ignore[arg-type]
+    gpu, kernels = gpu_1(), "kernels"
     order = [
         "moves waits for training", "current is moves", kernels, "current is training", "training waits for moves",
     ]  # fmt: skip
@@ -87,7 +93,7 @@ def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) ->
 
 def test_searches_wait_for_no_step_and_steps_wait_for_them(log: list[str]) -> None:
     """Also where the work inside fails; what is handed over stays until the steps are done with it."""
-    gpu = CudaGpu(SimpleNamespace(), 1)  # type: ignore[arg-type]
+    gpu = gpu_1()
     with gpu.searching():
         log.append("kernels")
     assert log == ["current is searches", "kernels", "current is training", "training waits for searches"]
@@ -100,7 +106,7 @@ def test_searches_wait_for_no_step_and_steps_wait_for_them(log: list[str]) -> No
 
 def test_what_is_delivered_is_awaited_by_the_stream_that_uses_it_and_by_nobody_else(log: list[str]) -> None:
     """Copies wait for no other stream; memory of a tensor is not used again before the stream that received it."""
-    gpu, copy = CudaGpu(SimpleNamespace(), 1), "copy"  # type: ignore[arg-type]
+    gpu, copy = gpu_1(), "copy"
     with gpu.delivering():
         log.append(copy)
     sent = gpu.sent()
@@ -109,6 +115,21 @@ def test_what_is_delivered_is_awaited_by_the_stream_that_uses_it_and_by_nobody_e
     tensor: Any = SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}"))
     gpu.receive(sent, [tensor])
     assert log == ["training waits for event on deliveries", "kept for training"]
+
+
+def test_exchanges_go_beside_the_steps_behind_them_and_not_beside_those_before(log: list[str]) -> None:
+    """What a batch brings is awaited where the batch is received, and its memory stays until the steps are done."""
+    gpu, exchange, step = gpu_1(), "exchange", "a step"
+    with gpu.exchanging():
+        log.append(exchange)
+    exchanged = gpu.exchanged()
+    log.append(step)
+    tensor: Any = SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}"))
+    gpu.receive(exchanged, [tensor])
+    assert log == [
+        "exchanges waits for training", "current is exchanges", exchange, "current is training", "event on exchanges",
+        step, "training waits for event on exchanges", "kept for training",
+    ]  # fmt: skip
 
 
 def device_with(runtime: Any) -> CudaDevice:

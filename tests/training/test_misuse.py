@@ -119,12 +119,14 @@ def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassSet)
 
 def test_a_cache_closes_after_its_store(tmp_path: Path, passes: tc.PassSet) -> None:
     """In whatever order two things are closed, threads end and nothing is raised."""
+    before = set(threading.enumerate())
     store = tc.Store.open(tmp_path / "other.tc", tables=CASE.tables)
     cache = tiered(store, passes)
     next(cache.passes(epochs=1))
+    assert set(threading.enumerate()) - before
     store.close()
     cache.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("tiercache-") and t.is_alive()]
+    assert not [t for t in threading.enumerate() if t not in before and t.is_alive()]
 
 
 def test_a_second_loop_over_the_passes_ends_the_first(cache: TierCache) -> None:

@@ -57,13 +57,12 @@ def compare(
     gradients count too.
     """
     passes = case.cut(folder / "passes")
-    oracle = Oracle(case, passes)
     torch.manual_seed(0)
     with tc.Store.open(None, tables=case.tables, engine=MemoryEngine()) as store:
         with tiered(store, passes) as cache:
             bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in case.specs})
-            vectors = tc.TieredEmbedding(cache)
-            top = nn.Linear(bag.out_features + 1, 1)
+            vectors, oracle = tc.TieredEmbedding(cache), Oracle(case, passes, cache.device)
+            top = nn.Linear(bag.out_features + 1, 1).to(cache.device)
             others = copy.deepcopy(top)
             ours, theirs = (torch.optim.SGD(part.parameters(), lr=case.dense_lr) for part in (top, others))
             cache.track(top=top, optimizer=ours)
@@ -77,10 +76,10 @@ def compare(
                         pairs = [(mine[name].reshape(other[name].shape), other[name]) for name in other]
                         for left, right in pairs:
                             check(left, right, exact)
-                        numbers = [torch.randint(-3, 4, left.shape).float() for left, _ in pairs]
+                        numbers = [torch.randint(-3, 4, left.shape).float().to(cache.device) for left, _ in pairs]
                         losses = [sum((p[i] * n).sum() for p, n in zip(pairs, numbers, strict=True)) for i in (0, 1)]
                     else:
-                        given = {name: torch.rand(batch.ids[name].num_ids) + 0.5 for name in weigh}
+                        given = {name: (torch.rand(batch.ids[name].num_ids) + 0.5).to(cache.device) for name in weigh}
                         left = {name: value.clone().requires_grad_() for name, value in given.items()}
                         right = {name: value.clone().requires_grad_() for name, value in given.items()}
                         pooled = bag(batch, weights=left), oracle.bags(batch, visit.pass_index, right)
@@ -98,7 +97,7 @@ def compare(
                         oracle.step()
         for name, (keys, fields) in result_of(store, passes, None).rows.items():
             np.testing.assert_array_equal(keys, oracle.keys[name])
-            check(torch.from_numpy(fields[0]), oracle.weights[name], exact)
+            check(torch.from_numpy(fields[0]), oracle.weights[name].cpu(), exact)
         check(top.weight, others.weight, exact)
 
 

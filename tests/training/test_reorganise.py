@@ -262,7 +262,7 @@ def test_a_store_inside_a_visit_is_not_reorganised(tmp_path: Path) -> None:
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         with tiered(store, one) as cache:
             torch.manual_seed(1)
-            model = Net(cache, case)
+            model = Net(cache, case).to(cache.device)
             cache.track(model=model)
             for visit in cache.passes(epochs=1):
                 batch = next(iter(visit.batches(8)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiercache.cli.progress import shown_rows
-from tiercache.cli.sharded import refuse_sharded
+from tiercache.cli.sharded import open_any
 
 if TYPE_CHECKING:
     from tiercache.exchange.listing import Listing
@@ -28,16 +28,16 @@ def export_rows(
     ],
     table: Annotated[list[str] | None, typer.Option(help="A table; may be given several times.")] = None,
     state: Annotated[bool, typer.Option("--state/--no-state", help="With the optimizer state.")] = True,
+    commit: Annotated[int | None, typer.Option(help="The commit to export; the newest where not given.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Write all rows at the newest commit, key by key in hash order."""
+    """Write all rows of a commit, key by key in hash order; of a sharded store those of all parts."""
     from tiercache.exchange.exporting import export_store
 
-    refuse_sharded(path, "export")
     began = time.perf_counter()
-    with shown_rows(as_json=as_json) as tell:
+    with open_any(path, commit) as store, shown_rows(as_json=as_json) as tell:
         listing = export_store(
-            path, out, format=format, tables=table, with_state=state,
+            store, out, format=format, tables=table, with_state=state,
             progress=lambda done, total: tell("export", done, total),
         )  # fmt: skip
     _report(listing, f"{out} holds", time.perf_counter() - began, as_json=as_json)

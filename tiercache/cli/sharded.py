@@ -12,17 +12,38 @@ from tiercache.cli.tables import new_table
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["print_info", "print_verification", "refuse_parts", "refuse_sharded"]
+    from tiercache.ranks.common_commit import CommonCommit
+    from tiercache.ranks.sharded_store import ShardedStore
+    from tiercache.store import Commit, Store
+
+__all__ = ["open_any", "print_info", "print_verification", "refuse_parts", "roll_back_any"]
 
 
-def refuse_sharded(path: Path, what: str) -> None:
-    """Raise ValueError where ``path`` is a sharded store, for a command that takes one store."""
+def open_any(path: Path, commit: int | None = None) -> Store | ShardedStore:
+    """Open a store for reading, at ``commit`` where one is given; a sharded one over all its parts."""
     from tiercache.ranks.inspection import is_sharded
+    from tiercache.ranks.sharded_store import ShardedStore
+    from tiercache.store import Store
+
+    return ShardedStore.open(path, commit=commit) if is_sharded(path) else Store.open(path, mode="r", commit=commit)
+
+
+def roll_back_any(path: Path, to: int) -> Commit | CommonCommit:
+    """Roll a store, or all parts of a sharded one, back to a commit. Raises ValueError for one part alone."""
+    from tiercache.ranks.inspection import is_sharded
+    from tiercache.ranks.rollback import rollback_sharded
+    from tiercache.store import Store
+    from tiercache.store.part import is_part
 
     if is_sharded(path):
+        return rollback_sharded(path, to)
+    if is_part(path):
         raise ValueError(
-            f"{path} is a sharded store, of which {what} reads one part at a time: give the path of a part"
+            f"{path} is a part of a sharded store, whose parts make commits together: give the path of the sharded "
+            "store, and one of its commits"
         )
+    with Store.open(path) as store:
+        return store.rollback(to)
 
 
 def refuse_parts(path: Path, what: str) -> None:
@@ -38,7 +59,7 @@ def refuse_parts(path: Path, what: str) -> None:
 
 
 def print_info(path: Path, *, as_json: bool) -> None:
-    """Show tables, parts and the commit of the record."""
+    """Show tables, parts and the commits of the record."""
     from rich.console import Console
 
     from tiercache.ranks.inspection import sharded_info
@@ -52,6 +73,8 @@ def print_info(path: Path, *, as_json: bool) -> None:
     at = "no commit yet" if cursor is None else f"visit {cursor['visit']}"
     if cursor is not None and cursor["sample"]:
         at += f", sample {cursor['sample']:,}"
+    if found["commits"]:
+        at = f"commit {found['commits'][-1]['id']}, {at}"
     console.print(
         f"[bold]{path}[/bold]: {found['ranks']} parts at {at}; {found['rows']:,} live rows, "
         f"{format_bytes(found['row_bytes'])}; files take {format_bytes(found['file_bytes'])}",
@@ -69,6 +92,12 @@ def print_info(path: Path, *, as_json: bool) -> None:
             format_bytes(table["rows"] * table["row_bytes"]),
         )
     console.print(tables)
+    if len(found["commits"]) > 1:
+        commits = new_table(f"commits (the newest {found['retention']} are kept)", "id", "visit", "sample", "of parts")
+        for kept in found["commits"]:
+            of_parts = ", ".join(map(str, kept["parts"]))
+            commits.add_row(str(kept["id"]), f"{kept['visit']:,}", f"{kept['sample']:,}", of_parts)
+        console.print(commits)
     parts = new_table("parts", "rank", "commit", "rows", "bytes", "files", "folder")
     for rank, (part, folder) in enumerate(zip(found["parts"], found["folders"], strict=False)):
         numbers = f"{part['rows']:,}", format_bytes(part["row_bytes"]), format_bytes(part["file_bytes"])
@@ -95,8 +124,10 @@ def print_verification(path: Path, *, as_json: bool) -> None:
     if report["problems"]:
         raise typer.Exit(1)
     if not as_json:
+        commits = len(report["commits"])
         typer.echo(
-            f"{path} is whole: {report['ranks']} parts that belong together, {report['segments']} segments, "
+            f"{path} is whole: {report['ranks']} parts that belong together at {commits} "
+            f"commit{'s' if commits != 1 else ''}, {report['segments']} segments, "
             f"{report['pieces']:,} pieces and {report['rows']:,} rows ({format_bytes(report['bytes'])}) are what was "
             "written"
         )

@@ -11,7 +11,7 @@ import typer
 
 from tiercache.cli.exchange import export_rows, import_rows
 from tiercache.cli.progress import shown_rows
-from tiercache.cli.sharded import print_info, print_verification, refuse_parts, refuse_sharded
+from tiercache.cli.sharded import open_any, print_info, print_verification, refuse_parts, roll_back_any
 from tiercache.cli.tables import new_table
 
 if TYPE_CHECKING:
@@ -124,8 +124,6 @@ def show_rows(
     """Show the rows of keys: the vector and every optimizer state."""
     import numpy as np
 
-    from tiercache.ranks.inspection import is_sharded
-    from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.store import Store
     from tiercache.store.serving import lookup
 
@@ -135,14 +133,11 @@ def show_rows(
     wanted = np.array(keys or [], dtype=np.int64)
     if keys_file is not None:
         wanted = np.concatenate([wanted, _read_keys(keys_file)])
-    if is_sharded(path):
-        if commit is not None:
-            raise ValueError(f"{path} is a sharded store, which is read at its newest commit: leave --commit out")
-        with ShardedStore.open(path) as sharded, shown_rows(as_json=as_json) as tell:
-            fields = sharded.lookup(table, wanted, missing=missing, progress=tell)
-    else:
-        with Store.open(path, mode="r", commit=commit) as store, shown_rows(as_json=as_json) as tell:
+    with open_any(path, commit) as store, shown_rows(as_json=as_json) as tell:
+        if isinstance(store, Store):
             fields = lookup(store, table, wanted, missing, progress=tell)
+        else:
+            fields = store.lookup(table, wanted, missing=missing, progress=tell)
     if as_json:
         rows = [{name: values[i].tolist() for name, values in fields.items()} for i in range(wanted.size)]
         typer.echo(json.dumps([{"key": key, **row} for key, row in zip(wanted.tolist(), rows, strict=True)]))
@@ -167,10 +162,12 @@ def show_changes(
     from tiercache.store import Store
     from tiercache.store.serving import changed_rows
 
-    refuse_sharded(path, "changes")
-    with Store.open(path, mode="r") as store, shown_rows(as_json=as_json) as tell:
+    with open_any(path) as store, shown_rows(as_json=as_json) as tell:
         newest = -1 if store.commit is None else store.commit.id
-        counts = {table.name: changed_rows(store, table.name, since) for table in store.tables}
+        if isinstance(store, Store):
+            counts = {table.name: changed_rows(store, table.name, since) for table in store.tables}
+        else:
+            counts = {table.name: store.changed_rows(table.name, since) for table in store.tables}
         if out is not None:
             write_changed_keys(store, since, counts, out, lambda done, total: tell("changes", done, total))
     if as_json:
@@ -192,15 +189,14 @@ def compare(
     from contextlib import ExitStack
     from dataclasses import asdict
 
-    from tiercache.store import Store, differences
+    from tiercache.store import differences
 
-    refuse_sharded(path, "diff")
-    if other is not None:
-        refuse_sharded(other, "diff")
     with ExitStack() as stack:
         tell = stack.enter_context(shown_rows(as_json=as_json))
-        first = stack.enter_context(Store.open(path, mode="r"))
-        second = first if other is None else stack.enter_context(Store.open(other, mode="r"))
+        first = open_any(path)
+        stack.callback(first.close)
+        second = first if other is None else open_any(other)
+        stack.callback(second.close)
         first = first if commit is None else first.at(commit)
         second = second if other_commit is None else second.at(other_commit)
         found = differences(first, second, progress=lambda done, total: tell("diff", done, total))
@@ -241,11 +237,7 @@ def roll_back(
     path: _Path, to: Annotated[int, typer.Option(help="A commit that is kept.")], as_json: _Json = False
 ) -> None:
     """Go back to the rows, the dense state and the cursor of an older commit, as a new commit."""
-    from tiercache.store import Store
-
-    refuse_parts(path, "rollback")
-    with Store.open(path) as store:
-        commit = store.rollback(to)
+    commit = roll_back_any(path, to)
     done = {"commit": commit.id, "visit": commit.cursor.visit, "sample": commit.cursor.sample}
     typer.echo(json.dumps(done) if as_json else f"commit {commit.id} stands where commit {to} stood")
 

@@ -11,12 +11,16 @@ from tiercache.exchange.listing import file_name
 from tiercache.exchange.numpy_folder import array_header
 from tiercache.exchange.room import room_in
 from tiercache.passes.durable import publish
+from tiercache.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from tiercache.store import Store
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.store.table import Table
 
 __all__ = ["write_changed_keys"]
@@ -26,7 +30,7 @@ _PAGE_BYTES = 4096
 
 
 def write_changed_keys(
-    store: Store, since: int, counts: Mapping[str, int], out: Path, tell: Callable[[int, int], None]
+    store: Store | ShardedStore, since: int, counts: Mapping[str, int], out: Path, tell: Callable[[int, int], None]
 ) -> None:
     """Write the keys of all tables that changed after commit ``since``: ``TABLE.npy`` (int64) each, in folder ``out``.
 
@@ -61,11 +65,18 @@ def write_changed_keys(
         raise
 
 
-def _write(store: Store, table: Table, since: int, rows: int, path: Path, tell: Callable[[int], None]) -> None:
+def _write(
+    store: Store | ShardedStore, table: Table, since: int, rows: int, path: Path, tell: Callable[[int], None]
+) -> None:
     written = 0
+    chunks: Iterator[NDArray[np.int64]]
+    if isinstance(store, Store):
+        chunks = (keys for keys, _ in store.changes(table.name, since=since))
+    else:
+        chunks = store.changed_keys(table.name, since=since)
     file = ColumnFile(path, header=array_header("<i8", (rows,)))
     try:
-        for keys, _ in store.changes(table.name, since=since):
+        for keys in chunks:
             file.write(keys)
             written += keys.size
             tell(keys.size)

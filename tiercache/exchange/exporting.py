@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,20 +17,20 @@ from tiercache.exchange.room import room_in
 from tiercache.passes.durable import publish, sync, write_whole
 from tiercache.passes.keybatch import RESERVED
 from tiercache.store import Store
-from tiercache.store.scan import SCAN_BYTES, live_rows
+from tiercache.store.scan import SCAN_BYTES
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable
 
     from tiercache.exchange.formats import Format
+    from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.store.table import Table
 
 __all__ = ["export_store"]
 
 
 def export_store(
-    store: Store | str | os.PathLike[str],
+    store: Store | ShardedStore | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     format: str,  # noqa: A002 - what users call it
@@ -40,6 +41,7 @@ def export_store(
 ) -> Listing:
     """Write all rows at the store's newest commit to a folder ``out``, which must not exist yet, in hash order.
 
+    ``store``: one that is open, a sharded one too, at any of its commits; or the path of one that is not sharded.
     ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/exchange.md). ``tables``: names, all
     where not said. ``with_state``: the optimizer state beside the vectors; where the format has no place for it, an
     ExchangeWarning says so; how many steps were trained is in ``tables.json`` where Adam
@@ -51,7 +53,7 @@ def export_store(
 
     Raises ExchangeError, what ``Store.open`` raises for reading, and what ``Store.scan`` raises.
     """
-    if not isinstance(store, Store):
+    if isinstance(store, (str, os.PathLike)):
         with Store.open(store, mode="r") as opened:
             return export_store(
                 opened, out, format=format, tables=tables, with_state=with_state, memory_bytes=memory_bytes,
@@ -62,7 +64,7 @@ def export_store(
         raise ExchangeError(f"{store.label} has no commit, so no rows to export: train it or import into it first")
     if out.exists():
         raise ExchangeError(f"{out} exists: give the export a path that is free")
-    counts = {table.name: live_rows(store, table.name) for table in wanted}
+    counts = {table.name: store.live_rows(table.name) for table in wanted}
     out.parent.mkdir(parents=True, exist_ok=True)
     needed = sum(
         counts[table.name] * chosen.row_bytes(table, with_state=with_state and chosen.keeps_state(table))
@@ -81,7 +83,8 @@ def export_store(
         listed = tuple(
             _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell) for table in wanted
         )
-        steps = store.commit.settings.get("steps") if any(one.counts_steps for one in listed) else None
+        settings = store.commit.settings if isinstance(store, Store) else store.settings
+        steps = settings.get("steps") if any(one.counts_steps for one in listed) else None
         listing = Listing(format=format, tables=listed, steps=steps)
         write_whole(draft / LISTING, listing.to_bytes())
         for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
@@ -91,7 +94,7 @@ def export_store(
 
 
 def _export(
-    store: Store,
+    store: Store | ShardedStore,
     table: Table,
     rows: int,
     draft: Path,
@@ -122,7 +125,7 @@ def _export(
     return Listed(table=table, rows=rows, has_state=has_state and len(table.fields) > 1, reserved_keys=reserved)
 
 
-def _tables(store: Store, names: Iterable[str] | None) -> tuple[Table, ...]:
+def _tables(store: Store | ShardedStore, names: Iterable[str] | None) -> tuple[Table, ...]:
     """Return the tables that are wanted."""
     known = {table.name: table for table in store.tables}
     wanted = tuple(known) if names is None else tuple(dict.fromkeys(names))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from tiercache.passes.passset import PassSet
@@ -35,6 +37,11 @@ class Positions:
     def tables(self) -> tuple[Table, ...]:
         """All tables, in the order of their positions."""
         return tuple(table for group in self.groups for table in group.tables)
+
+    def keys_of(self, pass_set: PassSet) -> Callable[[int, int], NDArray[np.int64]]:
+        """Return what gives the keys of a pass and of a table, by its place among all tables."""
+        names = [table.name for table in self.tables]
+        return lambda pass_index, table: pass_set.passes[pass_index].keys(names[table])
 
     @property
     def num_passes(self) -> int:

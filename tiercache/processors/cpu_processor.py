@@ -142,6 +142,9 @@ class CpuMover:
     def rest(self) -> None:
         """Return at once."""
 
+    def enter_thread(self) -> None:
+        """Nothing: all threads use it."""
+
 
 class CpuProcessor:
     """Lookups and steps by the numba kernels, with as many threads as torch has. For the training thread."""
@@ -149,15 +152,35 @@ class CpuProcessor:
     name = ""
     device = torch.device("cpu")
     ahead = 0  # a thread beside those of the kernels would take their cores
+    queues = False
 
     def __init__(self) -> None:
         self.mover = CpuMover()
+        self.drop_scratch()
+
+    def drop_scratch(self) -> None:
+        """Begin with empty buffers; those of the pool are of all trainings."""
         self._sorting, self._updates = SortBuffers(), UpdateBuffers()
 
     @property
     def scratch_bytes(self) -> int:
         """Buffers of the pool, which all trainings of a process share."""
         return POOL.num_bytes
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Nothing: the thread that calls does it."""
+        return nullcontext()
+
+    def exchanged(self) -> None:
+        """Nothing: it is done."""
+
+    def receive(self, exchanged: None, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing: they are."""
+
+    def bounds(self, values: Array) -> Callable[[], tuple[int, int]]:
+        """Look at once."""
+        found = (int(values.min()), int(values.max())) if values.size else (0, -1)
+        return lambda: found
 
     def delivery(self) -> HostDelivery:
         """Return one that has nothing to do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,24 +50,22 @@ class CudaMover:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self.lock, self.unlock = gpu.lock, gpu.unlock
+        self.lock, self.unlock, self.enter_thread = gpu.lock, gpu.unlock, gpu.enter_thread
 
     def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
         """Allocate once, from torch's caching allocator."""
-        total = self.bytes_of(layouts)
-        free, whole = self._gpu.room()
-        refused = BudgetError(
-            f"{what} need {format_bytes(total)} on the {self._gpu.name}, which has {format_bytes(free)} of "
-            f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, less what the "
-            "dense model and its batches need"
-        )
-        if total > free:
-            raise refused
-        try:
-            memory = self._gpu.tensor((max(total, 1),), torch.uint8)  # a rank may own no row at all
-        except torch.OutOfMemoryError as error:
-            raise refused from error
-        at = 0
+        total, at = self.bytes_of(layouts), 0
+        memory = self._allocate(total)
+        if memory is None:
+            gc.collect()  # what nobody uses any more may hold memory until its cycles are looked for
+            memory = self._allocate(total)
+        if memory is None:
+            free, whole = self._gpu.room()
+            raise BudgetError(
+                f"{what} need {format_bytes(total)} on the {self._gpu.name}, which has {format_bytes(free)} of "
+                f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, less what "
+                "the dense model and its batches need"
+            )
 
         def cut(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
             nonlocal at
@@ -85,6 +84,15 @@ class CudaMover:
             )
             for n in layouts
         ]
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Return so many bytes, None where they cannot be had."""
+        if num_bytes > self._gpu.room()[0]:
+            return None
+        try:
+            return self._gpu.tensor((max(num_bytes, 1),), torch.uint8)  # a rank may own no row at all
+        except torch.OutOfMemoryError:
+            return None
 
     def bytes_of(self, layouts: Sequence[Layout]) -> int:
         """Count fields, two arrays of slots, one of keys and the streams, each from a cache line on."""

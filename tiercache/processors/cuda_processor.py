@@ -28,7 +28,8 @@ from tiercache.store.table import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -47,6 +48,7 @@ class CudaProcessor:
     """Lookups and steps by the CUDA kernels on torch's current stream: at most one launch for all groups."""
 
     ahead = 4 if len(os.sched_getaffinity(0)) >= _CORES else 2  # a thread each: one may take longer than some steps do
+    queues = True
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self.device, self.mover = gpu, gpu.device, CudaMover(gpu)
@@ -59,6 +61,35 @@ class CudaProcessor:
         """Buffers of sorting and stepping; outputs and gradients are torch's."""
         sorting = sum(held.nbytes for held in self._sorting.values())
         return sorting + sum(held.nbytes for held in self._updates.values())
+
+    def drop_scratch(self) -> None:
+        """Give it to torch's caching allocator."""
+        self._sorting.clear()
+        self._updates.clear()
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Do it on the stream of exchanges."""
+        return self._gpu.exchanging()
+
+    def exchanged(self) -> Any:
+        """Note how far that has come."""
+        return self._gpu.exchanged()
+
+    def receive(self, exchanged: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Order the current stream behind it."""
+        self._gpu.receive(exchanged, tensors)
+
+    def bounds(self, values: Array) -> Callable[[], tuple[int, int]]:
+        """Look on the device; who asks waits for no more than that."""
+        if not values.shape[0]:
+            return lambda: (0, -1)
+        fetched = self._gpu.fetch(torch.stack(values.aminmax()))
+
+        def found() -> tuple[int, int]:
+            low, high = fetched().tolist()
+            return low, high
+
+        return found
 
     def delivery(self) -> PinnedDelivery:
         """Return one by way of pinned memory."""

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from tiercache.kernels.cuda import CudaError, open_device
+from tiercache.processors.current_kernels import CurrentKernels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -113,8 +114,28 @@ class Gpu(Protocol):
         """Have the current stream wait for ``sent``, and keep memory of the tensors until it has come behind this."""
         ...
 
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Work inside is done on the stream of exchanges: behind what the current stream has so far, and beside the
+        rest of it.
+
+        Tensors made inside are for exchanges alone, but those that `receive` names.
+        """
+        ...
+
+    def exchanged(self) -> Any:
+        """Return the present end of the stream of exchanges, for `receive`."""
+        ...
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], NDArray[Any]]:
+        """Begin to copy to host memory on the current stream; what is returned waits for the copy and returns it."""
+        ...
+
     def rest(self) -> None:
         """Wait until all streams of this training are done."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Make the device the calling thread's: one of our own, which then has nothing to do with another."""
         ...
 
     def random_state(self) -> torch.Tensor:
@@ -137,18 +158,25 @@ class _Event:
 
 
 class CudaGpu:
-    """A GPU of this machine; make it with `open_gpu`."""
+    """A GPU of this machine; make it with `open_gpu`.
+
+    A thread begins on GPU 0, and to go back there makes a context on it, of several hundred megabytes, which a training
+    on another one has no use for. So threads of ours are on this GPU from their beginning; on the user's all that CuPy
+    or a stream would go back from is done inside `torch.cuda.device`, which goes back to GPUs with a context alone.
+    """
 
     def __init__(self, kernels: CudaDevice, index: int) -> None:
-        self.kernels, self.device = kernels, torch.device("cuda", index)
+        self.device = torch.device("cuda", index)
+        self.kernels = CurrentKernels(kernels, self.device)
         self.name = torch.cuda.get_device_name(index)
         self._moves = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # its few blocks go before those of a step, so that the thread which waits for them waits for no step
         self._searches = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._deliveries = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._exchanges = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def prepare(self) -> None:
-        """Compile all kernels, or load them from CuPy's cache on disk."""
+        """Compile all kernels, or load them from the cache on disk."""
         self.kernels.prepare()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -157,7 +185,7 @@ class CudaGpu:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Take it from torch's caching allocator of host memory, which waits for copies before it gives it again."""
-        with torch.cuda.device(self.device):  # a thread begins on GPU 0, where this would make a context
+        with torch.cuda.device(self.device):  # it has no device by which torch would know where to ask
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
@@ -196,7 +224,7 @@ class CudaGpu:
         current = torch.cuda.current_stream(self.device)
         self._moves.wait_stream(current)
         try:
-            with torch.cuda.stream(self._moves):
+            with torch.cuda.device(self.device), torch.cuda.stream(self._moves):
                 yield
         finally:
             current.wait_stream(self._moves)
@@ -206,7 +234,7 @@ class CudaGpu:
         """Order the current stream behind it by an event; no thread waits."""
         current = torch.cuda.current_stream(self.device)
         try:
-            with torch.cuda.stream(self._searches):
+            with torch.cuda.device(self.device), torch.cuda.stream(self._searches):
                 yield
         finally:
             current.wait_stream(self._searches)
@@ -222,7 +250,7 @@ class CudaGpu:
     @contextmanager
     def delivering(self) -> Iterator[None]:
         """Take memory from this stream's pool too: what training streams free is not free on this one yet."""
-        with torch.cuda.stream(self._deliveries):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._deliveries):
             yield
 
     def sent(self) -> torch.cuda.Event:
@@ -238,12 +266,43 @@ class CudaGpu:
         for tensor in tensors:
             tensor.record_stream(current)
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Order it behind the current stream by an event; no thread waits."""
+        self._exchanges.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(self._exchanges):
+            yield
+
+    def exchanged(self) -> torch.cuda.Event:
+        """Record an event."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._exchanges)
+        return event
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], NDArray[Any]]:
+        """Copy to pinned memory, and record an event."""
+        pinned = self.pinned(tensor.shape, tensor.dtype)
+        pinned.copy_(tensor, non_blocking=True)
+        copied = _Event(torch.cuda.current_stream(self.device))
+
+        def wait() -> NDArray[Any]:
+            copied.wait()
+            there: NDArray[Any] = pinned.numpy().copy()
+            return there
+
+        return wait
+
     def rest(self) -> None:
-        """Wait for the streams of moves, of searches and of deliveries and for the current one."""
+        """Wait for the streams of moves, of searches, of deliveries and of exchanges and for the current one."""
         self._moves.synchronize()  # synchronize!
         self._searches.synchronize()  # synchronize!
         self._deliveries.synchronize()  # synchronize!
+        self._exchanges.synchronize()  # synchronize!
         torch.cuda.current_stream(self.device).synchronize()  # synchronize!
+
+    def enter_thread(self) -> None:
+        """Make it torch's current device."""
+        torch.cuda.set_device(self.device)
 
     def random_state(self) -> torch.Tensor:
         """Copy it to the host."""

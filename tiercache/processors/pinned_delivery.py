@@ -25,13 +25,10 @@ class PinnedDelivery:
     """To a GPU: samples are read into pinned memory and copied from there on a stream of deliveries."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self._pinned: dict[
-            int, tuple[NDArray[np.uint8], torch.Tensor]
-        ] = {}  # by the flat array that views have as base
+        self._gpu, self._pinned = gpu, _PinnedArrays(gpu)
         self._there: list[torch.Tensor] = []
         self._sent: Any = None
-        self.buffers = SampleBuffers(self._allocate)
+        self.buffers = SampleBuffers(self._pinned.allocate)
 
     @property
     def device_bytes(self) -> int:
@@ -45,7 +42,7 @@ class PinnedDelivery:
 
     def bring(self, array: NDArray[Any]) -> Array:
         """Copy it from where it lies in the buffers, or from a pinned copy."""
-        return self._bring(self._in_pinned(array), array.shape)
+        return self._bring(self._pinned.tensor_of(array), array.shape)
 
     def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
         """Join them on the GPU: a copy for each run."""
@@ -54,7 +51,7 @@ class PinnedDelivery:
             there = self._gpu.tensor((sum(array.size for array in arrays),), torch.int32)
             at = 0
             for run in runs:
-                self._gpu.copy(self._in_pinned(run.values), there[at : at + run.values.size], lasting=True)
+                self._gpu.copy(self._pinned.tensor_of(run.values), there[at : at + run.values.size], lasting=True)
                 at += run.values.size
         self._there.append(there)
         return runs, there
@@ -82,18 +79,27 @@ class PinnedDelivery:
         self._there.append(there)
         return there.view(shape)
 
-    def _in_pinned(self, array: NDArray[Any]) -> torch.Tensor:
-        """Return a flat tensor over the memory of ``array``, or over a copy: as torch gave it, for it counts uses."""
-        flat, pinned = self._pinned.get(id(array.base), (None, None))
-        if flat is None or pinned is None or not array.flags.c_contiguous:
-            flat = self._allocate(array.size, array.dtype)
-            flat[...] = array.reshape(-1)
-            return self._in_pinned(flat)
-        first = array.ctypes.data - flat.ctypes.data
-        return pinned[first : first + array.nbytes].view(TORCH_DTYPES[array.dtype])
 
-    def _allocate(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
+class _PinnedArrays:
+    """Pinned memory of one batch. It knows nothing of who has it: in a cycle it would outlive the batch."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._held: dict[int, tuple[NDArray[np.uint8], torch.Tensor]] = {}  # by the flat array that views have as base
+
+    def allocate(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
+        """Return a flat array of undefined content."""
         pinned = self._gpu.pinned((max(1, size) * np.dtype(dtype).itemsize,), torch.uint8)
         flat: NDArray[np.uint8] = pinned.numpy()
-        self._pinned[id(flat)] = flat, pinned
+        self._held[id(flat)] = flat, pinned
         return flat.view(dtype)[:size]
+
+    def tensor_of(self, array: NDArray[Any]) -> torch.Tensor:
+        """Return a flat tensor over the memory of ``array``, or over a copy: as torch gave it, for it counts uses."""
+        flat, pinned = self._held.get(id(array.base), (None, None))
+        if flat is None or pinned is None or not array.flags.c_contiguous:
+            flat = self.allocate(array.size, array.dtype)
+            flat[...] = array.reshape(-1)
+            return self.tensor_of(flat)
+        first = array.ctypes.data - flat.ctypes.data
+        return pinned[first : first + array.nbytes].view(TORCH_DTYPES[array.dtype])

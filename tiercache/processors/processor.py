@@ -6,7 +6,7 @@ Lookups and steps come in the order of the calls, on torch's current stream, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,6 +162,10 @@ class Mover(Protocol):
         """Wait until nothing of the device's uses host memory."""
         ...
 
+    def enter_thread(self) -> None:
+        """Have the calling thread use this device, and no other of its kind: first on each thread that we start."""
+        ...
+
 
 class KeyIndex(Protocol):
     """Finds raw keys in the key sets of one pass, on the device; on the training thread."""
@@ -214,6 +218,27 @@ class Processor(Protocol):
     @property
     def ahead(self) -> int:
         """How many batches are made ahead where nobody says."""
+        ...
+
+    @property
+    def queues(self) -> bool:
+        """Whether calls return before their work is done: then one thread makes them all, in one order on all ranks."""
+        ...
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Work inside is done beside the training's that comes behind it, and behind what came before."""
+        ...
+
+    def exchanged(self) -> Any:
+        """Return the present end of what is done so, for `receive`."""
+        ...
+
+    def receive(self, exchanged: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the training go on behind ``exchanged``; ``tensors``, made there, are its own from now on."""
+        ...
+
+    def bounds(self, values: Array) -> Callable[[], tuple[int, int]]:
+        """Return what tells the least and the largest of int32 values, once they are known; (0, -1) of none."""
         ...
 
     def delivery(self) -> Delivery:
@@ -293,6 +318,10 @@ class Processor(Protocol):
 
     def step(self, groups: Sequence[GroupStep], number: int) -> None:
         """Update each row of each group once; ``number`` counts the steps from 1."""
+        ...
+
+    def drop_scratch(self) -> None:
+        """Let go of what is kept on the device from step to step; the next one makes it anew."""
         ...
 
     def random_state(self) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tiercache.errors import BudgetError, StateError
 from tiercache.processors.opening import open_processor
 from tiercache.ranks.batches import BatchMaker, exchange_thread
-from tiercache.ranks.evaluation import evaluation_slices, unknown_rows
+from tiercache.ranks.evaluation import evaluation_slices
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
-from tiercache.ranks.opening import choose_placement, open_parts
+from tiercache.ranks.loaded_rows import RowLoader
+from tiercache.ranks.opening import choose_device, choose_placement, mirror_bytes, open_parts
 from tiercache.ranks.pooling import Pooling
+from tiercache.ranks.raw_batches import RawBatches
 from tiercache.ranks.shares import Share
 from tiercache.ranks.visit import ShardedVisit
 from tiercache.sizes import format_bytes, parse_bytes
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tiercache.passes.passset import PassSet
+    from tiercache.processors.processor import Processor
     from tiercache.ranks.evaluation import ShardedEvaluation
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.placement import Placement
     from tiercache.schema import Schema
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
+    from tiercache.training.batch import Batch
     from tiercache.training.uses import Use
     from tiercache.training.visit import Visit
 
@@ -49,8 +53,8 @@ class ShardedCache:
 
     Every method is collective unless it says otherwise: all ranks call it, in the same order. A pass holds what all
     devices together hold; each rank loads, trains and dumps its own rows with its own threads, from its own part of
-    the store, and looks up the rows of others by an exchange for each batch. An error on one rank is raised on all;
-    but of one in the user's own code, and of addresses that a rank does not have, the others learn when it ends.
+    the store, and looks up the rows of others by an exchange for each batch. An error on one rank is raised on all; but
+    of one in the user's own code, or amid an exchange, the others learn when it ends, or on GPUs leaves the ``with``.
     """
 
     def __init__(
@@ -59,13 +63,14 @@ class ShardedCache:
         passes: PassSet,
         *,
         ranks: Ranks,
-        device: str | None = None,
+        device: str | Processor | None = None,
         device_budget: int | str,
         host_budget: int | str,
         placement: Placement | str | Mapping[str, str] = "auto",
         wire_dtype: str = "float32",
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
+        retention: int | None = None,
         reorganised: bool = False,
         eval_budget: int | str | None = None,
         store_budget: int | str | None = None,
@@ -76,14 +81,16 @@ class ShardedCache:
     ) -> None:
         """Open or make the sharded store at ``path`` and plan every rank's budgets.
 
+        device: where not given, or without a number, that of ``ranks``; they cannot be on another.
         device_budget, host_budget, eval_budget, store_budget: of each rank. placement: where the rows of each table
         stand: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table
         ("row", "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that
         of the store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of
         rows and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on
-        disks of their own perhaps; inside ``path`` where not given. reorganised: whether a store that was trained with
-        other passes is put into the order of these first, as `tiercache.reorganise` does; else that is refused.
-        Everything else as in TierCache.
+        disks of their own perhaps; inside ``path`` where not given. retention: how many of the newest commits of all
+        ranks are kept from now on; as many as before where not given, or 1. reorganised: whether a store that was
+        trained with other passes is put into the order of these first, as `tiercache.reorganise` does; else that is
+        refused. Everything else as in TierCache.
 
         Raises RankError where ranks disagree or one fails, and what TierCache and Store.open raise.
         """
@@ -91,6 +98,7 @@ class ShardedCache:
         self._closed = False
         self.placement = choose_placement(path, passes, ranks, placement)
         with ranks.together("reading the budgets"):
+            chosen = choose_device(ranks, device)
             budget, host = parse_bytes(device_budget), parse_bytes(host_budget)
             evaluated, stored = (None if b is None else parse_bytes(b) for b in (eval_budget, store_budget))
             if wire_dtype not in _WIRE_DTYPES:
@@ -108,6 +116,7 @@ class ShardedCache:
                 "store_budget": stored,
                 "engine": engine,
                 "parts": None if parts is None else [str(part) for part in parts],
+                "retention": retention,
                 "reorganised": reorganised,
                 "wire_dtype": wire_dtype,
                 "commit_every": commit_every,
@@ -117,12 +126,15 @@ class ShardedCache:
         )
         self._share = Share(passes, self.placement, ranks.rank)
         self._parts = open_parts(
-            path, self._share, ranks, engine=engine, parts=parts, reorganised=reorganised,
+            path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
             order_seed=order_seed, store_budget=stored,
         )  # fmt: skip
+        with self._given_up_on_error():
+            with ranks.together("opening the device"):
+                self._processor = open_processor(chosen, self._share.tables)
+            self._beside = ranks.beside()  # NCCL takes memory of the device for it: before the rows do
         with self._given_up_on_error(), ranks.together("planning the budgets"):
-            self._processor = open_processor(device or str(ranks.device), self._share.tables)
-            mirrors = _mirror_bytes(passes, self.placement)
+            mirrors = mirror_bytes(passes, self.placement)
             if mirrors > budget:
                 raise BudgetError(
                     f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
@@ -142,9 +154,14 @@ class ShardedCache:
                 progress=progress if ranks.rank == 0 else False,
             )
         self._groups = group_tables(passes.tables)
-        self._beside, self._wire_dtype = ranks.beside(), _WIRE_DTYPES[wire_dtype]
-        self._uses, self._thread = Uses(), exchange_thread()
+        self._wire_dtype = _WIRE_DTYPES[wire_dtype]
+        self._uses, self._thread = Uses(), exchange_thread(self._processor.mover)
         self._exchange, self._pooling, self._maker = self._new_maker(passes.schema)
+        self._loader = RowLoader(self._share, self._inner.rows_now, ranks)
+        self._raw = RawBatches(
+            passes, self._groups, ranks, self._maker, self._loader, self._inner.optimizer, self._processor,
+            budget - mirrors - self._inner.device_bytes,
+        )  # fmt: skip
         self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None
         self._run: Iterator[Visit] | None = None
@@ -187,7 +204,7 @@ class ShardedCache:
                     return
                 begun = True
                 self._begin_visit(visit)
-                yield ShardedVisit(visit, self._maker)
+                yield ShardedVisit(visit, self._maker, self._raw)
                 if self._run is not run:
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
                 with self.ranks.together("writing the rows of the visit before"):
@@ -261,8 +278,7 @@ class ShardedCache:
             check_features(self.pass_set, passes)
             share = Share(passes, self.placement, self.ranks.rank)
             check_tables(self._parts.store, share)  # type: ignore[arg-type]
-            rows_now = self._inner.rows_now()
-        rows_now = self._inner.rows_now(unknown_rows(self._share, rows_now, self.ranks))
+        rows_now = self._loader.rows_now()
         exchange, pooling, maker = self._new_maker(passes.schema)
         try:
             yield from evaluation_slices(
@@ -271,24 +287,34 @@ class ShardedCache:
         finally:
             maker.rest()
 
+    def evaluation_batch(self, keys: Mapping[str, Any] | None, **others: Any) -> Batch | None:
+        """Return this rank's part of a read-only batch of raw keys, at any moment between batches.
+
+        As `TierCache.evaluation_batch`; rows are read by the ranks that own them, of which none reads more than
+        ``eval_budget`` at once. Ranks may have different numbers of samples; one without any has an empty batch. None
+        in place of keys as of `ShardedVisit.batch`.
+        """
+        return self._raw.evaluation_batch(keys, self._inner.eval_bytes, **others)
+
     # -- ending -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the threads and give up the store. What is not committed is not kept. Not collective."""
+        """End the threads and give up the store. What is not committed is not kept. Collective as `Ranks.close`."""
         if not self._closed:
             self._closed = True
             self._run = None  # a loop that was left open finds nothing to end when it is collected
-            self._end_visit()
-            self._hooks.remove()
-            self._thread.shutdown()
-            self._beside.close()
-            self._inner.close()
-            self._parts.close()
+            with ExitStack() as last:
+                parts = (self._parts, self._inner, self._raw, self._beside, self._pooling, self._exchange)
+                for close in (*(one.close for one in parts), self._thread.shutdown, self._hooks.remove):
+                    last.callback(close)  # the last one first
+                self._end_visit()
 
     def __enter__(self) -> ShardedCache:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:  # first: what is closed would wait for transfers that never end
+            self.ranks.give_up(error)
         self.close()
 
     # -- parts --------------------------------------------------------------------------------------------
@@ -323,6 +349,11 @@ class ShardedCache:
         """Bytes that left this rank for others so far, for batches of trainings and their steps."""
         return self._exchange.bytes_sent
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on this rank's device of rows, slot maps and mirrors, and of an index of raw keys once there is one."""
+        return self._inner.device_bytes + self._exchange.mirror_bytes + self._raw.index_bytes
+
     def looks_up(self, use: Use) -> None:
         """Take note of what a module looks up: that is brought with each batch, and nothing else. Not collective."""
         self._uses.add(use)
@@ -340,9 +371,9 @@ class ShardedCache:
         try:
             yield
         except BaseException:
-            if hasattr(self, "_inner"):  # another rank failed
-                self._inner.close()
-            self._parts.close()
+            for made in ("_inner", "_beside", "_parts"):  # another rank failed, or a later step
+                if hasattr(self, made):
+                    getattr(self, made).close()
             raise
 
     def _new_maker(self, schema: Schema) -> tuple[RowExchange, Pooling, BatchMaker]:
@@ -367,9 +398,3 @@ class ShardedCache:
     def _end_visit(self) -> None:
         self._maker.take_due()
         self._visit = None
-
-
-def _mirror_bytes(passes: PassSet, placement: Placement) -> int:
-    """Return the bytes that the vectors of replicated tables take on every device."""
-    copied = [table for table in passes.tables if placement.tables[table.name].kind == "replicate"]
-    return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in passes.passes), default=0)

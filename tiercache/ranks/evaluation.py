@@ -84,6 +84,7 @@ def evaluation_slices(
             pooling.open(owners, rows)
             yield ShardedEvaluation(source, first, last, maker)  # type: ignore[arg-type]
             maker.rest()
+            exchange.bounds.check()
             first = last
 
 

@@ -16,6 +16,7 @@ from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.vectors import Vectors
 from tiercache.processors.entries import Wanted
+from tiercache.ranks.bounds import Bounds
 from tiercache.ranks.mirrors import Mirrors
 from tiercache.ranks.received import Received
 from tiercache.ranks.requests import Requester
@@ -37,7 +38,21 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
     from tiercache.training.row_optimizer import RowGradients, RowOptimizer
 
-__all__ = ["WIRE_DTYPES", "Exchanged", "RowExchange"]
+__all__ = ["WIRE_DTYPES", "Asked", "Exchanged", "RowExchange"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What ranks want of one another for one batch, all in host memory: nothing was brought yet."""
+
+    stretches: Stretches
+    request: Request
+    """What this rank asks for."""
+    ids: dict[str, FeatureIds]
+    """The batch's, as indices of its unique rows."""
+    counts_WS: NDArray[np.int64]
+    """Rows that every rank asks this one for, by section of this rank."""
+    where: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +73,9 @@ class Exchanged:
 class RowExchange:
     """Exchanges the rows of batches among the ranks, for one cache. Every call is collective, but `__init__`.
 
-    All ranks make the same calls in the same order. One thread at a time; ``step`` and ``gradients_of`` on the training
-    thread, because they use the processor's scratch.
+    All ranks make the same calls in the same order, one thread at a time. ``ask`` is on any thread. All else is, where
+    the processor queues its work, on the training thread, so that all ranks queue it in one order, between the same
+    calls of the user's. On a CPU only ``step`` and ``gradients_of`` are there: they use the processor's scratch.
     """
 
     def __init__(
@@ -80,6 +96,8 @@ class RowExchange:
         self._groups, self._part_groups = groups, part_groups
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
         self._requester, self._mirrors = Requester(), Mirrors(ranks, processor, wire_dtype)
+        self.bounds = Bounds(ranks, processor)
+        """What other ranks may ask this one for."""
         self._slices: SliceSteps | None = None
         self._stretches: Stretches | None = None
         self._rows: Sequence[GroupRows] = ()
@@ -111,7 +129,13 @@ class RowExchange:
         self._slices = SliceSteps(self.ranks, self._processor, owners, self._part_groups)
         self._mirrors.open(owners if mirrored else None, rows)
 
-    def rows_of(
+    def close(self) -> None:
+        """Let go of the rows of the pass that is open. Not collective."""
+        self._rows, self._slices, self._stretches = (), None, None
+        self.bounds.forget()
+        self._mirrors.open(None, ())
+
+    def ask(
         self,
         ids: Mapping[str, FeatureIds],
         tables: Mapping[str, str],
@@ -119,14 +143,12 @@ class RowExchange:
         error: Exception | None = None,
         *,
         token: int = 0,
-    ) -> tuple[list[GroupRows], dict[str, FeatureIds], Exchanged]:
-        """Exchange the rows of a batch: ``ids`` by feature, local ids of the pass; ``tables`` by feature.
+    ) -> Asked:
+        """Tell the owners how many rows a batch needs: ``ids`` (local ids of the pass) and ``tables`` by feature.
 
-        Returns the batch's own rows of each group of whole tables, its ids as indices of them, and what the way back
-        needs. Every batch has rows of its own, which lookups read and nobody changes. error: what went wrong on this
-        rank before. Where a rank has one, or an id that is not in the pass (IndexError; ``where`` names batch and
-        visit), every rank raises: it its own, others RankError; and all where they bring different tokens, which say of
-        which global batch this is a part.
+        On the host alone; ``answer`` brings the rows. error: what went wrong on this rank before. Where a rank has one,
+        or an id that is not in the pass (IndexError; ``where`` names batch and visit), every rank raises: it its own,
+        others RankError; and all where they bring different tokens, which say of which global batch this is a part.
         """
         stretches, what = self._opened(), f"exchanging rows of {where}"
         request: Request | None = None
@@ -149,13 +171,25 @@ class RowExchange:
                 f"rank {others[0]} makes another batch than rank {self.ranks.rank} in {where}: all ranks must ask for "
                 "batches of one size, in one order"
             )
-        exchanged = self._ask(stretches, request, told[:, :-2], what)
+        return Asked(stretches, request, renamed, told[:, :-2], where)
+
+    def answer(self, asked: Asked) -> tuple[list[GroupRows], Exchanged]:
+        """Bring the rows of a batch: its own rows of each group of whole tables, and what the way back needs.
+
+        Every batch has rows of its own, which lookups read and nobody changes. Where the processor queues, nothing is
+        waited for. Raises RankError where this rank is, or was by the batch before, asked for rows that it has not, and
+        RuntimeError where another pass was opened since.
+        """
+        if asked.stretches is not self._stretches:
+            raise RuntimeError(
+                f"this batch belongs to {asked.where}, which has ended: use batches inside their own loop"
+            )
+        self.bounds.check()
+        request, what = asked.request, f"exchanging rows of {asked.where}"
+        exchanged = self._ask(asked.stretches, request, asked.counts_WS, what)
         flat = self._answer(exchanged, what)
-        return (
-            self._groups_of(request, self._unpack(stretches, request, flat)),
-            renamed,
-            replace(exchanged, request=request.asked()),
-        )
+        groups = self._groups_of(request, self._unpack(asked.stretches, request, flat))
+        return groups, replace(exchanged, request=request.asked())
 
     def _opened(self) -> Stretches:
         if self._stretches is None:
@@ -202,12 +236,8 @@ class RowExchange:
     def _wanted(self, exchanged: Exchanged, h: int, first: int, count: int, target: torch.Tensor | None,
                 at: int) -> Wanted:  # fmt: skip
         p, rows, mine = self._processor, self._rows[h], slice(first, first + count)
-        low, high = (int(n) for n in exchanged.positions[mine].aminmax())
-        if low < 0 or high >= rows.slot_of_local.shape[0]:
-            raise RankError(
-                f"rank {self.ranks.rank} was asked for rows {low:,} to {high:,} of a group of "
-                f"{rows.slot_of_local.shape[0]:,} in the pass: start all ranks again with one placement"
-            )
+        have = int(rows.slot_of_local.shape[0])
+        self.bounds.expect(p.array(exchanged.positions[mine]), have, f"of a group of {have:,} in the pass")
         out = None if target is None else target[at : at + count * rows.vectors.dim].view(count, rows.vectors.dim)
         return Wanted(
             rows,
@@ -256,8 +286,9 @@ class RowExchange:
         """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
 
         gradients: of lookups in the batch's rows, by group of whole tables; summed for each row, and over all ranks
-        averaged. Rows without a gradient take no part. What comes is in rank order.
+        averaged. Rows without a gradient take no part. What comes is in rank order. Raises RankError as ``answer``.
         """
+        self.bounds.check()
         p, s, request, what = self._processor, exchanged.stretches, exchanged.request, "exchanging gradients"
         S = 2 * s.num_groups
         marks_G = [

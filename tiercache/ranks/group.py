@@ -3,40 +3,47 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tiercache.errors import RankError, StoreError, TierCacheError
-from tiercache.ranks.peers import Peer, blame, rank_names
+from tiercache.errors import RankError
+from tiercache.ranks.bond import Bond, first_line, sentence_of
+from tiercache.ranks.peers import Peer, rank_names
+from tiercache.ranks.pieces import bytes_of, check_size, target
+from tiercache.ranks.process_groups import device_of, end, launched, make_default, new_group, store_of
+from tiercache.ranks.watch import Board, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import Self
 
     from numpy.typing import NDArray
     from torch import Tensor
 
 DEFAULT_TIMEOUT = 300.0
-ADVICE = "training goes on from the last commit: start all ranks again"
+EQUALLY_MANY = (
+    "all ranks make equally many batches of raw keys in a visit, so a rank whose loader has ended gives None in place "
+    "of keys until the batch is None on all"
+)
 
 
 class Ranks:
     """This process among the ranks that train together: who it is, and everything that they tell each other.
 
-    Every method but ``close`` is collective where there are several ranks: all ranks call the same methods in the same
-    order, from one thread at a time (``beside`` gives another thread ranks of its own). What is small goes by host over
-    Gloo; ``exchange`` and ``gather`` take tensors on the CPU (Gloo) or on the device (NCCL, on the current stream).
-    One rank alone talks to nobody, and copies nothing.
+    Every method but ``close`` and ``give_up`` is collective where there are several ranks: all ranks call the same
+    methods in the same order, from one thread at a time (``beside`` gives another thread ranks of its own). What is
+    small goes by host over Gloo; ``exchange`` and ``gather`` take tensors on the CPU (Gloo) or on the device (NCCL, on
+    the current stream, begun when they return). One rank alone talks to nobody, and copies nothing.
 
-    A collective that fails, because a rank ended (seen at once) or did not answer within ``timeout`` seconds, raises
-    RankError on the ranks that are left, at it and at every later call. A NCCL transfer in flight is ended by torch
-    itself within the same time.
+    A collective that fails, because a rank ended or did not answer within ``timeout`` seconds, raises RankError on the
+    ranks that are left, at it and at every later call: over Gloo at once where a process ended; on the device when
+    the `Watch` has ended the transfers in flight, a few seconds later, at the next collective.
 
     Attributes:
         rank: the number of this process, from 0.
@@ -54,6 +61,7 @@ class Ranks:
         wires: dist.ProcessGroup | None = None,
         owns_default: bool = False,
         peers: Sequence[Peer] = (),
+        watch: Watch | None = None,
     ) -> None:
         self.rank = 0 if host is None else host.rank()
         self.size = 1 if host is None else host.size()
@@ -62,10 +70,17 @@ class Ranks:
         self._host = host
         self._wires = wires
         self._owns_default = owns_default
-        self._broken: str | None = None
-        self._peers = list(peers)
+        self._bond = bond = Bond(rank=self.rank, timeout=timeout, peers=peers, watch=watch)
         if not peers:
-            self._peers = [Peer(**peer) for peer in self.values(asdict(Peer.here()), "joining")]
+            told = self.values([asdict(Peer.here()), secrets.token_hex(8)], "joining")
+            bond.peers = [Peer(**peer) for peer, _ in told]
+            if host is not None and wires is not host:
+                board = Board(store_of(host), f"lost {told[0][1]}")
+                bond.watch = Watch(rank=self.rank, peers=bond.peers, device=device, timeout=timeout, board=board)
+        if bond.watch is not None:
+            bond.watch.guard(wires)
+            if owns_default:
+                bond.watch.guard(dist.group.WORLD)
 
     @classmethod
     def join(
@@ -79,7 +94,8 @@ class Ranks:
 
         Under torchrun with nothing initialised, the default process group is made too (and ended by ``close``), so that
         ``DistributedDataParallel`` works. The ranks talk over groups of their own beside the one given, so other
-        collectives do not mix with theirs. ``device="cuda"`` is the GPU of ``LOCAL_RANK``. Collective.
+        collectives do not mix with theirs. ``device="cuda"`` is the GPU of ``LOCAL_RANK``, or the only one that this
+        process sees. Collective.
 
         Between hosts Gloo listens at the address of the host's name; where that is not the one that the others reach,
         set ``GLOO_SOCKET_IFNAME`` to the name of the network interface (NCCL: ``NCCL_SOCKET_IFNAME``).
@@ -87,16 +103,15 @@ class Ranks:
         Raises:
             RankError: ranks are missing after ``timeout`` seconds, this process is not in ``group``, or NCCL is.
         """
-        device = _device(device)
+        device = device_of(device)
         if device.type == "cuda" and not dist.is_nccl_available():
             raise RankError(
                 "ranks on CUDA need NCCL, which this torch lacks: install torch for CUDA, or join on the CPU"
             )
         owns_default = False
         try:
-            if group is None and dist.is_available() and not dist.is_initialized() and _launched():
-                backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-                dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            if group is None and dist.is_available() and not dist.is_initialized() and launched():
+                make_default("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
                 owns_default = True
             if group is None and not (dist.is_available() and dist.is_initialized()):
                 return cls(device=device, timeout=timeout)
@@ -104,36 +119,91 @@ class Ranks:
                 raise RankError("this process is not in the group to join: give a group that it is in")
             if dist.get_world_size(group) == 1:
                 return cls(device=device, timeout=timeout, owns_default=owns_default)
-            host = _new_group(group, "gloo", timeout)
-            wires = host if device.type == "cpu" else _new_group(group, "nccl", timeout)
+            host = new_group(group, "gloo", timeout)
+            wires = host if device.type == "cpu" else new_group(group, "nccl", timeout)
         except RankError:
             raise
         except (RuntimeError, ValueError) as error:
             raise RankError(
-                f"the ranks did not find each other within {timeout:g} seconds ({_first_line(error)}): "
+                f"the ranks did not find each other within {timeout:g} seconds ({first_line(error)}): "
                 "start as many processes as WORLD_SIZE says, all with the same MASTER_ADDR and MASTER_PORT"
             ) from error
         return cls(device=device, timeout=timeout, host=host, wires=wires, owns_default=owns_default)
 
+    def check(self, what: str) -> None:
+        """Raise RankError where a rank is known to be lost; ``what`` follows "was". Not collective."""
+        with self._bond.collective(what):
+            pass
+
     def beside(self) -> Ranks:
-        """Return the same ranks in process groups of their own, for another thread. Collective; close it too."""
+        """Return the same ranks in process groups of their own, for another thread. Collective; close it too.
+
+        On the device they are connected when this returns: what NCCL needs there is taken.
+        """
         if self._host is None:
             return Ranks(device=self.device, timeout=self.timeout)
-        with self._collective("joining beside"):
-            host = _new_group(self._host, "gloo", self.timeout)
-            wires = host if self._wires is self._host else _new_group(self._host, "nccl", self.timeout)
-        return Ranks(device=self.device, timeout=self.timeout, host=host, wires=wires, peers=self._peers)
+        with self._bond.collective("joining beside"):
+            host = wires = new_group(self._host, "gloo", self.timeout)
+            if self._wires is not self._host:
+                wires = new_group(self._host, "nccl", self.timeout)
+        beside = Ranks(
+            device=self.device, timeout=self.timeout, host=host, wires=wires, peers=self._bond.peers,
+            watch=self._bond.watch,
+        )  # fmt: skip
+        if wires is not host:
+            ones, what = [1] * self.size, "connecting the devices"
+            beside.exchange(torch.zeros(self.size, dtype=torch.uint8, device=self.device), ones, ones, what=what)
+            with beside._bond.collective(what):
+                torch.cuda.synchronize(self.device)  # synchronize!
+        return beside
+
+    def give_up(self, error: BaseException) -> None:
+        """Say that this rank leaves by ``error``, before it unwinds: call it before ``close``. Not collective.
+
+        Transfers of this process on the device end, those of `beside` too, so that closing waits for none of them, and
+        the other ranks raise RankError with the sentence of ``error``. On the CPU they learn of it from ``close``, or
+        when the process ends. Where a lost rank is behind ``error`` and not named in it, that is noted at it.
+        """
+        if self.size > 1:
+            self._bond.give_up(error)
 
     def close(self) -> None:
-        """Leave the ranks. Not collective; a rank that still waits for this one gets RankError. May be called twice."""
-        groups, self._host, self._wires = {self._wires, self._host} - {None}, None, None
-        for group in groups if dist.is_initialized() else ():
-            dist.destroy_process_group(group)
-        if self.size > 1 and self._broken is None:
-            self._broken = f"rank {self.rank} has left the ranks: join again"
-        if self._owns_default and dist.is_initialized():
-            dist.destroy_process_group()
+        """Leave the ranks; a rank that still waits for this one gets RankError. May be called twice.
+
+        Not collective on the CPU. On the device, where nothing was lost or given up, it waits up to ``timeout`` seconds
+        for all ranks to close, because NCCL takes leave together; else it waits for no rank.
+        """
+        host, wires, watch = self._host, self._wires, self._bond.watch
+        together = watch is not None and host is not None and self._leaves_together(watch)
+        self._host, self._wires, self._bond.watch = None, None, None
+        # this one first: the others see by it that a rank has left
+        for group in dict.fromkeys(group for group in (host, wires) if group is not None):
+            end(group, waiting=together or watch is None)
+        if self.size > 1 and self._bond.broken is None:
+            self._bond.broken = f"rank {self.rank} has left the ranks: join again"
+        if self._owns_default:
+            end(None, waiting=together or watch is None)
         self._owns_default = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.give_up(error)
+        self.close()
+
+    def _leaves_together(self, watch: Watch) -> bool:
+        """Return whether all ranks close now, none of them by an error; else end the transfers of this process."""
+        try:
+            self.barrier("leaving the ranks")
+        except RankError as lost:
+            watch.lose(str(lost), tell=False)
+            return False
+        watch.release(self._wires)
+        if self._owns_default:
+            watch.release(dist.group.WORLD)
+        return True
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
         """Agree that all ranks got through ``what``: where any brings an error, every rank raises. Collective.
@@ -141,8 +211,24 @@ class Ranks:
         A rank with an error raises its own; the others RankError with the sentence of the first rank that has one.
         ``what`` follows "while": "opening the store".
         """
+        self._check_met(self._agreed(what, error, None), what)
+
+    def numbers(self, mine: int, what: str, error: BaseException | None = None) -> list[int]:
+        """Agree as ``agree`` does, and return every rank's number, in rank order; ``mine`` is at least 0. Collective.
+
+        It is what every batch of raw keys begins with: where some ranks are in ``agree`` or ``together`` meanwhile, all
+        raise RankError, so that none waits for one whose loader has ended.
+        """
+        numbers = self._agreed(what, error, mine)
+        if gone := [rank for rank, number in enumerate(numbers) if number < 0]:
+            raise RankError(f"{rank_names(gone)} had gone on while rank {self.rank} was {what}: {EQUALLY_MANY}")
+        return numbers
+
+    def _agreed(self, what: str, error: BaseException | None, number: int | None) -> list[int]:
+        """Raise where any rank brings an error; return the number of each, -1 where it has none."""
+        words = b"" if error is None else json.dumps(sentence_of(error)).encode()
         try:
-            told = self._all(b"" if error is None else json.dumps(_sentence(error)).encode(), what)
+            told, numbers = self._tell(words, what, None if words else number)
         except RankError as broken:
             if error is None:
                 raise
@@ -155,6 +241,7 @@ class Ranks:
         if failed:
             also = f" (and {rank_names(failed[1:])} too)" if failed[1:] else ""
             raise RankError(f"rank {failed[0]} failed while {what}{also}: {json.loads(told[failed[0]])}")
+        return numbers
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -167,6 +254,9 @@ class Ranks:
             yield
         except Exception as raised:  # told to all, and raised again by agree
             error = raised
+        except BaseException as interrupt:  # of which nobody tells them
+            self.give_up(interrupt)
+            raise
         self.agree(what, error)
 
     def values(self, mine: Any, what: str = "exchanging values") -> list[Any]:
@@ -180,7 +270,7 @@ class Ranks:
         if self.size == 1:
             return [int(number) for number in numbers]
         least = torch.tensor(numbers, dtype=torch.int64)
-        with self._collective(what):
+        with self._bond.collective(what):
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._host)
         return [int(number) for number in least]
 
@@ -199,7 +289,7 @@ class Ranks:
         if self.size == 1:
             return to
         received = torch.empty_like(sent)
-        with self._collective(what):
+        with self._bond.collective(what):
             dist.all_to_all_single(received, sent, group=self._host)
         return received.numpy()
 
@@ -217,14 +307,14 @@ class Ranks:
         new tensor of the same dtype and device. Any dtype; sizes may be 0. One rank alone gets ``send`` itself back
         where ``into`` is not given.
         """
-        _check_size(send, sum(send_sizes))
-        received = _target(into, send, receive_sizes)
+        check_size(send, sum(send_sizes))
+        received = target(into, send, receive_sizes)
         if self.size == 1:
             return send if into is None else into.copy_(send)
         width = send.element_size()
         # as bytes: the same transfer whatever the dtype, and Gloo has no bfloat16 in older versions of torch
-        come, go = _bytes_of(received), _bytes_of(send.contiguous())
-        with self._collective(what):
+        come, go = bytes_of(received), bytes_of(send.contiguous())
+        with self._bond.collective(what):
             dist.all_to_all_single(
                 come,
                 go,
@@ -232,6 +322,7 @@ class Ranks:
                 [size * width for size in send_sizes],
                 group=self._wires_of(send),
             )
+            self._expect(send)
         return received
 
     def gather(self, mine: Tensor, sizes: Sequence[int], what: str = "gathering rows") -> Tensor:
@@ -239,7 +330,7 @@ class Ranks:
 
         Any dtype; sizes may be 0. One rank alone gets ``mine`` itself back.
         """
-        _check_size(mine, sizes[self.rank])
+        check_size(mine, sizes[self.rank])
         if self.size == 1:
             return mine
         gathered = torch.empty(sum(sizes), dtype=mine.dtype, device=mine.device)
@@ -248,15 +339,27 @@ class Ranks:
 
     def _all(self, mine: bytes, what: str) -> list[bytes]:
         """Return every rank's bytes, in rank order; where nobody has any, one small collective is all it costs."""
+        told, numbers = self._tell(mine, what, None)
+        self._check_met(numbers, what)
+        return told
+
+    def _check_met(self, numbers: Sequence[int], what: str) -> None:
+        """Raise RankError where other ranks are in ``numbers`` meanwhile."""
+        if busy := [rank for rank, number in enumerate(numbers) if number >= 0]:
+            raise RankError(f"{rank_names(busy)} made another batch while rank {self.rank} was {what}: {EQUALLY_MANY}")
+
+    def _tell(self, mine: bytes, what: str, number: int | None) -> tuple[list[bytes], list[int]]:
+        """Return every rank's bytes and its number; who brings a number has no bytes, who brings none has -1."""
         if self.size == 1:
-            return [mine]
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        with self._collective(what):
-            dist.all_gather(list(torch.split(lengths, 1)), torch.tensor([len(mine)]), group=self._host)
-        sizes = lengths.tolist()
+            return [mine], [-1 if number is None else number]
+        told = torch.empty(self.size, dtype=torch.int64)
+        brought = len(mine) if number is None else -1 - number  # one int64 says both
+        with self._bond.collective(what):
+            dist.all_gather(list(torch.split(told, 1)), torch.tensor([brought]), group=self._host)
+        sizes = told.clamp(min=0).tolist()
         said = torch.empty(sum(sizes), dtype=torch.uint8)
         self._gather(said, torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), sizes, self._host, what)
-        return [piece.numpy().tobytes() for piece in torch.split(said, sizes)]
+        return [piece.numpy().tobytes() for piece in torch.split(said, sizes)], (-1 - told).clamp(min=-1).tolist()
 
     def _gather(
         self, gathered: Tensor, mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, what: str
@@ -264,7 +367,7 @@ class Ranks:
         assert group is not None
         pieces = torch.split(gathered, list(sizes))
         pieces[self.rank].copy_(mine)
-        with self._collective(what):
+        with self._bond.collective(what):
             # a broadcast of each: Gloo's all-gather wants equal sizes
             works = [
                 dist.broadcast(piece.view(torch.uint8), dist.get_global_rank(group, rank), group=group, async_op=True)
@@ -273,6 +376,11 @@ class Ranks:
             ]
             for work in works:
                 work.wait()
+            self._expect(mine)
+
+    def _expect(self, sent: Tensor) -> None:
+        if self._bond.watch is not None and sent.device.type != "cpu":
+            self._bond.watch.expect()
 
     def _wires_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         if tensor.device.type not in {"cpu", self.device.type}:
@@ -280,68 +388,3 @@ class Ranks:
                 f"a tensor on {tensor.device} cannot travel between ranks on {self.device}: join with that device"
             )
         return self._host if tensor.device.type == "cpu" else self._wires
-
-    @contextmanager
-    def _collective(self, what: str) -> Iterator[None]:
-        if self._broken is not None:
-            raise RankError(self._broken)
-        try:
-            yield
-        except RuntimeError as error:
-            who = blame(self._peers) or f"a rank left, or gave no answer for {self.timeout:g} seconds,"
-            self._broken = f"{who} while rank {self.rank} was {what}: {ADVICE}"
-            raise RankError(self._broken) from error
-
-
-def _device(device: str | torch.device) -> torch.device:
-    device = torch.device(device)
-    if str(device) == "cuda":  # no number said
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return device
-
-
-def _launched() -> bool:
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def _new_group(like: dist.ProcessGroup | None, backend: str, timeout: float) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(like)
-    # ranks outside of a smaller group cannot be asked to take part in making it
-    local = len(ranks) < dist.get_world_size()
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timedelta(seconds=timeout), backend, use_local_synchronization=local
-    )
-    return made
-
-
-def _check_size(flat: Tensor, size: int) -> None:
-    if flat.dim() != 1 or len(flat) != size:
-        raise ValueError(
-            f"a tensor of shape {tuple(flat.shape)} with sizes for {size} elements: give a flat one of as many"
-        )
-
-
-def _bytes_of(flat: Tensor) -> Tensor:
-    """Return its memory. An empty tensor, as of an empty NumPy array, may have strides that no view takes."""
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
-
-
-def _target(into: Tensor | None, send: Tensor, sizes: Sequence[int]) -> Tensor:
-    count = sum(sizes)
-    if into is None:
-        return torch.empty(count, dtype=send.dtype, device=send.device)
-    if into.dim() != 1 or len(into) != count or into.dtype != send.dtype or not into.is_contiguous():
-        raise ValueError(
-            f"{count} elements of {send.dtype} cannot be received in a tensor of {into.dtype} and shape "
-            f"{tuple(into.shape)}: give a flat, contiguous one of the same size and dtype"
-        )
-    return into
-
-
-def _sentence(error: BaseException) -> str:
-    words = _first_line(error)
-    return words if isinstance(error, (TierCacheError, StoreError)) else f"{type(error).__name__}: {words}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,15 +12,16 @@ from tiercache.ranks.record import RECORD, Record
 from tiercache.ranks.sharded_folder import check_there
 from tiercache.ranks.sharded_store import ShardedStore, placement_of
 from tiercache.store import StoreError, hash_keys, verify
-from tiercache.store.inspect import describe
+from tiercache.store.inspect import describe, describe_commits
 from tiercache.store.run import runs_of
 from tiercache.store.scan import live_rows
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from tiercache.ranks.common_commit import CommonCommit
     from tiercache.store import Store, Table
 
 __all__ = ["is_sharded", "sharded_info", "verify_sharded"]
@@ -34,19 +35,22 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
 def sharded_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what the sharded store at ``path`` holds at the commit of its record, as plain values; reads no row.
 
-    Rows and bytes are those of all parts; "parts" has what ``info`` says of each. Raises what ``ShardedStore.open``
-    raises, but for a store without a commit: that has no rows.
+    Rows and bytes are those of all parts; "parts" has what ``info`` says of each, but as "commits" those that belong to
+    the store's, and its "retention". Raises what ``ShardedStore.open`` raises, but for a store without a commit: that
+    has no rows.
     """
     place = Path(path)
     check_there(place)
     record = Record.read(place)
     assert record is not None
     parts: list[dict[str, Any]] = []
+    commits: Sequence[CommonCommit] = ()
     placement = placement_of(record, place)
     if record.cursor is not None:
         with ShardedStore.open(place) as store:  # nobody takes its commits away meanwhile
             record, placement = store.record, store.placement
-            parts = [describe(part, part.path or place) for part in store.parts]
+            commits = store.commits
+            parts = [_described(store, rank) for rank in range(record.num_ranks)]
     rows = [{table["name"]: table["rows"] for table in part["tables"]} for part in parts]
     tables = []
     for table in record.tables:
@@ -64,7 +68,10 @@ def sharded_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         "engine": record.engine,
         "retention": record.retention,
         "cursor": None if record.cursor is None else {"visit": record.cursor.visit, "sample": record.cursor.sample},
-        "commits": list(record.commits),
+        "commits": [
+            {"id": commit.id, "visit": commit.cursor.visit, "sample": commit.cursor.sample, "parts": list(commit.parts)}
+            for commit in commits
+        ],
         "rows": sum(table["rows"] for table in tables),
         "row_bytes": sum(part["row_bytes"] for part in parts),
         "file_bytes": sum(part["file_bytes"] for part in parts),
@@ -75,15 +82,23 @@ def sharded_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
+def _described(store: ShardedStore, rank: int) -> dict[str, Any]:
+    """Return what ``info`` says of a part, as far as it is the sharded store's: nothing of a commit of its own."""
+    part = store.parts[rank]
+    own = [store.at(commit.id).parts[rank].commit for commit in store.commits]
+    kept = describe_commits(commit for commit in own if commit is not None)
+    return describe(part, part.path or store.path) | {"retention": store.record.retention, "commits": kept}
+
+
 def verify_sharded(
     path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """Verify every part of the sharded store at ``path``, and that the parts belong together.
 
     Returns, beside sums, "parts", which has what ``verify`` returns for each, and under "problems" a sentence for each
-    thing that is wrong: with a part, or a part that is missing or lacks the commit of the record, with rows that are
-    another rank's, or with slices of a table that have different rows. ``progress`` is called with bytes done and bytes
-    in all, as far as they are known: parts are read one after the other.
+    thing that is wrong: with a part, or a part that is missing or lacks a commit of the record, and at any commit that
+    is kept with rows that are another rank's, or with slices of a table that have different rows. ``progress`` is
+    called with bytes done and bytes in all, as far as they are known: parts are read one after the other.
 
     Raises what ``ShardedStore.open`` raises where the record cannot be read.
     """
@@ -94,6 +109,7 @@ def verify_sharded(
     placement_of(record, place)
     report: dict[str, Any] = {"path": str(path), "ranks": record.num_ranks, "problems": [], "parts": []}
     problems: list[str] = report["problems"]
+    report["commits"] = [commit.id for commit in record.commits]
     before = 0
     for rank in range(record.num_ranks if record.cursor is not None else 0):
         last = (0, 0)
@@ -116,7 +132,10 @@ def verify_sharded(
     if record.cursor is not None and not problems:
         try:
             with ShardedStore.open(place) as store:
-                problems += _strays(store)
+                report["commits"] = [commit.id for commit in store.commits]
+                store.check_parts()
+                for commit in store.commits:
+                    problems += [one for one in _strays(store.at(commit.id)) if one not in problems]
         except StoreError as error:
             problems.append(str(error))
     return report

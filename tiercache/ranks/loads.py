@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.passset import Pass, PassSet
 
 __all__ = ["Load", "loads_of"]
 
 COUNTED_KEYS = 1 << 22
 """Keys of a table whose counts are looked at: in hash order, so the first are a fair sample of all."""
+_SAMPLED_KEYS = 1 << 16
+"""Where only their sum is asked for."""
 _STEPS = 4
 """Steps in which counts that are twice as large are told apart."""
 
@@ -49,18 +51,35 @@ class Load:
 
 
 def loads_of(passes: PassSet) -> Mapping[str, Load]:
-    """Return the load of every table, by name, from the counts of its largest pass: of 4,194,304 keys at most."""
+    """Return the load of every table, by name, from the counts of its largest pass: of 4,194,304 keys at most.
+
+    A pass of key sets alone is taken to have as many samples as the keys that were given for its tables make: as many
+    as they had where each table's keys were given as often as they occur, and fewer where each was given once.
+    """
     loads = {}
     for table in passes.tables:
         largest = max(passes.passes, key=lambda p: p.rows(table.name), default=None)
         if largest is None or largest.rows(table.name) == 0:
             loads[table.name] = Load(rows=0, hotness=0.0)
             continue
-        rows, samples = largest.rows(table.name), max(1, largest.samples)
+        rows, samples = largest.rows(table.name), max(1, largest.samples or _least_samples(passes, largest))
         uses = _uses(largest.counts(table.name)[:COUNTED_KEYS], rows)
         ids = sum(keys * count for keys, count in uses)
         loads[table.name] = Load(rows=rows, samples=samples, hotness=ids / samples, uses=uses)
     return loads
+
+
+def _least_samples(passes: PassSet, source: Pass) -> int:
+    """Return how many samples the keys of a pass make at least, lists of any length taken for one key."""
+    keys = dict.fromkeys((table.name for table in passes.tables), 0)
+    for feature in passes.schema.features:
+        keys[feature.table] += feature.length or 1
+    most = 0.0
+    for name, of_sample in keys.items():
+        some = source.counts(name)[:_SAMPLED_KEYS] if of_sample and source.rows(name) else None
+        if some is not None:
+            most = max(most, float(some.sum()) * source.rows(name) / some.size / of_sample)
+    return round(most)
 
 
 def _uses(counts: NDArray[np.int64], rows: int) -> tuple[tuple[float, float], ...]:

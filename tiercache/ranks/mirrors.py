@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tiercache.processors.entries import Wanted
+from tiercache.ranks.bounds import confined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,5 +117,6 @@ class Mirrors:
             for (t, mirror), count in zip(self._mirrors.items(), counts, strict=True):
                 dim = mirror.shape[1]
                 new = came[at : at + count * dim].view(count, dim)
-                self._mirrors[t][all_ids[at_id : at_id + count]] = new.to(mirror.dtype)
+                ids_there = confined(all_ids[at_id : at_id + count], mirror.shape[0], self._processor)
+                self._mirrors[t][ids_there] = new.to(mirror.dtype)
                 at_id, at = at_id + count, at + count * dim

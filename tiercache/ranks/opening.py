@@ -17,9 +17,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tiercache.passes.passset import PassSet
+    from tiercache.processors.processor import Processor
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.shares import Share
     from tiercache.store import Store
+
+
+def choose_device(ranks: Ranks, asked: str | Processor | None) -> str | Processor:
+    """Return the device of this rank's rows: that of the ranks, since what travels between them is on it.
+
+    Raises ValueError where another one is asked for; "cuda" is that GPU on which the ranks joined. A processor, as the
+    tests have their own, is taken as it is.
+    """
+    device = str(ranks.device)
+    if asked is not None and not isinstance(asked, str):
+        return asked
+    if asked is not None and asked not in {device, ranks.device.type}:
+        raise ValueError(
+            f"device is {asked!r}, but rank {ranks.rank} joined on {device!r}, where its rows have to be: "
+            f"join with Ranks.join(device={asked!r}), or leave device out here"
+        )
+    return device
 
 
 def choose_placement(
@@ -38,6 +56,12 @@ def choose_placement(
     return Placement.from_record(ranks.values(chosen)[0])
 
 
+def mirror_bytes(passes: PassSet, placement: Placement) -> int:
+    """Return the bytes that the vectors of replicated tables take on every device."""
+    copied = [table for table in passes.tables if placement.tables[table.name].kind == "replicate"]
+    return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in passes.passes), default=0)
+
+
 def open_parts(
     path: str | os.PathLike[str],
     share: Share,
@@ -45,6 +69,7 @@ def open_parts(
     *,
     engine: str | None,
     parts: Sequence[str | os.PathLike[str]] | None,
+    retention: int | None = None,
     reorganised: bool,
     order_seed: int | None,
     store_budget: int | None = None,
@@ -65,10 +90,12 @@ def open_parts(
     if stands is not None and stands != [ranks.size, placement]:
         return reshard(
             path, share, ranks,
-            engine=engine, parts=parts, order_seed=order_seed, reorganised=reorganised,
+            engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
             store_budget=store_budget,
         )  # fmt: skip
-    opened = Parts.open(path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts)
+    opened = Parts.open(
+        path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts, retention=retention
+    )
     if opened.store.commit is not None:
         try:
             work_together(

@@ -98,8 +98,10 @@ class Mark:
 _KEYS = {"format", "version", "store", "generation", "rank"}
 
 
-def open_part(folder: Path, tables: Iterable[Table], *, engine: str, max_bytes: int | None, retention: int) -> Store:
-    """Open the store in a marked folder for writing, or make it, as ``Store.open`` does: for its own rank alone.
+def open_part(
+    folder: Path, tables: Iterable[Table] | None, *, engine: str, max_bytes: int | None, retention: int
+) -> Store:
+    """Open the store in a marked folder for writing, or make it, as ``Store.open`` does: for whoever may write to it.
 
     Raises what ``Store.open`` raises.
     """

@@ -1,18 +1,22 @@
 """The parts of a sharded store, one for each rank, and commits that all of them make or none.
 
-Why a kill at any instant, of one rank or of all, loses nothing. Let the record name commit c of every part.
+Why a kill at any instant, of one rank or of all, loses nothing. Let c be the newest commit that the record names.
 
-1. A part makes a commit in one atomic, durable step, and keeps one commit more than the user asked for: at least two.
+1. A part makes a commit in one atomic, durable step, and keeps every commit that the record names beside it.
 2. ``publish`` returns on no rank before every part has its next commit, t, and the record that names t is on disk. A
    rank makes the commit after t when ``publish`` of t has returned. So at any instant every part's newest commit is
-   the one that the record names, or the one after it; either way the part still has the one that the record names.
+   c, or the one after it; either way the part still has all that the record names.
 3. The record is replaced in one atomic, durable step, by rank 0 alone, when every rank has said that its part has t.
-   So it never names a commit that a part lacks. Each part keeps that commit whatever its rank commits beside (``pin``).
-4. On open a part that is one ahead is rolled back, in one atomic, durable step: a new commit, which has the rows of the
-   one that the record names and a new id, and that one is kept as well. A kill meanwhile leaves some parts with the new
-   commit and some without: all still have the one that the record names, and are rolled back again. When all stand
-   there, the record is replaced by one that names the new commits; no part makes another commit before.
-5. Parts of another generation are made beside those that the record names, and become the store's when one record
+   So it never names a commit that a part lacks. It names t and as many of those before as the user wants; a part learns
+   from it which it may drop (``keep``), and does so when it makes its next commit, or is opened with too many.
+4. On open a part that is one ahead is rolled back, in one atomic, durable step: a new commit, which has the rows of c
+   and a new id, and c is kept as well. A kill meanwhile leaves some parts with the new commit and some without: all
+   still have c, and are rolled back again. When all stand there, the record is replaced by one in which c is the new
+   commits; no part makes another commit before.
+5. To go back to an older commit (rollback.py), all parts are rolled back to it, each in one atomic, durable step that
+   keeps c as well: a kill leaves parts that are one ahead, as in 4. Then the record is replaced by one that names the
+   new commits and not c, and parts drop c.
+6. Parts of another generation are made beside those that the record names, and become the store's when one record
    names them. Every record names the folders of the generation that is to be deleted: before the switch the new one,
    after it the old one. So what a kill leaves half-made or half-deleted is found on the next open, and no other folder
    is ever touched.
@@ -23,46 +27,30 @@ stops one whose rank 0 is gone while others of its ranks still write.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.errors import StateError
+from tiercache.ranks.common_commit import in_words
 from tiercache.ranks.part_folder import Mark, delete_part, open_part
-from tiercache.ranks.record import RECORD, Record, in_words
+from tiercache.ranks.record import RECORD, Record
 from tiercache.ranks.sharded_folder import LOCK, check_place
 from tiercache.ranks.wanted import Wanted
-from tiercache.store import Cursor
+from tiercache.store import Cursor, StoreError
 from tiercache.store.directory import StoreDirectory, WriterLock
-from tiercache.store.history import pin
+from tiercache.store.history import keep, release
 from tiercache.store.opening import compare_tables
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from tiercache.ranks.meeting import Meeting
     from tiercache.store import Commit, Store, Table
 
-__all__ = ["Meeting", "Parts"]
-
-
-class Meeting(Protocol):
-    """This process among the ranks, as far as parts need it; every call is made by all ranks in one order."""
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    def agree(self, what: str, error: BaseException | None = None) -> None:
-        """Raise on every rank where any brings an error: its own on that rank, on the others one that tells of it."""
-
-    def values(self, mine: Any) -> list[Any]:
-        """Return the JSON value that each rank brings, in the order of ranks."""
+__all__ = ["Parts"]
 
 
 class Parts:
@@ -105,7 +93,8 @@ class Parts:
         tables: whole ones; part_tables: of this rank's part; placement: which rank has which rows, as plain JSON
         values. parts: for each rank the folder that its part is in, as ``part-G-R``; None: where the record has it,
         of a new store its own. engine, max_bytes: of each part, as in ``Store.open``. retention: commits to be kept;
-        None: as many as before, or 1. Where nothing was ever committed, what is there is made anew.
+        None: as many as before, or 1; more than that are dropped now. Where nothing was ever committed, what is there
+        is made anew.
 
         Raises, beside what ``Store.open`` raises, StateError for another number of ranks or another placement than
         the store's (``begin_generation`` is for those), and ValueError.
@@ -226,7 +215,7 @@ class Parts:
         commit = self.store.commit
         if commit is None:
             return False
-        return self.cursor is None or commit.id != self.record.commits[self._ranks.rank]
+        return self.cursor is None or commit.id != self._recorded(self.record)
 
     def meet(self) -> None:
         """Bring all parts to one commit again, where something ended a training between theirs. Collective.
@@ -246,10 +235,9 @@ class Parts:
             if self.cursor is None:
                 raise StateError(f"{self.label} has parts with a first commit and parts without: open it again")
             if self.ahead:
-                self.store.rollback(self.record.commits[self._ranks.rank])
+                self.store.rollback(self._recorded(self.record))
         assert self.store.commit is not None
-        assert self.record.cursor is not None
-        self._write(self.record.at(self.record.cursor, self._ranks.values(self.store.commit.id)))
+        self._write(self.record.renewed(self._ranks.values(self.store.commit.id)))
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -322,17 +310,19 @@ class Parts:
                 engine=record.engine, max_bytes=wanted.max_bytes, retention=record.retention + 1,
             )  # fmt: skip
             record.check_part(self._store, rank, self.label)
-            pin(self._store, record.commits[rank])
+            keep(self._store, record.of_part(rank))
             assert self._store.commit is not None
-            if self._store.commit.id != record.commits[rank]:
-                self._store.rollback(record.commits[rank])
+            if self._store.commit.id != self._recorded(record):
+                self._store.rollback(self._recorded(record))
         assert self._store is not None
         assert self._store.commit is not None
-        assert record.cursor is not None
-        record = record.at(record.cursor, self._ranks.values(self._store.commit.id))
+        record = record.renewed(self._ranks.values(self._store.commit.id)).trimmed()
         self.record = self._next = record
         if record != found:
             self._write(record)
+        if len(self._store.commits) > record.retention + 1:  # fewer are wanted now, or something failed to drop them
+            with suppress(StoreError):  # what stays goes with the next commit
+                release(self._store)
 
     def _check_commit(self, commit: Commit | None, cursor: Cursor) -> None:
         """Raise StateError where this part does not stand one commit after the record at most, at ``cursor``."""
@@ -342,7 +332,7 @@ class Parts:
                 f"{self.store.label} {at} and {in_words(cursor)} is to be published: commit it on every rank first"
             )
         if self._next.generation == self.record.generation and self.record.commits:
-            made = commit.id - self.record.commits[self._ranks.rank]
+            made = commit.id - self._recorded(self.record)
             if made > 1:
                 raise StateError(
                     f"{self.store.label} made {made} commits since the record was written: publish each before the next"
@@ -383,7 +373,12 @@ class Parts:
                 record.write(self.path)
         self.record = self._next = record
         if self._store is not None and record.commits:
-            pin(self._store, record.commits[self._ranks.rank])
+            keep(self._store, record.of_part(self._ranks.rank))
+
+    def _recorded(self, record: Record) -> int:
+        """Return the commit of this part at which a record stands."""
+        assert record.newest is not None
+        return record.newest.parts[self._ranks.rank]
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,27 +24,31 @@ class Peer:
     host: str
     """The running kernel and its process namespace; empty where they cannot be read."""
     process: int
-    started: float
+    started: int
+    """In ticks since the system did: a clock that nobody sets; 0 where it cannot be read."""
 
     @classmethod
     def here(cls) -> Peer:
         """Return this process."""
-        this = psutil.Process()
-        return cls(_host(), this.pid, this.create_time())
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, process: int) -> Peer:
+        """Return a process of this host."""
+        found = _state(process)
+        return cls(_host(), process, found[1] if found else 0)
 
     def fate(self) -> str | None:
         """Return what kept this process from answering, in words; None where it runs or is on another host."""
         if not self.host or self.host != _host():
             return None
         try:
-            found = psutil.Process(self.process)
-            if found.create_time() != self.started or found.status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}:
-                return "ended"
-            return "was stopped" if found.status() == psutil.STATUS_STOPPED else None
-        except psutil.NoSuchProcess:
-            return "ended"
-        except psutil.AccessDenied:
+            found = _state(self.process)
+        except OSError:  # not to be read is not ended
             return None
+        if found is None or found[1] != self.started or found[0] in "ZX":
+            return "ended"
+        return "was stopped" if found[0] == "T" else None
 
 
 def blame(peers: list[Peer]) -> str | None:
@@ -65,6 +68,12 @@ def blame(peers: list[Peer]) -> str | None:
         time.sleep(0.02)
 
 
+def ended(peers: Sequence[Peer]) -> str | None:
+    """Return which of ``peers`` on this host are gone, in the words of `blame`; it does not wait."""
+    gone = [f"rank {rank} (process {peer.process}) ended" for rank, peer in enumerate(peers) if peer.fate() == "ended"]
+    return ", ".join(gone) or None
+
+
 def rank_names(ranks: Sequence[int]) -> str:
     """Return "rank 1", "ranks 0 and 2" or, of many, the first of them and how many more."""
     if len(ranks) == 1:
@@ -72,6 +81,15 @@ def rank_names(ranks: Sequence[int]) -> str:
     if len(ranks) > MOST_NAMED:
         return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))} and {len(ranks) - MOST_NAMED} more"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _state(process: int) -> tuple[str, int] | None:
+    """Return a process's state, in the letters of proc_pid_stat(5), and when it started; None where there is none."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return words[0].decode(), int(words[19])
 
 
 @cache

@@ -19,6 +19,7 @@ from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.processors.entries import Entries, Pending
 from tiercache.ranks.bags import MODES, Block, Candidate, Chooser, candidates_of, check_bags, message_of
+from tiercache.ranks.bounds import confined
 from tiercache.training.batch import Pooled
 
 if TYPE_CHECKING:
@@ -34,10 +35,33 @@ if TYPE_CHECKING:
     from tiercache.tiers.rows import GroupRows
     from tiercache.training.row_optimizer import RowGradients
 
-__all__ = ["PooledBatch", "Pooling"]
+__all__ = ["AskedBags", "PooledBatch", "Pooling"]
 
 _SAMPLES, _ASKED, _MODES, _TOKEN, _ERROR = range(5)
 """The counts behind those of the P features."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AskedBags:
+    """What ranks want one another to pool for one batch, all in host memory: nothing was pooled yet."""
+
+    candidates: tuple[Candidate, ...]
+    modes: dict[str, str]
+    """By name, of the features of this rank's batch that are pooled elsewhere."""
+    num_samples: int
+    num_samples_W: NDArray[np.int64]
+    asked_W: tuple[Block, ...]
+    """What this rank asks of each."""
+    blocks_W: tuple[Block, ...]
+    """What each asks of this rank."""
+    counts_WP: NDArray[np.int64]
+    """Ids of each feature that each asks of this rank."""
+    modes_WP: NDArray[np.int8]
+    messages_W: Sequence[Sequence[NDArray[np.int32]]]
+    """What is told to each rank; with input by model what each would tell, and this rank has read."""
+    travel: bool
+    """Whether they are told."""
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +112,15 @@ class Pooling:
         self.candidates = candidates_of(owners, self._features) if self._ranks.size > 1 else ()
         self._rows = rows
 
+    def close(self) -> None:
+        """Let go of the rows of the pass that is open. Not collective."""
+        self.candidates, self._rows = (), ()
+
     def by_model(self, modes: Mapping[str, str | None]) -> list[Candidate]:
         """Return the features that are read, with input by model, on the ranks that own their tables."""
         return [one for one in self.candidates if modes.get(one.name) in MODES]
 
-    def pool(
+    def ask(
         self,
         ids: Mapping[str, FeatureIds],
         modes: Mapping[str, str | None],
@@ -103,13 +131,13 @@ class Pooling:
         trained: bool = True,
         error: Exception | None = None,
         token: int = 0,
-    ) -> tuple[PooledBatch | None, Exception | None]:
-        """Have features of a batch pooled; those that are not in what is returned need their rows.
+    ) -> tuple[AskedBags | None, Exception | None]:
+        """Ask for features of a batch to be pooled; those that are not in what is returned need their rows.
 
         ids: of this rank's samples. modes: how features are looked up. own: for input by model, by rank: the ids of its
         samples for the features of tables that this rank owns; all candidates are pooled then. error: what went wrong
-        on this rank before; it is returned, or an IndexError, where nothing was pooled on any rank because of it.
-        Nor is it where ranks bring different tokens: ``RowExchange.rows_of`` says so. Raises RankError, on all
+        on this rank before; it is returned, or an IndexError, where nothing is pooled on any rank because of it.
+        Nor is it where ranks bring different tokens: ``RowExchange.ask`` says so. Raises RankError, on all
         ranks, where ranks with input by model look different features up.
         """
         candidates, what = self.candidates, f"pooling features of {where}"
@@ -154,47 +182,62 @@ class Pooling:
         blocks_W = tuple(Block.of(candidates, told[rank, :P], self._ranks.rank) for rank in range(W))
         counts_WP = (told[:, :P] - 1) >> 1
         if own is None:
-            messages = self._tell(asked_W, blocks_W, ids, counts_WP, last[:, _SAMPLES], what)
+            messages_W = [message_of(block, candidates, ids) for block in asked_W]
         else:
-            pairs = list(zip(blocks_W, own, strict=True))
-            messages = [self._bring(message_of(block, candidates, some)) for block, some in pairs]
-            for rank, (block, some) in enumerate(pairs):
+            messages_W = [message_of(block, candidates, some) for block, some in zip(blocks_W, own, strict=True)]
+            for rank, (block, some) in enumerate(zip(blocks_W, own, strict=True)):
                 for p in block.features:
                     counts_WP[rank, p] = some[candidates[p].name].num_ids
-        modes_WP = np.where(told[:, :P] & 1, MODES["sum"], MODES["mean"]).astype(np.int8)
+        asked = AskedBags(
+            candidates=candidates,
+            modes={candidates[p].name: str(modes[candidates[p].name]) for p in chosen},
+            num_samples=num_samples,
+            num_samples_W=last[:, _SAMPLES],
+            asked_W=asked_W,
+            blocks_W=blocks_W,
+            counts_WP=counts_WP,
+            modes_WP=np.where(told[:, :P] & 1, MODES["sum"], MODES["mean"]).astype(np.int8),
+            messages_W=messages_W,
+            travel=own is None,
+            what=what,
+        )
+        return asked, None
+
+    def answer(self, asked: AskedBags) -> PooledBatch:
+        """Have the features pooled; where the processor queues its work, nothing is waited for."""
+        self._exchange.bounds.check()
+        messages = self._tell(asked) if asked.travel else [self._bring(pieces) for pieces in asked.messages_W]
         entries_W = [
             self._entries(block, message, counts_P, modes_P, int(n))
             for block, message, counts_P, modes_P, n in zip(
-                blocks_W, messages, counts_WP, modes_WP, last[:, _SAMPLES], strict=True
+                asked.blocks_W, messages, asked.counts_WP, asked.modes_WP, asked.num_samples_W, strict=True
             )
         ]
-        vectors_W = self._answer(asked_W, blocks_W, entries_W, last[:, _SAMPLES], num_samples, what)
+        vectors_W = self._answer(asked, entries_W)
+        every = {one.name: p for p, one in enumerate(asked.candidates)}
         features = {
-            candidates[p].name: Pooled(str(modes[candidates[p].name]), self._vectors(p, asked_W, vectors_W))
-            for p in chosen
+            name: Pooled(mode, self._vectors(every[name], asked.asked_W, vectors_W))
+            for name, mode in asked.modes.items()
         }
-        batch = PooledBatch(features, candidates, last[:, _SAMPLES], asked_W, blocks_W, tuple(map(tuple, entries_W)))
-        return batch, None
+        return PooledBatch(
+            features, asked.candidates, asked.num_samples_W, asked.asked_W, asked.blocks_W, tuple(map(tuple, entries_W))
+        )
 
     def _bring(self, pieces: Sequence[NDArray[np.int32]]) -> torch.Tensor:
         joined = np.concatenate(pieces) if pieces else NONE_I4
         return self._processor.tensor(self._processor.bring(joined))
 
-    def _tell(
-        self, asked_W: Sequence[Block], blocks_W: Sequence[Block], ids: Mapping[str, FeatureIds],
-        counts_WP: NDArray[np.int64], num_samples_W: NDArray[np.int64], what: str,
-    ) -> list[torch.Tensor]:  # fmt: skip
+    def _tell(self, asked: AskedBags) -> list[torch.Tensor]:
         """Send the messages; return what each rank asks of this one."""
-        p, rank, candidates = self._processor, self._ranks.rank, self.candidates
-        pieces_W = [message_of(block, candidates, ids) for block in asked_W]
+        p, rank, pieces_W = self._processor, self._ranks.rank, asked.messages_W
         send = self._wire.remote(sum(piece.size for piece in pieces) for pieces in pieces_W)
         receive = self._wire.remote(
-            sum(candidates[f].words(int(n), int(counts_P[f])) for f in block.features)
-            for block, counts_P, n in zip(blocks_W, counts_WP, num_samples_W, strict=True)
+            sum(asked.candidates[f].words(int(n), int(counts_P[f])) for f in block.features)
+            for block, counts_P, n in zip(asked.blocks_W, asked.counts_WP, asked.num_samples_W, strict=True)
         )
         sent = self._bring([piece for r, pieces in enumerate(pieces_W) if r != rank for piece in pieces])
         came = p.tensor(p.empty((sum(receive),), np.int32))
-        self._wire.send(sent, send, receive, came, what)
+        self._wire.send(sent, send, receive, came, asked.what)
         messages = list(torch.split(came, receive))
         messages[rank] = self._bring(pieces_W[rank])
         return messages
@@ -223,8 +266,12 @@ class Pooling:
                     at += count
                 starts.append(starts[-1] + count)
             joined, features = torch.cat(ids), [f for f, _, _ in some]
-            self._check(joined, starts, features)
+            for i, f in enumerate(features):
+                one, mine = self.candidates[f], joined[starts[i] : starts[i + 1]]
+                what = f"of table {one.table!r}, of which the pass has {one.rows:,}"
+                self._exchange.bounds.expect(p.array(mine), one.rows, what)
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=message.device), *lengths]).cumsum(0)
+            offsets = confined(offsets, starts[-1] + 1, p)
             entries = Entries(
                 ids=p.array(joined),
                 starts=np.array(starts, dtype=np.int64),
@@ -240,22 +287,10 @@ class Pooling:
             ]
         return served
 
-    def _check(self, ids: torch.Tensor, starts: Sequence[int], features: Sequence[int]) -> None:
-        for i, f in enumerate(features):
-            mine, one = ids[starts[i] : starts[i + 1]], self.candidates[f]
-            low, high = (int(n) for n in mine.aminmax()) if mine.numel() else (0, 0)
-            if low < 0 or high >= max(one.rows, 1):
-                raise RankError(
-                    f"rank {self._ranks.rank} was asked for rows {low:,} to {high:,} of table {one.table!r}, of which "
-                    f"the pass has {one.rows:,}: start all ranks again with one pass set"
-                )
-
-    def _answer(
-        self, asked_W: Sequence[Block], blocks_W: Sequence[Block], entries_W: Sequence[list[_Served]],
-        num_samples_W: NDArray[np.int64], num_samples: int, what: str,
-    ) -> list[torch.Tensor]:  # fmt: skip
+    def _answer(self, asked: AskedBags, entries_W: Sequence[list[_Served]]) -> list[torch.Tensor]:
         """Pool what each rank asked for; return the vectors of each of this rank's blocks."""
-        sizes_W = [block.width * int(n) for block, n in zip(blocks_W, num_samples_W, strict=True)]
+        blocks_W, asked_W, num_samples = asked.blocks_W, asked.asked_W, asked.num_samples
+        sizes_W = [block.width * int(n) for block, n in zip(blocks_W, asked.num_samples_W, strict=True)]
         send, receive = self._wire.remote(sizes_W), self._wire.remote(b.width * num_samples for b in asked_W)
         sent, came = self._flat(sum(send)), self._flat(sum(receive))
         here = self._flat(sizes_W[self._ranks.rank])
@@ -267,7 +302,7 @@ class Pooling:
                     [(self._rows[group], entries) for group, entries in parts.items()],
                     self._processor.array(out.view(-1, block.width)),
                 )
-        self._wire.send(sent, send, receive, came, what)
+        self._wire.send(sent, send, receive, came, asked.what)
         vectors = list(torch.split(came, receive))
         vectors[self._ranks.rank] = here
         return [flat.view(num_samples, block.width) for flat, block in zip(vectors, asked_W, strict=True)]

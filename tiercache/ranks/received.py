@@ -12,6 +12,7 @@ import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.processors.entries import Pending
+from tiercache.ranks.bounds import confined
 from tiercache.ranks.stretches import exclusive
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Received:
             mine, at = slice(int(begin_W[rank]), int(begin_W[rank] + asked_W[rank])), int(at_W[rank])
             places, named = positions[mine], slots[mine]
             if rank in self._chosen:
-                places, named = (one.index_select(0, self._chosen[rank]) for one in (places, named))
+                chosen = confined(self._chosen[rank], places.numel(), processor)
+                places, named = (one.index_select(0, chosen) for one in (places, named))
             first = 0
             for section in np.nonzero(counts_S)[0].tolist():
                 h, count, dim = section % num_groups, int(counts_S[section]), int(self._dims_S[section])

@@ -1,4 +1,4 @@
-"""The record of a sharded store: the one small file that says at which commits of its parts it stands."""
+"""The record of a sharded store: the one small file that says which commits of its parts belong together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.passes.durable import write_whole
+from tiercache.ranks.common_commit import CommonCommit, checked_cursor, in_words
 from tiercache.store import (
     CommitMissingError,
     CorruptStoreError,
-    Cursor,
     FormatVersionError,
     NotAStoreError,
     Table,
@@ -26,19 +27,21 @@ from tiercache.store.record import whole
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiercache.store import Store
+    from tiercache.store import Cursor, Store
 
-__all__ = ["RECORD", "Record", "in_words", "part_name"]
+__all__ = ["RECORD", "Record", "part_name"]
 
 RECORD = "record.json"
 _FORMAT = "tiercache sharded store"
-_VERSION = 1
+_VERSION = 2
+"""What is written. Version 1, which is read, names one commit, without an id: `_ALONE` in place of `_SEVERAL`."""
 _NAME = re.compile(r"part-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
 _ID = re.compile(r"[0-9a-f]{32}")
 _FIELDS = (
     "format", "version", "digest", "id", "generation", "engine", "retention", "tables", "placement", "parts",
-    "cursor", "commits", "obsolete",
+    "obsolete", "commits",
 )  # fmt: skip
+_ALONE, _SEVERAL = ("cursor",), ("first_commit",)
 
 
 def part_name(generation: int, rank: int) -> str:
@@ -48,7 +51,7 @@ def part_name(generation: int, rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """Which parts a sharded store has, and the commit of each that belong together."""
+    """Which parts a sharded store has, and the commits of each that belong together."""
 
     id: str
     """32 hexadecimal digits that no other sharded store has: its parts are marked with it."""
@@ -57,17 +60,19 @@ class Record:
     engine: str
     """Of all parts."""
     retention: int
-    """How many of its newest commits a user wants to be kept; parts keep one more."""
+    """How many of its newest commits are kept; parts keep one more, while the next is made."""
     tables: tuple[Table, ...]
     """Whole ones, in the order of unsigned table ids."""
     placement: dict[str, Any]
     """Which rank has which rows, as plain JSON values."""
     parts: tuple[str, ...]
     """The folder of each rank's part: a name within the store's, or an absolute path that was given for it."""
-    cursor: Cursor | None = None
-    """Where all parts stand; None: nothing was ever committed."""
-    commits: tuple[int, ...] = ()
-    """The commit of each part that stands there; none without a cursor."""
+    commits: tuple[CommonCommit, ...] = ()
+    """Those that are kept, the oldest first."""
+    first_commit: int = 0
+    """The id of the first commit that these parts made; those before it were of other parts, which are gone.
+
+    0 where a record of version 1 did not say."""
     obsolete: tuple[str, ...] = ()
     """Folders, as in ``parts``, of other generations: what is there and marked as a part of this store is deleted."""
 
@@ -85,9 +90,60 @@ class Record:
         """Return the folder of a rank's part of the sharded store in ``directory``."""
         return directory / self.parts[rank]
 
-    def at(self, cursor: Cursor, commits: Sequence[int]) -> Record:
-        """Return the same parts at other commits."""
-        return replace(self, cursor=cursor, commits=tuple(commits))
+    @property
+    def newest(self) -> CommonCommit | None:
+        """Where the store stands; None: nothing was ever committed."""
+        return self.commits[-1] if self.commits else None
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where all parts stand; None: nothing was ever committed."""
+        return self.commits[-1].cursor if self.commits else None
+
+    @property
+    def next_commit(self) -> int:
+        """The id of the next commit."""
+        return self.commits[-1].id + 1 if self.commits else self.first_commit
+
+    def of_part(self, rank: int) -> tuple[int, ...]:
+        """Return the commits of a rank's part that it names, the oldest first."""
+        return tuple(commit.parts[rank] for commit in self.commits)
+
+    def at(self, cursor: Cursor, parts: Sequence[int]) -> Record:
+        """Return the record with another newest commit, of these commits of ``parts``; itself where it stands there."""
+        newest = self.newest
+        if newest is not None and (newest.cursor, newest.parts) == (cursor, tuple(parts)):
+            return self
+        commit = CommonCommit(id=self.next_commit, cursor=cursor, parts=tuple(parts))
+        return replace(self, commits=(*self.commits, commit)[-self.retention :])
+
+    def renewed(self, parts: Sequence[int]) -> Record:
+        """Return the record with the same newest commit, for which ``parts`` have other commits with the same rows."""
+        return replace(self, commits=(*self.commits[:-1], replace(self.commits[-1], parts=tuple(parts))))
+
+    def trimmed(self) -> Record:
+        """Return the record without the oldest commits, where it names more than are kept."""
+        return replace(self, commits=self.commits[-self.retention :])
+
+    def back_at(self, to: CommonCommit, parts: Sequence[int]) -> Record:
+        """Return the record with a newest commit that stands where ``to`` stood, and without those between."""
+        commit = CommonCommit(id=self.next_commit, cursor=to.cursor, parts=tuple(parts))
+        kept = (one for one in self.commits if one.id <= to.id)
+        return replace(self, commits=(*kept, commit)[-self.retention :])
+
+    def find(self, id_: int, label: str) -> CommonCommit:
+        """Return a commit that is kept. Raises CommitMissingError, which calls the sharded store ``label``."""
+        for commit in self.commits:
+            if commit.id == id_:
+                return commit
+        kept = ", ".join(str(commit.id) for commit in self.commits)
+        advice = f"give one of {kept}" if kept else "it has none yet"
+        if 0 <= id_ < self.first_commit:
+            raise CommitMissingError(
+                f"commit {id_} of {label} went with the parts that other ranks or another placement had before commit "
+                f"{self.first_commit}: {advice}"
+            )
+        raise CommitMissingError(f"{label} has no commit {id_}: {advice}")
 
     def to_bytes(self) -> bytes:
         """Return it as JSON with a digest. Raises ValueError where the placement is not plain JSON values."""
@@ -101,8 +157,8 @@ class Record:
             "tables": [table.to_record() for table in self.tables],
             "placement": self.placement,
             "parts": list(self.parts),
-            "cursor": None if self.cursor is None else list(self.cursor),
-            "commits": list(self.commits),
+            "first_commit": self.first_commit,
+            "commits": [commit.to_record() for commit in self.commits],
             "obsolete": list(self.obsolete),
         }
         return json.dumps(values | {"digest": _digest(values)}, indent=1, allow_nan=False).encode()
@@ -116,25 +172,26 @@ class Record:
         with room_for(len(data), directory, f"the record of the sharded store at {directory}"):
             write_whole(directory / RECORD, data)
 
-    def check_part(self, store: Store, rank: int, label: str) -> None:
-        """Raise where a part, however it was opened, lacks the commit that the record names of it.
+    def check_part(self, store: Store, rank: int, label: str, commits: Sequence[CommonCommit] | None = None) -> None:
+        """Raise where a part, with all its commits, lacks one that the record names, or one of ``commits`` of these.
 
         Raises CommitMissingError and CorruptStoreError, which call the sharded store ``label``.
         """
-        wanted, kept = self.commits[rank], {commit.id: commit.cursor for commit in store.commits}
-        if wanted not in kept:
-            has = f"has commits {', '.join(map(str, kept))}" if kept else "has no commit"
-            older = "older than" if max(kept, default=-1) < wanted else "newer than"
-            raise CommitMissingError(
-                f"part {rank} of {label} {has} and the record names commit {wanted}: {store.path} is {older} it: "
-                "restore parts and record from copies of one moment"
-            )
-        if kept[wanted] != self.cursor:
-            assert self.cursor is not None
-            raise CorruptStoreError(
-                f"commit {wanted} of part {rank} of {label} stands at {in_words(kept[wanted])} and the record at "
-                f"{in_words(self.cursor)}: restore parts and record from copies of one moment"
-            )
+        kept = {commit.id: commit.cursor for commit in store.commits}
+        for commit in reversed(self.commits if commits is None else commits):  # the newest says most of what went wrong
+            wanted = commit.parts[rank]
+            if wanted not in kept:
+                has = f"has commits {', '.join(map(str, kept))}" if kept else "has no commit"
+                older = "older than" if max(kept, default=-1) < wanted else "newer than"
+                raise CommitMissingError(
+                    f"part {rank} of {label} {has} and the record names commit {wanted}: {store.path} is {older} it: "
+                    "restore parts and record from copies of one moment"
+                )
+            if kept[wanted] != commit.cursor:
+                raise CorruptStoreError(
+                    f"commit {wanted} of part {rank} of {label} stands at {in_words(kept[wanted])} and the record at "
+                    f"{in_words(commit.cursor)}: restore parts and record from copies of one moment"
+                )
 
     @classmethod
     def read(cls, directory: Path) -> Record | None:
@@ -161,11 +218,11 @@ class Record:
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise NotAStoreError(f"{name} is not a sharded store's: give the path of one, or one that is free")
         version = values.get("version")
-        if version != _VERSION or isinstance(version, bool):
+        if version not in (1, _VERSION) or isinstance(version, bool):
             newer = isinstance(version, int) and version > _VERSION
             shown = repr(version)[:40]
             raise FormatVersionError(
-                f"{name} has format version {shown} and this tiercache reads version {_VERSION}: "
+                f"{name} has format version {shown} and this tiercache reads versions 1 and {_VERSION}: "
                 f"{'use a newer tiercache' if newer else 'use the tiercache that wrote it'}"
             )
         try:
@@ -176,9 +233,10 @@ class Record:
     @classmethod
     def _checked(cls, values: dict[str, Any]) -> Record:
         """Return the record that ``values`` describe. Raises ValueError, KeyError or TypeError where they do not."""
-        if unknown := sorted(values.keys() - set(_FIELDS)):
+        fields = _FIELDS + (_ALONE if values["version"] == 1 else _SEVERAL)
+        if unknown := sorted(values.keys() - set(fields)):
             raise ValueError(f"it has {unknown[0]!r:.60}, which this version does not know")
-        if missing := [name for name in _FIELDS if name not in values]:
+        if missing := [name for name in fields if name not in values]:
             raise ValueError(f"it lacks {missing[0]!r}")
         if values.pop("digest") != _digest(values):
             raise ValueError("it does not match its own digest")
@@ -201,13 +259,10 @@ class Record:
         for part in obsolete:
             if _number(part)[0] == generation:
                 raise ValueError(f"it names {part!r:.200} both as a part and as what is to be deleted")
-        commits = tuple(whole(id_, "the commit of a part") for id_ in _list(values, "commits"))
-        cursor = None
-        if values["cursor"] is not None:
-            visit, sample = _list(values, "cursor")
-            cursor = Cursor(whole(visit, "the visit"), whole(sample, "the sample"))
-        if len(commits) != (0 if cursor is None else len(parts)):
-            raise ValueError(f"it names {len(commits)} commits of {len(parts)} parts")
+        commits, first_commit = _commit_alone(values) if values["version"] == 1 else _commits(values)
+        for commit in commits:
+            if len(commit.parts) != len(parts):
+                raise ValueError(f"it names {len(commit.parts)} commits of {len(parts)} parts")
         tables = tuple(Table.from_record(record) for record in _list(values, "tables"))
         group_tables(tables)
         return cls(
@@ -218,15 +273,36 @@ class Record:
             tables=tuple(sorted(tables, key=lambda table: table.table_id)),
             placement=values["placement"],
             parts=parts,
-            cursor=cursor,
             commits=commits,
+            first_commit=first_commit,
             obsolete=obsolete,
         )
 
 
-def in_words(cursor: Cursor) -> str:
-    """Return where something stands, in the words of a message."""
-    return f"visit {cursor.visit}" + (f", sample {cursor.sample}" if cursor.sample else "")
+def _commits(values: dict[str, Any]) -> tuple[tuple[CommonCommit, ...], int]:
+    """Return the commits that are kept, and the id of the first of these parts."""
+    first = whole(values["first_commit"], "the first commit")
+    commits = tuple(map(CommonCommit.from_record, _list(values, "commits")))
+    if any(commit.id < first for commit in commits):
+        raise ValueError(f"it names commit {commits[0].id} and begins with commit {first}")
+    for one, other in pairwise(commits):
+        if one.id >= other.id or any(a >= b for a, b in zip(one.parts, other.parts, strict=False)):
+            raise ValueError(f"its commits {one.id} and {other.id} do not stand in the order in which they were made")
+    return commits, first
+
+
+def _commit_alone(values: dict[str, Any]) -> tuple[tuple[CommonCommit, ...], int]:
+    """Return the one commit of a record of version 1, whose id is the greatest of those of the parts, and 0.
+
+    Which commit was the first of these parts it does not say: of none is it said that it went with others.
+    """
+    parts = tuple(whole(id_, "the commit of a part") for id_ in _list(values, "commits"))
+    cursor = None if values["cursor"] is None else checked_cursor(values["cursor"])
+    if cursor is None and not parts:
+        return (), 0
+    if cursor is None or not parts:
+        raise ValueError(f"it names {len(parts)} commits of {len(_list(values, 'parts'))} parts")
+    return (CommonCommit(id=max(parts), cursor=cursor, parts=parts),), 0
 
 
 def _checked_part(part: Any) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Sequence
 
-    from tiercache.ranks.parts import Meeting
+    from tiercache.ranks.meeting import Meeting
     from tiercache.ranks.shares import Share
     from tiercache.store import Commit, Store, Table
     from tiercache.store.base_segment import Layout
@@ -63,7 +63,8 @@ def reshard(
     writes it in the order of first use from where training stands: it goes on there, with rows, optimizer state,
     learning rates and dense state as they are. Each rank has the dense state, random generators included, that the
     same rank had, a new one that of rank 0. Passes that were split from the ones trained so far continue those;
-    with ``reorganised`` any others are begun. engine, parts, retention: as in ``Parts.begin_generation``.
+    with ``reorganised`` any others are begun. engine, parts, retention: as in ``Parts.begin_generation``. Older
+    commits go with the old parts.
 
     One record makes the new parts the store's; killed before, the old ones stand, and what is half-made is deleted
     on the next open. Old parts are deleted after. Each rank takes about 350 MiB of memory, and beside the old parts the
@@ -206,7 +207,9 @@ class _Copy:
         self._digest = schedule.digest
         self._uses, self._layout = first_uses(store, share, schedule, self.start)  # type: ignore[arg-type]
         parts = OldParts(old.tables, old.placement, old.parts)
-        self.need = Need.of(parts, store, share, self._uses, old.cursor, old.commit.state_bytes)
+        commit = old.parts[0].commit
+        assert commit is not None
+        self.need = Need.of(parts, store, share, self._uses, old.cursor, commit.state_bytes)
 
     def run(self, progress: Callable[[str, int], None]) -> None:
         """Write the rows."""
@@ -240,7 +243,9 @@ def place_of(commit: Commit, placement: Placement, rank: int, share: Share, orde
 
 def _start(old: ShardedStore, share: Share, order_seed: int | None, *, reorganised: bool) -> Cursor:
     """Return where training goes on in the schedule of ``share``. Raises PassSetError where that is another one."""
-    found = place_of(old.commit, old.placement, 0, share, order_seed)
+    commit = old.parts[0].commit
+    assert commit is not None
+    found = place_of(commit, old.placement, 0, share, order_seed)
     if found is not None:
         return found
     if not reorganised:

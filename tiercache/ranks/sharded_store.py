@@ -1,30 +1,32 @@
-"""A sharded store as one process reads it: whole tables over all parts, at the commit that the record names."""
+"""A sharded store as one process reads it: whole tables over all parts, at a commit that the record names."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiercache.ranks.part_folder import Mark
 from tiercache.ranks.placement import Placement, hash_bounds
+from tiercache.ranks.reading import commits_of, open_parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_folder import check_there
 from tiercache.store import CorruptStoreError, KeyMissingError, Store, StoreError, StoreMissingError, hash_keys
 from tiercache.store.errors import CommitMissingError
 from tiercache.store.scan import SCAN_BYTES
-from tiercache.store.serving import lookup
+from tiercache.store.serving import changed_rows, changes, lookup
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from tiercache.ranks.common_commit import CommonCommit
     from tiercache.ranks.placement import TablePlacement
-    from tiercache.store import Commit, Cursor, Table
+    from tiercache.store import Cursor, Table
     from tiercache.store.scan import Chunk
     from tiercache.store.serving import Fields
 
@@ -41,20 +43,35 @@ class ShardedStore:
     end it. For serving and looking; the ranks of a training read their own parts.
     """
 
-    def __init__(self, path: Path, record: Record, placement: Placement, parts: tuple[Store, ...]) -> None:
-        """Only ``open`` calls this."""
+    def __init__(
+        self,
+        path: Path,
+        record: Record,
+        placement: Placement,
+        parts: tuple[Store, ...],
+        opened: tuple[Store, ...],
+        commits: tuple[CommonCommit, ...],
+    ) -> None:
+        """Only ``open`` and ``at`` call this."""
         self.path, self.record, self.placement = path, record, placement
         self.parts = parts
         """The part of each rank, at its commit."""
         self.tables = record.tables
         """Whole ones, in the order of unsigned table ids."""
+        self.commits = commits
+        """Those that can be read, the oldest first; of a store opened at one, only that."""
+        self.commit = commits[-1]
+        """The newest commit, or the one that the store was opened at."""
+        self._opened = opened
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, mode: str = "r") -> ShardedStore:
-        """Open the sharded store at ``path``, every part at the commit that the record names.
+    def open(cls, path: str | os.PathLike[str], *, mode: str = "r", commit: int | None = None) -> ShardedStore:
+        """Open the sharded store at ``path``, every part at the newest commit that the record names, or ``commit``.
 
-        Raises StoreMissingError where nothing was committed, what ``Store.open`` raises for each part, and ValueError
-        for another mode than "r": ranks write, each its own part.
+        Of older commits it has those that all parts have, whole, when it is opened: a training drops the oldest
+        meanwhile, and damage that one alone needs spoils no other. Raises StoreMissingError where nothing was
+        committed, CommitMissingError, what ``Store.open`` raises for each part, and ValueError for another mode than
+        "r": ranks write, each its own part.
         """
         if mode != "r":
             raise ValueError(
@@ -64,18 +81,41 @@ class ShardedStore:
         check_there(place)
         for _ in range(_TRIES):
             record = Record.read(place)
-            if record is None or record.cursor is None:
+            if record is None or record.newest is None:
                 raise StoreMissingError(f"the sharded store at {place} has no commit yet: train to its first one")
+            label, placement = f"the sharded store at {place}", placement_of(record, place)
+            only = None if commit is None else record.find(commit, label)
             try:
-                return cls(place, record, placement_of(record, place), _open_parts(place, record))
+                opened = open_parts(place, record, only)
             except (StoreError, FileNotFoundError):
                 if Record.read(place) == record:
                     raise
+                continue
+            kept = commits_of(record, opened) if only is None else (only,)
+            return cls(place, record, placement, _all_at(opened, kept[-1]), opened, kept)
         raise StoreError(f"the sharded store at {place} went on {_TRIES} times while it was opened: open it again")
+
+    def at(self, commit: int) -> ShardedStore:
+        """Return this store as it stood at a ``commit`` that it keeps, for reading, while it is open.
+
+        Raises CommitMissingError.
+        """
+        found = replace(self.record, commits=self.commits).find(commit, self.label)
+        return ShardedStore(self.path, self.record, self.placement, _all_at(self.parts, found), (), (found,))
+
+    def check_parts(self) -> None:
+        """Raise where a part, opened with all its commits, lacks an older one that the record names and still does.
+
+        Raises CommitMissingError and CorruptStoreError; not needed for reading those that are in ``commits``.
+        """
+        now = Record.read(self.path)
+        named = [commit for commit in self.record.commits if now is not None and commit in now.commits]
+        for rank, part in enumerate(self._opened):
+            self.record.check_part(part, rank, self.label, named)
 
     def close(self) -> None:
         """Give up all parts. A second time does nothing."""
-        for part in self.parts:
+        for part in (*self.parts, *self._opened):
             part.close()
 
     def __enter__(self) -> Self:
@@ -85,7 +125,7 @@ class ShardedStore:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<{self.label}: {len(self.tables)} tables on {len(self.parts)} ranks, visit {self.cursor.visit}>"
+        return f"<{self.label}: {len(self.tables)} tables on {len(self.parts)} ranks, commit {self.commit.id}>"
 
     @property
     def label(self) -> str:
@@ -95,23 +135,31 @@ class ShardedStore:
     @property
     def cursor(self) -> Cursor:
         """Where all parts stand."""
-        assert self.record.cursor is not None
-        return self.record.cursor
+        return self.commit.cursor
 
     @property
-    def commit(self) -> Commit:
-        """The commit of part 0, whose dense state, settings and environment are the training's."""
+    def settings(self) -> dict[str, Any]:
+        """Those that the training left with the commit of part 0."""
         commit = self.parts[0].commit
         assert commit is not None
-        return commit
+        return commit.settings
 
     def state(self) -> bytes:
         """Return the dense state of part 0. Raises CorruptStoreError."""
         with self._reading():
             return self.parts[0].state()
 
+    def live_rows(self, table_name: str) -> int:
+        """Return how many rows a table has; reads nothing. Raises ValueError where there is none of that name."""
+        return sum(self.parts[rank].live_rows(table_name) for rank in self._counting(table_name))
+
     def scan(
-        self, table_name: str, *, chunk_rows: int | None = None, memory_bytes: int = SCAN_BYTES
+        self,
+        table_name: str,
+        *,
+        chunk_rows: int | None = None,
+        memory_bytes: int = SCAN_BYTES,
+        scratch: Path | None = None,
     ) -> Iterator[Chunk]:
         """Yield all rows of a table in hash order: keys (n,), and each field (n, width), whole, as ``Store.scan`` does.
 
@@ -121,11 +169,11 @@ class ShardedStore:
         with self._reading():
             if not placed.slices:
                 for part in self.parts:  # ranks own rising ranges of hashes
-                    yield from part.scan(table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes)
+                    yield from part.scan(table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
                 return
             share = memory_bytes // len(placed.slices)
             scans = [
-                self.parts[one.rank].scan(table_name, chunk_rows=chunk_rows, memory_bytes=share)
+                self.parts[one.rank].scan(table_name, chunk_rows=chunk_rows, memory_bytes=share, scratch=scratch)
                 for one in placed.slices
             ]
             yield from self._side_by_side(self._table(table_name), scans)
@@ -157,7 +205,63 @@ class ShardedStore:
                 return self._ask(0, table, keys, missing, progress)  # says what is wrong with them
             return self._by_hash(table, keys, missing, progress)
 
+    def changes(self, table_name: str, *, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
+        """Yield (keys, fields) of the whole rows of a table that changed after commit ``since``, as ``Store.changes``.
+
+        ``since``: a commit that is kept, or -1 for every row. Those of slices come in hash order, with the memory and
+        the temporary files of ``scan``. Raises CommitMissingError for another commit, and what ``Store.changes`` and,
+        of slices, ``scan`` raise.
+        """
+        placed, table = self._placed(table_name), self._table(table_name)
+        commits = self._since(since)
+        with self._reading():
+            if len(placed.slices) < 2:
+                for rank in self._counting(table_name):
+                    yield from self.parts[rank].changes(table_name, since=commits[rank])
+                return
+            # Slices change in the same steps. To look the keys of each chunk up would read all keys for each of them.
+            share = SCAN_BYTES // len(placed.slices)
+            scans = [
+                _values(changes(self.parts[one.rank], table_name, commits[one.rank], in_order=True, memory_bytes=share))
+                for one in placed.slices
+            ]
+            names = [field.name for field in table.fields]
+            for keys, values in self._side_by_side(table, scans):
+                yield keys, dict(zip(names, values, strict=True))
+
+    def changed_keys(self, table_name: str, *, since: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the keys of the rows that ``changes`` yields; of slices it reads the first. Raises as that does."""
+        counting, commits = self._counting(table_name), self._since(since)
+        with self._reading():
+            for rank in counting:
+                for keys, _ in self.parts[rank].changes(table_name, since=commits[rank]):
+                    yield keys
+
+    def changed_rows(self, table_name: str, since: int) -> int:
+        """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
+        counting, commits = self._counting(table_name), self._since(since)
+        with self._reading():
+            return sum(changed_rows(self.parts[rank], table_name, commits[rank]) for rank in counting)
+
     # -- inside ------------------------------------------------------------------------------------------
+
+    def _counting(self, table_name: str) -> Sequence[int]:
+        """Return the ranks in whose parts every row of a table is once."""
+        placed = self._placed(table_name)
+        return [placed.slices[0].rank] if placed.slices else range(len(self.parts))
+
+    def _since(self, commit: int) -> tuple[int, ...]:
+        """Return the commit of each part from which changes count."""
+        if commit == -1:
+            return (-1,) * len(self.parts)
+        if commit > self.commit.id:
+            raise CommitMissingError(
+                f"{self.label} stands at commit {self.commit.id} and knows no changes since {commit}: give an older one"
+            )
+        try:
+            return self.record.find(commit, self.label).parts
+        except CommitMissingError as error:
+            raise CommitMissingError(f"{error}, or take all rows with -1") from None
 
     def _by_hash(
         self, table: Table, keys: NDArray[np.int64], missing: str, progress: Callable[[str, int, int], None] | None
@@ -254,24 +358,14 @@ def placement_of(record: Record, path: Path) -> Placement:
     return placement
 
 
-def _open_parts(path: Path, record: Record) -> tuple[Store, ...]:
-    """Open every part for reading at the commit of the record. Raises what is wrong with the first that has not."""
-    label = f"the sharded store at {path}"
-    with ExitStack() as stack:
-        parts = []
-        for rank, commit in enumerate(record.commits):
-            folder = record.folder(path, rank)
-            Mark(store=record.id, generation=record.generation, rank=rank).check(folder, label)
-            try:
-                part = stack.enter_context(Store.open(folder, mode="r", commit=commit))
-            except CommitMissingError:
-                with Store.open(folder, mode="r") as newest:
-                    record.check_part(newest, rank, label)
-                raise
-            record.check_part(part, rank, label)
-            parts.append(part)
-        stack.pop_all()
-    return tuple(parts)
+def _all_at(parts: tuple[Store, ...], commit: CommonCommit) -> tuple[Store, ...]:
+    return tuple(part.at(id_) for part, id_ in zip(parts, commit.parts, strict=True))
+
+
+def _values(chunks: Iterator[tuple[NDArray[np.int64], Fields]]) -> Iterator[Chunk]:
+    """Yield fields without their names."""
+    for keys, fields in chunks:
+        yield keys, tuple(fields.values())
 
 
 def _joined(table: Table, slices: list[tuple[NDArray[np.float32], ...]]) -> tuple[NDArray[np.float32], ...]:

@@ -59,6 +59,7 @@ class Wanted:
             placement=self.placement,
             parts=tuple(self._place(path, generation, rank) for rank in range(self._num_ranks)),
             obsolete=() if before is None else (*before.obsolete, *before.parts),
+            first_commit=0 if before is None else before.next_commit,
         )
 
     def moved(self, path: Path, record: Record) -> Record:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.errors import BudgetError
+from tiercache.errors import BudgetError, StateError
 from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
 from tiercache.passes.row_budget import device_bytes
 from tiercache.processors.processor import Layout
@@ -84,12 +84,18 @@ class DeviceTier:
         self.slots_G: list[Array] = []
         """The slots of the visit shown, on the device."""
         self._spare_G: list[NDArray[np.int32]] = []
+        self._closed = False
         self.clear()
+
+    def close(self) -> None:
+        """Let go of the device's memory, whoever still refers to this; no visit may begin any more."""
+        self._closed = True
+        self.arrays_G, self.slots_G, self._spare_G, self.num_bytes = [], [], [], 0
 
     def clear(self) -> None:
         """Forget all rows: every slot is spare."""
         self._spare_G, self.slots_G = [], []
-        for rows in self.capacity_G:
+        for rows in [] if self._closed else self.capacity_G:
             spare = np.arange(rows, -1, -1, dtype=np.int32)
             spare[:rows] -= 1  # slot 0 is on top
             spare[-1] = rows
@@ -129,7 +135,9 @@ class DeviceTier:
         ]
 
     def read(self, group: int, field: int, slots: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return the words of a field in some slots."""
+        """Return the words of a field in some slots. Raises StateError where the tier is closed."""
+        if self._closed:
+            raise StateError("rows of a cache that is closed were asked for: ask for them before close()")
         return self._mover.read(self.arrays_G[group].fields[field], slots)
 
     def note_keys(self, pass_index: int, keys_of: Callable[[int, int], NDArray[np.int64]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -31,26 +33,38 @@ class HostRegion:
     are held are locked for the device; while some are given back, the others are not.
     """
 
-    __slots__ = ("_address", "_bytes", "_locked", "_mover", "data", "first_page", "last_page")
+    __slots__ = ("_address", "_bytes", "_locked", "_mover", "_pid", "data", "first_page", "last_page")
 
     def __init__(self, capacity: int, mover: Mover) -> None:
+        self._mover, self._locked, self._pid = mover, -1, os.getpid()
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self._address = self._bytes.ctypes.data
         self.data = self._bytes[:0]
         self.first_page = self.last_page = 0
-        self._mover, self._locked = mover, -1
+
+    def __del__(self) -> None:
+        """Unlock what nobody closed: the device would take other pages at this address for these.
+
+        A process that was forked off has a copy of what is not its own.
+        """
+        if not sys.is_finalizing() and self._pid == os.getpid():
+            self.unlock()
 
     @property
     def resident_bytes(self) -> int:
         """Bytes not given back."""
         return (self.last_page - self.first_page) * PAGE_BYTES
 
+    def is_open_to(self, num_bytes: int) -> bool:
+        """Whether exactly the pages of the first ``num_bytes`` bytes are held."""
+        return (self.first_page, self.last_page) == (0, paged(num_bytes) // PAGE_BYTES)
+
     def open(self, num_bytes: int) -> None:
         """Hold the pages of the first ``num_bytes`` bytes, and those only."""
         pages = paged(num_bytes) // PAGE_BYTES
         first, last = min(self.first_page, pages), min(self.last_page, pages)
-        if (self.first_page, self.last_page) != (0, pages):
+        if not self.is_open_to(num_bytes):
             self.unlock()
         self._advise(_DONTNEED, pages, self.last_page)
         self._advise(_POPULATE_WRITE, 0, first)
@@ -113,7 +127,7 @@ class HostMemory:
         """Return a region of ``num_bytes`` with undefined content."""
         assert num_bytes <= self.region_bytes, f"a region of {num_bytes} bytes is above {self.region_bytes}"
         with self._lock:
-            region = self._pop()
+            region = self._pop(num_bytes)
             self.resident_bytes += paged(num_bytes) - region.resident_bytes
             while self.resident_bytes > self.budget and self._free:
                 spare = self._free.pop()
@@ -127,7 +141,11 @@ class HostMemory:
             region.open(num_bytes)
         return region
 
-    def _pop(self) -> HostRegion:
+    def _pop(self, num_bytes: int) -> HostRegion:
+        """Return a free region, one whose pages stay as they are where there is one: others are locked anew."""
+        for i in range(len(self._free) - 1, -1, -1):
+            if self._free[i].is_open_to(num_bytes):
+                return self._free.pop(i)
         if self._free:
             return self._free.pop()
         return self._empty.pop() if self._empty else HostRegion(self.region_bytes, self._mover)
@@ -146,7 +164,10 @@ class HostMemory:
             self.resident_bytes -= before - region.resident_bytes
 
     def close(self) -> None:
-        """Take the pages of all regions that came back from the device; nobody may take a region any more."""
+        """Let all regions that came back go; nobody may take a region any more."""
         with self._lock:
             for region in (*self._free, *self._empty):
                 region.unlock()
+                self.resident_bytes -= region.resident_bytes
+            self._free.clear()
+            self._empty.clear()

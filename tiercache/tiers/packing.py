@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.kernels.arrays import NONE_I4
 from tiercache.tiers.device_tier import initial_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -37,32 +38,42 @@ class Packer:
     def pack(
         self,
         group: int,
-        order: NDArray[np.int32],
+        order: NDArray[np.int32] | None,
         stream: Stream,
-        blocks: Iterable[tuple[int, NDArray[np.uint8]]],
+        blocks: Sequence[tuple[int, NDArray[np.uint8]]],
     ) -> None:
         """Fill blocks, given by number and bytes; ``order`` has the positions of the stream's rows.
 
-        The bytes are there when a mark that is taken behind this call has passed.
+        None: rows stand in the order of their positions. Of an order what these blocks have comes to the device, and
+        no more. The bytes are there when a mark that is taken behind this call has passed.
         """
-        pieces, arrays = self._mover.pieces(stream.row_bytes // 4), self._device.arrays_G[group]
+        if not blocks:
+            return
+        pieces, arrays, slots = (
+            self._mover.pieces(stream.row_bytes // 4), self._device.arrays_G[group], self._device.slots_G[group],
+        )  # fmt: skip
+        first = int(stream.block_first_row_B[min(block for block, _ in blocks)])
+        last = int(stream.block_first_row_B[max(block for block, _ in blocks) + 1])
         for block, data in blocks:
             low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-            pieces.add(int(stream.block_first_row_B[block]), *_pieces(stream, low, high), data.view(np.float32))
+            pieces.add(int(stream.block_first_row_B[block]) - first, *_pieces(stream, low, high), data.view(np.float32))
         with self._mover.moving():
-            placed = self._mover.place(order, arrays.order)
-            self._mover.pack(arrays.fields, self._device.slots_G[group], placed, pieces)
+            if order is None:
+                self._mover.pack(arrays.fields, slots[first:last], NONE_I4, pieces)
+            else:
+                self._mover.pack(arrays.fields, slots, self._mover.place(order[first:last], arrays.order), pieces)
 
     def keys(
-        self, pass_index: int, group: int, order: NDArray[np.int32], stream: Stream
+        self, pass_index: int, group: int, order: NDArray[np.int32] | None, stream: Stream
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield the keys of each block in the order of its rows; of many blocks they are looked up together."""
+        """Yield the keys of each block in the order of its rows, as of `pack`; of many they are looked up together."""
         starts, first_table = self._positions.table_starts(pass_index, group), self._positions.first_table(group)
         keys_T = [np.asarray(self._keys_of(pass_index, first_table + i)) for i in range(len(starts) - 1)]
         first_row, at_once = stream.block_first_row_B.tolist(), max(1, _KEY_ROWS // stream.block_rows)
         for block in range(0, stream.num_blocks, at_once):
             cuts = first_row[block : block + at_once + 1]
-            positions = order[cuts[0] : cuts[-1]]
+            here = slice(cuts[0], cuts[-1])
+            positions = np.arange(here.start, here.stop, dtype=np.int32) if order is None else order[here]
             if len(keys_T) == 1:
                 keys = keys_T[0][positions]
             else:

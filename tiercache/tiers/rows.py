@@ -95,10 +95,14 @@ class RowView:
             raise RuntimeError(f"this batch belongs to {self.name}, which has ended: use batches inside their own loop")
 
     def end(self) -> None:
-        """End it: local ids mean other rows from now on. What makes batches of them ahead ends first."""
+        """End it: local ids mean other rows from now on. What makes batches of them ahead ends first.
+
+        Batches of it may stay with whoever has them; the memory of the rows does not stay with these.
+        """
         self.ended = True
         for close in list(self._users):
             close()
+        self.groups = ()
 
     @contextmanager
     def in_use(self, close: Callable[[], None]) -> Iterator[None]:

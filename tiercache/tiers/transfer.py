@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,8 +77,9 @@ class Transfer:
             store.checksums = crc32c
         if has_reads():
             store.read_with(read_checked, read_fields)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=_yield_to_training)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=_yield_to_training)
+        begin = partial(_begin_thread, mover)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=begin)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=begin)
         self._segments: dict[int, Segment] = {}
         self._planning: Future[VisitPlan] | None = None
         self._staging: Future[Staged] | None = None
@@ -137,11 +138,11 @@ class Transfer:
             self._store.forget()
 
     def close(self) -> None:
-        """End the threads."""
-        self.stop()
-        self._reader.shutdown()
-        self._writer.shutdown()
-        self.memory.close()
+        """End the threads, and let go of all memory of rows; of all that can be, where a device has failed."""
+        with ExitStack() as last:
+            for close in (self.device.close, self.memory.close, self._writer.shutdown, self._reader.shutdown):
+                last.callback(close)  # the last one first
+            self.stop()
 
     def check(self) -> None:
         """Raise, with its cause, what went wrong on the reader or the writer."""
@@ -180,14 +181,13 @@ class Transfer:
             )
             for g, group in enumerate(self._positions.groups)
         )  # fmt: skip
-        orders = [np.arange(rows, dtype=np.int32) for rows in plan.rows_G]
 
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
             scratch = self._mover.scratch(paged(self._budget.block))
             for g, stream in enumerate(streams):
-                for b, keys in enumerate(self._packer.keys(plan.pass_index, g, orders[g], stream)):
+                for b, keys in enumerate(self._packer.keys(plan.pass_index, g, None, stream)):
                     data = scratch[: int(stream.block_bytes_B[b])]
-                    self._packer.pack(g, orders[g], stream, [(b, data)])
+                    self._packer.pack(g, None, stream, [(b, data)])
                     self._mover.mark().wait()
                     yield g, b, data, keys
 
@@ -219,8 +219,7 @@ class Transfer:
                 order = self.placements[g].dump_order_K
                 order = order[order.size - stream.rows :]  # without the kept rows where they are not written
                 regions = self.host.enter(plan.visit, g, stream)
-                blocks = enumerate(region.data for region in regions)
-                self._packer.pack(g, order, stream, blocks)
+                self._packer.pack(g, order, stream, [(b, region.data) for b, region in enumerate(regions)])
                 dumped.append((g, stream, regions, order))
         return partial(self._write, plan, dumped, self._mover.mark(), state, report)
 
@@ -352,8 +351,9 @@ class Transfer:
         return self.report
 
 
-def _yield_to_training() -> None:
+def _begin_thread(mover: Mover) -> None:
     """Let the training thread have a core that it and this thread both want; what is idle is taken all the same."""
+    mover.enter_thread()
     with suppress(OSError, AttributeError):
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)

@@ -89,7 +89,8 @@ class _Line:
 
     def __init__(self, source: Pass, rows: RowView, most: int) -> None:
         self._source, self._rows, self._pid = source, rows, os.getpid()
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix="tiercache-batches")
+        enter = rows.processor.mover.enter_thread
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="tiercache-batches", initializer=enter)
         self.waiting: deque[tuple[int, Future[tuple[Batch, Delivery]]]] = deque()
         self.was_cut_short = False
         """Whether it was closed while some waited."""
@@ -104,7 +105,10 @@ class _Line:
         """Return the next one when it is made, for torch's current stream."""
         self._check()
         done, future = self.waiting.popleft()
-        batch, delivery = future.result()
+        try:
+            batch, delivery = future.result()
+        finally:
+            del future  # what went wrong refers to this call, and the future to what went wrong
         delivery.receive()
         return done, batch
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
-from tiercache.planning.visit_plan import PassSizes, Planner, VisitPlan
 from tiercache.processors.opening import open_processor
 from tiercache.sizes import parse_bytes
-from tiercache.store.history import manifest_of
 from tiercache.tiers.device_tier import DeviceTier
 from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.rows import RowView
-from tiercache.tiers.segments import segments_by_visit, waiting_streams
+from tiercache.tiers.segments import waiting_streams
 from tiercache.tiers.transfer import Transfer
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.ahead import Ahead
 from tiercache.training.commit_state import CommitState
 from tiercache.training.evaluation import Evaluation, RowsNow
 from tiercache.training.matching import check_features, check_schedule, check_tables
+from tiercache.training.plans import Plans
 from tiercache.training.progress import TrainingProgress, prepare_kernels
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.step_hooks import StepHooks
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from tiercache.passes.passset import PassSet
     from tiercache.planning.store_plan import StorePlan
+    from tiercache.planning.visit_plan import VisitPlan
     from tiercache.processors.processor import Processor
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
@@ -91,15 +92,19 @@ class TierCache:
         check_tables(store, passes)
         self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
         check_schedule(store, passes, self._schedule)
-        self._seed, self._commit_every = seed, commit_every
+        self._seed = seed
         self._shown = sys.stderr.isatty() if progress is None else progress
         self._progress: TrainingProgress | None = None
         self._positions = Positions.of(passes, store.groups)
         self._device = DeviceTier(self._positions, parse_bytes(device_budget), processor.mover)
         evaluation = None if eval_budget is None else parse_bytes(eval_budget)
         self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store))
-        self._store_budget = None if store_budget is None else parse_bytes(store_budget)
+        self._keys_of = self._positions.keys_of(passes)  # nothing that the cache has refers to it: it goes when dropped
         self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
+        self._plans = Plans(
+            store, self._schedule, self._positions, self._uses.of, self._budget, commit_every=commit_every,
+            store_budget=None if store_budget is None else parse_bytes(store_budget),
+        )  # fmt: skip
         self._memory = HostMemory(self._budget.rows, self._budget.region, processor.mover)
         self._state = CommitState(store.groups, processor)
         self.dense, self.optimizer = self._state.dense, self._state.optimizer
@@ -108,17 +113,15 @@ class TierCache:
             self._uses.of, schedule_digest=self._schedule.digest, environment=self._state.environment,
         )  # fmt: skip
         room = parse_bytes(device_budget) - self._device.num_bytes
-        self._raw = RawKeys(
-            passes.schema, store.groups, self.rows_now, lambda: self.optimizer.steps, self._processor, room
-        )
+        self._raw = RawKeys(passes.schema, store.groups, self.rows_now, self.optimizer, processor, room)
         self._ahead, self._hooks = Ahead(processor), StepHooks(self.step)
         self._visit: Visit | None = None
         self._run: object = None
-        self._sizes: dict[int, PassSizes] = {}
+        self._closed = False
         self.reports: list[VisitReport] = []
         """One report for each visit trained by this object, the last one unfinished while it runs."""
         self.plan()  # a budget that cannot hold says so here, not in the middle of a run
-        self._check_store(0 if store.commit is None else store.commit.state_bytes)
+        self._plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
 
     # -- before training ----------------------------------------------------------------------------------
 
@@ -130,15 +133,14 @@ class TierCache:
         yourself. Random generators of torch, numpy and random are part of every commit. Raises StateError for
         state that cannot be stored.
         """
+        self._check_open()
         self._hooks.check(objects)
         self.dense.track(objects)
         self._hooks.follow(objects)
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits (one epoch and one visit more where not said) without training them."""
-        planner = self._planner(sizes={})  # the reader's planner may be counting into the other
-        count = self._schedule.num_passes + 1 if visits is None else visits
-        return [planner.plan_next() for _ in range(count)]
+        return self._plans.visits(visits)
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -150,18 +152,19 @@ class TierCache:
         asked for, so what the loop's body does after its batches belongs to it. The commit of visit t is durable by
         the end of visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         """
+        self._check_open()
         run = self._run = object()
         self._end_visit()
         self._transfer.stop()
         share_threads()
         self._restore()
-        self._check_store(self.dense.most_bytes() if self._store_budget is not None else 0)
-        cursor, end = self._cursor, epochs * self._schedule.num_passes
+        self._plans.check_store(self.dense.most_bytes)
+        cursor, end = self._plans.cursor, epochs * self._schedule.num_passes
         if cursor[0] >= end:
             return
         if self.store.mode != "a":
             raise StateError(f"{self.store.label} is open for reading: open it with mode='a' to train")
-        self._transfer.begin(self._planner(end), end=end)
+        self._transfer.begin(self._plans.planner(end), end=end)
         first_sample = cursor[1]
         visits = range(cursor[0], end)
         total = sum(self.pass_set.passes[self._schedule.pass_of(v)].samples for v in visits)
@@ -171,6 +174,7 @@ class TierCache:
                 visit = self._begin_visit(index, first_sample)
                 yield visit
                 if self._run is not run:
+                    self._check_open()
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
                 self.optimizer.check_stepped(f"visit {index}")
                 first_sample = 0
@@ -245,6 +249,7 @@ class TierCache:
         row where their table was trained with one, else their initial row. Nothing is written. A slice is as
         many samples as ``eval_budget`` holds rows for; lookups in it leave no gradients.
         """
+        self._check_open()
         check_tables(self.store, passes)
         check_features(self.pass_set, passes)
         yield from Evaluation.slices(passes, self.rows_now(), self.eval_bytes, self._ahead)
@@ -255,6 +260,7 @@ class TierCache:
         Rows are as of now, as in ``evaluation``, read for this batch alone. Raises BudgetError where its unique keys
         have more rows than ``eval_budget`` holds.
         """
+        self._check_open()
         return self._raw.evaluate(keys, self.eval_bytes, **others)
 
     def rows_now(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> RowsNow:
@@ -263,21 +269,26 @@ class TierCache:
         Waits until every dump is durable: a row that is on its way to the store is nowhere else. ``unknown``: fields
         of out-of-vocabulary rows that stand elsewhere.
         """
+        self._check_open()
         self._transfer.drain()
         visit = self._visit
         return RowsNow(
             store=self.store, device=self._device if visit else None, placements=self._transfer.placements,
             pass_now=visit.pass_index if visit else None, positions=self._positions, keys_of=self._keys_of,
-            after=visit.index if visit else self._cursor[0] - 1, cached=self._transfer.cached_piece,
+            after=visit.index if visit else self._plans.cursor[0] - 1, cached=self._transfer.cached_piece,
             trained=self.pass_set, unknown=unknown,
         )  # fmt: skip
 
     def close(self) -> None:
-        """End both threads. What is not committed is not kept; the store stays open."""
-        self._run = None  # a loop that was left open finds nothing to end when it is collected
-        self._end_visit()
-        self._hooks.remove()
-        self._transfer.close()
+        """End both threads and let go of all memory. What is not committed is not kept; the store stays open.
+
+        Whatever asks the cache for rows from then on raises StateError; reports can be read.
+        """
+        self._run, self._closed = None, True  # a loop that was left open finds nothing to end when it is collected
+        with ExitStack() as last:
+            for close in (self._processor.drop_scratch, self._raw.close, self._transfer.close, self._hooks.remove):
+                last.callback(close)  # the last one first
+            self._end_visit()
 
     def __enter__(self) -> TierCache:
         return self
@@ -335,30 +346,13 @@ class TierCache:
         """The most bytes of rows the host held so far."""
         return self._memory.peak_bytes
 
-    @property
-    def _cursor(self) -> tuple[int, int]:
-        commit = self.store.commit
-        return (0, 0) if commit is None else (commit.cursor.visit, commit.cursor.sample)
-
-    def _keys_of(self, pass_index: int, table: int) -> NDArray[np.int64]:
-        return self.pass_set.passes[pass_index].keys(self._positions.tables[table].name)
-
-    def _planner(self, end: int | None = None, *, sizes: dict[int, PassSizes] | None = None) -> Planner:
-        visit, sample = self._cursor
-        stored = {v: segment.streams for v, segment in segments_by_visit(self.store).items()}
-        return Planner(
-            self._schedule, self._positions, self._uses.of, self._budget, start=visit, within=sample > 0,
-            commit_every=self._commit_every, end=end, stored=stored, sizes=self._sizes if sizes is None else sizes,
-        )  # fmt: skip
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this cache is closed: open another one on its store to go on")
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
-        planner, stored = self._planner(sizes={}), manifest_of(self.store)
-        return planner.store_plan(stored, commits=self.store.retention, state_bytes=state_bytes)
-
-    def _check_store(self, state_bytes: int) -> None:
-        if self._store_budget is not None:
-            self.store_plan(state_bytes).check(self._store_budget)
+        return self._plans.store_plan(state_bytes)
 
     def _restore(self) -> None:
         if self.store.commit is None:
@@ -394,7 +388,7 @@ class TierCache:
 
     def _end_visit(self) -> None:
         if self._visit is not None:
-            self._visit.rows.end()
+            self._visit.end()
             self._visit = None
             self.reports[-1].end_training()
         self.optimizer.discard()

@@ -12,7 +12,7 @@ import torch
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tiercache.processors.processor import Processor
 
@@ -84,7 +84,7 @@ class DenseState:
         there = self._processor.random_state()
         if there is not None:
             state["device"] = there
-        cloned = _moments()
+        cloned = _moments(state["objects"])
 
         def save() -> bytes:
             for moment in cloned:
@@ -149,11 +149,25 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
-def _moments() -> list[torch.cuda.Event]:
-    """Return the present moment of every GPU's current stream, none where no GPU was used."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
-    return [torch.cuda.current_stream(device).record_event() for device in range(torch.cuda.device_count())]
+def _moments(cloned: object) -> list[torch.cuda.Event]:
+    """Return the present moment of the current stream of each GPU that has some of what was cloned.
+
+    Of no other: to record one there would make a context, which takes hundreds of megabytes of that GPU.
+    """
+    devices = sorted({device.index for device in _devices(cloned) if device.type == "cuda"})
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
+
+
+def _devices(value: Any) -> Iterator[torch.device]:
+    """Yield the device of every tensor."""
+    if isinstance(value, torch.Tensor):
+        yield value.device
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _devices(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _devices(item)
 
 
 def _clone(value: Any) -> Any:

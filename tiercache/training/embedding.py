@@ -15,7 +15,6 @@ from tiercache.training.uses import Use
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tiercache.processors.entries import Array
     from tiercache.processors.processor import Processor
     from tiercache.schema import Feature, Schema
     from tiercache.store.table import Group
@@ -119,10 +118,9 @@ class TieredEmbeddingBag(nn.Module):
             PooledLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
             for part in self._parts[key]
         ]
-        out = processor.empty((batch.num_samples, self.out_features), np.float32)
-        names = tuple(given)
+        shape, names = (batch.num_samples, self.out_features), tuple(given)
         result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
-            self._anchor, processor, lookups, list(ready.values()), out, names, *given.values()
+            self._anchor, processor, lookups, list(ready.values()), shape, names, *given.values()
         )
         return result
 
@@ -214,8 +212,10 @@ class TieredEmbedding(nn.Module):
 class _PooledFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor, lookups: list[PooledLookup],
-                ready: list[ReadyLookup], out: Array, names: tuple[str, ...],
+                ready: list[ReadyLookup], shape: tuple[int, int], names: tuple[str, ...],
                 *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        # here, as torch lets nobody change in place what was given and comes back
+        out = processor.empty(shape, np.float32)
         if lookups:
             processor.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
         result = processor.tensor(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -182,8 +183,8 @@ class Evaluation:
     def batches(self, size: int, *, ahead: int | None = None) -> Iterator[Batch]:
         """Yield batches of ``size`` samples in the order of the data; ``ahead`` as of `Visit.batches`."""
         cuts = cut_batches(np.arange(self._first, self._last, dtype=np.int64), size)
-        for _, made in self._ahead.batches(self._source, self._rows, cuts, most=ahead, before=self._rows.check):
-            yield made
+        made = self._ahead.batches(self._source, self._rows, cuts, most=ahead, before=self._rows.check)
+        yield from map(itemgetter(1), made)  # no name here is a batch's, as in a visit
 
     @staticmethod
     def slices(passes: PassSet, rows_now: RowsNow, budget: int, ahead: Ahead) -> Iterator[Evaluation]:

@@ -47,6 +47,10 @@ class KeyFinder:
         """Bytes that the index takes; 0 before the first batch, and where it has no room."""
         return 0 if self._index is None else self._index.num_bytes
 
+    def close(self) -> None:
+        """Let go of the index; the next key that is looked for would make another."""
+        self._index = self._seen = None
+
     def find(
         self, source: Pass, features: dict[str, FeatureKeys], table_of: dict[str, str]
     ) -> tuple[Found, dict[str, FoundIds]]:

@@ -102,6 +102,7 @@ class PooledLookup:
 
     def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
         """Return d loss / d weight by feature."""
+        self.batch.rows.check()
         out = self.batch.rows.processor.weight_gradient(self.rows, self.entries, grad_NT)
         starts = self.entries.starts
         return {name: out[int(starts[f]) : int(starts[f + 1])] for f, name in enumerate(self.part.features)}

@@ -27,8 +27,6 @@ from tiercache.training.matching import check_tables
 from tiercache.training.progress import RewriteProgress, prepare_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from tiercache.store import Commit, Store, Table
@@ -99,7 +97,7 @@ def reorganise_plan(store: Store, passes: PassSet, *, order_seed: int | None = N
     return ReorganisePlan.of(
         store.groups,
         manifest_of(store),
-        count_keys(positions, _keys_of(passes, positions)),
+        count_keys(positions, positions.keys_of(passes)),
         _layout(positions),
         standing=file_bytes_of(store.path) if store.path is not None and store.path.is_dir() else None,
         use_bytes=files * sum(gap_bytes(sum(positions.num_rows(p) for p in range(positions.num_passes)))),
@@ -120,15 +118,9 @@ def _continued(commit: Commit, passes: PassSet, order_seed: int | None) -> Curso
 def first_uses(store: Store, passes: PassSet, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
     """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pieces."""
     positions = Positions.of(passes, store.groups)
-    keys_of = _keys_of(passes, positions)
+    keys_of = positions.keys_of(passes)
     uses = UseFiles(schedule, positions, keys_of, store.path)
     return FirstUses(schedule, positions, keys_of, uses.of, start=start.visit), _layout(positions)
-
-
-def _keys_of(passes: PassSet, positions: Positions) -> Callable[[int, int], NDArray[np.int64]]:
-    """Return what gives the keys of a pass and a table, by its place among all tables."""
-    names = [table.name for table in positions.tables]
-    return lambda pass_index, table: passes.passes[pass_index].keys(names[table])
 
 
 def _layout(positions: Positions) -> Layout:

@@ -78,9 +78,10 @@ class ResidentCache:
             self._fill(g)
         self.optimizer = RowOptimizer(self._groups, self._processor)
         self._ahead, self._hooks = Ahead(self._processor), StepHooks(self.step)
-        self._raw = RawKeys(passes.schema, self._groups, self.rows_now, lambda: self.optimizer.steps, self._processor)
+        self._raw = RawKeys(passes.schema, self._groups, self.rows_now, self.optimizer, self._processor)
         self._visit: Visit | None = None
         self._trained = 0
+        self._closed = False
 
     def _number(self, g: int) -> int:
         """Number the keys of a group over all passes and return how many there are."""
@@ -116,37 +117,68 @@ class ResidentCache:
 
     def track(self, **objects: Any) -> None:
         """Step rows when a tracked torch optimizer steps."""
+        self._check_open()
         self._hooks.follow(objects)
 
     def passes(self, epochs: int) -> Iterator[Visit]:
         """Yield the visits up to the end of epoch ``epochs``, from the first not trained yet."""
+        self._check_open()
         share_threads()
         while self._trained < epochs * self._schedule.num_passes:
             index = self._trained
             p = self._schedule.pass_of(index)
-            rows = [
-                GroupRows.of(
-                    group,
-                    self._arrays_G[g].fields,
-                    self._processor.mover.place(self._slots_PG[p][g], self._arrays_G[g].slots),
-                    self._positions.table_starts(p, g),
-                    streams=self._arrays_G[g].streams,
-                )
-                for g, group in enumerate(self._groups)
-            ]
-            view = RowView(rows, self.optimizer.gradients, f"visit {index}", self._processor)
+            view = RowView(self._rows_of(p), self.optimizer.gradients, f"visit {index}", self._processor)
             self._visit = Visit(
                 index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=view,
                 seed=self._seed, raw=self._raw, ahead=self._ahead,
             )  # fmt: skip
             try:
                 yield self._visit
+                self._check_open()
                 self.optimizer.check_stepped(f"visit {index}")
                 self._trained += 1
             finally:
                 view.end()
                 self._visit = None
                 self.optimizer.discard()
+
+    def _rows_of(self, p: int) -> list[GroupRows]:
+        """Return what lookups see of a pass."""
+        return [
+            GroupRows.of(
+                group,
+                self._arrays_G[g].fields,
+                self._processor.mover.place(self._slots_PG[p][g], self._arrays_G[g].slots),
+                self._positions.table_starts(p, g),
+                streams=self._arrays_G[g].streams,
+            )
+            for g, group in enumerate(self._groups)
+        ]
+
+    def close(self) -> None:
+        """Let go of all memory, on the device and beside it; whatever asks for rows from then on raises StateError.
+
+        A cache that nobody refers to any more lets go of it without.
+        """
+        self._closed = True
+        if self._visit is not None:
+            self._visit.rows.end()
+            self._visit = None
+        self.optimizer.discard()
+        self._hooks.remove()
+        self._raw.close()
+        self._processor.drop_scratch()
+        self._arrays_G, self._slots_PG = [], []
+
+    def __enter__(self) -> ResidentCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this cache is closed, and its rows are gone: read them before close()")
 
     def step(self) -> None:
         """Apply the pending row gradients."""
@@ -171,6 +203,7 @@ class ResidentCache:
 
         Views on a CPU, but of 16-bit vectors; copies from a GPU.
         """
+        self._check_open()
         g = next(g for g, group in enumerate(self._groups) if table_name in [t.name for t in group.tables])
         first = self._first[table_name]
         mine = slice(first, first + self._keys[table_name].size)
@@ -184,6 +217,7 @@ class ResidentCache:
 
     def rows_now(self) -> ResidentRows:
         """Return a reader of any rows as of now."""
+        self._check_open()
         return ResidentRows(self, self._visited())
 
     def _visited(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,8 @@ class StepHooks:
     """Calls ``step`` behind each step of the optimizer that is followed: at most one."""
 
     def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
+        """step: a method of whoever has this; an optimizer does not keep that one alive."""
+        self._step = weakref.WeakMethod(step)
         self._hooks: list[Any] = []
 
     def check(self, objects: dict[str, Any]) -> None:
@@ -29,7 +31,12 @@ class StepHooks:
 
     def follow(self, objects: dict[str, Any]) -> None:
         """Follow the optimizers among ``objects``."""
-        self._hooks += [found.register_step_post_hook(lambda *_: self._step()) for found in _optimizers(objects)]
+        self._hooks += [found.register_step_post_hook(self._call) for found in _optimizers(objects)]
+
+    def _call(self, *_: object) -> None:
+        step = self._step()
+        if step is not None:
+            step()
 
     def remove(self) -> None:
         """Follow none any more."""

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tiercache.tiers.rows import RowView
     from tiercache.training.ahead import Ahead, Cut
     from tiercache.training.batch import Batch
-    from tiercache.training.raw_batch import Missing, RawKeys
+    from tiercache.training.missing_rows import Missing
+    from tiercache.training.raw_batch import RawKeys
 
 
 class Visit:
@@ -35,7 +36,7 @@ class Visit:
         ahead: Ahead,
         first_sample: int = 0,
         order: Mapping[str, object] | None = None,
-        before_batch: Callable[[int], None] = lambda _: None,
+        before_batch: Callable[[int], None] | None = None,
         note_loss: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.index = index
@@ -61,7 +62,7 @@ class Visit:
         self.source = source
         """The pass, with its samples."""
         self._seed, self._raw, self._ahead = seed, raw, ahead
-        self._before_batch, self._note_loss = before_batch, note_loss
+        self._before_batch, self._note_loss = before_batch or _nothing, note_loss
 
     def batches(self, size: int, *, shuffle: bool = False, ahead: int | None = None) -> Iterator[Batch]:
         """Yield batches of ``size`` samples from where the visit stands; the last one may be short.
@@ -77,10 +78,13 @@ class Visit:
         ended; StateError where a commit inside it stands in another order, and in a fork of this process; PassSetError
         where the pass has a key set alone; ValueError for a size below 1 or an ``ahead`` below 0.
         """
-        cuts = self._cuts(size, shuffle)
-        for done, made in self._ahead.batches(self.source, self.rows, cuts, most=ahead, before=self._before):
-            self.samples_done = done
-            yield made
+
+        def counted(made: tuple[int, Batch]) -> Batch:
+            self.samples_done, batch = made
+            return batch
+
+        cuts = self._cuts(size, shuffle)  # no name here is a batch's: while the next is made, it is the caller's alone
+        yield from map(counted, self._ahead.batches(self.source, self.rows, cuts, most=ahead, before=self._before))
 
     def places(self, size: int, *, shuffle: bool = False) -> Iterator[NDArray[np.int64]]:
         """Yield the places in the sub-dataset of each batch that ``batches`` yields; counts it as yielded."""
@@ -104,6 +108,11 @@ class Visit:
             self.num_samples, seed=self._seed, epoch=self.epoch, pass_index=self.pass_index, shuffle=shuffle
         )
         yield from cut_batches(order, size, first=self.samples_done)
+
+    def end(self) -> None:
+        """End it and its rows. Whoever still refers to it does not keep its cache."""
+        self.rows.end()
+        self._before_batch = _nothing
 
     def _before(self) -> None:
         self.rows.check()
@@ -138,6 +147,16 @@ class Visit:
         INT64_MIN and INT64_MIN + 1; RuntimeError where the visit has ended; StateError in a visit that takes its
         samples from ``batches``; and, with its cause, what went wrong on the reader or the writer thread.
         """
+        self.begin_raw()
+        made = self._raw.batch(
+            self.source, self.rows, keys, number=self.batches_done, missing=missing, weights=weights, label=label,
+            dense=dense,
+        )  # fmt: skip
+        self.count_raw(made.num_samples)
+        return made
+
+    def begin_raw(self) -> None:
+        """Raise what ``batch`` raises of the visit, before a batch of raw keys is made."""
         self.rows.check()
         if self.order is not None and "raw_batches" not in self.order:
             raise StateError(
@@ -145,14 +164,12 @@ class Visit:
                 "them in a visit"
             )
         self._before_batch(self.samples_done)
-        made = self._raw.batch(
-            self.source, self.rows, keys, number=self.batches_done, missing=missing, weights=weights, label=label,
-            dense=dense,
-        )  # fmt: skip
+
+    def count_raw(self, num_samples: int) -> None:
+        """Count a batch of raw keys that was made."""
         self.batches_done += 1
-        self.samples_done += made.num_samples
+        self.samples_done += num_samples
         self.order = {"raw_batches": self.batches_done}
-        return made
 
     def note_loss(self, loss: float) -> None:
         """Add a loss to the visit's report."""
@@ -160,3 +177,7 @@ class Visit:
 
     def __repr__(self) -> str:
         return f"Visit({self.index}, epoch={self.epoch}, pass={self.pass_index}, samples={self.num_samples:,})"
+
+
+def _nothing(_: int) -> None:
+    """Of a cache that wants to know nothing."""

@@ -1,0 +1,243 @@
+"""A batch and all that it brought are gone when nobody refers to them any more: no collector has to look for them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiercache as tc
+from tests.training.cases import SPECS, Case, resident, table
+from tests.training.devices import DEVICE, cuda_device, shim
+from tests.training.raw import batch_arguments, key_sets
+from tests.training.shim_gpu import ShimGpu
+from tiercache.errors import PassSetError
+from tiercache.passes.passset import Pass
+from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
+from tiercache.processors.delivery import HostDelivery
+from tiercache.processors.entries import Entries, FoundIds, Pending
+from tiercache.processors.pinned_delivery import PinnedDelivery
+from tiercache.training.batch import Batch
+from tiercache.training.joining import Joined
+from tiercache.training.lookup import PooledLookup, RowLookup
+from tiercache.training.missing_rows import _GatheredRows, _RawRows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CASE = Case(
+    tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=200, batch=10
+)
+DEVICES = {"cpu": lambda: "cpu", "cuda": cuda_device}
+OF_A_BATCH = (
+    Batch, FeatureIds, FoundIds, SampleBuffers, Samples, HostDelivery, PinnedDelivery, Entries, Pending, Joined,
+    PooledLookup, RowLookup, _GatheredRows, _RawRows,
+)  # fmt: skip
+
+
+@pytest.fixture
+def passes(tmp_path: Path) -> tc.PassSet:
+    """One pass of the case."""
+    return CASE.cut(tmp_path / "passes")
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Nothing looks for cycles."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def left() -> dict[str, int]:
+    """Count all objects there are of those that a batch makes."""
+    kinds = [type(one).__name__ for one in gc.get_objects() if type(one) in OF_A_BATCH]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+class Lookups:
+    """Modules of all kinds over one cache, each looked up and gone back through."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.bag = tc.TieredEmbeddingBag(cache, ["f", "g", "h"], mode={"g": "max", "h": "mean"})
+        self.weighted, self.single = tc.TieredEmbeddingBag(cache, ["i"]), tc.TieredEmbedding(cache)
+
+    def step(self, batch: tc.Batch) -> None:
+        """Train a batch."""
+        weights = torch.ones(batch.ids["i"].num_ids, device=self.cache.device, requires_grad=True)
+        loss = self.bag(batch).sum() + self.weighted(batch, weights={"i": weights}).square().sum()
+        (loss + sum(one.sum() for one in self.single(batch).values())).backward()
+        assert weights.grad is not None
+        self.cache.step()
+
+
+def bytes_of_batches(gpu: ShimGpu, processor: Any) -> tuple[int, int]:
+    """Return the bytes of the device beside scratch and descriptions of launches, and those of pinned memory."""
+    gpu.receive(gpu.sent(), ())  # copies of what was made ahead and dropped
+    tables = sum(one.nbytes for one in gpu.kernels._tables.values())
+    held = sum(num_bytes for *_, num_bytes in gpu.kernels.memory._blocks)
+    return held - tables - processor.scratch_bytes, sum(gpu._pinned.values())
+
+
+def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
+    """With its pinned memory, what it brought from there and what it copied to pinned memory first."""
+    processor = shim()
+    gpu = processor._gpu
+    delivery = processor.delivery()
+    read = delivery.buffers.array("ids", (3, 4), np.int32)
+    read[...] = 1
+    there = [delivery.bring(read), delivery.bring(np.ones(5, np.float32)), delivery.join([read[0], read[2]])[1]]
+    delivery.send()
+    delivery.receive()
+    assert [int(one.sum()) for one in there] == [12, 5, 8]
+    gone = weakref.ref(delivery)
+    del delivery
+    assert gone() is None
+    assert gpu._pinned, "an array still lies in pinned memory"
+    del read, there
+    assert not gpu._pinned
+    assert not gpu.kernels.memory._blocks
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(passes: tc.PassSet, device: str, ahead: int) -> None:
+    """Lookups of every kind, with weights of one's own, backward and a step: while the next batch is still to come."""
+    processor = DEVICES[device]()
+    cache = resident(passes, device=processor)
+    lookups, before = Lookups(cache), left()
+    visits = cache.passes(epochs=1)
+    visit = next(visits)
+    held = []
+    for rest in (3, 9):
+        batches = visit.batches(10, ahead=ahead)
+        for _ in range(rest):
+            batch = next(batches)
+            lookups.step(batch)
+            label = weakref.ref(batch.label)
+            del batch
+            assert label() is None, "the iterator keeps a batch"
+        batches.close()
+        assert left() == before
+        if isinstance(getattr(processor, "_gpu", None), ShimGpu):
+            held.append(bytes_of_batches(processor._gpu, processor))
+    assert held[1:] == held[:1]
+    visits.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(passes: tc.PassSet, device: str) -> None:
+    """So are the rows of its slice, though somebody keeps a batch of it."""
+    cache, before = resident(passes, device=DEVICES[device]()), left()
+    bag = tc.TieredEmbeddingBag(cache, ["f", "g"])
+    with (
+        tc.Store.open(None, tables=CASE.tables, engine=tc.store.MemoryEngine()) as store,
+        tc.TierCache(
+            store, passes, device=DEVICES[device](), device_budget="1MiB", host_budget="16MiB", eval_budget=4000
+        ) as tiers,
+    ):
+        slices = tiers.evaluation(passes)
+        part = next(slices)
+        for ahead in (0, 2):
+            batches = part.batches(1, ahead=ahead)
+            batch = next(batches)
+            bag(batch)
+            rows = weakref.ref(batch.rows.groups[0].vectors.values)
+            label = weakref.ref(batch.label)
+            kept, batch = batch.rows, None
+            assert label() is None
+            batches.close()
+        next(slices)
+        assert rows() is None
+        assert not kept.groups
+        del part, slices, tiers
+    assert left() == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("missing", ["error", "zero", "load"])
+def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
+    passes: tc.PassSet, tmp_path: Path, device: str, missing: Any
+) -> None:
+    """With rows of its own for missing keys, too."""
+    cache = tc.ResidentCache(key_sets(tmp_path / "keys", passes), device=DEVICES[device]())
+    lookups, before = Lookups(cache), left()
+    visit = next(visits := cache.passes(epochs=1))
+    for first in range(0, 60, 10):
+        keys, others = batch_arguments(passes, 0, first, 10)
+        if missing != "error":
+            keys["f"] = keys["f"].clone() if isinstance(keys["f"], torch.Tensor) else keys["f"].copy()
+            keys["f"][:3] = 10**9
+        batch = visit.batch(keys, **others, missing=missing)
+        lookups.step(batch)
+        del batch
+    del keys, others
+    assert left() == before
+    visits.close()
+
+
+def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
+    passes: tc.PassSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the error is handled: what was read and brought before is gone."""
+    read = Pass.read
+
+    def fails(self: Pass, indices: Any, *others: Any, **named: Any) -> Samples:
+        samples = read(self, indices, *others, **named)
+        if indices[0] >= 20:
+            raise PassSetError("the samples are gone: extract the pass set again")
+        return samples
+
+    monkeypatch.setattr(Pass, "read", fails)
+    cache, before = resident(passes, device=shim()), left()
+    visits = cache.passes(epochs=1)
+    batches = next(visits).batches(20, ahead=1)
+    next(batches)
+    try:
+        next(batches)
+    except PassSetError:
+        wrong = True
+    del batches
+    assert wrong
+    assert left() == before
+    visits.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_output_may_be_changed_in_place(passes: tc.PassSet, device: str) -> None:
+    """As a ReLU with ``inplace=True`` does behind a module of ours; gradients are those of another output."""
+    cache = resident(passes, device=DEVICES[device]())
+    bag, single = tc.TieredEmbeddingBag(cache, ["f", "h"]), tc.TieredEmbedding(cache, ["f"])
+    visits = cache.passes(epochs=1)
+    batch = next(next(visits).batches(20))
+    sums = []
+    for in_place in (False, True):
+        out, one = bag(batch), single(batch)["f"]
+        out, one = (out.relu_(), one.relu_()) if in_place else (out.relu(), one.relu())
+        (out.square().sum() + one.square().sum()).backward()
+        sums.append([cache._processor.tensor(p.gradient).clone() for g in cache.optimizer.gradients.pending for p in g])
+        cache.discard()
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+    assert any(one.abs().sum() > 0 for one in sums[0])
+    visits.close()
+
+
+if DEVICE == "cuda":
+
+    def test_memory_of_batches_on_a_gpu_stays_what_it_is(passes: tc.PassSet) -> None:
+        """As torch counts it, step after step."""
+        cache = resident(passes, device="cuda")
+        lookups, seen = Lookups(cache), []
+        visits = cache.passes(epochs=1)
+        for batch in (visit := next(visits)).batches(10, ahead=2):
+            lookups.step(batch)
+            seen.append(torch.cuda.memory_allocated())
+        assert max(seen[8:]) <= max(seen[:8]) + (1 << 20), visit
+        visits.close()

@@ -1,0 +1,216 @@
+"""A training on one GPU of several leaves the others alone: with stand-ins for the runtime, as CUDA 12 has it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.training.cases import SPECS, Case, open_store, table, tiered, train
+from tests.training.shim_gpu import ShimGpu
+from tiercache.kernels.cuda import CudaDevice
+from tiercache.processors.cpu_processor import CpuProcessor
+from tiercache.processors.cuda_processor import CudaProcessor
+from tiercache.processors.gpu import CudaGpu
+from tiercache.training.dense_state import DenseState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+class Machine:
+    """Several GPUs: which have a context, and which is current on each thread, to the runtime and to torch."""
+
+    def __init__(self) -> None:
+        self.contexts: set[int] = set()
+        self._thread = threading.local()
+
+    @property
+    def current(self) -> int:
+        """The runtime's; a thread begins on GPU 0, without a context there."""
+        return getattr(self._thread, "current", 0)
+
+    @property
+    def torchs(self) -> int:
+        """Torch's: where it will go back to when it has a context, or is asked for."""
+        target: int | None = getattr(self._thread, "target", None)
+        return self.current if target is None else target
+
+    def set_device(self, index: int) -> None:
+        """Do as ``cudaSetDevice``: it makes a context."""
+        self.contexts.add(index)
+        self._thread.current, self._thread.target = index, None
+
+    def cupys(self, index: int) -> Any:
+        """Do as a device of CuPy."""
+
+        @contextmanager
+        def inside() -> Iterator[None]:
+            before = self.current
+            if before != index:
+                self.set_device(index)
+            yield
+            self.set_device(before)
+
+        return _Again(inside)
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        """Do as ``torch.cuda.device``."""
+        before, self._thread.target = self.torchs, None
+        if device.index != self.current:
+            self.set_device(device.index)
+        yield
+        if before in self.contexts:
+            self.set_device(before)
+        elif before != self.current:
+            self._thread.target = before
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        """Do as ``torch.cuda.stream``."""
+        before = self.torchs
+        if stream.device != before:
+            self.set_device(stream.device)
+        yield
+        if self.torchs != before:
+            self.set_device(before)
+
+
+class _Again:
+    """A context manager for many times."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._open = make, list[Any]()
+
+    def __enter__(self) -> None:
+        self._open.append(self._make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._open.pop().__exit__(*error)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Put stand-ins for torch's devices and streams in place."""
+    machine = Machine()
+
+    def stream(device: torch.device, priority: int = 0) -> Any:
+        return SimpleNamespace(device=device.index, wait_stream=lambda _: None)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "stand-in")
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "device", machine.device)
+    monkeypatch.setattr(torch.cuda, "stream", machine.stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: machine.set_device(device.index))
+    return machine
+
+
+def kernels_of(machine: Machine, index: int) -> CudaDevice:
+    """Return what launches on a GPU, of a CuPy that has devices, memory to lock and one kernel."""
+    runtime = SimpleNamespace(
+        CUDARuntimeError=OSError, hostRegister=lambda *_: None, hostUnregister=lambda *_: None,
+        pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
+    )  # fmt: skip
+    kernels = CudaDevice.__new__(CudaDevice)
+    kernels._cupy, kernels._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), machine.cupys(index)
+    kernels._stream, kernels._streams, kernels.num_processors = None, {0: nullcontext()}, 1
+    kernels._functions = {"rows.pack": lambda *_, **__: launched.append(machine.current)}
+    return kernels
+
+
+launched: list[int] = []
+
+
+def use(gpu: CudaGpu) -> None:
+    """Do what a training does on its streams."""
+    launched.clear()
+    gpu.kernels.launch("rows.pack", 1, ())
+    for inside in (gpu.moving, gpu.searching, gpu.delivering):
+        with inside():
+            gpu.kernels.launch("rows.pack", 1, ())
+    gpu.kernels.lock(4096, 4096)
+    gpu.kernels.unlock(4096)
+    assert launched == [1, 1, 1, 1]
+
+
+def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine) -> None:
+    """On the user's thread, which is on GPU 0 to torch before and after."""
+    use(CudaGpu(kernels_of(machine, 1), 1))
+    assert machine.contexts == {1}
+    assert machine.torchs == 0
+
+
+def test_who_works_on_gpu_0_beside_it_is_there_again(machine: Machine) -> None:
+    """Where GPU 0 has a context of the user's own it is the current one afterwards, to CUDA too."""
+    machine.set_device(0)
+    use(CudaGpu(kernels_of(machine, 1), 1))
+    assert (machine.contexts, machine.current, machine.torchs) == ({0, 1}, 0, 0)
+
+
+def test_cupy_alone_would_make_a_context_on_gpu_0(machine: Machine) -> None:
+    """The stand-in does what is to be avoided; on a thread that entered GPU 1 there is nothing to go back to."""
+    kernels = kernels_of(machine, 1)
+    kernels.lock(4096, 4096)
+    assert machine.contexts == {0, 1}
+    machine.contexts.clear()
+
+    def ours() -> None:
+        CudaGpu(kernels, 1).enter_thread()
+        kernels.lock(4096, 4096)
+
+    thread = threading.Thread(target=ours)
+    thread.start()
+    thread.join()
+    assert machine.contexts == {1}
+
+
+def test_all_threads_of_a_training_enter_its_gpu(tmp_path: Path) -> None:
+    """The reader, the writer and those that make batches, before they do anything else."""
+    case = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32, ahead=2)
+    passes, gpu = case.cut(tmp_path / "passes"), ShimGpu()
+    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
+        train(cache, case)
+    assert gpu.threads == {"tiercache-reader", "tiercache-writer", "tiercache-batches"}
+
+
+class There(torch.Tensor):
+    """A tensor that says it is on GPU 2."""
+
+    device = torch.device("cuda", 2)  # type: ignore[assignment]
+
+
+def test_a_commit_waits_for_the_gpus_that_have_dense_state_and_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event is recorded on each of these, wherever in the state a tensor is; the others of the machine have none."""
+    recorded: list[int] = []
+
+    def stream(device: int) -> Any:
+        return SimpleNamespace(record_event=lambda: recorded.append(device))
+
+    class Kept:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    kept, dense = Kept(), DenseState(CpuProcessor())
+    dense.track({"kept": kept})
+    dense.capture()
+    assert recorded == []
+    kept.state = {"here": torch.zeros(1), "there": [{"deep": (torch.zeros(2).as_subclass(There),)}, 1, "two"]}
+    dense.capture()
+    assert recorded == [2]

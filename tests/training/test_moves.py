@@ -1,0 +1,161 @@
+"""What a switch and a commit bring over the link beside rows, in bytes, and which pages they lock for it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.training.cases import Case, Spec, assert_same_bits, open_store, result_of, table, tiered, train
+from tests.training.shim_gpu import ShimGpu
+from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
+from tiercache.processors.cpu_processor import CpuMover, CpuProcessor
+from tiercache.processors.cuda_processor import CudaProcessor
+from tiercache.store.stream import Range, Stream
+from tiercache.tiers.host_memory import HostMemory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+    import torch
+
+CASE = Case(
+    tables=(table("a", 32), table("b", 32)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
+    num_samples=400, pass_rows=200, num_keys=400, batch=100, epochs=1,
+)  # fmt: skip
+
+
+class CountingGpu(ShimGpu):
+    """Counts bytes that are copied to the device, and the bytes of each page range that is locked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied, self.locks = 0, list[int]()
+
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Count and copy."""
+        self.copied += host.nbytes
+        super().copy(host, there, lasting=lasting)
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """Count and lock."""
+        self.locks.append(num_bytes)
+        super().lock(address, num_bytes)
+
+
+def test_a_commit_inside_a_visit_brings_nothing_to_the_device(tmp_path: Path) -> None:
+    """Its rows stand in the order of their positions: no order has to be there. It ends with the bits of a CPU."""
+    passes, results = CASE.cut(tmp_path / "passes"), []
+    for gpu in (None, CountingGpu()):
+        seen: list[int] = []
+
+        def commit(visit: int, batch: int, gpu: Any = gpu, seen: list[int] = seen) -> None:
+            before = 0 if gpu is None else gpu.copied
+            cache.commit()
+            blocks = next(s for s in store.segments if s.within).streams[0].num_blocks
+            assert blocks > 10
+            seen.append(0 if gpu is None else gpu.copied - before)
+
+        device = CpuProcessor() if gpu is None else CudaProcessor(gpu)
+        with open_store(tmp_path / str(gpu is None), CASE, "lmdb") as store:
+            with tiered(store, passes, device=device) as cache:
+                model = train(cache, CASE, each_batch=commit)
+            results.append(result_of(store, passes, model))
+        assert seen
+        assert set(seen) == {0}
+    assert_same_bits(*results)
+
+
+def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
+    """Four bytes for each of its rows, whichever blocks are packed together; the same bytes come out."""
+    passes, gpu = CASE.cut(tmp_path / "passes"), CountingGpu()
+    with open_store(tmp_path / "x", CASE, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
+        next(visits := cache.passes(epochs=1))
+        packer, plan = cache._transfer._packer, cache._transfer.plan
+        assert plan is not None
+        stream, order = plan.dumps[0], cache._transfer.placements[0].dump_order_K
+        num = stream.num_blocks
+        assert num > 10
+        found = []
+        for together in ([range(num)], [range(3), range(3, num)], [range(b, b + 1) for b in range(num)]):
+            before = gpu.copied
+            data = [cache._processor.mover.scratch(int(size)) for size in stream.block_bytes_B]
+            for blocks in together:
+                packer.pack(0, order, stream, [(b, data[b]) for b in blocks])
+                cache._processor.mover.mark().wait()
+            assert gpu.copied - before == 4 * stream.rows
+            found.append(np.concatenate(data))
+        assert np.array_equal(found[0], found[1])
+        assert np.array_equal(found[0], found[2])
+        visits.close()
+
+
+def test_a_region_that_was_staging_becomes_a_block_without_locking_a_page_anew() -> None:
+    """Back and forth, where the block's last page is not full; one that lost pages is taken for a short block."""
+    gpu = CountingGpu()
+    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaProcessor(gpu).mover)
+    for num_bytes in (8 * PAGE_BYTES, 8 * PAGE_BYTES - 100) * 3:
+        memory.give_back(memory.take(num_bytes))
+    assert gpu.locks == [8 * PAGE_BYTES]
+    full, short = memory.take(8 * PAGE_BYTES), memory.take(3 * PAGE_BYTES)
+    gpu.locks.clear()
+    for _ in range(3):
+        memory.give_back(short)
+        memory.give_back(full)
+        short, full = memory.take(3 * PAGE_BYTES - 5), memory.take(8 * PAGE_BYTES - 5)
+    assert gpu.locks == []
+    memory.give_back(short)
+    memory.give_back(full)
+    memory.close()
+    assert not gpu.locked
+
+
+@given(st.integers(1, PAGE_BYTES // 4), st.integers(1, 1 << 30), st.integers(1 << 20, 1 << 33))
+def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words: int, largest: int, total: int) -> None:
+    """So staging and dumps take each other's regions as they are; and the plan counts as many bytes as before."""
+    row_bytes = 4 * words
+    budget = HostBudget.plan(total, evaluation=None, largest_row=row_bytes, largest_pass=largest)
+    rows = budget.block // row_bytes
+    stream = Stream(
+        row_bytes=row_bytes, piece_rows=max(1, budget.piece // row_bytes), block_bytes=budget.block,
+        ranges=(Range(next_use=1, table_rows=(rows,)),),
+    )  # fmt: skip
+    assert stream.num_blocks == 1
+    assert paged(int(stream.block_bytes_B[0])) == budget.region == paged(budget.block)
+    unrounded = max(min(largest // 32, 16 << 20), row_bytes, PAGE_BYTES)
+    assert budget.region == paged(unrounded)
+
+
+def test_memory_that_nobody_closed_is_unlocked_when_it_goes() -> None:
+    """A GPU would take the pages that come to these addresses next for it."""
+    gpu = CountingGpu()
+    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaProcessor(gpu).mover)
+    region = memory.take(8 * PAGE_BYTES)
+    memory.give_back(memory.take(PAGE_BYTES))
+    assert gpu.locked
+    del memory, region
+    assert not gpu.locked
+
+
+def test_a_process_that_was_forked_off_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it lets go of is a copy: CUDA would refuse, and the pages are its parent's."""
+    gpu = CountingGpu()
+    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaProcessor(gpu).mover)
+    region = memory.take(8 * PAGE_BYTES)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        del region
+    assert gpu.locked
+
+
+def test_closed_memory_holds_nothing() -> None:
+    """Not even what it kept to give it again."""
+    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CpuMover())
+    memory.give_back(memory.take(8 * PAGE_BYTES))
+    assert memory.resident_bytes == 8 * PAGE_BYTES
+    memory.close()
+    assert memory.resident_bytes == 0

@@ -1,0 +1,59 @@
+"""Bounds: whether other ranks ask for what this one has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiercache.errors import RankError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from tiercache.processors.entries import Array
+    from tiercache.processors.processor import Processor
+    from tiercache.ranks.group import Ranks
+
+
+class Bounds:
+    """Looks at every number that came from another rank; its kernels would take no notice.
+
+    Where the processor queues its work that is known later, and `check` says it: what is no row reads as zeros, or as a
+    row of another table, until then, and is never stepped. Elsewhere nothing is read before.
+    """
+
+    def __init__(self, ranks: Ranks, processor: Processor) -> None:
+        self._ranks, self._processor = ranks, processor
+        self._unknown: list[tuple[Callable[[], tuple[int, int]], int, str]] = []
+
+    def expect(self, values: Array, count: int, what: str) -> None:
+        """Have all ``values`` be of [0, count): rows ``what``. Raises as `check` where that is known at once."""
+        self._unknown.append((self._processor.bounds(values), count, what))
+        if not self._processor.queues:
+            self.check()
+
+    def check(self) -> None:
+        """Raise RankError where some were not."""
+        unknown, self._unknown = self._unknown, []
+        for told, count, what in unknown:
+            low, high = told()
+            if low < 0 or high >= count:
+                self._ranks.check("looking at what it was asked for")  # numbers are void where a rank was lost
+                raise RankError(
+                    f"rank {self._ranks.rank} was asked for rows {low:,} to {high:,} {what}: start all ranks again "
+                    "with one pass set and one placement"
+                )
+
+    def forget(self) -> None:
+        """Say nothing of what is not known yet."""
+        self._unknown = []
+
+
+def confined(values: torch.Tensor, count: int, processor: Processor) -> torch.Tensor:
+    """Return ``values``, where the processor queues its work with those outside of [0, count) inside.
+
+    There a transfer that was aborted leaves void numbers, and one of them as an index would end the device's work for
+    this process. Nothing comes of them: the next collective raises.
+    """
+    return values.clamp(0, max(0, count - 1)) if processor.queues else values

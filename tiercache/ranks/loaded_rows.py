@@ -1,0 +1,163 @@
+"""Rows of any keys as of now, read by the ranks that own them for those that ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.errors import BudgetError
+from tiercache.kernels.bucketing import key_owners
+from tiercache.kernels.uses import search_keys
+from tiercache.passes.keybatch import OOV_KEY
+from tiercache.ranks.evaluation import unknown_rows
+from tiercache.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.ranks.group import Ranks
+    from tiercache.ranks.shares import Share
+    from tiercache.store.table import Table
+    from tiercache.training.evaluation import RowsNow
+
+__all__ = ["LoadedRows", "RowLoader"]
+
+
+class LoadedRows:
+    """Vectors of some keys, in memory."""
+
+    def __init__(self, rows: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]) -> None:
+        """rows: by table, keys (n,) ascending and their vectors (n, dim)."""
+        self._rows = dict(rows)
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the vectors of ``keys``, all of which are here, to the first array of ``out``."""
+        known, vectors = self._rows[table_name]
+        np.take(vectors, np.searchsorted(known, keys), axis=0, out=out[0])
+
+
+class RowLoader:
+    """Has owners read rows. On the training thread, between batches."""
+
+    def __init__(self, share: Share, rows_now: Callable[..., RowsNow], ranks: Ranks) -> None:
+        """rows_now: of this rank's cache; of its own rows."""
+        self._share, self._rows_now, self._ranks = share, rows_now, ranks
+        self._shares_unknown: bool | None = None
+
+    def rows_now(self) -> RowsNow:
+        """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
+        with self._ranks.together("beginning to read rows as of now"):
+            found = self._rows_now()
+            if self._shares_unknown is None:
+                self._shares_unknown = self._has_unknown()
+        return self._rows_now(unknown_rows(self._share, found, self._ranks)) if self._shares_unknown else found
+
+    def _has_unknown(self) -> bool:
+        """Whether any pass has an out-of-vocabulary row that only one rank owns: the same on all ranks."""
+        share, place, unknown = self._share, np.empty(1, np.int64), np.array([OOV_KEY], np.int64)
+        for table in share.tables:
+            for source in share.whole.passes if share.placement.tables[table.name].by_hash else ():
+                search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
+                if place[0] >= 0:
+                    return True
+        return False
+
+    def load(self, keys: Mapping[str, NDArray[np.int64]], budget: int | None = None) -> LoadedRows:
+        """Return the rows of ``keys``: by table, each once, ascending; other ranks ask for others. Collective.
+
+        On the wire travel, once each way, counts, keys (int64) and vectors in float32. Raises BudgetError where this
+        rank is to read vectors of more than ``budget`` bytes for others.
+        """
+        ranks, what = self._ranks, "reading rows of raw keys"
+        rows_now, tables = self.rows_now(), self._share.whole.tables
+        asked_WT = self._asked(tables, keys)
+        to = np.array([[found.size for found in mine] for mine in asked_WT], np.int64)
+        told = ranks.counts(to, what)
+        sent = torch.from_numpy(np.concatenate([one for mine in asked_WT for one in mine]))
+        came = ranks.exchange(sent, to.sum(axis=1).tolist(), told.sum(axis=1).tolist(), what=what).numpy()
+        widths_W = np.array([[self._width(table, rank) for table in tables] for rank in range(ranks.size)], np.int64)
+        here = widths_W[ranks.rank]
+        with ranks.together(what):
+            if budget is not None and int((told.sum(axis=0) * here).sum()) * 4 > budget:
+                raise BudgetError(
+                    f"the ranks ask rank {ranks.rank} for rows of "
+                    f"{format_bytes(int((told.sum(axis=0) * here).sum()) * 4)} at once, but eval_budget is "
+                    f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget)"
+                )
+            answer = self._read(rows_now, told, came, here)
+        sizes = (to * widths_W).sum(axis=1).tolist()
+        back = ranks.exchange(torch.from_numpy(answer), (told @ here).tolist(), sizes, what=what).numpy()
+        return self._put_together(tables, keys, to, widths_W, back)
+
+    def _width(self, table: Table, rank: int) -> int:
+        """Return how many columns of a table a rank owns."""
+        placed = self._share.placement.tables[table.name]
+        if placed.by_hash:
+            return table.dim
+        part = placed.slice_of(rank)
+        return 0 if part is None else part.last - part.first
+
+    def _asked(self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]]) -> list[list[NDArray[np.int64]]]:
+        """Return by rank and table the keys that the rank is asked for, ascending."""
+        asked: list[list[NDArray[np.int64]]] = [[] for _ in range(self._ranks.size)]
+        for table in tables:
+            some = keys.get(table.name, np.empty(0, np.int64))
+            owners = self._owners(table, some)
+            for rank, mine in enumerate(asked):
+                mine.append(some if owners is None and self._width(table, rank) else some[:0] if owners is None
+                            else some[owners == rank])  # fmt: skip
+        return asked
+
+    def _owners(self, table: Table, keys: NDArray[np.int64]) -> NDArray[np.int16] | None:
+        """Return the rank that owns each key; None where ranks own all keys, or none."""
+        if not self._share.placement.tables[table.name].by_hash:
+            return None
+        owners = np.empty(keys.size, np.int16)
+        key_owners(keys, table.table_id, self._ranks.size, owners)
+        return owners
+
+    def _read(
+        self, rows_now: RowsNow, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Return the vectors of the keys that came, which stand by rank and table, in their order."""
+        answer = np.empty(int((told_WT * widths_T).sum()), np.float32)
+        ends, goes = np.cumsum(told_WT).reshape(told_WT.shape), np.cumsum(told_WT * widths_T).reshape(told_WT.shape)
+        for t, table in enumerate(self._share.tables):
+            parts = [came[end - count : end] for end, count in zip(ends[:, t], told_WT[:, t], strict=True)]
+            keys, inverse = np.unique(np.concatenate(parts), return_inverse=True)
+            if not keys.size:
+                continue
+            vectors, first = np.empty((keys.size, int(widths_T[t])), np.float32), 0
+            rows_now.fill(table.name, keys, (vectors,))
+            for end, count in zip(goes[:, t].tolist(), told_WT[:, t].tolist(), strict=True):
+                out = answer[end - count * vectors.shape[1] : end].reshape(count, vectors.shape[1])
+                np.take(vectors, inverse[first : first + count], axis=0, out=out)
+                first += count
+        return answer
+
+    def _put_together(
+        self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]], to_WT: NDArray[np.int64],
+        widths_WT: NDArray[np.int64], back: NDArray[np.float32],
+    ) -> LoadedRows:  # fmt: skip
+        """Put what came from each rank where its keys stand, side by side where ranks have columns."""
+        found, ends = {}, np.cumsum(to_WT * widths_WT).reshape(to_WT.shape)
+        for t, table in enumerate(tables):
+            if table.name not in keys:
+                continue
+            some = keys[table.name]
+            vectors, owners = np.empty((some.size, table.dim), np.float32), self._owners(table, some)
+            for rank in np.nonzero(to_WT[:, t])[0].tolist():
+                width, end = int(widths_WT[rank, t]), int(ends[rank, t])
+                piece = back[end - int(to_WT[rank, t]) * width : end].reshape(-1, width)
+                if owners is not None:
+                    vectors[owners == rank] = piece
+                else:
+                    part = self._share.placement.tables[table.name].slice_of(rank)
+                    assert part is not None
+                    vectors[:, part.first : part.last] = piece
+            found[table.name] = some, vectors
+        return LoadedRows(found)

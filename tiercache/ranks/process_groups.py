@@ -1,0 +1,122 @@
+"""Process groups of torch.distributed: how they are made, how one is left, and what their errors say."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+SECOND_LINE_SECONDS = 60.0
+"""How much longer than the `Watch` torch waits for a transfer of NCCL: then it ends the process."""
+END_SECONDS = 20.0
+"""How long the groups of ranks that lost one may take to end."""
+
+
+def launched() -> bool:
+    """Return whether torchrun, or whoever does as it does, started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """Return the device with its number: "cuda" is the GPU of LOCAL_RANK, or the only one that this process sees."""
+    device = torch.device(device)
+    if str(device) == "cuda":  # no number said
+        only = torch.cuda.device_count() == 1  # as where CUDA_VISIBLE_DEVICES gives each process its own
+        return torch.device("cuda", 0 if only else int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+def make_default(backend: str, timeout: float) -> None:
+    """Make the default group of the processes that torchrun started. Collective."""
+    dist.init_process_group(backend, timeout=_patience(backend, timeout))
+
+
+def new_group(like: dist.ProcessGroup | None, backend: str, timeout: float) -> dist.ProcessGroup:
+    """Return another group of the ranks of ``like``. Collective among these."""
+    ranks = dist.get_process_group_ranks(like)
+    # ranks outside of a smaller group cannot be asked to take part in making it
+    local = len(ranks) < dist.get_world_size()
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, _patience(backend, timeout), backend, use_local_synchronization=local
+    )
+    return made
+
+
+def _patience(backend: str, timeout: float) -> timedelta:
+    return timedelta(seconds=timeout + (SECOND_LINE_SECONDS if "nccl" in backend else 0.0))
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return a connection to the store by which the ranks of ``group`` met; None where this torch does not tell it."""
+    find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    store: Any = None if find is None else find(group)
+    # a connection is taken for as long as a thread waits on it; older versions of torch have no second one
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """End the transfers of ``group`` on this rank's device: whoever waits for them goes on, what they brought is void.
+
+    It waits until they have ended. Afterwards the group raises RuntimeError at every call.
+    """
+    backend: Any = group._get_backend(torch.device("cuda"))
+    # torch 2.4 has its abort under the last name, where "shutdown" did not yet wait for other ranks
+    for name in ("abort", "_abort", "_shutdown"):
+        if hasattr(backend, name):
+            getattr(backend, name)()
+            return
+
+
+def end(group: dist.ProcessGroup | None, *, waiting: bool) -> None:
+    """Leave a group (None: the default one, and all) that this process is in.
+
+    waiting: for the other ranks, where the group is on the device: they leave too. Else this waits `END_SECONDS` at
+    most: call it after `abort`.
+    """
+    if not dist.is_initialized():
+        return
+    if waiting:
+        dist.destroy_process_group(group)
+    else:
+        each_within(END_SECONDS, [lambda: dist.destroy_process_group(group)])
+
+
+def each_within(seconds: float, calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls at once, on threads of their own; return when all have ended, or after so many seconds.
+
+    For what may hang: errors are dropped, and a thread that hangs does not keep the process from ending.
+    """
+
+    def quietly(call: Callable[[], object]) -> None:
+        with suppress(Exception):
+            call()
+
+    threads = [Thread(target=quietly, args=(call,), daemon=True, name="tiercache-end") for call in calls]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def is_loss(error: BaseException) -> bool:
+    """Return whether an error of torch.distributed means that a rank left or gave no answer, and not a fault here.
+
+    A fault here is memory that ran out, a CUDA error, a call that NCCL does not take: they are RuntimeErrors too.
+    """
+    words = str(error).lower()
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    if isinstance(error, dist.DistBackendError):
+        return any(some in words for some in ("remote", "ncclsystemerror", "abort", "timeout", "timed out"))
+    # Gloo has no types: its connections and its waiting name a source file in its message
+    return type(error) is RuntimeError and "gloo/transport" in words

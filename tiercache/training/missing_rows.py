@@ -1,0 +1,229 @@
+"""Rows of a batch's own for keys that the pass lacks: looked up beside those of the visit, and never trained.
+
+Legend: of a group in a batch: R rows of the visit that it looks up, M rows for keys that are missing, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import torch
+
+from tiercache.kernels.numbering import KeyNumbers
+from tiercache.passes.samples import FeatureIds
+from tiercache.processors.entries import Wanted
+from tiercache.tiers.first_vectors import initial_vectors
+from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.training.row_optimizer import RowGradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.keybatch import FeatureKeys
+    from tiercache.processors.entries import Pending
+    from tiercache.processors.processor import Processor
+    from tiercache.schema import Schema
+    from tiercache.store.table import Group, Table
+    from tiercache.training.batch import Batch
+    from tiercache.training.row_optimizer import RowOptimizer
+
+Missing = Literal["error", "zero", "init", "load"]
+MISSING = ("error", "zero", "init", "load")
+
+
+class RowReader(Protocol):
+    """Reads rows as of now, of any keys: RowsNow has it."""
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
+        ...
+
+
+class MissingRows:
+    """Gives batches rows for their missing keys; on the training thread."""
+
+    def __init__(self, schema: Schema, groups: Sequence[Group], optimizer: RowOptimizer, processor: Processor) -> None:
+        """optimizer: counts how often rows were stepped."""
+        self._schema, self._groups, self._optimizer, self._processor = schema, tuple(groups), optimizer, processor
+
+    def no_rows(self, name: str) -> RowView:
+        """Return a view without a row, of which all keys are missing, and without gradients."""
+        empty = [
+            GroupRows.of(
+                group, (self._processor.empty((0, group.dim), np.float32),), self._processor.empty((0,), np.int32),
+                np.zeros(len(group.tables) + 1, np.int64), dtype="float32",
+            )
+            for group in self._groups
+        ]  # fmt: skip
+        return RowView(empty, None, name, self._processor)
+
+    def add(
+        self,
+        made: Batch,
+        features: dict[str, FeatureKeys],
+        places: dict[str, NDArray[np.int32]],
+        missing: Missing,
+        reader: Callable[[], RowReader],
+    ) -> Batch:
+        """Return a batch with rows of its own in the groups with missing keys, whose local ids are -1.
+
+        features, places: the keys and local ids of the features that it has. reader: where "load" finds rows, asked for
+        by table.
+        """
+        rows = made.rows
+        lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
+        ids, added = dict(made.ids), dict[int, _GatheredRows]()
+        for g, group in enumerate(self._groups):
+            tables = {table.name for table in group.tables}
+            mine = [f for f in self._schema.features if f.table in tables and f.name in places]
+            if not any(f.name in lacking for f in mine):
+                continue
+            view = rows.groups[g]
+            positions = KeyNumbers()
+            vectors: list[NDArray[np.float32]] = []
+            numbers = {f.name: np.full(places[f.name].size, -1, np.int32) for f in mine}
+            for f in mine:
+                here = places[f.name] >= 0
+                held = places[f.name][here] + np.int64(view.first[f.table])
+                found = np.empty(held.size, np.int32)
+                positions.insert(held, found)
+                numbers[f.name][here] = found
+            held_R = positions.keys().astype(np.int32)
+            if missing == "zero":
+                vectors.append(np.zeros((1, group.dim), np.float32))
+                for f in mine:
+                    numbers[f.name][places[f.name] < 0] = held_R.size
+            else:
+                count = held_R.size
+                for table in group.tables:
+                    count += self._number_missing(table, [f.name for f in mine if f.table == table.name], features,
+                                                  places, numbers, count, missing, vectors, reader)  # fmt: skip
+            added[g] = _GatheredRows(group, rows, g, held_R, np.concatenate(vectors), self._optimizer)
+            ids |= {f.name: FeatureIds(numbers[f.name], ids[f.name].offsets, ids[f.name].weights) for f in mine}
+        return replace(made, ids=ids, rows=_RawRows(rows, added)) if added else made
+
+    def _number_missing(
+        self,
+        table: Table,
+        names: list[str],
+        features: dict[str, FeatureKeys],
+        places: dict[str, NDArray[np.int32]],
+        numbers: dict[str, NDArray[np.int32]],
+        first: int,
+        missing: Missing,
+        vectors: list[NDArray[np.float32]],
+        reader: Callable[[], RowReader],
+    ) -> int:
+        """Number the missing keys of one table from ``first`` on and append their vectors; returns how many."""
+        unique = KeyNumbers()
+        for name in names:
+            gone = places[name] < 0
+            found = np.empty(int(np.count_nonzero(gone)), np.int32)
+            unique.insert(features[name].keys[gone], found)
+            numbers[name][gone] = found + first
+        keys = unique.keys().copy()
+        if keys.size:
+            if missing == "load":
+                vectors.append(np.empty((keys.size, table.dim), np.float32))
+                reader().fill(table.name, keys, (vectors[-1],))
+            else:
+                vectors.append(initial_vectors(table, keys))
+        return keys.size
+
+
+class _GatheredRows:
+    """The vectors that one batch looks up in one group, in float32: those of the visit, then those of missing keys.
+
+    What the visit's rows are is read again after each step, when it is asked for: a batch may wait for its turn.
+    """
+
+    def __init__(
+        self, group: Group, visit: RowView, index: int, positions_R: NDArray[np.int32],
+        missing_MD: NDArray[np.float32], optimizer: RowOptimizer,
+    ) -> None:  # fmt: skip
+        self._optimizer, self._read_at, self.num_held = optimizer, -1, positions_R.size
+        self._processor = processor = visit.processor
+        count = positions_R.size + missing_MD.shape[0]
+        vectors = processor.empty((count, group.dim), np.float32)
+        processor.tensor(vectors)[self.num_held :] = processor.tensor(processor.bring(missing_MD))
+        self.slots_R = processor.empty(positions_R.shape, np.int32)
+        """The slot of each row of the visit, on the device, once ``now`` was called."""
+        self._visit, self._index = visit, index  # not its rows: they go when the visit ends
+        self._held = processor.bring(positions_R), self.slots_R, vectors[: self.num_held]
+        starts, locals_ = np.zeros(len(group.tables) + 1, np.int64), np.arange(count, dtype=np.int32)
+        view = GroupRows.of(group, (vectors,), processor.bring(locals_), starts, dtype="float32")
+        self._view = replace(view, num_local=dict.fromkeys(view.num_local, count))
+
+    def now(self) -> GroupRows:
+        """Return them as they are now."""
+        if self.num_held and self._read_at != self._optimizer.steps:
+            self._processor.find([Wanted(self._visit.groups[self._index], *self._held)])
+            self._read_at = self._optimizer.steps
+        return self._view
+
+
+class _RawRows(RowView):
+    """What a batch with missing keys looks up: the visit's rows, but for groups where rows were gathered for it."""
+
+    def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
+        gradients = None if visit.gradients is None else _HeldGradients(visit.gradients, added, visit.processor)
+        super().__init__((), gradients, visit.name, visit.processor)
+        self.groups = _Groups(visit, added)
+        self._visit = visit
+
+    def check(self) -> None:
+        """Raise RuntimeError where the visit has ended."""
+        self._visit.check()
+
+
+class _Groups(Sequence[GroupRows]):
+    """The rows of each group, those that were gathered as of now; not to be sliced."""
+
+    def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
+        self._visit, self._added = visit, added
+
+    def __len__(self) -> int:
+        return len(self._visit.groups)
+
+    def __getitem__(self, g: int) -> GroupRows:  # type: ignore[override]
+        return self._added[g].now() if g in self._added else self._visit.groups[g]
+
+
+class _HeldGradients(RowGradients):
+    """Passes the gradients of rows of the visit on, under their slots; those of missing keys go nowhere."""
+
+    def __init__(self, visit: RowGradients, added: dict[int, _GatheredRows], processor: Processor) -> None:
+        super().__init__(0)
+        self._visit, self._added, self._processor = visit, added, processor
+
+    def add(self, group: int, pending: Pending) -> None:
+        """Add the gradient of one lookup. Waits for a GPU."""
+        if group not in self._added:
+            self._visit.add(group, pending)
+            return
+        added = self._added[group]
+        seen, given = self._processor.tensor, self._processor.array
+        numbers = seen(pending.slots).long()
+        kept = (numbers < added.num_held).nonzero()[:, 0]
+        if not len(kept):
+            return
+        slots = given(seen(added.slots_R)[numbers[kept]])
+        if len(kept) == len(numbers):
+            self._visit.add(group, replace(pending, slots=slots))
+            return
+        argmax, scales = pending.argmax, pending.scales
+        if argmax.shape[0]:  # it names entries by their numbers, which change; without a maximum it is anything
+            argmax = seen(argmax)
+            number = torch.full((len(numbers) + 1,), -1, dtype=torch.int32, device=argmax.device)
+            number[kept] = torch.arange(len(kept), dtype=torch.int32, device=argmax.device)
+            named = (argmax >= 0) & (argmax < len(numbers))
+            argmax = given(number[torch.where(named, argmax, len(numbers)).long()])
+        if scales.shape[0]:
+            scales = given(seen(scales)[kept])
+        places = given(seen(self._processor.places(pending))[kept])
+        self._visit.add(group, replace(pending, slots=slots, places=places, scales=scales, argmax=argmax))

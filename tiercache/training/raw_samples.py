@@ -1,0 +1,147 @@
+"""Samples with raw keys: checked against the schema, and found in the key set of the pass being trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from tiercache.errors import BudgetError, KeyNotInPassError
+from tiercache.sizes import format_bytes
+from tiercache.training.key_finder import KeyFinder
+from tiercache.training.missing_rows import MISSING
+from tiercache.training.raw_keys import feature_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.passes.keybatch import FeatureKeys
+    from tiercache.passes.passset import Pass
+    from tiercache.processors.entries import FoundIds
+    from tiercache.processors.processor import Processor
+    from tiercache.schema import Schema
+    from tiercache.store.table import Table
+    from tiercache.training.missing_rows import Missing
+
+SCRATCH_BYTES = 40  # for each row that is read, beside it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawSamples:
+    """Samples as a loader gave them: ``label`` (N,) and ``dense`` (N, columns) are on the device."""
+
+    num_samples: int
+    features: dict[str, FeatureKeys]
+    """By name, in the order of the schema."""
+    label: torch.Tensor
+    dense: torch.Tensor
+    ids: dict[str, FoundIds]
+    """By feature, local ids of the pass; -1 for keys that it lacks. Empty where no pass was looked at."""
+    lacking: bool
+    """Whether the pass lacks any of the keys."""
+
+    def places(self) -> dict[str, NDArray[np.int32]]:
+        """Return the local ids of each feature, in host memory; waits for the search. Without a pass all are -1."""
+        if self.ids:
+            return {name: found.ids for name, found in self.ids.items()}
+        return {name: np.full(feature.keys.size, -1, np.int32) for name, feature in self.features.items()}
+
+
+class RawReader:
+    """Reads the samples that loaders give; on the training thread."""
+
+    def __init__(
+        self, schema: Schema, tables: Sequence[Table], processor: Processor, index_room: int | None = None
+    ) -> None:
+        """index_room: bytes that an index of keys may take on the device, None: any number."""
+        self._schema, self._tables, self._processor = schema, {table.name: table for table in tables}, processor
+        self._table_of = {feature.name: feature.table for feature in schema.features}
+        self._finder = KeyFinder(tables, processor, index_room)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index of keys."""
+        return self._finder.index_bytes
+
+    def close(self) -> None:
+        """Let go of the index."""
+        self._finder.close()
+
+    def read(
+        self,
+        source: Pass | None,
+        visit: str,
+        keys: Mapping[str, Any],
+        *,
+        number: int = 0,
+        missing: Missing = "load",
+        weights: Mapping[str, Any] | None = None,
+        label: Any = None,
+        dense: Any = None,
+    ) -> RawSamples:
+        """Return the samples of batch ``number`` of a visit, by its name, that trains ``source``; None: of no visit.
+
+        Raises KeyNotInPassError where ``missing`` is "error" and a key is, and what ``Visit.batch`` promises.
+        """
+        if missing not in MISSING:
+            raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
+        num_samples, features = feature_keys(self._schema, keys, weights)
+        found, ids = (None, {}) if source is None else self._finder.find(source, features, self._table_of)
+        brought = self._bring("label", label, torch.empty(0), (num_samples,))
+        columns = self._bring("dense", dense, torch.empty(num_samples, 0), (num_samples, -1))
+        lost = None if found is None else found.missing()  # all is on its way: what is waited for is the search
+        if lost is not None and lost.count and missing == "error":
+            self._refuse(lost.first, features, ids, visit, number)
+        return RawSamples(num_samples, features, brought, columns, ids, lost is None or lost.count > 0)
+
+    def keys_of(self, samples: RawSamples) -> dict[str, NDArray[np.int64]]:
+        """Return by table the keys that samples have and their pass lacks, each once, ascending; none are left out."""
+        found: dict[str, list[NDArray[np.int64]]] = {}
+        if samples.lacking:
+            for name, places in samples.places().items():
+                found.setdefault(self._table_of[name], []).append(samples.features[name].keys[places < 0])
+        return {table: np.unique(np.concatenate(keys)) for table, keys in found.items() if sum(map(len, keys))}
+
+    def check_budget(self, num_samples: int, keys: Mapping[str, NDArray[np.int64]], budget: int) -> None:
+        """Raise BudgetError where the rows of an evaluation's keys, by table and each once, exceed ``budget`` bytes."""
+        wanted = sum(some.size * (4 * self._tables[name].dim + SCRATCH_BYTES) for name, some in keys.items())
+        if wanted > budget:
+            raise BudgetError(
+                f"the rows of {num_samples:,} samples take {format_bytes(wanted)}, but eval_budget is "
+                f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget, which holds it)"
+            )
+
+    def _bring(self, what: str, given: Any, absent: torch.Tensor, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
+        """Return numbers on the device; ``absent`` where none were given."""
+        found = absent if given is None else _numbers(what, given, shape)
+        if found.device == self._processor.device:
+            return found
+        return self._processor.tensor(self._processor.bring(found.numpy()))
+
+    def _refuse(
+        self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], visit: str, number: int
+    ) -> NoReturn:
+        """Raise KeyNotInPassError of an entry, counted over all features."""
+        name, found = next((name, found) for name, found in ids.items() if found.first <= entry < found.last)
+        at, table = entry - found.first, self._table_of[name]
+        key = int(features[name].keys[at])
+        raise KeyNotInPassError(
+            f"batch {number} of {visit} has the key {key} of table {table!r} at entry {at} of feature "
+            f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
+            "all keys, or choose missing='load', 'init' or 'zero', which train no row for it",
+            table=table,
+            key=key,
+            batch=number,
+        )
+
+
+def _numbers(what: str, given: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
+    found = torch.as_tensor(given).detach().to(torch.float32)
+    if found.ndim != len(shape) or any(s not in (-1, n) for s, n in zip(shape, found.shape, strict=True)):
+        expected = "(N,)" if len(shape) == 1 else "(N, columns)"
+        raise ValueError(f"{what} has shape {tuple(found.shape)}: give {expected} for the batch's {shape[0]} samples")
+    return found
