@@ -3,9 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# What is imported is compiled once and kept: less than all that is installed, and not again by every process.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-gpu lint install clean
+.PHONY: demo test test-long test-gpu lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
 
 install: $(VENV)/.dev
 
@@ -27,17 +29,38 @@ $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.flights
 
-lint: $(VENV)/.dev
+lint: format rules types layers
+
+format: $(VENV)/.dev
 	$(BIN)/ruff format --check .
+
+rules: $(VENV)/.dev
 	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
+
+layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-test: lint
-	$(BIN)/python -m pytest -n 2 -m "not long" --durations=15
+# Compiled once and kept: else processes of the tests compile the same at the same time.
+compiled-kernels: $(VENV)/.dev
+	$(BIN)/python -c "from tiercache.kernels.compile import prepare; prepare(narrow=True)"
 
-test-long: lint
-	$(BIN)/python -m pytest --durations=15
+compiled-shim: $(VENV)/.dev
+	$(BIN)/python -m tests.kernels.shim
+
+compiled-tests: $(VENV)/.dev
+	$(BIN)/python -m pytest --collect-only -qq > /dev/null || true # the tests themselves say what is wrong
+
+checked: $(VENV)/.dev
+	$(MAKE) --no-print-directory --jobs=2 compiled-kernels lint compiled-shim compiled-tests
+
+test: checked
+	$(BIN)/python -m pytest -n 2 -m "not long" --durations=25
+
+test-long: checked
+	$(BIN)/python -m pytest --durations=25
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m tests.gpu

@@ -5,14 +5,42 @@ kernels of a test then waits for the scheduler, which makes tests ten times slow
 import of torch.
 
 A shell that starts a job in the background has it ignore Ctrl-C; tests that press it want it all the same.
+
+A session has one fork server; it imports what is killed in any test, so that a process costs milliseconds.
+
+Files of tests lie in memory, where the system has it: kills lose nothing of it, and nothing waits for a disk. Those of
+tests that are marked "disk" lie on the disk.
 """
 
+import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+_MEMORY = Path("/dev/shm")
+_MEMORY_BYTES = 1 << 30
+"""More than the tests that run at the same time have in files."""
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 signal.signal(signal.SIGINT, signal.default_int_handler)
+multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.exchange.killed", "tests.extraction.killed"])
+if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _MEMORY_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder of the test's own."""
+    if request.node.get_closest_marker("disk") is None:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="tiercache-") as folder:
+        yield Path(folder)

@@ -19,6 +19,8 @@ from benchmarks.synthetic_case import MODELS, TINY, Data
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+pytestmark = pytest.mark.disk
+
 ROOT = Path(__file__).parents[1]
 SAID = ("command", "date", "cpu", "cores", "memory_bytes", "kernel", "python", "version_torch", "benchmark_seconds")
 

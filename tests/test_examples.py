@@ -17,6 +17,8 @@ from examples import flights_data
 from examples.flights import MADE
 from examples.flights_proof import Trained, compare
 
+pytestmark = pytest.mark.disk
+
 ROOT = Path(__file__).parents[1]
 
 

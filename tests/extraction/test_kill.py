@@ -29,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.extraction.killed"])
 
 
 def start(folder: Path, name: str, fatal_event: int = -1) -> ForkServerProcess:

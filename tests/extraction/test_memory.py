@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 import tiercache as tc
 from tests.extraction.cases import table
 from tiercache.extraction.extract import extract
 from tiercache.schema import Schema
+
+pytestmark = pytest.mark.disk
 
 HOST_BYTES = 64 << 20
 NAMES = ("a", "b", "c", "d")
