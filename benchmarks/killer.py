@@ -30,7 +30,11 @@ _SPAN_SECONDS = {
     "opening": 0.2, "training": 0.1, "commit inside": 0.03, "switch": 0.02, "end": 0.05, "dump": 0.04, "publish": 0.01,
 }  # fmt: skip
 """Within which a kill follows the beginning of the phase it is aimed at: about as long as the phase lasts."""
+_ONCE = {"opening", "end"}
+"""Phases that a process goes through once; it enters the others again and again."""
 _POLL_SECONDS = 0.0005
+_KILLS_WITHOUT_PASSES = 2
+"""Of a training, after a random time; where extraction outlasts them, kills are aimed at what comes after it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,8 +89,9 @@ class Killer:
     """Trains in child processes of a fork server, and kills them.
 
     Half of the kills come after a random time, half are aimed at a phase that a ledger tells of (publishing lasts
-    milliseconds, and time alone would rarely hit it). After each the store is opened for reading and verified, and
-    it must stand at a commit no older than the last one that was durable.
+    milliseconds, and time alone would rarely hit it); each phase is aimed at once before any is again, however slow
+    the machine. After each the store is opened for reading and verified, and it must stand at a commit no older than
+    the last one that was durable.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Killer:
         _start_server()
         self._references: dict[str, tuple[dict[str, Any], float]] = {}
         self._processes = 0
+        self._phases_left: list[str] = []
         self.outcome = Outcome()
 
     def run(self, kills: int) -> Outcome:
@@ -150,12 +156,17 @@ class Killer:
         return process, ledger
 
     def _kill_until_it_ends(self, training: Training, folder: Path, kills: int, *, horizon: float) -> None:
-        outcome, floor = self.outcome, -1
+        outcome, floor, without_passes = self.outcome, -1, 0
         data = self._folder / f"reference-{list(self._references).index(training.name)}"
         while not outcome.problems:
             process, ledger = self._start(training, data, folder)
             if outcome.kills < kills:
-                self._wait(process, ledger, folder, horizon)
+                if (folder / PASSES / MANIFEST).exists():
+                    aimed = self._random.random() < 0.5
+                else:
+                    without_passes += 1
+                    aimed = without_passes > _KILLS_WITHOUT_PASSES
+                self._wait(process, ledger, horizon, aimed=aimed)
                 if self._random.random() < 0.25 and process.exitcode is None:
                     outcome.readers_beside_the_writer += self._commit(folder) is not None
                 process.kill()
@@ -170,7 +181,7 @@ class Killer:
             floor = self._look(folder, ledger, floor)
             self._notify(outcome)
 
-    def _wait(self, process: BaseProcess, ledger: Ledger, folder: Path, horizon: float) -> None:
+    def _wait(self, process: BaseProcess, ledger: Ledger, horizon: float, *, aimed: bool) -> None:
         """Return at the moment of the kill, or when the process has ended.
 
         Times count from where the process has imported all it needs, which may take longer than the training.
@@ -179,13 +190,14 @@ class Killer:
             process.join(self._random.uniform(0.0, horizon))
             return
         _await_beginning(process, ledger)
-        begun = time.perf_counter()
-        if self._random.random() < 0.5 or not (folder / PASSES / MANIFEST).exists():
+        if not aimed:
             process.join(self._random.uniform(0.0, horizon))
             return
-        phase = self._random.choice(list(_SPAN_SECONDS))
-        times = self._random.randint(1, 4)
-        while ledger.times(phase) < times and time.perf_counter() - begun < horizon and process.exitcode is None:
+        if not self._phases_left:
+            self._phases_left = self._random.sample(list(_SPAN_SECONDS), len(_SPAN_SECONDS))
+        phase = self._phases_left.pop()
+        times = 1 if phase in _ONCE else self._random.randint(1, 4)
+        while ledger.times(phase) < times and process.exitcode is None:
             time.sleep(_POLL_SECONDS)
         process.join(self._random.uniform(0.0, _SPAN_SECONDS[phase]))
 
