@@ -121,21 +121,26 @@ def set_threads(num_threads: int) -> None:
 
 
 def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[Any, ...]]) -> None:
-    """Make calls of a serial kernel one after another, each on every core of the process, `parts` at most.
+    """Make independent calls of a serial kernel, each on every core of the process, `parts` at most.
 
-    The calls of one kernel with the same arguments share out the work among them. On threads that sleep between calls
-    and end with the last: OpenMP's spin for milliseconds, on cores that reader and writer want.
+    The calls of one kernel with the same arguments share out the work among them; who finds nothing left goes on to the
+    next. On threads that sleep between calls and end with the last: OpenMP's spin for milliseconds, on cores that
+    reader and writer want.
     """
     helpers = min(parts, len(os.sched_getaffinity(0)), _MOST_CORES) - 1
-    if helpers < 1:
+
+    def work() -> None:
         for arguments in calls:
             kernel(*arguments)
+
+    if helpers < 1:
+        work()
         return
     with ThreadPoolExecutor(helpers, thread_name_prefix="tiercache-switch") as pool:
-        for arguments in calls:
-            running = [pool.submit(kernel, *arguments) for _ in range(helpers)]
-            kernel(*arguments)
-            for future in running:
+        running = [pool.submit(work) for _ in range(helpers)]
+        work()
+        for future in running:
+            if not future.cancel():  # who has not begun by now finds nothing left
                 future.result()
 
 

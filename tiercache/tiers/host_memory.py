@@ -2,117 +2,35 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-import sys
 import threading
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.planning.budget import PAGE_BYTES, paged
+from tiercache.tiers.host_region import HostRegion
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from tiercache.processors.processor import Mover
 
-
-_DONTNEED = 4
-_POPULATE_WRITE = 23
-"""Linux 5.14: all pages at once, for less than half of what they cost one fault after another."""
-_madvise = ctypes.CDLL(None, use_errno=True).madvise  # of mmap, madvise holds the GIL while the system works
-_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_MOVED_PAGES = 16
+"""The fewest that are kept to be moved: each run of them may become a map of its own, of which there are few ..."""
+_MOST_RUNS = 8192
+"""... at most so many of the 65,530 that Linux allows a process."""
 
 
-class HostRegion:
-    """Anonymous memory of whole pages, parts of which can be given back.
+class _Spare(NamedTuple):
+    """Pages [first, last) of a region that nobody holds, in one map of the system."""
 
-    ``data`` is the uint8 array handed out: the first bytes of the map. What was given back reads as zeros. Pages that
-    are held are locked for the device; while some are given back, the others are not.
-    """
-
-    __slots__ = ("_address", "_bytes", "_locked", "_mover", "_pid", "data", "first_page", "last_page")
-
-    def __init__(self, capacity: int, mover: Mover) -> None:
-        self._mover, self._locked, self._pid = mover, -1, os.getpid()
-        memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
-        self._address = self._bytes.ctypes.data
-        self.data = self._bytes[:0]
-        self.first_page = self.last_page = 0
-
-    def __del__(self) -> None:
-        """Unlock what nobody closed: the device would take other pages at this address for these.
-
-        A process that was forked off has a copy of what is not its own.
-        """
-        if not sys.is_finalizing() and self._pid == os.getpid():
-            self.unlock()
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes not given back."""
-        return (self.last_page - self.first_page) * PAGE_BYTES
-
-    def is_open_to(self, num_bytes: int) -> bool:
-        """Whether exactly the pages of the first ``num_bytes`` bytes are held."""
-        return (self.first_page, self.last_page) == (0, paged(num_bytes) // PAGE_BYTES)
-
-    def open(self, num_bytes: int) -> None:
-        """Hold the pages of the first ``num_bytes`` bytes, and those only."""
-        pages = paged(num_bytes) // PAGE_BYTES
-        first, last = min(self.first_page, pages), min(self.last_page, pages)
-        if not self.is_open_to(num_bytes):
-            self.unlock()
-        self._advise(_DONTNEED, pages, self.last_page)
-        self._advise(_POPULATE_WRITE, 0, first)
-        self._advise(_POPULATE_WRITE, last, pages)
-        self.first_page, self.last_page = 0, pages
-        self.data = self._bytes[:num_bytes]
-        self._lock()
-
-    def shrink(self, low: int, high: int) -> None:
-        """Give back the pages outside bytes [low, high)."""
-        first = min(max(self.first_page, low // PAGE_BYTES), self.last_page)
-        last = max(first, min(self.last_page, -(-high // PAGE_BYTES)))
-        if (self.first_page, self.last_page) != (first, last):
-            self.unlock()
-        self._advise(_DONTNEED, self.first_page, first)
-        self._advise(_DONTNEED, last, self.last_page)
-        self.first_page, self.last_page = first, last
-        self._lock()
-
-    def _lock(self) -> None:
-        if self._locked < 0 and self.first_page < self.last_page:
-            address = self._address + self.first_page * PAGE_BYTES
-            self._mover.lock(address, self.resident_bytes)
-            self._locked = address
-
-    def unlock(self) -> None:
-        """Take the pages from the device."""
-        if self._locked >= 0:
-            self._mover.unlock(self._locked)
-            self._locked = -1
-
-    def _advise(self, advice: int, first: int, last: int) -> None:
-        """Have the system give or take back pages, without the GIL; to give them may be refused: that is slower."""
-        if first < last:
-            failed = _madvise(self._address + first * PAGE_BYTES, (last - first) * PAGE_BYTES, advice)
-            if failed and advice == _DONTNEED:
-                raise OSError(ctypes.get_errno(), "pages of host memory cannot be given back")
-
-    def holds(self, low: int, high: int) -> bool:
-        """Whether none of bytes [low, high) was given back."""
-        return self.first_page * PAGE_BYTES <= low and high <= self.last_page * PAGE_BYTES
+    region: HostRegion
+    first: int
+    last: int
 
 
 class HostMemory:
     """Hands out regions of at most ``region_bytes``; the bytes resident never exceed ``budget``. Thread-safe.
 
-    Regions that come back are kept with their pages and handed out again: fresh pages cost as much as filling
-    them. Where the budget is short, the pages of kept ones go first.
+    Regions that come back are kept with their pages and handed out again, and pages that a region gives back are
+    moved to where pages are wanted: fresh ones cost as much as filling them. Where the budget is short, the pages of
+    kept regions go first.
     """
 
     def __init__(self, budget: int, region_bytes: int, mover: Mover) -> None:
@@ -121,6 +39,8 @@ class HostMemory:
         self.peak_bytes = 0
         self._free: list[HostRegion] = []
         self._empty: list[HostRegion] = []
+        self._spares: list[_Spare] = []
+        self._fewest = max(_MOVED_PAGES, budget // PAGE_BYTES // _MOST_RUNS)
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> HostRegion:
@@ -128,17 +48,10 @@ class HostMemory:
         assert num_bytes <= self.region_bytes, f"a region of {num_bytes} bytes is above {self.region_bytes}"
         with self._lock:
             region = self._pop(num_bytes)
-            self.resident_bytes += paged(num_bytes) - region.resident_bytes
-            while self.resident_bytes > self.budget and self._free:
-                spare = self._free.pop()
-                self.resident_bytes -= spare.resident_bytes
-                spare.shrink(0, 0)
-                self._empty.append(spare)
+            if not region.is_open_to(num_bytes):
+                self._open(region, paged(num_bytes) // PAGE_BYTES)
+            region.hand_out(num_bytes)
             self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-            assert self.resident_bytes <= self.budget, (
-                f"planned host memory exceeded: {self.resident_bytes} of {self.budget} bytes"
-            )
-            region.open(num_bytes)
         return region
 
     def _pop(self, num_bytes: int) -> HostRegion:
@@ -150,6 +63,67 @@ class HostMemory:
             return self._free.pop()
         return self._empty.pop() if self._empty else HostRegion(self.region_bytes, self._mover)
 
+    def _open(self, region: HostRegion, pages: int) -> None:
+        """Have a region hold its first pages: its own, those of others, and fresh ones, in this order."""
+        mine = [(region.first_page, region.last_page)]
+        mine += [(spare.first, spare.last) for spare in self._spares if spare.region is region]
+        self._spares = [spare for spare in self._spares if spare.region is not region]
+        region.hold(0, 0)
+        end = 0
+        for first, last in sorted(mine):
+            self._fill(region, end, min(first, pages))
+            self._keep_spare(region, max(first, pages), last)
+            end = max(end, min(last, pages))
+        self._fill(region, end, pages)
+        region.hold(0, pages)
+
+    def _fill(self, region: HostRegion, first: int, last: int) -> None:
+        """Bring pages to places that have none."""
+        while first < last:
+            if self._spares:
+                source, low, high = self._spares.pop()
+                count = min(high - low, last - first)
+                if region.bring(first, first + count, source, low):
+                    self._keep_spare(source, low + count, high)
+                    first += count
+                else:
+                    self._release(source, low, high)
+                continue
+            fresh = (last - first) * PAGE_BYTES
+            if self.resident_bytes + fresh > self.budget and self._free:
+                spare = self._free.pop()
+                self._spare(spare, 0, 0)
+                self._empty.append(spare)
+                continue
+            self.resident_bytes += fresh
+            assert self.resident_bytes <= self.budget, (
+                f"planned host memory exceeded: {self.resident_bytes} of {self.budget} bytes"
+            )
+            region.populate(first, last)
+            first = last
+
+    def _spare(self, region: HostRegion, first: int, last: int) -> None:
+        """Let a region hold pages [first, last) of what it holds, and no others."""
+        low, high = region.first_page, region.last_page
+        region.hold(first, last)
+        if first == last:
+            self._keep_spare(region, low, high)
+        else:
+            self._keep_spare(region, low, first)
+            self._keep_spare(region, last, high)
+
+    def _keep_spare(self, region: HostRegion, first: int, last: int) -> None:
+        """Keep pages that nobody holds to be moved; few at one place go back to the system."""
+        for low, high in region.runs(first, last):
+            if high - low < self._fewest:
+                self._release(region, low, high)
+            else:
+                self._spares.append(_Spare(region, low, high))
+
+    def _release(self, region: HostRegion, first: int, last: int) -> None:
+        region.release(first, last)
+        self.resident_bytes -= (last - first) * PAGE_BYTES
+
     def give_back(self, region: HostRegion) -> None:
         """Take a region back; nobody may use its data any more."""
         with self._lock:
@@ -159,9 +133,8 @@ class HostMemory:
     def shrink(self, region: HostRegion, low: int, high: int) -> None:
         """Give back what lies outside bytes [low, high) of a region."""
         with self._lock:
-            before = region.resident_bytes
-            region.shrink(low, high)
-            self.resident_bytes -= before - region.resident_bytes
+            first = min(max(region.first_page, low // PAGE_BYTES), region.last_page)
+            self._spare(region, first, max(first, min(region.last_page, -(-high // PAGE_BYTES))))
 
     def close(self) -> None:
         """Let all regions that came back go; nobody may take a region any more."""
@@ -169,5 +142,7 @@ class HostMemory:
             for region in (*self._free, *self._empty):
                 region.unlock()
                 self.resident_bytes -= region.resident_bytes
+            self.resident_bytes -= sum((spare.last - spare.first) * PAGE_BYTES for spare in self._spares)
+            self._spares.clear()
             self._free.clear()
             self._empty.clear()

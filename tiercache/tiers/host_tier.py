@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from tiercache.planning.host_plan import Held
     from tiercache.store.stream import Stream
-    from tiercache.tiers.host_memory import HostMemory, HostRegion
+    from tiercache.tiers.host_memory import HostMemory
+    from tiercache.tiers.host_region import HostRegion
 
 
 class Run(NamedTuple):

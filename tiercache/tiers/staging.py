@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
     from tiercache.store.table import Table
     from tiercache.tiers.device_tier import Placement
-    from tiercache.tiers.host_memory import HostMemory, HostRegion
+    from tiercache.tiers.host_memory import HostMemory
+    from tiercache.tiers.host_region import HostRegion
 
 
 _KEY_BYTES = 8

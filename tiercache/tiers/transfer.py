@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from tiercache.store import Segment, Store
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import DeviceTier, Placement
-    from tiercache.tiers.host_memory import HostMemory, HostRegion
+    from tiercache.tiers.host_memory import HostMemory
+    from tiercache.tiers.host_region import HostRegion
 
 _NICER = 10
 """Added to the niceness of reader and writer."""
