@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.planning.budget import PAGE_BYTES, paged
@@ -11,10 +12,10 @@ from tiercache.tiers.host_region import HostRegion
 if TYPE_CHECKING:
     from tiercache.processors.processor import Mover
 
-_MOVED_PAGES = 16
-"""The fewest that are kept to be moved: each run of them may become a map of its own, of which there are few ..."""
-_MOST_RUNS = 8192
-"""... at most so many of the 65,530 that Linux allows a process."""
+_MOVED_PAGES = 32
+"""The fewest that are moved: each run of them may become a map of its own, ..."""
+_MOST_RUNS = 4096
+"""... of which the budget makes about so many at most; Linux allows a process 65,530."""
 
 
 class _Spare(NamedTuple):
@@ -23,6 +24,10 @@ class _Spare(NamedTuple):
     region: HostRegion
     first: int
     last: int
+
+    def pages(self) -> int:
+        """Return how many they are."""
+        return self.last - self.first
 
 
 class HostMemory:
@@ -40,6 +45,7 @@ class HostMemory:
         self._free: list[HostRegion] = []
         self._empty: list[HostRegion] = []
         self._spares: list[_Spare] = []
+        """The shortest first: taken is the shortest that is long enough, so that few are cut."""
         self._fewest = max(_MOVED_PAGES, budget // PAGE_BYTES // _MOST_RUNS)
         self._lock = threading.Lock()
 
@@ -69,10 +75,11 @@ class HostMemory:
         mine += [(spare.first, spare.last) for spare in self._spares if spare.region is region]
         self._spares = [spare for spare in self._spares if spare.region is not region]
         region.hold(0, 0)
+        for first, last in mine:
+            self._keep_spare(region, max(first, pages), last)
         end = 0
         for first, last in sorted(mine):
             self._fill(region, end, min(first, pages))
-            self._keep_spare(region, max(first, pages), last)
             end = max(end, min(last, pages))
         self._fill(region, end, pages)
         region.hold(0, pages)
@@ -80,22 +87,27 @@ class HostMemory:
     def _fill(self, region: HostRegion, first: int, last: int) -> None:
         """Bring pages to places that have none."""
         while first < last:
-            if self._spares:
-                source, low, high = self._spares.pop()
-                count = min(high - low, last - first)
+            missing = last - first
+            if self._spares and missing >= self._fewest:
+                enough = bisect_left(self._spares, missing, key=_Spare.pages)
+                source, low, high = self._spares.pop(min(enough, len(self._spares) - 1))
+                count = min(high - low, missing)
                 if region.bring(first, first + count, source, low):
                     self._keep_spare(source, low + count, high)
                     first += count
                 else:
                     self._release(source, low, high)
                 continue
-            fresh = (last - first) * PAGE_BYTES
-            if self.resident_bytes + fresh > self.budget and self._free:
-                spare = self._free.pop()
-                self._spare(spare, 0, 0)
-                self._empty.append(spare)
-                continue
-            self.resident_bytes += fresh
+            if self.resident_bytes + missing * PAGE_BYTES > self.budget:
+                if self._spares:
+                    self._release(*self._spares.pop(0))
+                    continue
+                if self._free:
+                    spare = self._free.pop()
+                    self._spare(spare, 0, 0)
+                    self._empty.append(spare)
+                    continue
+            self.resident_bytes += missing * PAGE_BYTES
             assert self.resident_bytes <= self.budget, (
                 f"planned host memory exceeded: {self.resident_bytes} of {self.budget} bytes"
             )
@@ -118,7 +130,7 @@ class HostMemory:
             if high - low < self._fewest:
                 self._release(region, low, high)
             else:
-                self._spares.append(_Spare(region, low, high))
+                insort(self._spares, _Spare(region, low, high), key=_Spare.pages)
 
     def _release(self, region: HostRegion, first: int, last: int) -> None:
         region.release(first, last)

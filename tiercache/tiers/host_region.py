@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from tiercache.processors.processor import Mover
 
+_NORMAL = 0
 _DONTNEED = 4
 _POPULATE_WRITE = 23
 """Linux 5.14: all pages at once, for less than half of what they cost one fault after another."""
@@ -130,7 +131,8 @@ class HostRegion:
         if _mremap(source._address + source_first * PAGE_BYTES, num_bytes, num_bytes, _MOVE, to) != _FAILED:
             return True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
-        if _mmap(to, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:  # it may be unmapped by now
+        lost = _mmap(to, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED
+        if lost and self._advise(_NORMAL, first, last):  # the system had unmapped them before it refused
             raise OSError(ctypes.get_errno(), "pages of host memory cannot be mapped")
         return False
 
