@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,7 @@ def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[
     """Make independent calls of a serial kernel, each on every core of the process, `parts` at most.
 
     The calls of one kernel with the same arguments share out the work among them; who finds nothing left goes on to the
-    next. On threads that sleep between calls and end with the last: OpenMP's spin for milliseconds, on cores that
-    reader and writer want.
+    next. On threads that sleep between calls: OpenMP's spin for milliseconds, on cores that reader and writer want.
     """
     helpers = min(parts, len(os.sched_getaffinity(0)), _MOST_CORES) - 1
 
@@ -133,15 +132,20 @@ def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[
         for arguments in calls:
             kernel(*arguments)
 
-    if helpers < 1:
+    running = [_helpers(os.getpid()).submit(work) for _ in range(helpers)]
+    try:
         work()
-        return
-    with ThreadPoolExecutor(helpers, thread_name_prefix="tiercache-switch") as pool:
-        running = [pool.submit(work) for _ in range(helpers)]
-        work()
-        for future in running:
-            if not future.cancel():  # who has not begun by now finds nothing left
-                future.result()
+    finally:
+        begun = [future for future in running if not future.cancel()]  # who has not begun by now finds nothing left
+        wait(begun)
+    for future in begun:
+        future.result()
+
+
+@functools.cache
+def _helpers(_process: int) -> ThreadPoolExecutor:
+    """Return the threads of this process, which start when they are first wanted; a fork has none of its parent's."""
+    return ThreadPoolExecutor(_MOST_CORES - 1, thread_name_prefix="tiercache-switch")
 
 
 @functools.cache
