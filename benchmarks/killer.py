@@ -30,8 +30,10 @@ _SPAN_SECONDS = {
     "opening": 0.2, "training": 0.1, "commit inside": 0.03, "switch": 0.02, "end": 0.05, "dump": 0.04, "publish": 0.01,
 }  # fmt: skip
 """Within which a kill follows the beginning of the phase it is aimed at: about as long as the phase lasts."""
-_ONCE = {"opening", "end"}
-"""Phases that a process goes through once; it enters the others again and again."""
+_SELDOM = {"opening", "commit inside", "end"}
+"""Phases that a process may go through once; it enters the others again and again."""
+_LATE_HORIZONS = 30
+"""After which a process is killed wherever it is: it hangs, or the machine is slow indeed."""
 _POLL_SECONDS = 0.0005
 _KILLS_WITHOUT_PASSES = 2
 """Of a training, after a random time; where extraction outlasts them, kills are aimed at what comes after it."""
@@ -89,9 +91,9 @@ class Killer:
     """Trains in child processes of a fork server, and kills them.
 
     Half of the kills come after a random time, half are aimed at a phase that a ledger tells of (publishing lasts
-    milliseconds, and time alone would rarely hit it); each phase is aimed at once before any is again, however slow
-    the machine. After each the store is opened for reading and verified, and it must stand at a commit no older than
-    the last one that was durable.
+    milliseconds, and time alone would rarely hit it); each phase is aimed at until it is met before any is again,
+    however slow the machine. After each the store is opened for reading and verified, and it must stand at a commit
+    no older than the last one that was durable.
     """
 
     def __init__(
@@ -195,10 +197,12 @@ class Killer:
             return
         if not self._phases_left:
             self._phases_left = self._random.sample(list(_SPAN_SECONDS), len(_SPAN_SECONDS))
-        phase = self._phases_left.pop()
-        times = 1 if phase in _ONCE else self._random.randint(1, 4)
-        while ledger.times(phase) < times and process.exitcode is None:
+        phase, late = self._phases_left.pop(), time.perf_counter() + _LATE_HORIZONS * horizon
+        times = 1 if phase in _SELDOM else self._random.randint(1, 4)
+        while ledger.times(phase) < times and process.exitcode is None and time.perf_counter() < late:
             time.sleep(_POLL_SECONDS)
+        if ledger.times(phase) < times:
+            self._phases_left.append(phase)  # not met: the next kill is aimed at it
         process.join(self._random.uniform(0.0, _SPAN_SECONDS[phase]))
 
     def _look(self, folder: Path, ledger: Ledger, floor: int) -> int:

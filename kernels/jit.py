@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,10 @@ def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[
         for arguments in calls:
             kernel(*arguments)
 
-    running = [_helpers(os.getpid()).submit(work) for _ in range(helpers)]
+    running: list[Future[None]] = []
     try:
+        for _ in range(helpers):
+            running.append(_helpers(os.getpid()).submit(work))  # noqa: PERF401 - those before one that fails must be known
         work()
     finally:
         begun = [future for future in running if not future.cancel()]  # who has not begun by now finds nothing left
@@ -145,7 +147,8 @@ def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[
 @functools.cache
 def _helpers(_process: int) -> ThreadPoolExecutor:
     """Return the threads of this process, which start when they are first wanted; a fork has none of its parent's."""
-    return ThreadPoolExecutor(_MOST_CORES - 1, thread_name_prefix="tiercache-switch")
+    most = min(os.cpu_count() or 1, _MOST_CORES)
+    return ThreadPoolExecutor(max(1, most - 1), thread_name_prefix="tiercache-switch")
 
 
 @functools.cache

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     from tiercache.processors.processor import Mover
 
 _MOVED_PAGES = 32
-"""The fewest that are moved: each run of them may become a map of its own, ..."""
-_MOST_RUNS = 4096
-"""... of which the budget makes about so many at most; Linux allows a process 65,530."""
+"""The fewest that are moved: to give back fewer and have them zeroed elsewhere takes no longer."""
+_MOST_RUNS = 2048
+"""Runs of pages that a budget may be divided into, as each may be four maps of the 65,530 that Linux allows a process.
+
+Of a budget above 32 GiB no region has as long a run, and none is moved: such a budget holds so many regions that few
+of them are held in part.
+"""
 
 
 class _Spare(NamedTuple):
@@ -33,9 +37,9 @@ class _Spare(NamedTuple):
 class HostMemory:
     """Hands out regions of at most ``region_bytes``; the bytes resident never exceed ``budget``. Thread-safe.
 
-    Regions that come back are kept with their pages and handed out again, and pages that a region gives back are
-    moved to where pages are wanted: fresh ones cost as much as filling them. Where the budget is short, the pages of
-    kept regions go first.
+    Regions that come back are kept with their pages and handed out again, and longer runs of pages that a region gives
+    back are moved to where pages are wanted: fresh ones cost as much as filling them. Where the budget is short, the
+    pages of kept regions go first.
     """
 
     def __init__(self, budget: int, region_bytes: int, mover: Mover) -> None:
@@ -57,7 +61,6 @@ class HostMemory:
             if not region.is_open_to(num_bytes):
                 self._open(region, paged(num_bytes) // PAGE_BYTES)
             region.hand_out(num_bytes)
-            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
         return region
 
     def _pop(self, num_bytes: int) -> HostRegion:
@@ -111,18 +114,21 @@ class HostMemory:
             assert self.resident_bytes <= self.budget, (
                 f"planned host memory exceeded: {self.resident_bytes} of {self.budget} bytes"
             )
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
             region.populate(first, last)
             first = last
 
     def _spare(self, region: HostRegion, first: int, last: int) -> None:
         """Let a region hold pages [first, last) of what it holds, and no others."""
         low, high = region.first_page, region.last_page
-        region.hold(first, last)
-        if first == last:
-            self._keep_spare(region, low, high)
-        else:
-            self._keep_spare(region, low, first)
-            self._keep_spare(region, last, high)
+        try:
+            region.hold(first, last)
+        finally:
+            if first == last:
+                self._keep_spare(region, low, high)
+            else:
+                self._keep_spare(region, low, first)
+                self._keep_spare(region, last, high)
 
     def _keep_spare(self, region: HostRegion, first: int, last: int) -> None:
         """Keep pages that nobody holds to be moved; few at one place go back to the system."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
@@ -26,7 +27,6 @@ _POPULATE_WRITE = 23
 """Linux 5.14: all pages at once, for less than half of what they cost one fault after another."""
 _MOVE = 1 | 2 | 4
 """MREMAP_MAYMOVE, FIXED and, since Linux 5.7, DONTUNMAP: what the pages leave stays mapped, without pages."""
-_FIXED = 0x10
 _system = ctypes.CDLL(None, use_errno=True)
 _madvise = _system.madvise  # of mmap, madvise holds the GIL while the system works
 _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -34,17 +34,26 @@ _mremap = getattr(_system, "mremap", None)
 if _mremap is not None:
     _mremap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
     _mremap.restype = ctypes.c_void_p
-_mmap = _system.mmap
-_mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
-_mmap.restype = ctypes.c_void_p
 _FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def moves_pages() -> bool:
+    """Try whether the system moves pages from one map to another and leaves both."""
+    if _mremap is None:
+        return False
+    maps = [mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
+    maps[0][0] = 1
+    source, target = (np.frombuffer(memory, dtype=np.uint8).ctypes.data for memory in maps)
+    moved = _mremap(source, PAGE_BYTES, PAGE_BYTES, _MOVE, target) != _FAILED
+    return moved and (maps[0][0], maps[1][0]) == (0, 1)
 
 
 class HostRegion:
     """Anonymous memory of whole pages, of which some stretch is held.
 
     ``data`` is the uint8 array handed out: the first bytes of the map. What is not held has undefined content. Pages
-    that are held are locked for the device; while others are held, none is.
+    that are held are locked for the device, and those only: none is while the stretch that is held changes.
     """
 
     __slots__ = ("_address", "_bytes", "_cuts", "_locked", "_mover", "_pid", "data", "first_page", "last_page")
@@ -86,8 +95,9 @@ class HostRegion:
             self.unlock()
             self.first_page, self.last_page = first, last
         if self._locked < 0 and first < last:
-            self._locked = self._address + first * PAGE_BYTES
-            self._mover.lock(self._locked, self.resident_bytes)
+            address = self._address + first * PAGE_BYTES
+            self._mover.lock(address, self.resident_bytes)
+            self._locked = address
 
     def hand_out(self, num_bytes: int) -> None:
         """Make the first bytes ``data``."""
@@ -124,16 +134,16 @@ class HostRegion:
 
         For a hundredth of what it costs to give them back and to have others zeroed.
         """
-        if _mremap is None:
+        if _mremap is None or not moves_pages():
             return False
         num_bytes, to = (last - first) * PAGE_BYTES, self._address + first * PAGE_BYTES
         self._cuts[bisect_left(self._cuts, first) : bisect_right(self._cuts, last)] = [first, last]
         if _mremap(source._address + source_first * PAGE_BYTES, num_bytes, num_bytes, _MOVE, to) != _FAILED:
             return True
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
-        lost = _mmap(to, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED
-        if lost and self._advise(_NORMAL, first, last):  # the system had unmapped them before it refused
-            raise OSError(ctypes.get_errno(), "pages of host memory cannot be mapped")
+        if self._advise(_NORMAL, first, last):  # the system had unmapped them before it refused
+            raise OSError(
+                ctypes.get_errno(), "pages of host memory are lost, as the system allows no more maps or memory"
+            )
         return False
 
     def _advise(self, advice: int, first: int, last: int) -> int:
