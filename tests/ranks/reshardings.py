@@ -9,7 +9,7 @@ from torch import nn
 
 import tiercache as tc
 from tests.ranks.meeting import Alone, meet
-from tests.training.cases import Case, Net, Spec, table, tiered
+from tests.training.cases import Case, Kept, Net, Spec, table, tiered
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 from tiercache.ranks.resharding import reshard
@@ -82,21 +82,6 @@ def visit_to(
                 break
     assert store.commit.cursor == cursor
     return model
-
-
-class Kept:
-    """A state that is taken back and given as it is."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it."""
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
-        self.state = state
 
 
 def let_through(store: Store, share: Share, visit_end: int, order_seed: int | None = None) -> None:

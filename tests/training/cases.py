@@ -156,6 +156,21 @@ class Net(nn.Module):
         return self.top(torch.cat([self.bag(batch), batch.dense], dim=1)).squeeze(1)
 
 
+class Kept:
+    """A state that is taken back and given as it is."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.state = state
+
+
 @dataclass
 class Result:
     """What a training ends with."""

@@ -65,6 +65,14 @@ def make(kind: str, passes: tc.PassSet, gpu: Any, **options: Any) -> Any:
     return tiered(open_store(passes.path, CASE, "memory"), passes, device=device, **options)
 
 
+def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
+    """Return a model that looks up in a cache and an optimizer whose steps the rows follow."""
+    model = Net(cache, CASE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cache.track(model=model, optimizer=optimizer)
+    return model, optimizer
+
+
 def need(kind: str, passes: tc.PassSet) -> int:
     """Return the bytes that a cache of a kind takes of a GPU."""
     gpu = SmallGpu()
@@ -81,9 +89,7 @@ def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
     """Rows, slots, the index of raw keys and scratch; held: cache, model, optimizer, visit and the loop over visits."""
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
-    model = Net(cache, CASE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cache.track(model=model, optimizer=optimizer)
+    model, optimizer = followed(cache)
     visits = cache.passes(epochs=1)
     for _ in range(2):
         visit = next(visits)
@@ -127,9 +133,7 @@ def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: 
     """After a training, with the optimizer that it followed alive: device memory, locked pages and threads."""
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
-    model = Net(cache, CASE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cache.track(model=model, optimizer=optimizer)
+    model, optimizer = followed(cache)
     for visit in cache.passes(epochs=1):
         for batch in visit.batches(16):
             model(batch).sum().backward()

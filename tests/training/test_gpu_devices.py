@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.training.cases import SPECS, Case, open_store, table, tiered, train
+from tests.training.cases import SPECS, Case, Kept, open_store, table, tiered, train
 from tests.training.shim_gpu import ShimGpu
 from tiercache.kernels.cuda import CudaDevice
 from tiercache.processors.cpu_processor import CpuProcessor
@@ -193,16 +193,6 @@ def test_a_commit_waits_for_the_gpus_that_have_dense_state_and_for_no_other(monk
 
     def stream(device: int) -> Any:
         return SimpleNamespace(record_event=lambda: recorded.append(device))
-
-    class Kept:
-        def __init__(self) -> None:
-            self.state: dict[str, Any] = {}
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.state = state
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
