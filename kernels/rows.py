@@ -3,6 +3,8 @@
 Legend: S slots, R rows, P pieces, W width of a field. A piece is field-major: all its vectors, then all of each state.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,7 @@ __all__ = ["Pieces", "pack", "unpack"]
 
 _TASK = 512  # rows a thread takes at a time
 _AHEAD = 8  # rows between asking for memory and copying it
+_LOOKUP = 64  # rows of which the piece is known in which the first one stands
 _ORIGIN = aligned_zeros(1, 1)[0]  # places in memory are counted from here, in floats
 
 
@@ -125,6 +128,41 @@ def _move(values, slots, order, so_far, first, place, before, memory, packing, p
     _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter)
 
 
+@worker
+def _scatter_tasks(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter):  # type: ignore[no-untyped-def]
+    """Write the row in each slot to its place, 512 slots at a time.
+
+    Memory is read in its order and written out of it: reads are waited for, and writes are not.
+    """
+    width = values.shape[1]
+    task = atomic_next(counter)
+    while task * _TASK < place_of_slot.size:
+        for slot in range(task * _TASK, min(task * _TASK + _TASK, place_of_slot.size)):
+            row = np.int64(place_of_slot[slot])
+            if row < 0:
+                continue
+            piece = piece_of_lookup[row // _LOOKUP]
+            while so_far[piece + 1] <= row:
+                piece += 1
+            rows_of_piece = so_far[piece + 1] - so_far[piece]
+            at = place[piece] + before * rows_of_piece + (row - so_far[piece]) * width
+            _copy(values, np.int64(slot) * width, memory, at, width, past_caches and at % 16 == 0)
+        task = atomic_next(counter)
+    fence()
+
+
+@serial
+def _scatter(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter):  # type: ignore[no-untyped-def]
+    _scatter_tasks(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter)
+
+
+@serial
+def _place_of_slot(slots, order, out):  # type: ignore[no-untyped-def]
+    out[:] = -1
+    for row in range(order.size):
+        out[slots[order[row]]] = row
+
+
 def _move_fields(
     fields: tuple[NDArray[np.float32], ...],
     slots: NDArray[np.int32],
@@ -144,16 +182,29 @@ def _move_fields(
     known = order.size or slots.size
     if pieces.highest() > known:
         raise ValueError(f"the pieces have rows up to {pieces.highest()}, and there are {known}.")
-    table = pieces.table()
-    before, calls = 0, []
+    table, num_slots = pieces.table(), fields[0].shape[0]
+    scattering = packing and 2 * order.size >= num_slots and _in_order(*table[:2])
+    if scattering:
+        place_of_slot = np.empty(num_slots, np.int32)
+        _place_of_slot(slots, order[: pieces.num_rows], place_of_slot)
+        lookup = np.searchsorted(table[0], np.arange(0, pieces.num_rows, _LOOKUP), side="right") - 1
+    before, calls = 0, list[tuple[Any, ...]]()
     for values in fields:
         moved = expect("field", values, np.float32, 2, written=not packing)
         if moved.shape[1]:
             past_caches = moved.shape[1] % 16 == 0 and (packing or _address(moved) % 64 == 0)
             counter = np.zeros(1, np.int64)
-            calls.append((moved, slots, order, *table, before, _ORIGIN, packing, past_caches, counter))
+            if scattering:
+                calls.append((moved, place_of_slot, table[0], lookup, table[2], before, _ORIGIN, past_caches, counter))
+            else:
+                calls.append((moved, slots, order, *table, before, _ORIGIN, packing, past_caches, counter))
         before += moved.shape[1]
-    on_all_cores(_move, pieces.num_rows // _TASK, calls)
+    on_all_cores(_scatter if scattering else _move, pieces.num_rows // _TASK, calls)
+
+
+def _in_order(so_far: NDArray[np.int64], first: NDArray[np.int64]) -> bool:
+    """Whether pieces stand one behind the other, without a gap, from place 0 on."""
+    return np.array_equal(so_far[:-1], first)
 
 
 def pack(
@@ -162,7 +213,7 @@ def pack(
     """Write rows to pieces, in an order.
 
     fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces; slots: the
-    slot of each row. One launch a field.
+    slot of each row, no two the same. One launch a field.
     """
     _move_fields(fields, slots, order, pieces, packing=True)
 

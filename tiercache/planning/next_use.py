@@ -35,8 +35,13 @@ class Uses:
 
     @property
     def longest(self) -> int:
-        """The longest gap possible: twice the number of passes, less one."""
-        return max(1, 2 * len(self.next_gap) - 1)
+        """The longest gap possible, as of `longest_gap`."""
+        return longest_gap(len(self.next_gap))
+
+
+def longest_gap(num_passes: int) -> int:
+    """Return the longest gap possible: twice the number of passes, less one."""
+    return max(1, 2 * num_passes - 1)
 
 
 def find_uses(

@@ -148,6 +148,11 @@ class Planner:
         self._last_capacity: int | None = None
         self._check_budget()
 
+    @property
+    def next_visit(self) -> int:
+        """The visit that `plan_next` plans."""
+        return self._next
+
     def sizes(self, visit: int) -> PassSizes:
         """Count, for the pass of ``visit``, the rows of each gap."""
         key = self._schedule.pass_of(visit) if self._schedule.repeats else visit

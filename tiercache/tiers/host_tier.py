@@ -25,7 +25,11 @@ class Run(NamedTuple):
 
 
 class HostTier:
-    """Blocks of earlier dumps, by (visit, group). Used by the training thread; the writer only reads blocks."""
+    """Blocks of earlier dumps, by (visit, group).
+
+    Used by one thread at a time: by the training thread at a switch and between batches, in between by the writer, who
+    makes room; it also reads blocks at any time.
+    """
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.planning.positions import Positions
+    from tiercache.planning.visit_plan import VisitPlan
     from tiercache.processors.processor import Mover, Pieces
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import DeviceTier
@@ -27,6 +28,22 @@ _KEY_ROWS = 1 << 17
 """Whose keys are looked up at once, if that is more than a block: each look-up gives the interpreter away."""
 
 
+class Target(NamedTuple):
+    """Where rows [first, last) of a stream go."""
+
+    first: int
+    last: int
+    pieces: Pieces
+
+
+class StagedLayout(NamedTuple):
+    """What was staged, and where it lies, by group."""
+
+    staged: Staged
+    rows_G: list[Pieces]
+    vectors_G: list[Pieces]
+
+
 class Packer:
     """Fills the blocks of a dump from the device, and finds the keys of their rows."""
 
@@ -35,28 +52,25 @@ class Packer:
     ) -> None:
         self._device, self._mover, self._positions, self._keys_of = device, mover, positions, keys_of
 
-    def pack(
-        self,
-        group: int,
-        order: NDArray[np.int32] | None,
-        stream: Stream,
-        blocks: Sequence[tuple[int, NDArray[np.uint8]]],
-    ) -> None:
-        """Fill blocks, given by number and bytes; ``order`` has the positions of the stream's rows.
+    def target(self, stream: Stream, blocks: Sequence[tuple[int, NDArray[np.uint8]]]) -> Target:
+        """Lay out the pieces of blocks, given by number and bytes. Any thread."""
+        pieces, numbers = self._mover.pieces(stream.row_bytes // 4), [block for block, _ in blocks]
+        first = int(stream.block_first_row_B[min(numbers, default=0)])
+        for block, data in blocks:
+            low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
+            pieces.add(int(stream.block_first_row_B[block]) - first, *_pieces(stream, low, high), data.view(np.float32))
+        return Target(first, int(stream.block_first_row_B[max(numbers) + 1]) if blocks else first, pieces)
+
+    def pack(self, group: int, order: NDArray[np.int32] | None, target: Target) -> None:
+        """Fill blocks; ``order`` has the positions of the stream's rows.
 
         None: rows stand in the order of their positions. Of an order what these blocks have comes to the device, and
         no more. The bytes are there when a mark that is taken behind this call has passed.
         """
-        if not blocks:
+        first, last, pieces = target
+        if first == last:
             return
-        pieces, arrays, slots = (
-            self._mover.pieces(stream.row_bytes // 4), self._device.arrays_G[group], self._device.slots_G[group],
-        )  # fmt: skip
-        first = int(stream.block_first_row_B[min(block for block, _ in blocks)])
-        last = int(stream.block_first_row_B[max(block for block, _ in blocks) + 1])
-        for block, data in blocks:
-            low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-            pieces.add(int(stream.block_first_row_B[block]) - first, *_pieces(stream, low, high), data.view(np.float32))
+        arrays, slots = self._device.arrays_G[group], self._device.slots_G[group]
         with self._mover.moving():
             if order is None:
                 self._mover.pack(arrays.fields, slots[first:last], NONE_I4, pieces)
@@ -100,20 +114,25 @@ class Unpacker:
         self._device, self._mover, self._host = device, mover, host
         self._positions, self._keys_of = positions, keys_of
 
-    def unpack(self, staged: Staged) -> None:
-        """Load all rows of a visit that are not on the device yet, and show them; what was staged is free behind it."""
-        plan, mover = staged.plan, self._mover
-        rows_G = [mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
-        vectors_G = [mover.pieces(group.fields[0].words) for group in self._positions.groups]
-        first_G = list(plan.kept_G)
+    def lay_out_held(self, plan: VisitPlan | None) -> list[Pieces]:
+        """Lay out what a visit takes from host blocks, by group; None: nothing. By who may use the host tier."""
+        rows_G = [self._mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
+        if plan is None:
+            return rows_G
+        next_G = list(plan.kept_G)
         for load in plan.loads:
-            first = first_G[load.group]
-            first_G[load.group] += load.rows
             if load.host.first < load.host.last:
                 stream = self._host.stream(load.visit, load.group)
-                first -= int(stream.piece_first_row_P[load.host.first])
+                first = next_G[load.group] - int(stream.piece_first_row_P[load.host.first])
                 for run in self._host.runs(load.visit, load.group, load.host):
                     _add(rows_G[load.group], first, stream, run.first, run.last, run.data)
+            next_G[load.group] += load.rows
+        return rows_G
+
+    def lay_out_staged(self, staged: Staged) -> StagedLayout:
+        """Lay out what was staged. Any thread."""
+        rows_G = [self._mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
+        vectors_G = [self._mover.pieces(group.fields[0].words) for group in self._positions.groups]
         for pieces in staged.pieces:
             held, stream = pieces.held, pieces.stream
             first = pieces.first_row - int(stream.piece_first_row_P[held.first])
@@ -121,11 +140,19 @@ class Unpacker:
         for new in staged.rows:
             one_piece = np.array([0, new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
+        return StagedLayout(staged, rows_G, vectors_G)
+
+    def unpack(self, layout: StagedLayout, held_G: list[Pieces]) -> None:
+        """Load all rows of a visit that are not on the device yet, and show them; what was staged is free behind it."""
+        staged, mover = layout.staged, self._mover
+        plan = staged.plan
+        first_G = [kept + sum(n.rows for n in plan.loads if n.group == g) for g, kept in enumerate(plan.kept_G)]
         with mover.moving():
             for g, (arrays, group) in enumerate(zip(self._device.arrays_G, self._positions.groups, strict=True)):
                 slots = mover.place(staged.placements[g].load_K, arrays.order)
-                mover.unpack(arrays.fields, slots, rows_G[g])
-                mover.unpack(arrays.fields[:1], slots, vectors_G[g])
+                mover.unpack(arrays.fields, slots, held_G[g])
+                mover.unpack(arrays.fields, slots, layout.rows_G[g])
+                mover.unpack(arrays.fields[:1], slots, layout.vectors_G[g])
                 for due in [due for due in staged.keys if due.group == g]:
                     mine = slots[due.first_row : due.first_row + due.keys.size]
                     mover.generate(due.table, due.keys, arrays.fields[0], mine, arrays.keys)

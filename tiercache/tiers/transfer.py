@@ -16,11 +16,13 @@ from tiercache.kernels.checksum import crc32c, has_crc32c
 from tiercache.kernels.field_io import read_fields
 from tiercache.kernels.file_io import has_reads, read_checked
 from tiercache.planning.budget import paged
-from tiercache.planning.host_plan import Held
+from tiercache.planning.next_use import longest_gap
 from tiercache.store import Cursor
 from tiercache.store.stream import Range
+from tiercache.tiers.dump_room import Room, make_room
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Packer, Unpacker
+from tiercache.tiers.preparing import Preparer
 from tiercache.tiers.report import VisitReport
 from tiercache.tiers.segments import segments_by_visit
 from tiercache.tiers.staging import Staged, Stager
@@ -34,12 +36,13 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import Planner, VisitPlan
-    from tiercache.processors.processor import Mark, Mover
+    from tiercache.processors.processor import Mark, Mover, Pieces
     from tiercache.store import Segment, Store
-    from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.tiers.dump_room import DumpRoom
     from tiercache.tiers.host_memory import HostMemory
-    from tiercache.tiers.host_region import HostRegion
+    from tiercache.tiers.packing import StagedLayout
+    from tiercache.tiers.preparing import Prepared
 
 _NICER = 10
 """Added to the niceness of reader and writer."""
@@ -82,13 +85,20 @@ class Transfer:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=begin)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=begin)
         self._segments: dict[int, Segment] = {}
-        self._planning: Future[VisitPlan] | None = None
-        self._staging: Future[Staged] | None = None
+        self._following: Future[Prepared] | None = None
+        """The visit that will be staged next."""
+        self._prepared: Future[Prepared] | None = None
+        """The one that is staged, or was."""
+        self._staging: Future[StagedLayout] | None = None
         self._writing: Future[None] | None = None
+        self._room: Future[Room] | None = None
+        self._held_G: list[Pieces] = []
+        """What the next load takes from host blocks."""
         self._failure: BaseException | None = None
         self.plan: VisitPlan | None = None
         self.placements: list[Placement] = []
         self._planner: Planner | None = None
+        self._to_prepare = 0
         self.report: VisitReport | None = None
 
     # -- a run of visits ---------------------------------------------------------------------------------
@@ -104,33 +114,38 @@ class Transfer:
         self._segments.update(segments_by_visit(self._store))
         self._planner = planner
         self._stager = Stager(self._store, self._mover, self.memory, self._positions, self._keys_of, self._segments)
+        self._preparer, self._to_prepare = Preparer(planner, self.device, self._uses_of), planner.next_visit
+        self._prepare_next()
         self._stage_next()
+        self._held_G = self._unpacker.lay_out_held(None)
         self._load()
         self._stage_next()
+        self._make_room()
 
     def switch(self, state: StateBytes) -> None:
         """End the visit on the device and bring in the next one."""
-        self._writing = self._writer.submit(self._dump(self._plan_now(), state))  # the disk has work while rows come in
+        self._writing = self._writer.submit(self._dump(state))  # the disk has work while rows come in
         self._load()
         self._stage_next()
+        self._make_room()
 
     def finish(self, state: StateBytes) -> None:
         """End the last visit and wait until it is durable."""
-        done, report = self._plan_now(), self._report_now()
-        self._writing = self._writer.submit(self._dump(done, state))
+        report = self._report_now()
+        self._writing = self._writer.submit(self._dump(state))
         with report.waiting("durable"):
             self._await_writer()
         self.stop()
 
     def stop(self) -> None:
         """Let both threads come to rest and drop all rows; what is not committed is forgotten."""
-        for future in (self._planning, self._staging, self._writing):
+        for future in (self._following, self._prepared, self._staging, self._writing, self._room):
             if future is not None:
                 future.exception()
         self._mover.rest()
         if self._staging is not None and self._staging.exception() is None:
-            self._release(self._staging.result())
-        self._planning = self._staging = self._writing = None
+            self._release(self._staging.result().staged)
+        self._following = self._prepared = self._staging = self._writing = self._room = None
         self._failure = None
         self.plan, self.report, self.placements = None, None, []
         self.host.clear()
@@ -147,15 +162,18 @@ class Transfer:
 
     def check(self) -> None:
         """Raise, with its cause, what went wrong on the reader or the writer."""
-        for future in (self._planning, self._staging, self._writing):
+        for future in (self._prepared, self._staging, self._writing, self._room):
             if future is not None and future.done() and future.exception() is not None:
                 self._failure = self._failure or future.exception()
         if self._failure is not None:
             raise self._failure
 
     def drain(self) -> None:
-        """Wait until every dump handed to the writer is durable."""
+        """Wait until every dump handed to the writer is durable, and the host tier is left alone until the switch."""
         self._await_writer()
+        if self._room is not None:
+            self._room.exception()
+            self.check()
 
     def await_staging(self) -> None:
         """Wait until the rows of the next visit are staged."""
@@ -188,7 +206,7 @@ class Transfer:
             for g, stream in enumerate(streams):
                 for b, keys in enumerate(self._packer.keys(plan.pass_index, g, None, stream)):
                     data = scratch[: int(stream.block_bytes_B[b])]
-                    self._packer.pack(g, None, stream, [(b, data)])
+                    self._packer.pack(g, None, self._packer.target(stream, [(b, data)]))
                     self._mover.mark().wait()
                     yield g, b, data, keys
 
@@ -205,29 +223,37 @@ class Transfer:
 
     # -- dump ---------------------------------------------------------------------------------------------
 
-    def _dump(self, plan: VisitPlan, state: StateBytes) -> Callable[[], None]:
-        """Pack the rows of ``plan`` into host blocks; return what the writer is to do."""
-        report = self._report_now()
-        with report.waiting("plan"):
-            upcoming = None if self._planning is None else _result_or_none(self._planning)
+    def _make_room(self) -> None:
+        """Have the writer make room for the dump of the visit, when the dump before it is durable."""
+        plan, placements, written, prepared = self._plan_now(), self.placements, self._writing, self._prepared
+
+        def make() -> Room:
+            if written is not None and written.exception() is not None:
+                return Room([], [])  # nothing is dumped any more, and nothing loaded
+            upcoming = None if prepared is None or prepared.exception() is not None else prepared.result().plan
+            return make_room(self.host, self._packer, self._unpacker, plan, placements, upcoming)
+
+        self._room = self._writer.submit(make)
+
+    def _dump(self, state: StateBytes) -> Callable[[], None]:
+        """Pack the rows of the visit into host blocks; return what the writer is to do."""
+        plan, report, room = self._plan_now(), self._report_now(), self._room
+        assert room is not None
         with report.waiting("durable"):
             self._await_writer()
+            room.exception()
         self.check()
         with report.timing("pack"):
-            self.host.keep(_wanted(upcoming), not_before=plan.visit)
-            dumped: list[tuple[int, Stream, list[HostRegion], NDArray[np.int32]]] = []
-            for g, stream in enumerate(plan.dumps):
-                order = self.placements[g].dump_order_K
-                order = order[order.size - stream.rows :]  # without the kept rows where they are not written
-                regions = self.host.enter(plan.visit, g, stream)
-                self._packer.pack(g, order, stream, [(b, region.data) for b, region in enumerate(regions)])
-                dumped.append((g, stream, regions, order))
-        return partial(self._write, plan, dumped, self._mover.mark(), state, report)
+            dumps, self._held_G = room.result()
+            for g, (_, order, _, target) in enumerate(dumps):
+                self._packer.pack(g, order, target)
+        self._room = None
+        return partial(self._write, plan, dumps, self._mover.mark(), state, report)
 
     def _write(
         self,
         plan: VisitPlan,
-        dumped: list[tuple[int, Stream, list[HostRegion], NDArray[np.int32]]],
+        dumps: list[DumpRoom],
         packed: Mark,
         state: StateBytes,
         report: VisitReport,
@@ -242,7 +268,7 @@ class Transfer:
             plan.dumps,
             (
                 (g, b, region.data, keys)
-                for g, stream, regions, order in dumped
+                for g, (stream, order, regions, _) in enumerate(dumps)
                 for b, (region, keys) in enumerate(
                     zip(regions, self._packer.keys(plan.pass_index, g, order, stream), strict=True)
                 )
@@ -253,7 +279,7 @@ class Transfer:
         self._segments[plan.visit] = segment
         if plan.commits:
             self._publish(Cursor(visit=plan.visit + 1, sample=0), state)
-        oldest = plan.visit - self._uses_of(plan.epoch).longest
+        oldest = plan.visit - longest_gap(self._positions.num_passes)
         for visit in [v for v in self._segments if 0 <= v < oldest]:
             del self._segments[visit]
         report.wrote(
@@ -280,26 +306,22 @@ class Transfer:
 
     # -- load ---------------------------------------------------------------------------------------------
 
+    def _prepare_next(self) -> None:
+        """Have the reader prepare the next visit, where it will be trained."""
+        ahead = self._to_prepare < self._end
+        self._following = self._reader.submit(self._preparer.next) if ahead else None
+        self._to_prepare += 1
+
     def _stage_next(self) -> None:
-        """Plan the next visit and, where it will be trained, let the reader stage it."""
-        planner, before, before_placements = self._planner_now(), self.plan, self.placements
-        if before is not None and before.visit + 1 >= self._end:
-            self._planning = self._staging = None
-            return
-        planning = self._reader.submit(planner.plan_next)
+        """Have the reader stage the visit that is prepared, and prepare the one behind it, in this order."""
+        self._prepared = prepared = self._following
+        self._staging = None
+        if prepared is not None:
+            self._staging = self._reader.submit(lambda: self._stage(*prepared.result()))
+            self._prepare_next()
 
-        def stage() -> Staged:
-            plan = planning.result()
-            placements = self.device.place(
-                plan,
-                self._uses_of(plan.epoch),
-                before_placements if before else None,
-                None if before is None else self._uses_of(before.epoch),
-                None if before is None else before.pass_index,
-            )
-            return self._stager.stage(plan, placements)
-
-        self._planning, self._staging = planning, self._reader.submit(stage)
+    def _stage(self, plan: VisitPlan, placements: list[Placement]) -> StagedLayout:
+        return self._unpacker.lay_out_staged(self._stager.stage(plan, placements))
 
     def _load(self) -> None:
         """Unpack what was staged."""
@@ -307,13 +329,15 @@ class Transfer:
         begun = time.perf_counter()
         self.await_staging()
         waited = time.perf_counter() - begun
-        staged = self._staging.result()
-        self._planning = self._staging = None
+        layout = self._staging.result()
+        staged = layout.staged
+        self._prepared = self._staging = None
         plan = staged.plan
         self.report = report = VisitReport.of(plan, staged)
         report.wait_seconds["store"] = waited
         with report.timing("unpack"):
-            self._unpacker.unpack(staged)
+            self._unpacker.unpack(layout, self._held_G)
+            self._held_G = []
             self._release(staged)
             self.host.keep(plan.retained, not_before=plan.visit - 1)
         for placement in staged.placements:
@@ -358,20 +382,3 @@ def _begin_thread(mover: Mover) -> None:
     with suppress(OSError, AttributeError):
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
-
-
-def _wanted(upcoming: VisitPlan | None) -> dict[tuple[int, int], Held]:
-    """Return what the host holds until the coming load is done: what it takes, and what stays beyond it."""
-    if upcoming is None:
-        return {}
-    wanted = dict(upcoming.retained)
-    for load in upcoming.loads:
-        if load.host.first < load.host.last:
-            key = load.visit, load.group
-            last = max(wanted[key].last, load.host.last) if key in wanted else load.host.last
-            wanted[key] = Held(load.host.first, last)
-    return wanted
-
-
-def _result_or_none(future: Future[VisitPlan]) -> VisitPlan | None:
-    return future.result() if future.exception() is None else None

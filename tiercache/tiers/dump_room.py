@@ -1,0 +1,68 @@
+"""Room for a dump: made on the writer thread while the visit is trained, so that the switch has but rows to move."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tiercache.planning.host_plan import Held
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.processors.processor import Pieces
+    from tiercache.store.stream import Stream
+    from tiercache.tiers.device_tier import Placement
+    from tiercache.tiers.host_region import HostRegion
+    from tiercache.tiers.host_tier import HostTier
+    from tiercache.tiers.packing import Packer, Target, Unpacker
+
+
+class DumpRoom(NamedTuple):
+    """For the rows of one group."""
+
+    stream: Stream
+    order: NDArray[np.int32]
+    """Their positions."""
+    regions: list[HostRegion]
+    """Their blocks."""
+    target: Target
+
+
+class Room(NamedTuple):
+    """What a switch needs to know of the host."""
+
+    dumps: list[DumpRoom]
+    """Where the visit that ends goes, by group."""
+    held_G: list[Pieces]
+    """What the visit that begins takes from blocks of earlier dumps."""
+
+
+def make_room(
+    host: HostTier, packer: Packer, unpacker: Unpacker, plan: VisitPlan, placements: Sequence[Placement],
+    upcoming: VisitPlan | None,
+) -> Room:  # fmt: skip
+    """Make room for the dump of ``plan``; of the dumps before it the host keeps what the visit after it wants."""
+    host.keep({} if upcoming is None else _wanted(upcoming), not_before=plan.visit)
+    dumps = []
+    for g, stream in enumerate(plan.dumps):
+        order = placements[g].dump_order_K
+        order = order[order.size - stream.rows :]  # without the kept rows where they are not written
+        regions = host.enter(plan.visit, g, stream)
+        target = packer.target(stream, [(b, region.data) for b, region in enumerate(regions)])
+        dumps.append(DumpRoom(stream, order, regions, target))
+    return Room(dumps, unpacker.lay_out_held(upcoming))
+
+
+def _wanted(upcoming: VisitPlan) -> dict[tuple[int, int], Held]:
+    """Return what the host holds until the load of a visit is done: what it takes, and what stays beyond it."""
+    wanted = dict(upcoming.retained)
+    for load in upcoming.loads:
+        if load.host.first < load.host.last:
+            key = load.visit, load.group
+            last = max(wanted[key].last, load.host.last) if key in wanted else load.host.last
+            wanted[key] = Held(load.host.first, last)
+    return wanted
