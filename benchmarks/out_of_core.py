@@ -156,7 +156,7 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
     memory, wall, bare = (middle(seconds) for seconds in (times.memory, times.tiered, times.bare))
     pairs = list(zip(times.memory, times.tiered, strict=True))
     reports, whole = tiered.warm_reports, size.turn_epochs * sum(times.tiered)
-    waits = {name: _seconds(reports, name) for name in ("store", "durable", "plan")}
+    waits = {name: _seconds(reports, name) for name in ("store", "durable", "room")}
     works = {name: _seconds(reports, name) for name in ("pack", "unpack", "commit")}
     return {
         "throughput_ratio": middle(m / t for m, t in pairs),
@@ -306,7 +306,7 @@ def _table(record: dict[str, Any], demands: Sequence[Demand]) -> Table:
     for name in (
         "dense_width", "table_bytes", "device_budget_bytes", "host_budget_bytes", "in_memory_seconds", "tiered_seconds",
         "raw_seconds", "raw_bytes_per_second", "store_bytes_read", "store_bytes_written", "throughput_ratio",
-        "bound_ratio", "wait_fraction", "wait_store_fraction", "wait_durable_fraction", "wait_plan_fraction",
+        "bound_ratio", "wait_fraction", "wait_store_fraction", "wait_durable_fraction", "wait_room_fraction",
         "pack_fraction", "unpack_fraction", "commit_fraction", "rows_needed", "rows_kept", "rows_from_host",
         "rows_read", "rows_read_optimal", "bytes_read_per_useful_byte",
         "bytes_read_per_useful_byte_device", "planned_equals_measured", "bits_equal",

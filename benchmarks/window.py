@@ -46,7 +46,7 @@ __all__ = [
 DATA = "blocks.bin"
 WARM_UP = 2  # warm visits before the window: by then dumps, loads and cached rows are those of any warm visit
 _READ_BYTES, _FILE_BYTES = 4 << 20, 1 << 30
-_AT_RATE = {"pack": 0, "commit": 0, "durable": 0, "plan": 0, "unpack": 1, "store": 1}
+_AT_RATE = {"pack": 0, "commit": 0, "durable": 0, "room": 0, "unpack": 1, "store": 1}
 """Whose report has the seconds that fall into a window of visits: the visit that ends, or the one that begins."""
 
 

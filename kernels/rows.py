@@ -212,8 +212,8 @@ def pack(
 ) -> None:
     """Write rows to pieces, in an order.
 
-    fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces; slots: the
-    slot of each row, no two the same. One launch a field.
+    fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces, none at two;
+    slots: the slot of each row, no two the same. One launch a field.
     """
     _move_fields(fields, slots, order, pieces, packing=True)
 

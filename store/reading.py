@@ -35,7 +35,7 @@ _LONG_BYTES = 512 << 10
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
 _BATCH_BYTES, _SHARES = 16 << 20, 4
-"""The most that is read by one call, which cannot be interrupted; calls of each thread where less is."""
+"""The most that is read by one call, which cannot be interrupted; calls of each of several threads where less is."""
 
 
 class Pieces(NamedTuple):
@@ -100,7 +100,8 @@ class BlockReader:
             at_once = _CALLS if together else one_by_one
         batches = [[pieces] for pieces in wanted]
         if together:
-            batches = _batches(wanted, min(num_bytes // (_SHARES * max(1, at_once)), _BATCH_BYTES))
+            share = num_bytes // (_SHARES * at_once) if at_once > 1 else _BATCH_BYTES
+            batches = _batches(wanted, min(share, _BATCH_BYTES))
         if min(at_once, len(batches)) < 2:
             self._work(iter(batches))
             return

@@ -34,6 +34,7 @@ CPU_ALONE = {
     "gpu_streams": "stand-ins for torch and CuPy",
     "gpu_devices": "the same",
     "host_memory": "what the system gives and moves, with a stand-in for the GPU's locks",
+    "switch": "the order in which threads do their work, on any device",
     "moves": "counts what the shim's GPU is asked for",
 }
 """The other files of tests/training, and why a GPU would show nothing there."""

@@ -24,17 +24,21 @@ def pieces_of(sizes: list[int], width: int, gap: int) -> tuple[np.ndarray, np.nd
     widths=st.lists(st.sampled_from([1, 2, 3, 15, 16, 17, 64, 65, 130]), min_size=1, max_size=3),
     arrays=st.lists(st.lists(st.sampled_from([0, 1, 2, 30, 700]), min_size=1, max_size=6), min_size=1, max_size=3),
     gap=st.sampled_from([0, 5]),
+    others=st.sampled_from([3, 5000]),
     num_threads=st.sampled_from([1, 2]),
 )
 def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
-    seed: int, widths: list[int], arrays: list[list[int]], gap: int, num_threads: int
+    seed: int, widths: list[int], arrays: list[list[int]], gap: int, others: int, num_threads: int
 ) -> None:
-    """A piece holds all vectors, then all of each state, in whatever array; what lies between stays as it is."""
+    """A piece holds all vectors, then all of each state, in whatever array; what lies between stays as it is.
+
+    Whether it has the rows of most slots or of few.
+    """
     rng = np.random.default_rng(seed)
     num_rows, row_floats = sum(map(sum, arrays)), sum(widths)
-    fields = tuple(rng.standard_normal((num_rows + 3, w)).astype(np.float32) for w in widths)
-    slots = rng.permutation(num_rows + 3).astype(np.int32)
-    order = rng.permutation(num_rows + 3)[:num_rows].astype(np.int32)
+    fields = tuple(rng.standard_normal((num_rows + others, w)).astype(np.float32) for w in widths)
+    slots = rng.permutation(num_rows + others).astype(np.int32)
+    order = rng.permutation(num_rows + others)[:num_rows].astype(np.int32)
     packing, unpacking, packed, wanted, begun = Pieces(row_floats), Pieces(row_floats), [], [], 0
     for sizes in arrays:
         first, offset, size = pieces_of(sizes, row_floats, gap)
@@ -58,7 +62,21 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
         assert np.array_equal(out, expected, equal_nan=True)
     for field, copy in zip(fields, back, strict=True):
         assert np.array_equal(copy[slots[order]], field[slots[order]])
-        assert (copy[np.setdiff1d(np.arange(num_rows + 3), slots[order])] == -1).all()
+        assert (copy[np.setdiff1d(np.arange(num_rows + others), slots[order])] == -1).all()
+
+
+@given(st.permutations(range(4)), st.integers(0, 2))
+def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], left_out: int) -> None:
+    """A piece is filled with the rows that stand in its places of the order, wherever it was added."""
+    field, rng = np.arange(40, dtype=np.float32).reshape(40, 1), np.random.default_rng(sum(places[:2]))
+    slots, order = rng.permutation(40).astype(np.int32), rng.permutation(40).astype(np.int32)
+    pieces, packed = Pieces(1), {}
+    for place in places[left_out:]:
+        packed[place] = np.zeros(10, np.float32)
+        pieces.add(10 * place, np.array([0, 10]), np.zeros(1, np.int64), packed[place])
+    pack((field,), slots, order, pieces)
+    for place, out in packed.items():
+        assert np.array_equal(out, slots[order[10 * place : 10 * place + 10]])
 
 
 def test_no_pieces_move_nothing() -> None:

@@ -119,7 +119,7 @@ class Mover(Protocol):
         ...
 
     def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Pieces) -> None:
-        """Write rows to pieces: row ``order[i]`` of ``slots`` at place i."""
+        """Write rows to pieces: row ``order[i]`` of ``slots`` at place i, none at two."""
         ...
 
     def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Pieces) -> None:

@@ -27,8 +27,8 @@ class Run(NamedTuple):
 class HostTier:
     """Blocks of earlier dumps, by (visit, group).
 
-    Used by one thread at a time: by the training thread at a switch and between batches, in between by the writer, who
-    makes room; it also reads blocks at any time.
+    Used by one thread at a time: by the training thread at a switch and, behind ``Transfer.drain``, between batches; by
+    the writer when it makes room. The writer also reads blocks at any time.
     """
 
     def __init__(self, memory: HostMemory) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from tiercache.errors import StateError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,9 +27,16 @@ class Preparer:
     def __init__(self, planner: Planner, device: DeviceTier, uses_of: Callable[[int], Uses]) -> None:
         self._planner, self._device, self._uses_of = planner, device, uses_of
         self._before: Prepared | None = None
+        self._failed = False
 
     def next(self) -> Prepared:
-        """Plan the next visit, and find the slots of its rows from those of the one before."""
+        """Plan the next visit, and find the slots of its rows from those of the one before.
+
+        Raises StateError where it failed before: slots may be half given out.
+        """
+        if self._failed:
+            raise StateError("the visit before could not be prepared, so this one is not: begin the run of visits anew")
+        self._failed = True
         plan, before = self._planner.plan_next(), self._before
         placements = self._device.place(
             plan,
@@ -36,5 +45,5 @@ class Preparer:
             None if before is None else self._uses_of(before.plan.epoch),
             None if before is None else before.plan.pass_index,
         )
-        self._before = Prepared(plan, placements)
+        self._before, self._failed = Prepared(plan, placements), False
         return self._before

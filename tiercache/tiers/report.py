@@ -48,7 +48,7 @@ class VisitReport:
     bytes_written_planned: int = 0
     host_bytes_planned: int = 0
     wait_seconds: dict[str, float] = field(default_factory=dict)
-    """By cause: ``store`` (the load is not here yet), ``durable`` (the last dump is not), ``plan``."""
+    """By cause: ``store`` (the load is not here yet), ``durable`` (the last dump is not), ``room`` (it has none)."""
     work_seconds: dict[str, float] = field(default_factory=dict)
     """By work: ``pack``, ``unpack``, ``commit`` (cloning the dense state)."""
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)

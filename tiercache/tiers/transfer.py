@@ -53,8 +53,9 @@ StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
 class Transfer:
     """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
 
-    One reader thread stages, one writer thread appends segments and publishes commits, in order. An error of
-    either is raised by the next ``check``; after one, nothing is published any more.
+    One reader thread stages visits and prepares those behind them; one writer thread appends segments, publishes
+    commits and makes room for the next dump; each in order. An error of either is raised by the next ``check``, one of
+    preparing when the visit is to be staged; after one, nothing is published any more.
     """
 
     def __init__(
@@ -85,10 +86,11 @@ class Transfer:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=begin)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=begin)
         self._segments: dict[int, Segment] = {}
+        self._preparer: Preparer | None = None
         self._following: Future[Prepared] | None = None
         """The visit that will be staged next."""
         self._prepared: Future[Prepared] | None = None
-        """The one that is staged, or was."""
+        """The one that is being staged, or was, until it is loaded."""
         self._staging: Future[StagedLayout] | None = None
         self._writing: Future[None] | None = None
         self._room: Future[Room] | None = None
@@ -104,7 +106,7 @@ class Transfer:
     # -- a run of visits ---------------------------------------------------------------------------------
 
     def begin(self, planner: Planner, *, end: int) -> None:
-        """Start with empty device and host: load the planner's first visit and stage the second.
+        """Start with empty device and host: load the planner's first visit, stage the second and prepare the third.
 
         Visits from ``end`` on are neither planned nor staged.
         """
@@ -145,7 +147,8 @@ class Transfer:
         self._mover.rest()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
-        self._following = self._prepared = self._staging = self._writing = self._room = None
+        self._following = self._prepared = self._staging = self._writing = self._room = self._preparer = None
+        self._held_G = []
         self._failure = None
         self.plan, self.report, self.placements = None, None, []
         self.host.clear()
@@ -241,6 +244,7 @@ class Transfer:
         assert room is not None
         with report.waiting("durable"):
             self._await_writer()
+        with report.waiting("room"):
             room.exception()
         self.check()
         with report.timing("pack"):
@@ -308,6 +312,7 @@ class Transfer:
 
     def _prepare_next(self) -> None:
         """Have the reader prepare the next visit, where it will be trained."""
+        assert self._preparer is not None, "no run of visits was begun"
         ahead = self._to_prepare < self._end
         self._following = self._reader.submit(self._preparer.next) if ahead else None
         self._to_prepare += 1

@@ -81,7 +81,7 @@ def _draw_lanes(axes: Any, reports: list[VisitReport], zero: float) -> None:
         unpack, store = r.work_seconds.get("unpack", 0.0), r.wait_seconds.get("store", 0.0)
         spans["pack, unpack"].append((begun - unpack, begun))
         spans["wait"].append((begun - unpack - store, begun - unpack))
-        waited = ended + r.wait_seconds.get("plan", 0.0) + r.wait_seconds.get("durable", 0.0)
+        waited = ended + r.wait_seconds.get("durable", 0.0) + r.wait_seconds.get("room", 0.0)
         spans["wait"].append((ended, waited))
         spans["pack, unpack"].append((waited, waited + r.work_seconds.get("pack", 0.0)))
         for activity in ("read", "write"):
