@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import tiercache as tc
+
 CASE = Case(
     tables=(table("a", 8), table("b", 3)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
     num_samples=400, pass_rows=120, num_keys=300, batch=50, epochs=2,
@@ -47,6 +49,13 @@ def delayed(make_room: Callable[..., Any], made: list[int]) -> Callable[..., Any
         return room
 
     return make
+
+
+def assert_goes_on(store: tc.Store, passes: tc.PassSet) -> None:
+    """From where it stands to the bits of a training in memory."""
+    with tiered(store, passes) as cache:
+        model = train(cache, CASE)
+    assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
 def test_a_visit_that_cannot_be_planned_does_not_end_those_before_it(
@@ -73,9 +82,7 @@ def test_a_visit_that_cannot_be_planned_does_not_end_those_before_it(
         assert store.commit is not None
         assert store.commit.cursor.visit == 2
         monkeypatch.undo()
-        with tiered(store, passes) as cache:
-            model = train(cache, CASE)
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+        assert_goes_on(store, passes)
 
 
 def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
@@ -96,9 +103,7 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
         assert store.commit is not None
         assert store.commit.cursor.visit == 2
         monkeypatch.undo()
-        with tiered(store, passes) as cache:
-            model = train(cache, CASE)
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+        assert_goes_on(store, passes)
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
