@@ -158,9 +158,16 @@ def _scatter(values, place_of_slot, so_far, piece_of_lookup, place, before, memo
 
 @serial
 def _place_of_slot(slots, order, out):  # type: ignore[no-untyped-def]
+    """Write the place of the row in each slot, -1 where none is; return the first place without its own, or -1."""
     out[:] = -1
-    for row in range(order.size):
-        out[slots[order[row]]] = row
+    for place in range(order.size):
+        if not 0 <= order[place] < slots.size:
+            return place
+        slot = slots[order[place]]
+        if not 0 <= slot < out.size or out[slot] >= 0:
+            return place
+        out[slot] = place
+    return -1
 
 
 def _move_fields(
@@ -186,7 +193,12 @@ def _move_fields(
     scattering = packing and 2 * order.size >= num_slots and _in_order(*table[:2])
     if scattering:
         place_of_slot = np.empty(num_slots, np.int32)
-        _place_of_slot(slots, order[: pieces.num_rows], place_of_slot)
+        wrong = _place_of_slot(slots, order[: pieces.num_rows], place_of_slot)
+        if wrong >= 0:
+            raise ValueError(
+                f"the row at place {wrong} has no slot of its own: there are {slots.size} rows in {num_slots} slots, "
+                "each to stand at one place."
+            )
         lookup = np.searchsorted(table[0], np.arange(0, pieces.num_rows, _LOOKUP), side="right") - 1
     before, calls = 0, list[tuple[Any, ...]]()
     for values in fields:
@@ -213,7 +225,8 @@ def pack(
     """Write rows to pieces, in an order.
 
     fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces, none at two;
-    slots: the slot of each row, no two the same. One launch a field.
+    slots: the slot of each row, no two the same. One launch a field. Raises ValueError for pieces that do not fit, and,
+    where rows of most slots are packed, for rows and slots that are not so.
     """
     _move_fields(fields, slots, order, pieces, packing=True)
 

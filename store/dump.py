@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     """The same with the last change of each row."""
     Taken = tuple[int, int, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint32] | None]
 
-_SEAL_BYTES = 16 << 20
+_SEAL_BYTES = 64 << 20
 """Of blocks whose checksums are computed by one call: few calls, and little that is left when all is written."""
 
 

@@ -1,6 +1,7 @@
-"""Whole pages on their way into a file: those beside each other by one request, two requests under way at a time.
+"""Whole pages on their way into a file: those beside each other by one call, two requests under way at a time.
 
-While one request ends the disk has the next. Where the file is read meanwhile the disk has enough to do, and a read
+A request is one run of pages or several short ones, as each request takes the interpreter from a training that goes on
+beside it. While one ends the disk has the next. Where the file is read meanwhile the disk has enough to do, and a read
 would wait behind both: then one is under way. What was measured stands in docs/design.
 """
 
@@ -18,11 +19,15 @@ if TYPE_CHECKING:
 
     Write = Callable[[list[memoryview], int], int]
     """Write whole pages at a page of the file; returns how many bytes of them were written, 0 to be called again."""
+    Run = tuple[int, list[memoryview]]
+    """Pages one after another from a place in the file on."""
 
 PAGE_BYTES = 4096
 """Blocks begin at multiples of it, as reads and writes past the page cache must."""
 _UNDER_WAY = 2
-REQUEST_BYTES, _REQUEST_VIEWS = 32 << 20, 512
+REQUEST_BYTES, _RUN_VIEWS = 32 << 20, 512
+_RUNS_BYTES = 16 << 20
+"""Of a request to which no further run is added."""
 _GATHER_BYTES = 1 << 20
 SHORT_BYTES = 256 << 10
 """Of a request that its caller makes itself: handing it to a thread takes longer."""
@@ -37,9 +42,10 @@ class WriteQueue:
         ``is_read`` tells whether the file is being read.
         """
         self._write, self._is_read = write, is_read
-        # What is to be written next, one after another from a place in the file on.
-        self._views: list[memoryview] = []
-        self._at = self._bytes = 0
+        self._runs: list[Run] = []
+        """What is to be written next."""
+        self._end = self._bytes = 0
+        """In the file, of the last run; of all."""
         self._rooms: list[memoryview] = []
         """Of the next request first, then those that requests under way may write from."""
         self._copied = 0
@@ -50,8 +56,7 @@ class WriteQueue:
     def put(self, view: memoryview, offset: int) -> None:
         """Let whole pages be written at a page, together with those before them in the file; they stay as they are."""
         self._begin(len(view), offset)
-        self._views.append(view)
-        self._bytes += len(view)
+        self._add(view, offset)
 
     def copy(self, data: memoryview, offset: int) -> None:
         """Let copies of bytes be written at a page, zeros up to the end of their last page after them."""
@@ -61,8 +66,8 @@ class WriteQueue:
             self._begin(size, offset, copied=size)
             view = self._rooms[0][self._copied : self._copied + size]
             view[:count], view[count:] = data[:count], bytes(size - count)
-            self._views.append(view)
-            self._bytes, self._copied = self._bytes + size, self._copied + size
+            self._add(view, offset)
+            self._copied += size
             data, offset = data[count:], offset + count
 
     def flush(self) -> None:
@@ -72,7 +77,7 @@ class WriteQueue:
 
     def discard(self) -> None:
         """Forget what is queued, and return when nothing is under way any more, interrupted or not."""
-        self._views, self._bytes, self._copied = [], 0, 0
+        self._runs, self._bytes, self._copied = [], 0, 0
         interruption: KeyboardInterrupt | None = None
         while self._under_way:
             try:
@@ -93,21 +98,26 @@ class WriteQueue:
 
     def _begin(self, size: int, offset: int, *, copied: int = 0) -> None:
         """Have room for so many bytes more, ``copied`` of them in memory of its own; send what cannot go with them."""
-        full = self._bytes + size > REQUEST_BYTES or len(self._views) == _REQUEST_VIEWS
-        if full or offset != self._at + self._bytes or self._copied + copied > _GATHER_BYTES:
+        full = self._bytes + size > REQUEST_BYTES or (offset != self._end and self._bytes >= _RUNS_BYTES)
+        if full or self._copied + copied > _GATHER_BYTES:
             self._send(alone=self._bytes < SHORT_BYTES)
-        if not self._views:
-            self._at = offset
         if copied and not self._rooms:
             room = huge_pages((_UNDER_WAY + 1) * _GATHER_BYTES).data
             self._rooms = [room[i * _GATHER_BYTES :][:_GATHER_BYTES] for i in range(_UNDER_WAY + 1)]
 
+    def _add(self, view: memoryview, offset: int) -> None:
+        if not len(view):
+            return
+        if not self._runs or offset != self._end or len(self._runs[-1][1]) == _RUN_VIEWS:
+            self._runs.append((offset, []))
+        self._runs[-1][1].append(view)
+        self._end, self._bytes = offset + len(view), self._bytes + len(view)
+
     def _send(self, *, alone: bool) -> None:
         """Write what is queued: here and now where ``alone``, else by a thread."""
-        views, self._views = self._views, []
-        size, self._bytes, self._copied = self._bytes, 0, 0
+        runs, self._runs, self._bytes, self._copied = self._runs, [], 0, 0
         if alone:
-            self._write_all(views, self._at, size)
+            self._write_all(runs)
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_UNDER_WAY, thread_name_prefix="tiercache-writes")
@@ -116,9 +126,9 @@ class WriteQueue:
         self._under_way.append(request)  # before a thread has it: an interrupt loses none
         self._rooms = [*self._rooms[1:], *self._rooms[:1]]
         try:
-            self._threads.submit(self._make, request, views, self._at, size)
+            self._threads.submit(self._make, request, runs)
         except RuntimeError:  # the interpreter ends, or the system has no thread left, and perhaps one has it after all
-            self._make(request, views, self._at, size)
+            self._make(request, runs)
 
     def _await(self, most: int) -> None:
         """Return when at most so many requests are under way; raises what the oldest raised, which stays among them."""
@@ -126,24 +136,26 @@ class WriteQueue:
             self._under_way[0].result()
             self._under_way.popleft()
 
-    def _make(self, request: Future[None], views: list[memoryview], offset: int, size: int) -> None:
+    def _make(self, request: Future[None], runs: list[Run]) -> None:
         """Write a request, unless it was given up or another thread began it."""
         with self._begin_one:
             begun = request.running() or request.done() or not request.set_running_or_notify_cancel()
         if begun:
             return
         try:
-            self._write_all(views, offset, size)
+            self._write_all(runs)
         except BaseException as error:
             request.set_exception(error)
         else:
             request.set_result(None)
 
-    def _write_all(self, views: list[memoryview], offset: int, left: int) -> None:
-        while left:
-            count = self._write(views, offset)
-            offset, left = offset + count, left - count
-            while count and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
+    def _write_all(self, runs: list[Run]) -> None:
+        for offset, views in runs:
+            at = offset
+            while views:
+                count = self._write(views, at)
+                at += count
+                while views and count >= len(views[0]):
+                    count -= len(views.pop(0))
+                if count:
+                    views[0] = views[0][count:]

@@ -79,6 +79,24 @@ def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], 
         assert np.array_equal(out, slots[order[10 * place : 10 * place + 10]])
 
 
+@pytest.mark.parametrize(
+    ("slots", "order", "place"),
+    [
+        ([0, 1, 2], [0, 1, 1], 2),
+        ([0, 0, 2], [2, 0, 1], 2),
+        ([0, 1, 3], [0, 2, 1], 1),
+        ([0, 1, 2], [3, 1, 2], 0),
+    ],
+)
+def test_rows_without_a_slot_of_their_own_are_refused(slots: list[int], order: list[int], place: int) -> None:
+    """A row at two places, two rows in a slot, a slot and a row that are not there: nothing is written."""
+    pieces, out = Pieces(1), np.full(3, -1, np.float32)
+    pieces.add(0, np.array([0, 3]), np.zeros(1, np.int64), out)
+    with pytest.raises(ValueError, match=f"row at place {place} has no slot of its own"):
+        pack((np.zeros((3, 1), np.float32),), np.array(slots, np.int32), np.array(order, np.int32), pieces)
+    assert (out == -1).all()
+
+
 def test_no_pieces_move_nothing() -> None:
     """A stream without rows has no pieces."""
     pieces = Pieces(4)

@@ -62,7 +62,8 @@ def test_the_bytes_charged_are_never_less_than_the_pages_held(
         low = int(layout.piece_offset_P[piece] - layout.piece_offset_P[layout.block_piece_B[block]])
         pages |= {(block, page) for page in range(low // PAGE_BYTES, -(-(low + row_bytes) // PAGE_BYTES))}
     assert len(pages) * PAGE_BYTES <= _bytes_of(layout, first, last)
-    fitted = _fit(layout, first, first, last, room * PAGE_BYTES)
+    fitted, num_bytes = _fit(layout, first, first, last, room * PAGE_BYTES)
+    assert num_bytes == _bytes_of(layout, first, fitted)
     assert fitted == first or _bytes_of(layout, first, fitted) <= room * PAGE_BYTES
 
 

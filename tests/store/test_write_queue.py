@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from tiercache.store.write_queue import PAGE_BYTES, WriteQueue
 
 MIB = 1 << 20
+LONG = np.ones(16 * MIB, np.uint8)
+"""A request of its own, where what follows it in the file is another place."""
 
 
 class Disk:
@@ -81,6 +83,30 @@ def test_two_long_requests_are_under_way_at_a_time_and_one_where_the_file_is_rea
     assert disk.written == 24 * MIB
 
 
+def test_short_runs_that_lie_apart_are_one_request_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As handing one over takes the interpreter from whoever trains: sixteen of a MiB, and what is left."""
+    disk, page, submit = Disk(128 * MIB), np.ones(MIB, np.uint8), ThreadPoolExecutor.submit
+    handed, written = list[int](), list[int]()
+
+    def counted(pool: ThreadPoolExecutor, call: Any, request: Any, runs: Any) -> Any:
+        handed.append(len(runs))
+        return submit(pool, call, request, runs)
+
+    def write(views: list[memoryview], offset: int) -> int:
+        written.append(disk.write(views, offset) // MIB)
+        return written[-1] * MIB
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", counted)
+    with closing(WriteQueue(write, bool)) as queue:
+        for i in range(40):
+            queue.put(page.data, 2 * i * MIB)
+        queue.put(page.data, 79 * MIB)  # beside the last
+        queue.flush()
+    assert handed == [16, 16, 8]
+    assert sorted(written) == [1] * 39 + [2]
+    assert disk.data[: 80 * MIB : MIB].tolist() == [1, 0] * 39 + [1, 1]
+
+
 def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
     """No thread is begun for them."""
     disk, page = Disk(64 * MIB), np.ones(40_960, np.uint8)
@@ -95,7 +121,7 @@ def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
 
 def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_given_up() -> None:
     """Whoever frees its places may use them again."""
-    disk, page = Disk(64 * MIB, seconds=0.05), np.ones(2 * MIB, np.uint8)
+    disk, page = Disk(128 * MIB, seconds=0.05), np.ones(2 * MIB, np.uint8)
 
     def write(views: list[memoryview], offset: int) -> int:
         if offset == 4 * MIB:
@@ -103,7 +129,7 @@ def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_giv
         return disk.write(views, offset)
 
     def put_all(queue: WriteQueue) -> None:
-        for i in range(9):
+        for i in range(30):
             queue.put(page.data, 4 * i * MIB)
 
     with closing(WriteQueue(write, bool)) as queue:
@@ -122,17 +148,17 @@ def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_giv
 
 def test_an_interrupt_while_requests_are_waited_for_leaves_none_under_way() -> None:
     """Its places are freed then, and may be written again."""
-    disk, page = Disk(64 * MIB, seconds=0.4), np.ones(2 * MIB, np.uint8)
+    disk = Disk(64 * MIB, seconds=0.4)
     with closing(WriteQueue(disk.write, bool)) as queue:
         for i in range(3):
-            queue.put(page.data, 4 * i * MIB)
+            queue.put(LONG.data, 20 * i * MIB)
         interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
             queue.flush()
         queue.discard()
         written = disk.written
-        assert written % page.size == 0
+        assert written % LONG.size == 0
         time.sleep(0.5)
         assert disk.written == written
         interrupt.join()
@@ -145,12 +171,12 @@ def test_where_no_thread_can_be_had_the_caller_writes(monkeypatch: pytest.Monkey
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
-    disk, page = Disk(64 * MIB), np.ones(2 * MIB, np.uint8)
+    disk = Disk(64 * MIB)
     with closing(WriteQueue(disk.write, bool)) as queue:
-        for i in range(5):
-            queue.put(page.data, 4 * i * MIB)
+        for i in range(3):
+            queue.put(LONG.data, 20 * i * MIB)
         queue.flush()
-    assert disk.written == 5 * page.size
+    assert disk.written == 3 * LONG.size
     assert disk.threads == {threading.get_ident()}
 
 
@@ -180,10 +206,10 @@ def test_a_request_that_no_thread_has_yet_is_given_up(monkeypatch: pytest.Monkey
     """As where an interrupt comes just before it is handed over: nobody waits for it, and nobody writes it later."""
     held = list[Any]()
     monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _, *arguments: held.append(arguments))
-    disk, page = Disk(64 * MIB), np.ones(2 * MIB, np.uint8)
+    disk = Disk(64 * MIB)
     with closing(WriteQueue(disk.write, bool)) as queue:
-        queue.put(page.data, 0)
-        queue.put(page.data, 4 * MIB)
+        queue.put(LONG.data, 0)
+        queue.put(LONG.data, 20 * MIB)
         queue.discard()
         for call, *arguments in held:
             call(*arguments)

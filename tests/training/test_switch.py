@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from tests.training.cases import (
     tiered,
     train,
 )
+from tiercache.kernels.checksum import crc32c, has_crc32c
 from tiercache.planning.visit_plan import Planner, VisitPlan
 from tiercache.tiers import transfer
 from tiercache.tiers.host_tier import HostTier
+from tiercache.tiers.packing import Unpacker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,20 +38,8 @@ CASE = Case(
     tables=(table("a", 8), table("b", 3)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
     num_samples=400, pass_rows=120, num_keys=300, batch=50, epochs=2,
 )  # fmt: skip
-LATE = 0.03
-"""Seconds by which the writer makes room later than it would."""
-
-
-def delayed(make_room: Callable[..., Any], made: list[int]) -> Callable[..., Any]:
-    """Return ``make_room``, slower; notes the visits for whose dump it made room."""
-
-    def make(*arguments: Any) -> Any:
-        time.sleep(LATE)
-        room = make_room(*arguments)
-        made.append(next(one for one in arguments if isinstance(one, VisitPlan)).visit)
-        return room
-
-    return make
+SLOW = 0.01
+"""Seconds that each call of the host tier takes, where it is slow."""
 
 
 def assert_goes_on(store: tc.Store, passes: tc.PassSet) -> None:
@@ -91,10 +82,10 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
     """The words of what went wrong reach the training loop; a new run goes on from the last commit to the same bits."""
     passes, make_room = CASE.cut(tmp_path / "passes"), transfer.make_room
 
-    def make(*arguments: Any) -> Any:
-        if next(one for one in arguments if isinstance(one, VisitPlan)).visit == 2:
+    def make(host: Any, packer: Any, unpacker: Any, plan: VisitPlan, *others: Any) -> Any:
+        if plan.visit == 2:
             raise MemoryError("no room for visit 2")
-        return make_room(*arguments)
+        return make_room(host, packer, unpacker, plan, *others)
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         monkeypatch.setattr(transfer, "make_room", make)
@@ -110,34 +101,71 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
 def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """The switch waits for it; what rows are now is read behind it; a commit inside a visit goes on beside it."""
-    passes, made, seen = CASE.cut(tmp_path / "passes"), list[int](), set[bool]()
-    monkeypatch.setattr(transfer, "make_room", delayed(transfer.make_room, made))
+    """A commit inside a visit needs none; what rows are now is read behind it, and the switch waits for it."""
+    passes, make_room = CASE.cut(tmp_path / "passes"), transfer.make_room
+    wanted, made, keys = defaultdict[int, threading.Event](threading.Event), list[int](), passes.passes[0].keys("a")
+
+    def make(host: Any, packer: Any, unpacker: Any, plan: VisitPlan, *others: Any) -> Any:
+        assert wanted[plan.visit].wait(timeout=60), f"nobody trained a batch of visit {plan.visit}"
+        room = make_room(host, packer, unpacker, plan, *others)
+        made.append(plan.visit)
+        return room
 
     def look(visit: int, batch: int) -> None:
         if batch == 0:
-            seen.add(visit in made)
             if visit % 2:
                 cache.commit()
-            else:
-                keys = np.asarray(passes.passes[0].keys("a"))
-                cache.rows_now().fields("a", keys)
+            assert visit not in made
+            wanted[visit].set()
+            if not visit % 2:
+                cache.rows_now().fields("a", np.asarray(keys))
                 assert visit in made
 
+    monkeypatch.setattr(transfer, "make_room", make)
     with open_store(tmp_path / "x", CASE, engine) as store:
         smallest = smallest_host_budget(store, passes, device_budget="64MiB")
         with tiered(store, passes, host_budget=smallest) as cache:
             model = train(cache, CASE, each_batch=look)
             assert cache.host_bytes_peak <= smallest
         result = result_of(store, passes, model)
-    assert False in seen, "room was never late"
+    assert len(made) == CASE.epochs * len(passes.passes)
     assert_same_bits(result, resident_result(CASE, passes))
+
+
+@pytest.mark.skipif(not has_crc32c(), reason="this processor has no instruction for CRC32C")
+def test_no_checksum_is_computed_while_rows_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both want the memory; and those of a visit behind whose dump a load fails are computed all the same."""
+    passes, unpack, loading, seen = CASE.cut(tmp_path / "passes"), Unpacker.unpack, threading.Event(), set[bool]()
+
+    def slow(self: Unpacker, layout: Any, held_G: Any) -> None:
+        loading.set()
+        try:
+            time.sleep(SLOW)  # long enough for the writer to come to checksums
+            if layout.staged.plan.visit == 3:
+                raise MemoryError("no memory to load visit 3")
+            unpack(self, layout, held_G)
+        finally:
+            loading.clear()
+
+    def checksums(parts: Any) -> Any:
+        seen.add(loading.is_set())
+        return crc32c(parts)
+
+    with open_store(tmp_path / "x", CASE, "lmdb") as store:
+        monkeypatch.setattr(Unpacker, "unpack", slow)
+        monkeypatch.setattr(transfer, "crc32c", checksums)
+        with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no memory to load visit 3"):
+            train(cache, CASE)
+        assert seen == {False}
+        assert store.commit is not None
+        assert store.commit.cursor.visit == 3
+        monkeypatch.undo()
+        assert_goes_on(store, passes)
 
 
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while rows are evaluated in the middle of visits, nor when a loop is left early and begun anew."""
     passes, held, met = CASE.cut(tmp_path / "passes"), threading.Lock(), set[str]()
-    monkeypatch.setattr(transfer, "make_room", delayed(transfer.make_room, []))
 
     def alone(name: str) -> Callable[..., Any]:
         method = getattr(HostTier, name)
@@ -145,7 +173,7 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
         def call(*arguments: Any, **options: Any) -> Any:
             assert held.acquire(blocking=False), "another thread is in the host tier"
             try:
-                time.sleep(0.001)
+                time.sleep(SLOW)  # long enough for others to come
                 return method(*arguments, **options)
             finally:
                 held.release()

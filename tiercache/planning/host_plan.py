@@ -55,16 +55,16 @@ class HostContent:
                         candidates.append((rows.next_use, visit, group, low, high))
         candidates.sort()
         kept: dict[tuple[int, int], Held] = {}
+        bytes_of: dict[tuple[int, int], int] = {}
         held_bytes = 0
         for _, visit, group, low, high in candidates:
             key = visit, group
-            stream, before = self.streams[key], kept.get(key)
-            first = before.first if before else low
-            now = _bytes_of(stream, first, before.last) if before else 0
-            last = _fit(stream, first, low, high, capacity - held_bytes + now)
+            first = kept[key].first if key in kept else low
+            now = bytes_of.get(key, 0)
+            last, num_bytes = _fit(self.streams[key], first, low, high, capacity - held_bytes + now)
             if last > low:
-                kept[key] = Held(first, last)
-                held_bytes += _bytes_of(stream, first, last) - now
+                kept[key], bytes_of[key] = Held(first, last), num_bytes
+                held_bytes += num_bytes - now
             if last < high:
                 break
         self.held = kept
@@ -72,17 +72,18 @@ class HostContent:
         return held_bytes
 
 
-def _fit(stream: Stream, first: int, low: int, high: int, room: int) -> int:
-    """Return the largest ``last`` in [low, high] for which pieces [first, last) take at most ``room`` bytes."""
-    if _bytes_of(stream, first, high) <= room:
-        return high
+def _fit(stream: Stream, first: int, low: int, high: int, room: int) -> tuple[int, int]:
+    """Return the largest ``last`` in [low, high] for which [first, last) takes at most ``room`` bytes, and how many."""
+    num_bytes = _bytes_of(stream, first, high)
+    if num_bytes <= room:
+        return high, num_bytes
     while low < high:
         middle = (low + high + 1) // 2
         if _bytes_of(stream, first, middle) <= room:
             low = middle
         else:
             high = middle - 1
-    return low
+    return low, _bytes_of(stream, first, low)
 
 
 def _bytes_of(stream: Stream, first: int, last: int) -> int:

@@ -27,20 +27,21 @@ class Run(NamedTuple):
 class HostTier:
     """Blocks of earlier dumps, by (visit, group).
 
-    Used by one thread at a time: by the training thread at a switch and, behind ``Transfer.drain``, between batches; by
-    the writer when it makes room. The writer also reads blocks at any time.
+    Used by one thread at a time: by the reader behind a load, by the writer when it makes room behind that, and, behind
+    ``Transfer.drain``, by the training thread. The writer also reads blocks at any time.
     """
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
-        self._blocks: dict[tuple[int, int], list[HostRegion | None]] = {}
+        self._blocks: dict[tuple[int, int], dict[int, HostRegion]] = {}
+        """By number, without those that were freed."""
         self._streams: dict[tuple[int, int], Stream] = {}
 
     def enter(self, visit: int, group: int, stream: Stream) -> list[HostRegion]:
         """Make room for a dump and return its blocks, to be filled."""
         blocks = [self.memory.take(int(n)) for n in stream.block_bytes_B]
         if blocks:
-            self._blocks[visit, group] = list(blocks)
+            self._blocks[visit, group] = dict(enumerate(blocks))
             self._streams[visit, group] = stream
         return blocks
 
@@ -71,12 +72,11 @@ class HostTier:
             block = int(stream.piece_block_P[piece])
             last = min(held.last, int(stream.block_piece_B[block + 1]))
             base = int(stream.piece_offset_P[stream.block_piece_B[block]])
-            region = self._blocks[key][block]
-            assert region is not None, f"block {block} of visit {visit} is not in host memory"
+            data = self._blocks[key][block].data
             yield Run(
                 piece,
                 last,
-                region.data[int(stream.piece_offset_P[piece]) - base : int(stream.piece_offset_P[last]) - base],
+                data[int(stream.piece_offset_P[piece]) - base : int(stream.piece_offset_P[last]) - base],
             )
             piece = last
 
@@ -87,7 +87,7 @@ class HostTier:
             return None
         stream = self._streams[visit, group]
         block = int(stream.piece_block_P[piece])
-        region = blocks[block]
+        region = blocks.get(block)
         if region is None:
             return None
         base = int(stream.piece_offset_P[stream.block_piece_B[block]])
@@ -95,21 +95,17 @@ class HostTier:
         return region.data[low:high] if region.holds(low, high) else None
 
     def _drop(self, key: tuple[int, int]) -> None:
-        for region in self._blocks.pop(key):
-            if region is not None:
-                self.memory.give_back(region)
+        for region in self._blocks.pop(key).values():
+            self.memory.give_back(region)
         del self._streams[key]
 
     def _shrink(self, key: tuple[int, int], held: Held) -> None:
         stream, blocks = self._streams[key], self._blocks[key]
         low, high = int(stream.piece_offset_P[held.first]), int(stream.piece_offset_P[held.last])
-        for block, region in enumerate(blocks):
-            if region is None:
-                continue
+        for block, region in list(blocks.items()):
             base = int(stream.piece_offset_P[stream.block_piece_B[block]])
             end = base + region.data.size
             if end <= low or base >= high:
-                self.memory.give_back(region)
-                blocks[block] = None
+                self.memory.give_back(blocks.pop(block))
             elif low > base or high < end:
                 self.memory.shrink(region, max(0, low - base), min(region.data.size, high - base))

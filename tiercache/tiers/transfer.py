@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,9 +24,11 @@ from tiercache.tiers.preparing import Preparer
 from tiercache.tiers.report import VisitReport
 from tiercache.tiers.segments import segments_by_visit
 from tiercache.tiers.staging import Staged, Stager
+from tiercache.tiers.threads import nicer_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -38,14 +38,13 @@ if TYPE_CHECKING:
     from tiercache.planning.visit_plan import Planner, VisitPlan
     from tiercache.processors.processor import Mark, Mover, Pieces
     from tiercache.store import Segment, Store
+    from tiercache.store.blocks import Part
     from tiercache.tiers.device_tier import DeviceTier, Placement
     from tiercache.tiers.dump_room import DumpRoom
     from tiercache.tiers.host_memory import HostMemory
     from tiercache.tiers.packing import StagedLayout
     from tiercache.tiers.preparing import Prepared
 
-_NICER = 10
-"""Added to the niceness of reader and writer."""
 StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
 """What a commit stores beside rows: the dense state, serialised when called, and plain settings."""
 
@@ -78,13 +77,14 @@ class Transfer:
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, mover, positions, keys_of)
         self._unpacker = Unpacker(device, mover, self.host, positions, keys_of)
+        self._still = threading.Event()
+        """Set but while rows are unpacked: nobody waits for a checksum then."""
+        self._still.set()
         if has_crc32c():
-            store.checksums = crc32c
+            store.checksums = partial(_crc32c_when, self._still)
         if has_reads():
             store.read_with(read_checked, read_fields)
-        begin = partial(_begin_thread, mover)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tiercache-reader", initializer=begin)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiercache-writer", initializer=begin)
+        self._reader, self._writer = nicer_thread("reader", mover), nicer_thread("writer", mover)
         self._segments: dict[int, Segment] = {}
         self._preparer: Preparer | None = None
         self._following: Future[Prepared] | None = None
@@ -94,6 +94,8 @@ class Transfer:
         self._staging: Future[StagedLayout] | None = None
         self._writing: Future[None] | None = None
         self._room: Future[Room] | None = None
+        self._thinned: Future[None] | None = None
+        """The host tier without what the last load took; by the reader, before it stages anything."""
         self._held_G: list[Pieces] = []
         """What the next load takes from host blocks."""
         self._failure: BaseException | None = None
@@ -141,15 +143,14 @@ class Transfer:
 
     def stop(self) -> None:
         """Let both threads come to rest and drop all rows; what is not committed is forgotten."""
-        for future in (self._following, self._prepared, self._staging, self._writing, self._room):
+        for future in (self._following, self._prepared, self._staging, self._writing, self._thinned, self._room):
             if future is not None:
                 future.exception()
         self._mover.rest()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
-        self._following = self._prepared = self._staging = self._writing = self._room = self._preparer = None
-        self._held_G = []
-        self._failure = None
+        self._following = self._prepared = self._staging = self._writing = self._thinned = self._room = None
+        self._held_G, self._preparer, self._failure = [], None, None
         self.plan, self.report, self.placements = None, None, []
         self.host.clear()
         self.device.clear()
@@ -165,7 +166,7 @@ class Transfer:
 
     def check(self) -> None:
         """Raise, with its cause, what went wrong on the reader or the writer."""
-        for future in (self._prepared, self._staging, self._writing, self._room):
+        for future in (self._prepared, self._staging, self._writing, self._thinned, self._room):
             if future is not None and future.done() and future.exception() is not None:
                 self._failure = self._failure or future.exception()
         if self._failure is not None:
@@ -229,8 +230,11 @@ class Transfer:
     def _make_room(self) -> None:
         """Have the writer make room for the dump of the visit, when the dump before it is durable."""
         plan, placements, written, prepared = self._plan_now(), self.placements, self._writing, self._prepared
+        thinned = self._thinned
+        assert thinned is not None, "no visit was loaded"
 
         def make() -> Room:
+            thinned.result()
             if written is not None and written.exception() is not None:
                 return Room([], [])  # nothing is dumped any more, and nothing loaded
             upcoming = None if prepared is None or prepared.exception() is not None else prepared.result().plan
@@ -326,7 +330,12 @@ class Transfer:
             self._prepare_next()
 
     def _stage(self, plan: VisitPlan, placements: list[Placement]) -> StagedLayout:
-        return self._unpacker.lay_out_staged(self._stager.stage(plan, placements))
+        staged = self._stager.stage(plan, placements)
+        try:
+            return self._unpacker.lay_out_staged(staged)
+        except BaseException:
+            self._release(staged)
+            raise
 
     def _load(self) -> None:
         """Unpack what was staged."""
@@ -335,16 +344,19 @@ class Transfer:
         self.await_staging()
         waited = time.perf_counter() - begun
         layout = self._staging.result()
-        staged = layout.staged
+        staged, plan = layout.staged, layout.staged.plan
         self._prepared = self._staging = None
-        plan = staged.plan
         self.report = report = VisitReport.of(plan, staged)
         report.wait_seconds["store"] = waited
         with report.timing("unpack"):
-            self._unpacker.unpack(layout, self._held_G)
+            self._still.clear()
+            try:
+                self._unpacker.unpack(layout, self._held_G)
+            finally:
+                self._still.set()
             self._held_G = []
             self._release(staged)
-            self.host.keep(plan.retained, not_before=plan.visit - 1)
+        self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.visit - 1)
         for placement in staged.placements:
             placement.load_K = placement.load_K[:0].copy()
         self.plan, self.placements = plan, staged.placements
@@ -381,9 +393,7 @@ class Transfer:
         return self.report
 
 
-def _begin_thread(mover: Mover) -> None:
-    """Let the training thread have a core that it and this thread both want; what is idle is taken all the same."""
-    mover.enter_thread()
-    with suppress(OSError, AttributeError):
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
+def _crc32c_when(still: threading.Event, parts: Sequence[Part]) -> NDArray[np.uint32]:
+    """Compute checksums when unpacking does not want memory and cores for itself."""
+    still.wait()
+    return crc32c(parts)
