@@ -38,9 +38,9 @@ class Size:
     batch: int
     turns: int
     """Of training in memory, then over the tiers, then the bare disk; medians over them are reported."""
-    turn_epochs: int
     epoch_seconds: float
     """The most that the dense part may make an epoch in memory last."""
+    turn_epochs: int = 1
     features: int = 8
     dim: int = 64
 
@@ -61,8 +61,7 @@ FULL = Size(
     samples=49_152,
     vocabulary=8_000_000,
     batch=4096,
-    turns=3,
-    turn_epochs=2,
+    turns=6,
     epoch_seconds=120,
 )
 QUICK = Size(
@@ -72,7 +71,6 @@ QUICK = Size(
     vocabulary=2_000_000,
     batch=1024,
     turns=3,
-    turn_epochs=1,
     epoch_seconds=5,
     features=2,
 )

@@ -5,9 +5,9 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: an epoch in memory, the same epoch over the tiers, the bare disk. Both trainings go on where they were and rest
-in between, so a slow minute of the machine meets both. The store's pages are dropped from the page cache after every
-visit.
+turns: one or two epochs in memory, the same over the tiers, the bare disk. Both trainings go on where they were and
+rest in between, so a slow minute of the machine meets both. The store's pages are dropped from the page cache after
+every visit.
 
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
 throughput_ratio = tiered samples/s / in-memory samples/s, the median over turns
@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +62,14 @@ class Demand:
     target: float | None
     """The demand that the dense part's width is chosen for; None: no dense part."""
     optimizer: str
+    turn_epochs: int = 1
+    """More where epochs are short: what is left to be written when a turn ends counts once a turn."""
 
 
 DEMANDS = (
     Demand(suffix="", target=0.05, optimizer="adagrad"),
-    Demand(suffix="_mid", target=0.5, optimizer="adagrad"),
-    Demand(suffix="_high", target=None, optimizer="adam"),
+    Demand(suffix="_mid", target=0.5, optimizer="adagrad", turn_epochs=2),
+    Demand(suffix="_high", target=None, optimizer="adam", turn_epochs=2),
 )
 
 
@@ -82,6 +84,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     from tiercache import ResidentCache
 
     _say(f"{size.name}{demand.suffix}: data")
+    size = replace(size, turn_epochs=demand.turn_epochs)
     passes = pass_set(folder, size, demand.optimizer)
     budgets, keys = _budgets(passes)
     plans = plans_of(passes, size, folder, budgets)
