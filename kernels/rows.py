@@ -226,7 +226,7 @@ def pack(
 
     fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces, none at two;
     slots: the slot of each row, no two the same. One launch a field. Raises ValueError for pieces that do not fit, and,
-    where rows of most slots are packed, for rows and slots that are not so.
+    where half of all slots or more are packed, for rows and slots that are not so.
     """
     _move_fields(fields, slots, order, pieces, packing=True)
 

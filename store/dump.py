@@ -83,7 +83,6 @@ class Dump:
                 engine.write(self._transaction(), stable=self._stable)
                 self.bytes_left -= self._written
                 self.transactions += 1
-            self._seal_meanwhile()
             for seal in self._seals:
                 seal.result()
 
@@ -117,6 +116,8 @@ class Dump:
                 self._written += changed.nbytes
                 self.changed_bytes += changed.nbytes
                 yield block_name(CHANGED, id_, group, block), changed.view(np.uint8), form
+        if self._stable:
+            self._seal_meanwhile()  # while the engine writes what it has
 
     def _next(self) -> Taken:
         try:
@@ -150,7 +151,8 @@ class Dump:
     def _seal_meanwhile(self) -> None:
         """Have the checksums of what came since the last time computed."""
         unsealed, self._unsealed, self._unsealed_bytes = self._unsealed, [], 0
-        self._seals.append(self._sealer.submit(self._seal, unsealed))
+        if unsealed:
+            self._seals.append(self._sealer.submit(self._seal, unsealed))
 
     def _seal(self, unsealed: list[Taken]) -> None:
         """Compute the checksums of blocks, their keys and last changes, by one computation."""

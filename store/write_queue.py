@@ -72,7 +72,7 @@ class WriteQueue:
 
     def flush(self) -> None:
         """Return when all is written."""
-        self._send(alone=not self._under_way)
+        self._send(alone=not self._under_way or self._bytes < SHORT_BYTES)
         self._await(0)
 
     def discard(self) -> None:

@@ -93,8 +93,9 @@ def test_short_runs_that_lie_apart_are_one_request_up_to_a_size(monkeypatch: pyt
         return submit(pool, call, request, runs)
 
     def write(views: list[memoryview], offset: int) -> int:
-        written.append(disk.write(views, offset) // MIB)
-        return written[-1] * MIB
+        count = disk.write(views, offset)
+        written.append(count // MIB)
+        return count
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", counted)
     with closing(WriteQueue(write, bool)) as queue:
@@ -117,6 +118,19 @@ def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
         queue.put(np.ones(20 * MIB, np.uint8).data, 0)
         queue.flush()
     assert disk.threads == {threading.get_ident()}
+    made = list[tuple[bool, int]]()
+
+    def write(views: list[memoryview], offset: int) -> int:
+        count = disk.write(views, offset)
+        made.append((threading.get_ident() == here, count))
+        return count
+
+    here = threading.get_ident()
+    with closing(WriteQueue(write, bool)) as queue:
+        queue.put(LONG.data, 0)
+        queue.put(page.data, 20 * MIB)
+        queue.flush()
+    assert sorted(made) == [(False, LONG.size), (True, page.size)]
 
 
 def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_given_up() -> None:

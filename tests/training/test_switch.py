@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.training.cases import (
     Case,
+    Net,
     Spec,
     assert_same_bits,
     open_store,
     resident_result,
     result_of,
+    run,
     smallest_host_budget,
     table,
     tiered,
@@ -25,6 +27,7 @@ from tests.training.cases import (
 from tiercache.kernels.checksum import crc32c, has_crc32c
 from tiercache.planning.visit_plan import Planner, VisitPlan
 from tiercache.tiers import transfer
+from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Unpacker
 
@@ -103,7 +106,8 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
 ) -> None:
     """A commit inside a visit needs none; what rows are now is read behind it, and the switch waits for it."""
     passes, make_room = CASE.cut(tmp_path / "passes"), transfer.make_room
-    wanted, made, keys = defaultdict[int, threading.Event](threading.Event), list[int](), passes.passes[0].keys("a")
+    wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
+    made, keys = list[int](), passes.passes[0].keys("a")
 
     def make(host: Any, packer: Any, unpacker: Any, plan: VisitPlan, *others: Any) -> Any:
         assert wanted[plan.visit].wait(timeout=60), f"nobody trained a batch of visit {plan.visit}"
@@ -128,16 +132,17 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
             model = train(cache, CASE, each_batch=look)
             assert cache.host_bytes_peak <= smallest
         result = result_of(store, passes, model)
-    assert len(made) == CASE.epochs * len(passes.passes)
+    assert len(made) == len(wanted)
     assert_same_bits(result, resident_result(CASE, passes))
 
 
 @pytest.mark.skipif(not has_crc32c(), reason="this processor has no instruction for CRC32C")
-def test_no_checksum_is_computed_while_rows_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_checksum_is_begun_while_rows_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both want the memory; and those of a visit behind whose dump a load fails are computed all the same."""
     passes, unpack, loading, seen = CASE.cut(tmp_path / "passes"), Unpacker.unpack, threading.Event(), set[bool]()
 
     def slow(self: Unpacker, layout: Any, held_G: Any) -> None:
+        time.sleep(SLOW)  # a call that was begun before goes on
         loading.set()
         try:
             time.sleep(SLOW)  # long enough for the writer to come to checksums
@@ -166,17 +171,21 @@ def test_no_checksum_is_computed_while_rows_are_loaded(tmp_path: Path, monkeypat
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while rows are evaluated in the middle of visits, nor when a loop is left early and begun anew."""
     passes, held, met = CASE.cut(tmp_path / "passes"), threading.Lock(), set[str]()
+    clashes = list[str]()
 
     def alone(name: str) -> Callable[..., Any]:
         method = getattr(HostTier, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            assert held.acquire(blocking=False), "another thread is in the host tier"
+            mine = held.acquire(blocking=False)
+            if not mine:
+                clashes.append(f"{threading.current_thread().name} in {name}")
             try:
                 time.sleep(SLOW)  # long enough for others to come
                 return method(*arguments, **options)
             finally:
-                held.release()
+                if mine:
+                    held.release()
                 met.add(threading.current_thread().name.split("_")[0])
 
         return call
@@ -192,4 +201,50 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
                 break
         for visit in cache.passes(epochs=2):
             assert visit.epoch == 1
-    assert {"MainThread", "tiercache-writer"} <= met
+    assert not clashes
+    assert {"MainThread", "tiercache-reader", "tiercache-writer"} <= met
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Unpacker, "unpack"), (Unpacker, "lay_out_staged"), (HostTier, "keep"), (HostTier, "enter")]
+)
+def test_a_failure_leaves_no_memory_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    """Its words reach the training loop, all regions are given back, and the same cache goes on."""
+    passes, calls, right = CASE.cut(tmp_path / "passes"), list[int](), getattr(owner, method)
+    take, give_back, out = HostMemory.take, HostMemory.give_back, list[int]()
+
+    def taking(memory: HostMemory, num_bytes: int) -> Any:
+        region = take(memory, num_bytes)
+        out.append(id(region))
+        return region
+
+    def giving(memory: HostMemory, region: Any) -> None:
+        out.remove(id(region))
+        give_back(memory, region)
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise OSError(f"no {method} today")
+        return right(*arguments, **options)
+
+    with open_store(tmp_path / "x", CASE, "lmdb") as store:
+        smallest = smallest_host_budget(store, passes, device_budget="64MiB")
+        with tiered(store, passes, host_budget=smallest) as cache:
+            torch.manual_seed(1)
+            model = Net(cache, CASE)
+            optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
+            cache.track(model=model, optimizer=optimizer)
+            monkeypatch.setattr(HostMemory, "take", taking)
+            monkeypatch.setattr(HostMemory, "give_back", giving)
+            monkeypatch.setattr(owner, method, fail)
+            with pytest.raises(OSError, match=f"no {method} today"):
+                run(cache, CASE, model, optimizer)
+            assert not out
+            monkeypatch.undo()
+            optimizer.zero_grad()
+            run(cache, CASE, model, optimizer)
+            assert cache.host_bytes_peak <= smallest
+        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))

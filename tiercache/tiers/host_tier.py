@@ -27,8 +27,8 @@ class Run(NamedTuple):
 class HostTier:
     """Blocks of earlier dumps, by (visit, group).
 
-    Used by one thread at a time: by the reader behind a load, by the writer when it makes room behind that, and, behind
-    ``Transfer.drain``, by the training thread. The writer also reads blocks at any time.
+    Used by one thread at a time: by the reader behind a load, by the writer when it makes room behind that, and by the
+    training thread behind ``Transfer.drain`` or when both rest. The writer also reads blocks at any time.
     """
 
     def __init__(self, memory: HostMemory) -> None:

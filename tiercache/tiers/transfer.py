@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,9 +52,9 @@ StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
 class Transfer:
     """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
 
-    One reader thread stages visits and prepares those behind them; one writer thread appends segments, publishes
-    commits and makes room for the next dump; each in order. An error of either is raised by the next ``check``, one of
-    preparing when the visit is to be staged; after one, nothing is published any more.
+    One reader thread thins out the host tier behind a load, stages visits and prepares those behind them; one writer
+    thread appends segments, publishes commits and makes room for the next dump; each in order. An error of either is
+    raised by the next ``check``, one of preparing when the visit is to be staged; after one, nothing is published.
     """
 
     def __init__(
@@ -77,11 +77,10 @@ class Transfer:
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, mover, positions, keys_of)
         self._unpacker = Unpacker(device, mover, self.host, positions, keys_of)
-        self._still = threading.Event()
-        """Set but while rows are unpacked: nobody waits for a checksum then."""
-        self._still.set()
+        self._unpacking = threading.Lock()
+        """Held while rows are unpacked, which waits for no checksum."""
         if has_crc32c():
-            store.checksums = partial(_crc32c_when, self._still)
+            store.checksums = partial(_crc32c_behind, self._unpacking)
         if has_reads():
             store.read_with(read_checked, read_fields)
         self._reader, self._writer = nicer_thread("reader", mover), nicer_thread("writer", mover)
@@ -143,9 +142,9 @@ class Transfer:
 
     def stop(self) -> None:
         """Let both threads come to rest and drop all rows; what is not committed is forgotten."""
-        for future in (self._following, self._prepared, self._staging, self._writing, self._thinned, self._room):
-            if future is not None:
-                future.exception()
+        for thread in (self._reader, self._writer):  # the writer waits for the reader, and never the other way round
+            with suppress(RuntimeError):  # it was shut down
+                thread.submit(int).result()
         self._mover.rest()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
@@ -166,7 +165,7 @@ class Transfer:
 
     def check(self) -> None:
         """Raise, with its cause, what went wrong on the reader or the writer."""
-        for future in (self._prepared, self._staging, self._writing, self._thinned, self._room):
+        for future in (self._thinned, self._prepared, self._staging, self._writing, self._room):
             if future is not None and future.done() and future.exception() is not None:
                 self._failure = self._failure or future.exception()
         if self._failure is not None:
@@ -345,16 +344,12 @@ class Transfer:
         waited = time.perf_counter() - begun
         layout = self._staging.result()
         staged, plan = layout.staged, layout.staged.plan
-        self._prepared = self._staging = None
         self.report = report = VisitReport.of(plan, staged)
         report.wait_seconds["store"] = waited
         with report.timing("unpack"):
-            self._still.clear()
-            try:
+            with self._unpacking:
                 self._unpacker.unpack(layout, self._held_G)
-            finally:
-                self._still.set()
-            self._held_G = []
+            self._prepared, self._staging, self._held_G = None, None, []
             self._release(staged)
         self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.visit - 1)
         for placement in staged.placements:
@@ -393,7 +388,8 @@ class Transfer:
         return self.report
 
 
-def _crc32c_when(still: threading.Event, parts: Sequence[Part]) -> NDArray[np.uint32]:
-    """Compute checksums when unpacking does not want memory and cores for itself."""
-    still.wait()
+def _crc32c_behind(unpacking: threading.Lock, parts: Sequence[Part]) -> NDArray[np.uint32]:
+    """Compute checksums, which take memory and cores, but begin none while rows are unpacked."""
+    with unpacking:
+        pass
     return crc32c(parts)
