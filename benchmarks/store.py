@@ -89,13 +89,13 @@ def measure(size: Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
     small = Case.of(260, min(size.pass_bytes, size.row_size_pass_bytes))
     for engine in engines:
         _say(f"{engine}, rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
-        figures |= measure_cycle(case, size.turns, engine, folder, verified=True)
+        figures |= measure_cycle(case, size.turns, engine, folder, verifications=size.verifications)
         _say(f"{engine}, rows of 260 bytes: 400 segments")
         figures |= measure_wide(small, size.wide_visits, engine, folder)
         for row_bytes in size.row_sizes:
             _say(f"{engine}, rows of {row_bytes:,} bytes")
             other = Case.of(row_bytes, size.row_size_pass_bytes)
-            found = measure_cycle(other, size.turns, engine, folder, verified=False)
+            found = measure_cycle(other, size.turns, engine, folder)
             found |= measure_wide(other, size.wide_visits, engine, folder)
             figures |= {f"{key}_{row_bytes}": value for key, value in found.items()}
     for engine in engines:

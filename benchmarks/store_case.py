@@ -33,6 +33,8 @@ class Size:
     """Rows of one visit."""
     turns: int
     """Visits of the cycle that are measured."""
+    verifications: int
+    """Verifications of the whole store, each in a process of its own."""
     wide_visits: int
     """Visits that are loaded from 400 segments."""
     heap_bytes: int
@@ -48,6 +50,7 @@ FULL = Size(
     name="full",
     pass_bytes=400 << 20,
     turns=11,
+    verifications=3,
     wide_visits=11,
     heap_bytes=2 * 10**9,
     lookup_pass_bytes=64 << 20,
@@ -55,11 +58,12 @@ FULL = Size(
 )
 QUICK = Size(
     name="quick",
-    pass_bytes=64 << 20,
-    turns=4,
-    wide_visits=3,
-    heap_bytes=10**9,
-    lookup_pass_bytes=16 << 20,
+    pass_bytes=40 << 20,
+    turns=3,
+    verifications=1,
+    wide_visits=2,
+    heap_bytes=5 * 10**8,
+    lookup_pass_bytes=8 << 20,
 )
 TINY = replace(
     QUICK,

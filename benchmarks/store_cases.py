@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from benchmarks.disk_raw import Span
     from benchmarks.store_case import Case
 
-LOADS, VERIFICATIONS = 2, 3
-"""Loads of each visit, and verifications: they change nothing."""
+LOADS = 2
+"""Of each visit: they change nothing."""
 
 
-def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verified: bool) -> dict[str, Any]:
+def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifications: int = 0) -> dict[str, Any]:
     """Fill a store up to a whole cycle, then measure loads from 24 segments and dumps, visit by visit."""
     cycle, source, room = Cycle(case), source_for(case), room_for(case, PASSES)
     run = StoreRun(engine, case, folder / f"{engine}.tc")
@@ -60,8 +60,8 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verified
         figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
         run.close()  # and all that is dead is deleted
         figures[f"{engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
-        if verified:
-            figures |= _verification(disk, run, dumps)
+        if verifications:
+            figures |= _verification(disk, run, dumps, verifications)
     shutil.rmtree(run.path)
     return figures
 
@@ -120,7 +120,7 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
     }
 
 
-def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump]) -> dict[str, Any]:
+def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump], turns: int) -> dict[str, Any]:
     """Return seconds of verify and of info, and of the bare disk for the blocks that verify reads."""
     store = run.store
     assert store.commit is not None
@@ -130,7 +130,7 @@ def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump]) -> dict[
         spans += dump.writes()[2 * life.first_block(segment, 0) :]  # rows and keys of each block
     room, seconds = HostPages(64 << 20), Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
-    for _ in range(VERIFICATIONS):
+    for _ in range(turns):
         seconds.turn({RAW: partial(raw_load, disk, spans, room), run.engine: partial(_verify, run.path)})
     begun = time.perf_counter()
     found = info(run.path)

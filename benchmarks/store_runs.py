@@ -101,7 +101,7 @@ class StoreRun:
     def _rest(self) -> None:
         """Return when nothing dead is being deleted any more: that goes on after a commit."""
         count = -1
-        while self.engine == "zarr" and count != (count := sum(1 for _ in files_below(self.path))):
+        while self.engine == "zarr" and count != (count := sum(len(names) for _, _, names in os.walk(self.path))):
             time.sleep(0.02)
 
     def append(self, dump: Dump, source: HostPages) -> None:
