@@ -24,12 +24,13 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.kernels.checksum import crc32c, has_crc32c
 from tiercache.planning.visit_plan import Planner, VisitPlan
 from tiercache.tiers import transfer
 from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Unpacker
+from tiercache.tiers.staging import Stager
+from tiercache.tiers.transfer import Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,36 +137,61 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
     assert_same_bits(result, resident_result(CASE, passes))
 
 
-@pytest.mark.skipif(not has_crc32c(), reason="this processor has no instruction for CRC32C")
-def test_no_checksum_is_begun_while_rows_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both want the memory; and those of a visit behind whose dump a load fails are computed all the same."""
-    passes, unpack, loading, seen = CASE.cut(tmp_path / "passes"), Unpacker.unpack, threading.Event(), set[bool]()
+def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both want the memory; and a dump behind which a load fails is written all the same."""
+    passes, unpack, write = CASE.cut(tmp_path / "passes"), Unpacker.unpack, Transfer._write
+    loading, seen = threading.Event(), list[bool]()
 
     def slow(self: Unpacker, layout: Any, held_G: Any) -> None:
-        time.sleep(SLOW)  # a call that was begun before goes on
         loading.set()
         try:
-            time.sleep(SLOW)  # long enough for the writer to come to checksums
+            time.sleep(SLOW)  # long enough for the writer to begin
             if layout.staged.plan.visit == 3:
                 raise MemoryError("no memory to load visit 3")
             unpack(self, layout, held_G)
         finally:
             loading.clear()
 
-    def checksums(parts: Any) -> Any:
-        seen.add(loading.is_set())
-        return crc32c(parts)
+    def writing(self: Transfer, *arguments: Any) -> None:
+        seen.append(loading.is_set())
+        write(self, *arguments)
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         monkeypatch.setattr(Unpacker, "unpack", slow)
-        monkeypatch.setattr(transfer, "crc32c", checksums)
+        monkeypatch.setattr(Transfer, "_write", writing)
         with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no memory to load visit 3"):
-            train(cache, CASE)
-        assert seen == {False}
+            train(cache, CASE, each_batch=lambda _, __: cache.drain())
+        assert seen == [False] * 3
         assert store.commit is not None
         assert store.commit.cursor.visit == 3
         monkeypatch.undo()
         assert_goes_on(store, passes)
+
+
+def test_a_dump_is_written_at_once_where_the_rows_of_the_next_visit_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the training waits for the disk."""
+    passes, stage, write = CASE.cut(tmp_path / "passes"), Stager.stage, Transfer._write
+    begun = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
+
+    def late(self: Stager, plan: VisitPlan, placements: Any) -> Any:
+        if plan.visit:
+            assert begun[plan.visit - 1].wait(timeout=60), f"nobody wrote visit {plan.visit - 1}"
+        return stage(self, plan, placements)
+
+    def writing(self: Transfer, plan: VisitPlan, *others: Any) -> None:
+        begun[plan.visit].set()
+        write(self, plan, *others)
+
+    with open_store(tmp_path / "x", CASE, "lmdb") as store:
+        monkeypatch.setattr(Stager, "stage", late)
+        monkeypatch.setattr(Transfer, "_write", writing)
+        with tiered(store, passes) as cache:
+            model = train(cache, CASE)
+        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -27,7 +26,7 @@ from tiercache.tiers.staging import Staged, Stager
 from tiercache.tiers.threads import nicer_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from tiercache.planning.visit_plan import Planner, VisitPlan
     from tiercache.processors.processor import Mark, Mover, Pieces
     from tiercache.store import Segment, Store
-    from tiercache.store.blocks import Part
     from tiercache.tiers.device_tier import DeviceTier, Placement
     from tiercache.tiers.dump_room import DumpRoom
     from tiercache.tiers.host_memory import HostMemory
@@ -77,10 +75,8 @@ class Transfer:
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, mover, positions, keys_of)
         self._unpacker = Unpacker(device, mover, self.host, positions, keys_of)
-        self._unpacking = threading.Lock()
-        """Held while rows are unpacked, which waits for no checksum."""
         if has_crc32c():
-            store.checksums = partial(_crc32c_behind, self._unpacking)
+            store.checksums = crc32c
         if has_reads():
             store.read_with(read_checked, read_fields)
         self._reader, self._writer = nicer_thread("reader", mover), nicer_thread("writer", mover)
@@ -127,8 +123,15 @@ class Transfer:
 
     def switch(self, state: StateBytes) -> None:
         """End the visit on the device and bring in the next one."""
-        self._writing = self._writer.submit(self._dump(state))  # the disk has work while rows come in
-        self._load()
+        write, staging = self._dump(state), self._staging
+        if staging is not None and not staging.done():  # the training waits for the disk, which gets all its work now
+            self._writing = self._writer.submit(write)
+            self._load()
+        else:  # the writer wants the memory too, and the training waits for the rows
+            try:
+                self._load()
+            finally:
+                self._writing = self._writer.submit(write)
         self._stage_next()
         self._make_room()
 
@@ -347,8 +350,7 @@ class Transfer:
         self.report = report = VisitReport.of(plan, staged)
         report.wait_seconds["store"] = waited
         with report.timing("unpack"):
-            with self._unpacking:
-                self._unpacker.unpack(layout, self._held_G)
+            self._unpacker.unpack(layout, self._held_G)
             self._prepared, self._staging, self._held_G = None, None, []
             self._release(staged)
         self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.visit - 1)
@@ -386,10 +388,3 @@ class Transfer:
     def _report_now(self) -> VisitReport:
         assert self.report is not None, "no visit is being trained"
         return self.report
-
-
-def _crc32c_behind(unpacking: threading.Lock, parts: Sequence[Part]) -> NDArray[np.uint32]:
-    """Compute checksums, which take memory and cores, but begin none while rows are unpacked."""
-    with unpacking:
-        pass
-    return crc32c(parts)
