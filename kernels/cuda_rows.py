@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.launch import Device, given, launch_parts, part_struct, view
+from tiercache.kernels.pieces import Memory, PieceTable
 
 __all__ = ["Mapped", "Pieces", "pack", "unpack"]
 
@@ -28,51 +29,23 @@ class Mapped(NamedTuple):
     writable: bool = True
 
 
-class Pieces:
-    """Pieces in any number of arrays, moved by one launch.
-
-    row_floats: floats of a row, all fields that are moved. The arrays must live until the launch is done.
-    """
+class Pieces(PieceTable):
+    """Pieces in arrays of float32 on the device, or in `Mapped` memory, which must live until the launch is done."""
 
     def __init__(self, device: Device, row_floats: int) -> None:
-        self.row_floats, self.num_rows, self.writable, self.highest = row_floats, 0, True, 0
+        super().__init__(row_floats)
         self._device = device
-        self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
-        self._owners: list[Any] = []
 
-    def add(self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: Any) -> None:
-        """Add pieces in `data`: float32 on the device, or `Mapped`; held until this object goes.
-
-        Piece p has rows `first_row[p]` to `first_row[p + 1]` (P + 1 entries, the first 0), begins at float `offset[p]`
-        (P, rising) of `data`, and its rows stand in the order of moving from `first` + `first_row[p]` on.
-        Raises ValueError where they do not fit into `data`.
-        """
+    def _memory_of(self, data: Any) -> Memory:
         if isinstance(data, Mapped):
-            address, size, owner = data.address, data.num_floats, data.owner
-            self.writable &= data.writable
-            if address % 4:
-                raise ValueError(f"data lies at address {address:#x}: give an address that is a multiple of 4.")
-        else:
-            seen = view(self._device, "data", data, np.float32)
-            address, size, owner = seen.address, seen.size, seen.owner
-            self.writable &= not getattr(owner, self._device.interface)["data"][1]
-        if first_row.size != offset.size + 1 or first_row[0] != 0:
-            raise ValueError(f"{offset.size} pieces need {offset.size + 1} first rows from 0 on, not {first_row.size}.")
-        if first_row[-1] == 0:
-            return
-        rows = np.diff(first_row)
-        if first < 0:
-            raise ValueError(f"the pieces begin at place {first}: places are counted from 0.")
-        if int(rows.min()) < 0 or int(offset[0]) < 0 or int((offset + rows * self.row_floats).max()) > size:
-            raise ValueError(f"the last piece ends behind the {size} floats of the data.")
-        self._parts.append((address + 4 * offset, rows, first_row[:-1] + first))
-        self._owners.append(owner)
-        self.num_rows += int(first_row[-1])
-        self.highest = max(self.highest, first + int(first_row[-1]))
+            return Memory(data.address, data.num_floats, data.writable, data.owner)
+        seen = view(self._device, "data", data, np.float32)
+        writable = not getattr(seen.owner, self._device.interface)["data"][1]
+        return Memory(seen.address, seen.size, writable, seen.owner)
 
     def table(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
         """Return address, rows and first place of every piece, and their rows again as an array."""
-        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        columns = self.columns()
         return list(zip(*(column.tolist() for column in columns), strict=True)), columns[1]
 
 

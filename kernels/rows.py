@@ -1,6 +1,6 @@
 """Rows between slots and pieces: what a pass switch copies.
 
-Legend: S slots, R rows, P pieces, W width of a field. A piece is field-major: all its vectors, then all of each state.
+Legend: S slots, R rows, P pieces, W width of a field.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tiercache.kernels.arrays import NONE_I4, aligned_zeros, expect
 from tiercache.kernels.jit import inlined, on_all_cores, serial, worker
 from tiercache.kernels.lanes import ask, atomic_next, fence, load, store, stream
+from tiercache.kernels.pieces import Memory, PieceTable
 
 __all__ = ["Pieces", "pack", "unpack"]
 
@@ -20,52 +21,19 @@ _LOOKUP = 64  # rows of which the piece is known in which the first one stands
 _ORIGIN = aligned_zeros(1, 1)[0]  # places in memory are counted from here, in floats
 
 
-class Pieces:
-    """Pieces in any number of arrays, moved by one launch a field: a launch costs as much as the rows of many pieces.
+class Pieces(PieceTable):
+    """Pieces in arrays of float32."""
 
-    row_floats: floats of a row, all fields that are moved.
-    """
-
-    def __init__(self, row_floats: int) -> None:
-        self.row_floats, self.num_rows, self.writable = row_floats, 0, True
-        self._rows: list[NDArray[np.int64]] = []
-        self._first: list[NDArray[np.int64]] = []
-        self._place: list[NDArray[np.int64]] = []
-        self._arrays: list[NDArray[np.float32]] = []
-
-    def add(
-        self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
-    ) -> None:
-        """Add pieces in `data`, which is held until this object goes.
-
-        Piece p has rows `first_row[p]` to `first_row[p + 1]` (P + 1 entries, the first 0), begins at float `offset[p]`
-        (P, rising) of `data`, and its rows stand in the order of moving from `first` + `first_row[p]` on.
-        Raises ValueError where they do not fit into `data`.
-        """
-        self.writable &= data.flags.writeable
-        data = expect("data", data, np.float32)
-        if first_row.size != offset.size + 1 or first_row[0] != 0:
-            raise ValueError(f"{offset.size} pieces need {offset.size + 1} first rows from 0 on, not {first_row.size}.")
-        if first_row[-1] == 0:
-            return
-        rows = np.diff(first_row)
-        if int(rows.min()) < 0 or int(offset[0]) < 0 or int((offset + rows * self.row_floats).max()) > data.size:
-            raise ValueError(f"the last piece ends behind the {data.size} floats of the data.")
-        self._rows.append(rows)
-        self._first.append(first_row[:-1] + first)
-        self._place.append(offset + (_address(data) - _address(_ORIGIN)) // 4)
-        self._arrays.append(data)
-        self.num_rows += int(first_row[-1])
+    def _memory_of(self, data: NDArray[np.float32]) -> Memory:
+        writable, data = data.flags.writeable, expect("data", data, np.float32)
+        return Memory(_address(data), data.size, writable, data)
 
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows so far (P + 1), place among the slots (P) and place in memory (P)."""
-        so_far = np.zeros(1 + sum(rows.size for rows in self._rows), np.int64)
-        np.cumsum(np.concatenate(self._rows), out=so_far[1:])
-        return so_far, np.concatenate(self._first), np.concatenate(self._place)
-
-    def highest(self) -> int:
-        """Return one more than the last place among the slots."""
-        return max(int((first + rows).max()) for first, rows in zip(self._first, self._rows, strict=True))
+        """Return rows so far (P + 1), place among the slots (P) and place in memory (P), from `_ORIGIN` on."""
+        address, rows, first = self.columns()
+        so_far = np.zeros(rows.size + 1, np.int64)
+        np.cumsum(rows, out=so_far[1:])
+        return so_far, first, (address - _address(_ORIGIN)) // 4
 
 
 def _address(array: NDArray[np.float32]) -> int:
@@ -187,8 +155,8 @@ def _move_fields(
     if packing and not pieces.writable:
         raise ValueError("an array of the pieces is read-only, and packing writes to it: give a writable array.")
     known = order.size or slots.size
-    if pieces.highest() > known:
-        raise ValueError(f"the pieces have rows up to {pieces.highest()}, and there are {known}.")
+    if pieces.highest > known:
+        raise ValueError(f"the pieces have rows up to {pieces.highest}, and there are {known}.")
     table, num_slots = pieces.table(), fields[0].shape[0]
     scattering = packing and 2 * order.size >= num_slots and _in_order(*table[:2])
     if scattering:

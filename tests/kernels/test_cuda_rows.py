@@ -41,6 +41,7 @@ def test_pieces_are_packed_as_on_the_cpu_and_unpacked_into_their_slots(
     places = rng.permutation(num_rows + 3)[:num_rows].astype(np.int32)
     there, here = cuda_rows.Pieces(device, row_floats), rows.Pieces(row_floats)
     back_pieces, packed, wanted, begun = cuda_rows.Pieces(device, row_floats), [], [], 0
+    firsts, offsets, sources = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], []
     for number, sizes in enumerate(arrays):
         first, offset, size = pieces_of(sizes, row_floats, gap)
         filled = np.full(size, np.nan, np.float32)
@@ -48,9 +49,13 @@ def test_pieces_are_packed_as_on_the_cpu_and_unpacked_into_their_slots(
         wanted.append(filled)
         packed.append(out)
         there.add(begun, first, offset, mapped(device, out) if number == 1 else out)
-        back_pieces.add(begun, first, offset, mapped(device, out, writable=False) if number == 1 else out)
+        firsts.append(first[1:] + begun)
+        offsets.append(offset)
+        sources.append(mapped(device, out, writable=False) if number == 1 else out)
         here.add(begun, first, offset, filled)
         begun += int(first[-1])
+    cuts = np.cumsum([0, *(len(sizes) for sizes in arrays)])
+    back_pieces.add_each(0, np.concatenate(firsts), np.concatenate(offsets), sources, cuts)
     rows.pack(fields, slots, places, here)
     placed = tuple(device.place(field) for field in fields)
     cuda_rows.pack(device, placed, device.place(slots), device.place(places), there)

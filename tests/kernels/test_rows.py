@@ -40,6 +40,7 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
     slots = rng.permutation(num_rows + others).astype(np.int32)
     order = rng.permutation(num_rows + others)[:num_rows].astype(np.int32)
     packing, unpacking, packed, wanted, begun = Pieces(row_floats), Pieces(row_floats), [], [], 0
+    firsts, offsets, frozen = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], []
     for sizes in arrays:
         first, offset, size = pieces_of(sizes, row_floats, gap)
         out, expected = np.full(size, np.nan, np.float32), np.full(size, np.nan, np.float32)
@@ -50,10 +51,13 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
         packing.add(begun, first, offset, out)
         packed.append(out)
         wanted.append(expected)
-        frozen = out.view()
-        frozen.flags.writeable = False
-        unpacking.add(begun, first, offset, frozen)
+        firsts.append(first[1:] + begun)
+        offsets.append(offset)
+        frozen.append(out.view())
+        frozen[-1].flags.writeable = False
         begun += int(first[-1])
+    cuts = np.cumsum([0, *(len(sizes) for sizes in arrays)])
+    unpacking.add_each(0, np.concatenate(firsts), np.concatenate(offsets), frozen, cuts)
     with use_threads(num_threads):
         pack(fields, slots, order, packing)
         back = tuple(np.full_like(field, -1) for field in fields)
@@ -114,6 +118,14 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
         pieces.add(0, first, np.array([-1]), np.zeros(12, np.float32))
     with pytest.raises(ValueError, match="1 pieces need 2 first rows from 0 on, not 3"):
         pieces.add(0, np.array([0, 1, 3]), np.array([0]), np.zeros(12, np.float32))
+    with pytest.raises(ValueError, match="begin at place -1"):
+        pieces.add(-1, first, np.array([0]), np.zeros(12, np.float32))
+    two = [np.zeros(12, np.float32), np.zeros(11, np.float32)]
+    with pytest.raises(ValueError, match="piece 2 ends behind the 11 floats"):
+        pieces.add_each(0, np.array([0, 1, 3, 6]), np.array([0, 4, 0]), two, np.array([0, 2, 3]))
+    with pytest.raises(ValueError, match=r"2 arrays and cuts .* do not fit 3 pieces"):
+        pieces.add_each(0, np.array([0, 1, 2, 3]), np.array([0, 4, 0]), two, np.array([0, 2]))
+    assert pieces.num_rows == 0
     pieces.add(1, first, np.array([0]), np.zeros(12, np.float32))
     with pytest.raises(ValueError, match="rows up to 4, and there are 3"):
         unpack(field, slots, pieces)

@@ -85,7 +85,7 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
             before = gpu.copied
             data = [cache._processor.mover.scratch(int(size)) for size in stream.block_bytes_B]
             for blocks in together:
-                packer.pack(0, order, packer.target(stream, [(b, data[b]) for b in blocks]))
+                packer.pack(0, order, packer.target(stream, blocks[0], [data[b] for b in blocks]))
                 cache._processor.mover.mark().wait()
             assert gpu.copied - before == 4 * stream.rows
             found.append(np.concatenate(data))

@@ -41,8 +41,21 @@ class HostPieces:
         self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
     ) -> None:
         """Add pieces, whose ``data`` lies in locked or pinned memory."""
-        address = self._gpu.address_of(data)
-        self.there.add(first, first_row, offset, cuda_rows.Mapped(address, data.size, data, data.flags.writeable))
+        self.there.add(first, first_row, offset, self._mapped(data))
+
+    def add_each(
+        self,
+        first: int,
+        first_row: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        data: Sequence[NDArray[np.float32]],
+        cuts: NDArray[np.int64],
+    ) -> None:
+        """Add pieces in several such arrays."""
+        self.there.add_each(first, first_row, offset, [self._mapped(one) for one in data], cuts)
+
+    def _mapped(self, data: NDArray[np.float32]) -> cuda_rows.Mapped:
+        return cuda_rows.Mapped(self._gpu.address_of(data), data.size, data, data.flags.writeable)
 
 
 class CudaMover:

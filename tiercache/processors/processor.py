@@ -65,7 +65,18 @@ class Pieces(Protocol):
     def add(
         self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
     ) -> None:
-        """Add pieces in ``data``, as `kernels.rows.Pieces` does."""
+        """Add pieces in ``data``, as `kernels.pieces.PieceTable` does."""
+        ...
+
+    def add_each(
+        self,
+        first: int,
+        first_row: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        data: Sequence[NDArray[np.float32]],
+        cuts: NDArray[np.int64],
+    ) -> None:
+        """Add pieces in several arrays, likewise."""
         ...
 
 

@@ -52,7 +52,7 @@ def make_room(
         order = placements[g].dump_order_K
         order = order[order.size - stream.rows :]  # without the kept rows where they are not written
         regions = host.enter(plan.visit, g, stream)
-        target = packer.target(stream, [(b, region.data) for b, region in enumerate(regions)])
+        target = packer.target(stream, 0, [region.data for region in regions])
         dumps.append(DumpRoom(stream, order, regions, target))
     return Room(dumps, unpacker.lay_out_held(upcoming))
 

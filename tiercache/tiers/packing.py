@@ -52,14 +52,13 @@ class Packer:
     ) -> None:
         self._device, self._mover, self._positions, self._keys_of = device, mover, positions, keys_of
 
-    def target(self, stream: Stream, blocks: Sequence[tuple[int, NDArray[np.uint8]]]) -> Target:
-        """Lay out the pieces of blocks, given by number and bytes. Any thread."""
-        pieces, numbers = self._mover.pieces(stream.row_bytes // 4), [block for block, _ in blocks]
-        first = int(stream.block_first_row_B[min(numbers, default=0)])
-        for block, data in blocks:
-            low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-            pieces.add(int(stream.block_first_row_B[block]) - first, *_pieces(stream, low, high), data.view(np.float32))
-        return Target(first, int(stream.block_first_row_B[max(numbers) + 1]) if blocks else first, pieces)
+    def target(self, stream: Stream, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> Target:
+        """Lay out the pieces of neighbouring blocks, given by their bytes. Any thread."""
+        pieces, cuts = self._mover.pieces(stream.row_bytes // 4), stream.block_piece_B[first_block:][: len(blocks) + 1]
+        first, last = (int(stream.piece_first_row_P[cuts[i]]) for i in (0, -1))
+        if blocks:
+            _add(pieces, 0, stream, cuts, blocks)
+        return Target(first, last, pieces)
 
     def pack(self, group: int, order: NDArray[np.int32] | None, target: Target) -> None:
         """Fill blocks; ``order`` has the positions of the stream's rows.
@@ -123,9 +122,9 @@ class Unpacker:
         for load in plan.loads:
             if load.host.first < load.host.last:
                 stream = self._host.stream(load.visit, load.group)
-                first = next_G[load.group] - int(stream.piece_first_row_P[load.host.first])
-                for run in self._host.runs(load.visit, load.group, load.host):
-                    _add(rows_G[load.group], first, stream, run.first, run.last, run.data)
+                runs = list(self._host.runs(load.visit, load.group, load.host))
+                cuts = np.array([run.first for run in runs] + [load.host.last])
+                _add(rows_G[load.group], next_G[load.group], stream, cuts, [run.data for run in runs])
             next_G[load.group] += load.rows
         return rows_G
 
@@ -134,9 +133,9 @@ class Unpacker:
         rows_G = [self._mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
         vectors_G = [self._mover.pieces(group.fields[0].words) for group in self._positions.groups]
         for pieces in staged.pieces:
-            held, stream = pieces.held, pieces.stream
-            first = pieces.first_row - int(stream.piece_first_row_P[held.first])
-            _add(rows_G[pieces.group], first, stream, held.first, held.last, pieces.data)
+            _add(
+                rows_G[pieces.group], pieces.first_row, pieces.stream, np.array(pieces.held), [pieces.data]
+            )  # fmt: skip
         for new in staged.rows:
             one_piece = np.array([0, new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
@@ -163,13 +162,14 @@ class Unpacker:
         mover.mark().wait()
 
 
-def _add(pieces: Pieces, first: int, stream: Stream, low: int, high: int, data: NDArray[np.uint8]) -> None:
-    """Add pieces [low, high) of a stream, whose row 0 would stand at ``first`` in the order of loading."""
-    pieces.add(first + int(stream.piece_first_row_P[low]), *_pieces(stream, low, high), data.view(np.float32))
+def _add(
+    pieces: Pieces, first: int, stream: Stream, cuts: NDArray[np.int64], data: Sequence[NDArray[np.uint8]]
+) -> None:
+    """Add pieces [cuts[0], cuts[-1]) of a stream, whose rows stand from ``first`` on in the order of moving.
 
-
-def _pieces(stream: Stream, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return first rows (P + 1) and float offsets (P) of pieces [low, high), counted from the first."""
-    rows = stream.piece_first_row_P[low : high + 1]
-    offsets = stream.piece_offset_P[low:high]
-    return rows - rows[0], (offsets - offsets[0]) // 4
+    Array a begins with piece cuts[a], and has those up to cuts[a + 1].
+    """
+    low, high = int(cuts[0]), int(cuts[-1])
+    rows, offset = stream.piece_first_row_P[low : high + 1], stream.piece_offset_P[low:high]
+    begin = stream.piece_offset_P[cuts[:-1]].repeat(cuts[1:] - cuts[:-1])
+    pieces.add_each(first, rows - rows[0], (offset - begin) // 4, [one.view(np.float32) for one in data], cuts - low)

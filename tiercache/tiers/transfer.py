@@ -212,7 +212,7 @@ class Transfer:
             for g, stream in enumerate(streams):
                 for b, keys in enumerate(self._packer.keys(plan.pass_index, g, None, stream)):
                     data = scratch[: int(stream.block_bytes_B[b])]
-                    self._packer.pack(g, None, self._packer.target(stream, [(b, data)]))
+                    self._packer.pack(g, None, self._packer.target(stream, b, [data]))
                     self._mover.mark().wait()
                     yield g, b, data, keys
 
