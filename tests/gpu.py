@@ -36,6 +36,7 @@ CPU_ALONE = {
     "host_memory": "what the system gives and moves, with a stand-in for the GPU's locks",
     "switch": "the order in which threads do their work, on any device",
     "moves": "counts what the shim's GPU is asked for",
+    "dense_state": "the generators of the host",
 }
 """The other files of tests/training, and why a GPU would show nothing there."""
 NOT_ON_GPU = (

@@ -78,7 +78,6 @@ class DenseState:
         state = {
             "objects": _clone(objects),
             "torch": torch.get_rng_state().clone(),
-            "python": (version, tuple(numbers), gauss),
             "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
         }
         there = self._processor.random_state()
@@ -89,7 +88,8 @@ class DenseState:
         def save() -> bytes:
             for moment in cloned:
                 moment.synchronize()  # the writer thread's stream knows nothing of the one that clones
-            return _save(state)
+            python_words = torch.from_numpy(np.array(numbers, dtype=np.int64))  # a tuple is pickled one by one
+            return _save(state | {"python": (version, python_words, gauss)})
 
         return save
 
@@ -125,7 +125,8 @@ class DenseState:
         torch.set_rng_state(state["torch"])
         if "device" in state:
             self._processor.set_random_state(state["device"])
-        random.setstate(state["python"])
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(map(int, numbers)), gauss))  # a tuple in commits of earlier versions
         kind, words, place, has_gauss, cached = state["numpy"]
         np.random.set_state((kind, words.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above
 
