@@ -17,7 +17,7 @@ __all__ = ["over_link"]
 
 def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
     """Return times of both ways, and their shares of a copy of as many bytes the same way."""
-    from tiercache.kernels.cuda_rows import Mapped
+    from tiercache.kernels.cuda_rows import Memory
 
     samples, moved = batch.size.samples, batch.moved
     vectors = machine.place(np.full((batch.size.num_slots, dim), 0.01, np.float32))
@@ -26,7 +26,7 @@ def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
     rows = PIECE_BYTES // (4 * dim)
     first_row = np.append(np.arange(0, moved, rows), moved)
     pieces = machine.call("rows", "Pieces", dim)
-    pieces.add(0, first_row, first_row[:-1] * dim, Mapped(pinned.ptr, num_floats, pinned))
+    pieces.add(0, first_row, first_row[:-1] * dim, Memory(pinned.ptr, num_floats, pinned))
     calls = {
         "to_host": lambda: machine.call("rows", "pack", (vectors,), batch.slot_of_local, batch.order, pieces),
         "from_host": lambda: machine.call("rows", "unpack", (vectors,), batch.order, pieces),

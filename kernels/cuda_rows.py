@@ -5,7 +5,7 @@ not on rows, and travel as 4 bytes a row.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,35 +13,26 @@ from numpy.typing import NDArray
 from tiercache.kernels.launch import Device, given, launch_parts, part_struct, view
 from tiercache.kernels.pieces import Memory, PieceTable
 
-__all__ = ["Mapped", "Pieces", "pack", "unpack"]
+__all__ = ["Memory", "Pieces", "pack", "unpack"]
 
 PIECE_PART = part_struct(("data", "p"), ("rows", "l"), ("first", "l"))
 _FIELD = np.dtype([("values", np.uint64), ("width", np.int64), ("before", np.int64)])
 _TASK = 32  # rows
 
 
-class Mapped(NamedTuple):
-    """Pinned host memory that the device sees: float32, at `address` there; `owner` keeps it alive."""
-
-    address: int
-    num_floats: int
-    owner: Any
-    writable: bool = True
-
-
 class Pieces(PieceTable):
-    """Pieces in arrays of float32 on the device, or in `Mapped` memory, which must live until the launch is done."""
+    """Pieces in arrays of float32 on the device, or in `Memory` that it sees; they live until the launch is done."""
 
     def __init__(self, device: Device, row_floats: int) -> None:
         super().__init__(row_floats)
         self._device = device
 
     def _memory_of(self, data: Any) -> Memory:
-        if isinstance(data, Mapped):
-            return Memory(data.address, data.num_floats, data.writable, data.owner)
+        if isinstance(data, Memory):
+            return data
         seen = view(self._device, "data", data, np.float32)
         writable = not getattr(seen.owner, self._device.interface)["data"][1]
-        return Memory(seen.address, seen.size, writable, seen.owner)
+        return Memory(seen.address, seen.size, seen.owner, writable)
 
     def table(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
         """Return address, rows and first place of every piece, and their rows again as an array."""

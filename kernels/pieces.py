@@ -15,16 +15,16 @@ _LEAST = np.minimum.reduce  # `min` goes by way of Python, with the interpreter'
 
 
 class Memory(NamedTuple):
-    """Floats one after another, held by `owner`."""
+    """Floats one after another, where the kernel sees them; `owner` keeps them alive."""
 
     address: int
     num_floats: int
-    writable: bool
     owner: Any
+    writable: bool = True
 
 
 class PieceTable:
-    """Pieces in any number of arrays, checked as they come: a launch costs as much as the rows of many pieces.
+    """Pieces in any number of arrays, which one launch moves: it costs as much as the rows of many pieces.
 
     row_floats: floats of a row, all fields that are moved. Arrays are held until this object goes.
     """
@@ -41,13 +41,8 @@ class PieceTable:
         raise NotImplementedError
 
     def add(self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: Any) -> None:
-        """Add pieces in one array.
-
-        Piece p has rows `first_row[p]` to `first_row[p + 1]` (P + 1 entries, the first 0), begins at float `offset[p]`
-        (P) of `data`, and its rows stand in the order of moving from `first` + `first_row[p]` on.
-        Raises ValueError where they do not fit into `data`.
-        """
-        self._add(first, first_row, offset, [self._memory_of(data)], None)
+        """Add pieces in one array, as `add_each` does."""
+        self.add_each(first, first_row, offset, [data], np.array([0, offset.size]))
 
     def add_each(
         self,
@@ -57,22 +52,18 @@ class PieceTable:
         data: Sequence[Any],
         cuts: NDArray[np.int64],
     ) -> None:
-        """Add pieces in several arrays, as `add` does: pieces `cuts[a]` to `cuts[a + 1]` (A + 1) lie in `data[a]`."""
-        if len(data) + 1 != cuts.size or cuts[0] != 0 or cuts[-1] != offset.size:
-            raise ValueError(f"{len(data)} arrays and cuts {cuts.tolist()} do not fit {offset.size} pieces.")
-        self._add(first, first_row, offset, [self._memory_of(one) for one in data], cuts[1:] - cuts[:-1])
+        """Add pieces in several arrays: pieces `cuts[a]` to `cuts[a + 1]` (A + 1, from 0 to P) lie in `data[a]`.
 
-    def _add(
-        self,
-        first: int,
-        first_row: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        memories: Sequence[Memory],
-        counts: NDArray[np.int64] | None,
-    ) -> None:
-        """Add pieces, of which each memory has a count; one has all."""
+        Piece p has rows `first_row[p]` to `first_row[p + 1]` (P + 1 entries, the first 0), begins at float `offset[p]`
+        (P) of its array, and its rows stand in the order of moving from `first` + `first_row[p]` on.
+        Raises ValueError, and adds nothing, where they do not lie within their arrays.
+        """
+        memories = [self._memory_of(one) for one in data]
         if first_row.size != offset.size + 1 or first_row[0] != 0:
             raise ValueError(f"{offset.size} pieces need {offset.size + 1} first rows from 0 on, not {first_row.size}.")
+        counts = cuts[1:] - cuts[:-1]
+        if cuts.size != len(memories) + 1 or cuts[0] != 0 or cuts[-1] != offset.size or (counts < 0).any():
+            raise ValueError(f"{len(data)} arrays and cuts {cuts.tolist()} do not fit {offset.size} pieces.")
         if first < 0:
             raise ValueError(f"the pieces begin at place {first}: places are counted from 0.")
         for memory in memories:
@@ -81,15 +72,13 @@ class PieceTable:
         last = int(first_row[-1])
         if last == 0:
             return
-        address, size = (np.array([memory[i] for memory in memories], np.int64) for i in range(2))
-        if counts is not None:
-            address, size = address.repeat(counts), size.repeat(counts)
+        size = np.array([memory.num_floats for memory in memories]).repeat(counts)
         rows = first_row[1:] - first_row[:-1]
         left = size - offset - rows * self.row_floats
         if min(_LEAST(rows), _LEAST(offset), _LEAST(left)) < 0:
             bad = int(np.argmax((rows < 0) | (offset < 0) | (left < 0)))
-            raise ValueError(f"piece {bad} ends behind the {int(size[bad % size.size])} floats of the data.")
-        self._address.append(address + 4 * offset)
+            raise ValueError(f"piece {bad} does not lie within the {int(size[bad])} floats of its array.")
+        self._address.append(np.array([memory.address for memory in memories]).repeat(counts) + 4 * offset)
         self._rows.append(rows)
         self._first.append(first_row[:-1] + first)
         self._owners += [memory.owner for memory in memories]

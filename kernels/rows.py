@@ -26,7 +26,7 @@ class Pieces(PieceTable):
 
     def _memory_of(self, data: NDArray[np.float32]) -> Memory:
         writable, data = data.flags.writeable, expect("data", data, np.float32)
-        return Memory(_address(data), data.size, writable, data)
+        return Memory(_address(data), data.size, data, writable)
 
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return rows so far (P + 1), place among the slots (P) and place in memory (P), from `_ORIGIN` on."""

@@ -17,9 +17,9 @@ from tiercache.kernels import cuda_initial, cuda_rows, rows
 from tiercache.kernels.initial import UNIFORM, initial_rows
 
 
-def mapped(device: Any, array: Any, *, writable: bool = True) -> cuda_rows.Mapped:
+def mapped(device: Any, array: Any, *, writable: bool = True) -> cuda_rows.Memory:
     """Give an array by its address, as pinned host memory is given."""
-    return cuda_rows.Mapped(getattr(array, device.interface)["data"][0], array.size, array, writable)
+    return cuda_rows.Memory(getattr(array, device.interface)["data"][0], array.size, array, writable)
 
 
 @settings(max_examples=150, deadline=None)
@@ -155,10 +155,10 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
     field, slots, first = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([0, 3])
     pieces = cuda_rows.Pieces(device, 4)
     for data, at, said in (
-        (np.zeros(11, np.float32), 0, "ends behind the 11 floats"),
-        (np.zeros(12, np.float32), -1, "ends behind the 12 floats"),
-        (mapped(device, np.zeros(11, np.float32)), 0, "ends behind the 11 floats"),
-        (cuda_rows.Mapped(1026, 99, None), 0, "a multiple of 4"),
+        (np.zeros(11, np.float32), 0, "within the 11 floats"),
+        (np.zeros(12, np.float32), -1, "within the 12 floats"),
+        (mapped(device, np.zeros(11, np.float32)), 0, "within the 11 floats"),
+        (cuda_rows.Memory(1026, 99, None), 0, "a multiple of 4"),
         (np.zeros(12, np.float64), 0, "float64"),
     ):
         with pytest.raises(ValueError, match=said):

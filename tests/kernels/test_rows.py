@@ -112,19 +112,21 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
     """Too few floats, rows that nothing names, or rows of another width are a sentence."""
     field, slots, first = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([0, 3])
     pieces = Pieces(4)
-    with pytest.raises(ValueError, match="ends behind the 11 floats"):
+    with pytest.raises(ValueError, match="within the 11 floats"):
         pieces.add(0, first, np.array([0]), np.zeros(11, np.float32))
-    with pytest.raises(ValueError, match="ends behind the 12 floats"):
+    with pytest.raises(ValueError, match="within the 12 floats"):
         pieces.add(0, first, np.array([-1]), np.zeros(12, np.float32))
     with pytest.raises(ValueError, match="1 pieces need 2 first rows from 0 on, not 3"):
         pieces.add(0, np.array([0, 1, 3]), np.array([0]), np.zeros(12, np.float32))
     with pytest.raises(ValueError, match="begin at place -1"):
         pieces.add(-1, first, np.array([0]), np.zeros(12, np.float32))
     two = [np.zeros(12, np.float32), np.zeros(11, np.float32)]
-    with pytest.raises(ValueError, match="piece 2 ends behind the 11 floats"):
+    with pytest.raises(ValueError, match="piece 2 does not lie within the 11 floats"):
         pieces.add_each(0, np.array([0, 1, 3, 6]), np.array([0, 4, 0]), two, np.array([0, 2, 3]))
     with pytest.raises(ValueError, match=r"2 arrays and cuts .* do not fit 3 pieces"):
         pieces.add_each(0, np.array([0, 1, 2, 3]), np.array([0, 4, 0]), two, np.array([0, 2]))
+    with pytest.raises(ValueError, match=r"cuts \[0, 4, 3\] do not fit 3 pieces"):
+        pieces.add_each(0, np.array([0, 1, 2, 3]), np.array([0, 4, 0]), two, np.array([0, 4, 3]))
     assert pieces.num_rows == 0
     pieces.add(1, first, np.array([0]), np.zeros(12, np.float32))
     with pytest.raises(ValueError, match="rows up to 4, and there are 3"):

@@ -126,7 +126,7 @@ def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words:
     )  # fmt: skip
     assert stream.num_blocks == 1
     assert paged(int(stream.block_bytes_B[0])) == budget.region == paged(budget.block)
-    unrounded = max(min(largest // 16, 16 << 20), row_bytes, PAGE_BYTES)
+    unrounded = max(min(largest // 32, 16 << 20), row_bytes, PAGE_BYTES)
     assert budget.region == paged(unrounded)
 
 

@@ -155,6 +155,7 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
             loading.clear()
 
     def writing(self: Transfer, *arguments: Any) -> None:
+        time.sleep(SLOW / 2)  # a load that would be beside it has begun
         seen.append(loading.is_set())
         write(self, *arguments)
 

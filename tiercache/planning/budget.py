@@ -50,7 +50,7 @@ class HostBudget:
     def plan(
         cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int, stored_piece: int = 0
     ) -> HostBudget:
-        """Share out ``total``: blocks of a 16th of the largest pass, transactions of a 16th of the budget.
+        """Share out ``total``: blocks of a 32nd of the largest pass, transactions of a 16th of the budget.
 
         Blocks lie between one row (a page) and 16 MiB, transactions between two blocks and 64 MiB. ``stored_piece``
         bytes have the largest piece in the store that a visit waits for.
@@ -58,7 +58,7 @@ class HostBudget:
         Blocks are whole pages, which they take in memory anyway: so one with as many rows as it holds, of a page at
         most, has the pages of a region, and a region that was staging becomes a block with not a page locked anew.
         """
-        block = _clamp(paged(largest_pass // 16), max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
+        block = _clamp(paged(largest_pass // 32), max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
         piece = _clamp(block // 8, largest_row, max(largest_row, MAX_PIECE_BYTES))
         return cls(
             total=total,

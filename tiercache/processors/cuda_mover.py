@@ -54,8 +54,8 @@ class HostPieces:
         """Add pieces in several such arrays."""
         self.there.add_each(first, first_row, offset, [self._mapped(one) for one in data], cuts)
 
-    def _mapped(self, data: NDArray[np.float32]) -> cuda_rows.Mapped:
-        return cuda_rows.Mapped(self._gpu.address_of(data), data.size, data, data.flags.writeable)
+    def _mapped(self, data: NDArray[np.float32]) -> cuda_rows.Memory:
+        return cuda_rows.Memory(self._gpu.address_of(data), data.size, data, data.flags.writeable)
 
 
 class CudaMover:

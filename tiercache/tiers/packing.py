@@ -57,7 +57,7 @@ class Packer:
         pieces, cuts = self._mover.pieces(stream.row_bytes // 4), stream.block_piece_B[first_block:][: len(blocks) + 1]
         first, last = (int(stream.piece_first_row_P[cuts[i]]) for i in (0, -1))
         if blocks:
-            _add(pieces, 0, stream, cuts, blocks)
+            _add_pieces(pieces, 0, stream, cuts, blocks)
         return Target(first, last, pieces)
 
     def pack(self, group: int, order: NDArray[np.int32] | None, target: Target) -> None:
@@ -124,7 +124,7 @@ class Unpacker:
                 stream = self._host.stream(load.visit, load.group)
                 runs = list(self._host.runs(load.visit, load.group, load.host))
                 cuts = np.array([run.first for run in runs] + [load.host.last])
-                _add(rows_G[load.group], next_G[load.group], stream, cuts, [run.data for run in runs])
+                _add_pieces(rows_G[load.group], next_G[load.group], stream, cuts, [run.data for run in runs])
             next_G[load.group] += load.rows
         return rows_G
 
@@ -133,9 +133,7 @@ class Unpacker:
         rows_G = [self._mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
         vectors_G = [self._mover.pieces(group.fields[0].words) for group in self._positions.groups]
         for pieces in staged.pieces:
-            _add(
-                rows_G[pieces.group], pieces.first_row, pieces.stream, np.array(pieces.held), [pieces.data]
-            )  # fmt: skip
+            _add_pieces(rows_G[pieces.group], pieces.first_row, pieces.stream, np.array(pieces.held), [pieces.data])
         for new in staged.rows:
             one_piece = np.array([0, new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
@@ -162,7 +160,7 @@ class Unpacker:
         mover.mark().wait()
 
 
-def _add(
+def _add_pieces(
     pieces: Pieces, first: int, stream: Stream, cuts: NDArray[np.int64], data: Sequence[NDArray[np.uint8]]
 ) -> None:
     """Add pieces [cuts[0], cuts[-1]) of a stream, whose rows stand from ``first`` on in the order of moving.

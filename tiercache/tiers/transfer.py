@@ -52,7 +52,8 @@ class Transfer:
 
     One reader thread thins out the host tier behind a load, stages visits and prepares those behind them; one writer
     thread appends segments, publishes commits and makes room for the next dump; each in order. An error of either is
-    raised by the next ``check``, one of preparing when the visit is to be staged; after one, nothing is published.
+    raised by the next ``check``, one of preparing when the visit is to be staged; after one, no later visit is
+    published.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class Transfer:
     def switch(self, state: StateBytes) -> None:
         """End the visit on the device and bring in the next one."""
         write, staging = self._dump(state), self._staging
-        if staging is not None and not staging.done():  # the training waits for the disk, which gets all its work now
+        assert staging is not None, "no visit is staged behind this one"
+        if not staging.done():  # the training waits for the disk, which gets all its work now
             self._writing = self._writer.submit(write)
             self._load()
         else:  # the writer wants the memory too, and the training waits for the rows

@@ -78,6 +78,7 @@ class DenseState:
         state = {
             "objects": _clone(objects),
             "torch": torch.get_rng_state().clone(),
+            "python": (version, torch.from_numpy(np.array(numbers)), gauss),  # a tuple is pickled number by number
             "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
         }
         there = self._processor.random_state()
@@ -88,8 +89,7 @@ class DenseState:
         def save() -> bytes:
             for moment in cloned:
                 moment.synchronize()  # the writer thread's stream knows nothing of the one that clones
-            python_words = torch.from_numpy(np.array(numbers, dtype=np.int64))  # a tuple is pickled one by one
-            return _save(state | {"python": (version, python_words, gauss)})
+            return _save(state)
 
         return save
 
