@@ -91,7 +91,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--instants", type=int, default=500, help="kills at a random time (500)")
     parser.add_argument("--replays", type=int, default=3000, help="losses of power (3000)")
     parser.add_argument("--full", type=int, default=300, help="points from which on the disk is full (300)")
-    parser.add_argument("--problems", type=int, default=MOST_PROBLEMS, help="after how many a worker stops (5)")
+    parser.add_argument("--problems", type=int, default=MOST_PROBLEMS, help="after how many of one worker all stop (5)")
     parser.add_argument(
         "--quick", action="store_true", help="few of each: " + ", ".join(f"{n} {k}" for k, n in QUICK.items())
     )

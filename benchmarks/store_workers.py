@@ -11,6 +11,7 @@ from benchmarks.store_killer import EnoughError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from benchmarks.store_killer import Killer, Outcome
 
@@ -20,16 +21,18 @@ if TYPE_CHECKING:
 def deal(cases: Sequence[Case], killer: Killer, jobs: int, notify: Callable[[int], None]) -> None:
     """Let ``jobs`` forks of this process go through ``cases``, and add what they find to the killer's outcome.
 
-    Every one takes each ``jobs``-th case, in a folder and with random numbers of its own. ``notify`` is called with
-    the stores examined since its last call. The caller must have one thread.
+    Every one takes each ``jobs``-th case, in a folder and with random numbers of its own, and no further one when
+    enough is wrong with those of any. ``notify`` is called with the stores examined since its last call. The caller
+    must have one thread.
     """
+    enough = killer.folder / "enough"
     reading, writing = os.pipe()
     workers = {}
     for number in range(jobs):
         process = os.fork()
         if process == 0:
             os.close(reading)
-            _work(cases[number::jobs], killer.worker(number, lambda: os.write(writing, b".")))
+            _work(cases[number::jobs], killer.worker(number, lambda: os.write(writing, b".")), enough)
         workers[process] = killer.folder / f"worker-{number}.outcome"
     os.close(writing)
     while told := os.read(reading, 1 << 16):
@@ -42,17 +45,20 @@ def deal(cases: Sequence[Case], killer: Killer, jobs: int, notify: Callable[[int
         found: Outcome = pickle.loads(file.read_bytes())
         killer.outcome.add(found)
         file.unlink()
+    enough.unlink(missing_ok=True)
 
 
-def _work(cases: Sequence[Case], killer: Killer) -> None:
-    """Go through cases, leave the outcome beside the killer's folder, and end the process."""
+def _work(cases: Sequence[Case], killer: Killer, enough: Path) -> None:
+    """Go through cases until ``enough`` is there, leave the outcome beside the killer's folder, and end the process."""
     status = 1
     try:
         try:
             for case in cases:
+                if enough.exists():
+                    break
                 case(killer)
         except EnoughError:
-            pass
+            enough.touch()
         killer.folder.with_suffix(".outcome").write_bytes(pickle.dumps(killer.outcome))
         status = 0
     except BaseException:  # nobody above this process would show it

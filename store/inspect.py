@@ -119,11 +119,15 @@ def file_bytes_of(path: str | os.PathLike[str]) -> int:
 
     A writer may delete some meanwhile.
     """
-    found = 0
-    for here, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                found += Path(here, name).stat().st_blocks * 512
+    found, folders = 0, [os.fspath(path)]
+    while folders:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    found += entry.stat().st_blocks * 512
     return found
 
 

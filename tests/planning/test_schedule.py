@@ -26,6 +26,20 @@ def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed:
     np.testing.assert_array_equal(order, schedule.order(epoch))
 
 
+@given(st.integers(1, 8), st.none() | st.integers(0, 99), st.integers(0, 5), st.data())
+def test_what_is_left_is_the_sum_over_all_visits_to_come(
+    num_passes: int, order_seed: int | None, epochs: int, data: st.DataObject
+) -> None:
+    """From any visit; and of more epochs than could be gone through one by one."""
+    schedule = Schedule(num_passes=num_passes, pass_set_digest="d", order_seed=order_seed)
+    samples_P = [3**i for i in range(num_passes)]
+    end = epochs * num_passes
+    visit = data.draw(st.integers(0, end))
+    left = sum(samples_P[schedule.pass_of(v)] for v in range(visit, end))
+    assert schedule.samples_left(visit, epochs, samples_P) == left
+    assert schedule.samples_left(visit, epochs + 10**15, samples_P) == left + 10**15 * sum(samples_P)
+
+
 def test_seeded_orders_differ_between_epochs_and_seeds() -> None:
     """20 passes: no two of ten epochs, and no two of ten seeds, have one order."""
     schedules = [Schedule(num_passes=20, pass_set_digest="d", order_seed=seed) for seed in range(10)]

@@ -48,15 +48,17 @@ def passes(tmp_path: Path) -> tc.PassSet:
 
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
-    """Nothing looks for cycles."""
+    """Nothing looks for cycles, and what was there before is not looked at again."""
     gc.collect()
+    gc.freeze()
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 def left() -> dict[str, int]:
-    """Count all objects there are of those that a batch makes."""
+    """Count all objects that the test made and that are still there, of those that a batch makes."""
     kinds = [type(one).__name__ for one in gc.get_objects() if type(one) in OF_A_BATCH]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 

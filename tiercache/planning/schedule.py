@@ -12,6 +12,8 @@ import numpy as np
 from tiercache.store.hashing import mix
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 
@@ -60,4 +62,14 @@ class Schedule:
 
     def pass_of(self, visit: int) -> int:
         """Return the index of the pass that ``visit`` trains."""
-        return int(self.order(self.epoch_of(visit))[visit % self.num_passes])
+        place = visit % self.num_passes
+        return place if self.repeats else int(self.order(self.epoch_of(visit))[place])
+
+    def samples_left(self, visit: int, epochs: int, samples_P: Sequence[int]) -> int:
+        """Return the samples from the beginning of ``visit`` to the end of epoch ``epochs``; (P,) is those of passes.
+
+        Looks at one epoch's order, however many there are.
+        """
+        epoch = self.epoch_of(visit)
+        trained: list[int] = self.order(epoch)[: visit - epoch * self.num_passes].tolist()
+        return (epochs - epoch) * sum(samples_P) - sum(samples_P[i] for i in trained)

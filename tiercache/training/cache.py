@@ -167,7 +167,7 @@ class TierCache:
         self._transfer.begin(self._plans.planner(end), end=end)
         first_sample = cursor[1]
         visits = range(cursor[0], end)
-        total = sum(self.pass_set.passes[self._schedule.pass_of(v)].samples for v in visits)
+        total = self._schedule.samples_left(cursor[0], epochs, [one.samples for one in self.pass_set.passes])
         progress = self._progress = TrainingProgress(total, shown=self._shown)
         try:
             for index in visits:
