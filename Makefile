@@ -57,7 +57,7 @@ checked: $(VENV)/.dev
 	$(MAKE) --no-print-directory --jobs=2 compiled-kernels lint compiled-shim compiled-tests
 
 test: checked
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "not long" --durations=25
+	$(BIN)/python -m pytest -n 2 -m "not long" --durations=25
 
 test-long: checked
 	$(BIN)/python -m pytest --durations=25

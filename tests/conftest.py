@@ -11,9 +11,6 @@ A shell that starts a job in the background has it ignore Ctrl-C; tests that pre
 
 A session has one fork server; it imports what is killed in any test, so that a process costs milliseconds.
 
-Workers of xdist get the tests that share the pool of ranks as one, others file by file, and the long ones first and
-one by one.
-
 Files of tests lie in memory, where the system has it: kills lose nothing of it, and nothing waits for a disk. Those of
 tests that are marked "disk" lie on the disk.
 """
@@ -32,8 +29,6 @@ from hypothesis import settings
 _MEMORY = Path("/dev/shm")
 _MEMORY_BYTES = 1 << 30
 """More than the tests that run at the same time have in files."""
-
-_LONG = ("_crash.py", "test_benchmarks.py", "test_examples.py", "test_flights.py", "test_planted.py", "test_settled.py")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if hasattr(os, "SCHED_BATCH"):
@@ -54,19 +49,3 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="tiercache-") as folder:
         yield Path(folder)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests in the order in which workers take them, and say which are one worker's."""
-
-    def turn(item: pytest.Item) -> int:
-        if "ranks_pool" in getattr(item, "fixturenames", ()):
-            return 0
-        return 1 if item.path.name.endswith(_LONG) else 2
-
-    items.sort(key=turn)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if turn(item) != 1:
-                item.add_marker(pytest.mark.xdist_group("ranks" if turn(item) == 0 else item.nodeid.partition("::")[0]))
