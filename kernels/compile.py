@@ -68,6 +68,7 @@ def _look_up() -> None:
     pooling.map_slots(_I4, _I8[:1], _BOUNDS, _I4, _I4.copy())
     pooling.gather(_F4, _I4, _F4.copy())
     pooling.pool_one(_F4, _I4, _I4, _I8[:1], _I8[:1], 2, _F4.copy(), _I4.copy())
+    pooling.spread_one(_F4, sorting.sort_slots(_I4, 2, sorting.SortBuffers()), _I8[:1], 2, _F4.copy())
 
 
 def _pool() -> None:
@@ -95,12 +96,13 @@ def _round_rows() -> None:
     modes, scale = np.zeros(1, np.int8), np.zeros(2, np.float32)
     pooling.gather(held, _I4, _F4.copy())
     pooling.pool_one(held, _I4, _I4, _I8[:1], _I8[:1], 2, _F4.copy(), _I4.copy())
+    pairs = sorting.sort_slots(_I4, 2, sorting.SortBuffers())
+    pooling.spread_one(held, pairs, _I8[:1], 2, _F4.copy())
     pooling.pool_bags(
         held, _I4, _I4, _I8[:1], _BOUNDS, _BAGS, scale, modes, _I8[:1], _F4.copy(), _I4.copy(), _I4.reshape(1, 2),
         _I8.copy(), scale.copy(),
     )  # fmt: skip
     pooling.weight_gradient(held, _I4, _BOUNDS, _BAGS, modes, _I8[:1], _F4, scale.copy())
-    pairs = sorting.sort_slots(_I4, 2, sorting.SortBuffers())
     described, rounds = gradients.one_id_gradients(_F4, _I8[:1]), rounding.make_rounding(np.zeros(2, np.uint64), 1)
     update.update_sgd(held, pairs, described, update.UpdateBuffers(), learning_rate=0.0, rounding=rounds)
 

@@ -15,12 +15,14 @@ from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.lanes import atomic_next, fence, store, stream
 from tiercache.kernels.vectors import Vectors, ask_row, expect_vectors, read, shape_of
 
-__all__ = ["check_ids", "gather", "map_slots", "pool_one"]
+__all__ = ["can_spread", "check_ids", "gather", "map_slots", "pool_one", "spread_one"]
 
 BLOCK = 64  # samples of a task: 26 features of 64 floats are 416 KiB, which stays in a second-level cache
 GATHER_BLOCK = 1024
+MAP_PART = 1 << 14  # below this a second thread costs more than it saves
 AHEAD = 16  # entries between asking for a row and using it
 STREAM_BYTES = 1 << 22  # outputs this large would only push rows out of the caches
+_HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 @inlined
@@ -99,10 +101,43 @@ def _gather(vectors, slots, out, phase, counter, parts):  # type: ignore[no-unty
         _gather_blocks(vectors, slots, out, phase, counter)
 
 
-@serial
-def _map_slots(ids, bases, entry_starts, slot_of_local, slots):  # type: ignore[no-untyped-def]
+@worker
+def _spread_tasks(vectors, pairs, num_samples, cols, out, phase, counter):  # type: ignore[no-untyped-def]
+    width = out.shape[1]
+    dim, stride = shape_of(vectors)
+    task = atomic_next(counter)
+    while task * GATHER_BLOCK < pairs.size:
+        for i in range(task * GATHER_BLOCK, min(task * GATHER_BLOCK + GATHER_BLOCK, pairs.size)):
+            coming = min(i + AHEAD, pairs.size - 1)
+            if (pairs[coming] >> _HALF) != (pairs[coming - 1] >> _HALF):
+                ask_row(vectors, np.int64(pairs[coming] >> _HALF) * stride, dim)
+            entry = np.int64(pairs[i] & _LOW)
+            f = np.int64(np.uint32(entry) // np.uint32(num_samples))
+            at = (entry - f * num_samples) * width + cols[f]
+            _copy_row(vectors, np.int64(pairs[i] >> _HALF) * stride, out, at, dim, phase)
+        task = atomic_next(counter)
+    fence()
+
+
+@parallel
+def _spread_one(vectors, pairs, num_samples, cols, out, phase, counter, parts):  # type: ignore[no-untyped-def]
+    for _ in prange(parts):
+        _spread_tasks(vectors, pairs, num_samples, cols, out, phase, counter)
+
+
+@worker
+def _map_part(part, parts, ids, bases, entry_starts, slot_of_local, slots):  # type: ignore[no-untyped-def]
+    begin, end = entry_starts[0], entry_starts[bases.size]
+    first, last = begin + (end - begin) * part // parts, begin + (end - begin) * (part + 1) // parts
     for f in range(bases.size):
-        map_entries(ids, entry_starts[f], entry_starts[f + 1], bases[f], slot_of_local, slots)
+        start, stop = max(first, entry_starts[f]), min(last, entry_starts[f + 1])
+        map_entries(ids, start, stop, bases[f], slot_of_local, slots)
+
+
+@parallel
+def _map_slots(ids, bases, entry_starts, slot_of_local, slots, parts):  # type: ignore[no-untyped-def]
+    for part in prange(parts):
+        _map_part(part, parts, ids, bases, entry_starts, slot_of_local, slots)
 
 
 @serial
@@ -169,6 +204,7 @@ def map_slots(
         expect("entry_starts", entry_starts, np.int64),
         expect("slot_of_local", slot_of_local, np.int32),
         expect("slots", slots, np.int32, written=True),
+        max(1, min(threads(), ids.size // MAP_PART)),
     )
 
 
@@ -207,6 +243,47 @@ def pool_one(
         line_phase(out),
         np.zeros(1, np.int64),
         num_parts(num_samples),
+    )
+
+
+def can_spread(out: NDArray[np.float32], cols: NDArray[np.int64], dim: int) -> bool:
+    """Return whether rows can be written to `out` (N, T) in any order: it is large, and every row has lines of its own.
+
+    dim: that of the rows; cols (F,) as of `pool_one`.
+    """
+    return line_phase(out) == 0 and dim % 16 == 0 and out.shape[1] % 16 == 0 and not (cols % 16).any()
+
+
+def spread_one(
+    vectors: NDArray[np.float32] | Vectors,
+    pairs: NDArray[np.uint64],
+    cols: NDArray[np.int64],
+    num_samples: int,
+    out: NDArray[np.float32],
+) -> None:
+    """Write what `pool_one` writes to `out` (N, T), row by row: each is read once, and in the order of memory.
+
+    vectors (S, D) of float32, or Vectors; pairs (F * N,) from `sort_slots`; cols (F,). Faster than `pool_one` where
+    `can_spread` holds and rows do not lie in the caches.
+    """
+    vectors, out = expect_vectors(vectors), expect("out", out, np.float32, 2, written=True)
+    cols, pairs = expect_columns(cols, vectors.dim, out.shape[1]), expect("pairs", pairs, np.uint64)
+    if out.shape[0] != num_samples or pairs.size != cols.size * num_samples:
+        raise ValueError(
+            f"{pairs.size} entries do not make one for each of {num_samples} samples and {cols.size} features, written "
+            f"to {out.shape[0]} rows."
+        )
+    if pairs.size and int(pairs[-1] >> _HALF) >= vectors.values.shape[0]:
+        raise ValueError(f"pairs name slot {int(pairs[-1] >> _HALF)}: there are {vectors.values.shape[0]}.")
+    _spread_one(
+        vectors,
+        pairs,
+        num_samples,
+        cols,
+        out,
+        line_phase(out),
+        np.zeros(1, np.int64),
+        max(1, min(threads(), pairs.size // GATHER_BLOCK)),
     )
 
 

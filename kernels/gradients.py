@@ -78,10 +78,12 @@ def gradient_start(entry, source):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _add_four(pairs, first, last, source, scales, each, d, left, sums, at):  # type: ignore[no-untyped-def]
-    """Add up to 64 elements of each entry, in four registers; `left` elements are left."""
-    a, b = load(sums, at, 16), load(sums, at + 16, 16)
-    c, e = load(sums, at + 32, 16), load(sums, at + 48, 16)
+def _add_four(pairs, first, last, source, scales, each, d, left, sums, at, fresh):  # type: ignore[no-untyped-def]
+    """Add up to 64 elements of each entry, in four registers, to zeros or to what is there; `left` are left."""
+    a = b = c = e = splat(np.float32(0))
+    if not fresh:
+        a, b = load(sums, at, 16), load(sums, at + 16, 16)
+        c, e = load(sums, at + 32, 16), load(sums, at + 48, 16)
     for i in range(first, last):
         entry = entry_of(pairs, i)
         scale = splat(scales[entry * each])
@@ -97,18 +99,23 @@ def _add_four(pairs, first, last, source, scales, each, d, left, sums, at):  # t
 
 
 @inlined
-def add_entries(pairs, first, last, source, dim, sums, at):  # type: ignore[no-untyped-def]
-    """Add the gradients of entries [first, last) to sums[at:at + dim], in order; sums has room for whole 64s."""
+def add_entries(pairs, first, last, source, dim, sums, at, fresh):  # type: ignore[no-untyped-def]
+    """Add the gradients of entries [first, last), in order, to sums[at:at + dim], or to zeros where that is `fresh`.
+
+    `sums` has room for whole 64s.
+    """
     each = min(source.scales.size, 1)  # without scales a single 1 stands for all: no branch in the loops
     scales = source.scales if each else source.one
     d = 0
     while d + 64 <= dim:
-        _add_four(pairs, first, last, source, scales, each, d, 64, sums, at + d)
+        _add_four(pairs, first, last, source, scales, each, d, 64, sums, at + d, fresh)
         d += 64
     if dim - d > 16:
-        _add_four(pairs, first, last, source, scales, each, d, dim - d, sums, at + d)
+        _add_four(pairs, first, last, source, scales, each, d, dim - d, sums, at + d, fresh)
     elif d < dim:
-        a = load(sums, at + d, 16)
+        a = splat(np.float32(0))
+        if not fresh:
+            a = load(sums, at + d, 16)
         for i in range(first, last):
             entry = entry_of(pairs, i)
             a = a + load(source.flat, gradient_start(entry, source) + d, dim - d) * splat(scales[entry * each])

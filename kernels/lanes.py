@@ -96,6 +96,11 @@ def _mask(builder: Any, count: Any) -> Any:
     return builder.icmp_signed("<", ir.Constant(wide, list(range(WIDTH))), limit)
 
 
+def _all_lanes(builder: Any, count: Any) -> Any:
+    """Return whether no mask is needed: processors without registers for masks are slow at them, most at stores."""
+    return builder.icmp_signed(">=", count, ir.Constant(count.type, WIDTH))
+
+
 def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     function_type = ir.FunctionType(result, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)  # type: ignore[no-untyped-call]
@@ -106,16 +111,28 @@ def masked_load(context: Any, builder: Any, array_type: Any, array: Any, offset:
     """Emit a load of `count` elements of float32 or uint16; the others are zero."""
     kind, name, align = _kind(array_type)
     address = _vector_address(context, builder, array_type, array, offset)
-    inputs = [address, _INT(align), _mask(builder, count), ir.Constant(kind, [kind.element(0)] * WIDTH)]
-    return _call(builder, f"llvm.masked.load.{name}.p0", kind, inputs)
+    with builder.if_else(_all_lanes(builder, count), likely=True) as (all_of_them, some_of_them):
+        with all_of_them:
+            plain, plain_block = builder.load(address, align=align), builder.block
+        with some_of_them:
+            inputs = [address, _INT(align), _mask(builder, count), ir.Constant(kind, [kind.element(0)] * WIDTH)]
+            masked, masked_block = _call(builder, f"llvm.masked.load.{name}.p0", kind, inputs), builder.block
+    value = builder.phi(kind)
+    value.add_incoming(plain, plain_block)
+    value.add_incoming(masked, masked_block)
+    return value
 
 
 def masked_store(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, value: Any, count: Any) -> None:
     """Emit a store of the first `count` lanes to an array of float32 or uint16."""
     _, name, align = _kind(array_type)
     address = _vector_address(context, builder, array_type, array, offset)
-    inputs = [value, address, _INT(align), _mask(builder, count)]
-    _call(builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), inputs)
+    with builder.if_else(_all_lanes(builder, count), likely=True) as (all_of_them, some_of_them):
+        with all_of_them:
+            builder.store(value, address, align=align)
+        with some_of_them:
+            inputs = [value, address, _INT(align), _mask(builder, count)]
+            _call(builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), inputs)
 
 
 @intrinsic

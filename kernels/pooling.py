@@ -11,6 +11,7 @@ from tiercache.kernels.arrays import expect, same_length
 from tiercache.kernels.gathering import (
     AHEAD,
     BLOCK,
+    can_spread,
     check_ids,
     expect_columns,
     first_lanes,
@@ -20,13 +21,17 @@ from tiercache.kernels.gathering import (
     map_slots,
     num_parts,
     pool_one,
+    spread_one,
     write,
 )
 from tiercache.kernels.jit import inlined, parallel, serial, worker
 from tiercache.kernels.lanes import atomic_next, fence, load, splat, total
 from tiercache.kernels.vectors import Vectors, ask_row, element, expect_vectors, read, shape_of
 
-__all__ = ["MAX", "MEAN", "SUM", "check_ids", "gather", "map_slots", "pool_bags", "pool_one", "weight_gradient"]
+__all__ = [
+    "MAX", "MEAN", "SUM", "can_spread", "check_ids", "gather", "map_slots", "pool_bags", "pool_one", "spread_one",
+    "weight_gradient",
+]  # fmt: skip
 
 SUM, MEAN, MAX = range(3)
 

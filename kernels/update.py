@@ -41,7 +41,7 @@ __all__ = [
 
 _STRETCH = 4096  # part of the definition of the bits
 _TASK = 1024  # entries a thread takes at a time
-_AHEAD = 16  # entries between asking for memory and using it
+_AHEAD = 6  # entries between asking for memory and using it
 _GROUP = 32  # entries summed in registers at a time
 _HALF = np.uint64(32)
 
@@ -68,17 +68,11 @@ def _ask_entry(pairs, i, source, rows, dim, stride):  # type: ignore[no-untyped-
 
 
 @inlined
-def _clear(sums, at, dim):  # type: ignore[no-untyped-def]
-    for d in range(0, dim, 16):
-        store(sums, at + d, splat(np.float32(0)), 16)
-
-
-@inlined
 def _sum_entries(pairs, start, stop, source, rows, dim, stride, sums, at):  # type: ignore[no-untyped-def]
     """Write the sum of the gradients of entries [start, stop) to sums[at:at + dim], in order."""
-    for d in range(0, dim, 64):
-        for lane in range(0, 64, 16):
-            store(sums, at + d + lane, splat(np.float32(0)), 16)
+    if source.argmax.size:
+        for d in range(0, dim, 16):
+            store(sums, at + d, splat(np.float32(0)), 16)
     for first in range(start, stop, _GROUP):
         last = min(first + _GROUP, stop)
         for i in range(first + _AHEAD, last + _AHEAD):
@@ -86,7 +80,7 @@ def _sum_entries(pairs, start, stop, source, rows, dim, stride, sums, at):  # ty
         if source.argmax.size:
             add_mixed(pairs, first, last, source, dim, sums, at)
         else:
-            add_entries(pairs, first, last, source, dim, sums, at)
+            add_entries(pairs, first, last, source, dim, sums, at, first == start)
 
 
 @inlined

@@ -149,20 +149,6 @@ def _load_some(_typing: Any, values: Any, is_half: Any, offset: Any, count: Any)
 
 
 @intrinsic
-def _load_all(_typing: Any, values: Any, is_half: Any, offset: Any) -> Any:
-    """Return sixteen numbers as float32."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        array, half, at = arguments
-        kind = _wide(_SHORT if _is_16_bits(values) else _FLOAT, WIDTH)
-        address = builder.bitcast(address_of(context, builder, values, array, at), kind.as_pointer())
-        bits = builder.load(address, align=2 if _is_16_bits(values) else 4)
-        return _widen(builder, bits, half, WIDTH) if _is_16_bits(values) else bits
-
-    return lanes(values, types.intp, types.intp), emit
-
-
-@intrinsic
 def _load_one(_typing: Any, values: Any, is_half: Any, offset: Any) -> Any:
     """Return one number as float32."""
 
@@ -203,8 +189,6 @@ def shape_of(vectors):  # type: ignore[no-untyped-def]
 @inlined
 def read(vectors, at, count):  # type: ignore[no-untyped-def]
     """Return `count` numbers, 16 at most, from `at` on as float32; the others are zero."""
-    if is_narrow(vectors.values) and count >= 16:  # processors without masks for 16 bits take a masked load apart
-        return _load_all(vectors.values, vectors.is_half, at)
     return _load_some(vectors.values, vectors.is_half, at, count)
 
 

@@ -30,6 +30,7 @@ CPU_ALONE = {
     "bad_input": "what is refused before a device has a part in it, with models on the CPU",
     "misuse": "the same",
     "buffers": "the CPU's arrays",
+    "large_lookups": "the order in which the CPU's kernels read rows",
     "runs": "joins arrays in host memory",
     "gpu_streams": "stand-ins for torch and CuPy",
     "gpu_devices": "the same",

@@ -13,13 +13,16 @@ from tiercache.kernels.pooling import (
     MAX,
     MEAN,
     SUM,
+    can_spread,
     check_ids,
     gather,
     map_slots,
     pool_bags,
     pool_one,
+    spread_one,
     weight_gradient,
 )
+from tiercache.kernels.sorting import SortBuffers, sort_slots
 
 NONE = np.empty(0, np.float32)
 
@@ -49,6 +52,16 @@ def test_one_id_per_sample_copies_its_row(case: Bags) -> None:
     pool_one(case.vectors, case.slot_of_local, case.ids, case.bases, case.cols, case.num_samples, out, slots)
     assert same_bits(out, case.pooled())
     assert np.array_equal(slots, case.slots())
+
+
+@settings(max_examples=60, deadline=None)
+@given(bags(one_id=True, modes=(SUM,)))
+def test_rows_in_the_order_of_memory_fill_the_same_output(case: Bags) -> None:
+    """spread_one writes what pool_one writes, and nothing else."""
+    out = np.zeros((case.num_samples, case.width), np.float32)
+    pairs = sort_slots(case.slots(), len(case.vectors), SortBuffers())
+    spread_one(case.vectors, pairs, case.cols, case.num_samples, out)
+    assert same_bits(out, case.pooled())
 
 
 @settings(max_examples=80, deadline=None)
@@ -117,12 +130,18 @@ def test_a_large_output_is_the_same_past_the_caches() -> None:
         for shift in (0, 1):
             start = (-room.ctypes.data % 64) // 4 + shift
             out = room[start : start + room.size - 16].reshape(num_samples, -1)
+            out[:] = 0
             slots = np.empty(ids.size, np.int32)
             slot_of_local = rng.permutation(400).astype(np.int32)
             pool_one(vectors, slot_of_local, ids, np.zeros(features, np.int64), cols, num_samples, out, slots)
             for f in range(features):
                 mine = slot_of_local[ids[f * num_samples : (f + 1) * num_samples]]
                 assert np.array_equal(out[:, cols[f] : cols[f] + dim], vectors[mine])
+            wanted = out.copy()
+            out[:] = 0
+            spread_one(vectors, sort_slots(slots, 400, SortBuffers()), cols, num_samples, out)
+            assert same_bits(out, wanted)
+            assert can_spread(out, cols, dim) == (shift == 0 and dim % 16 == 0 and gap % 16 == 0)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -145,6 +164,20 @@ def test_map_slots_follows_each_features_table() -> None:
         np.array([9, 8, 7, 6, 5], np.int32), slots,
     )  # fmt: skip
     assert slots.tolist() == [9, 8, 7, 5]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_many_slots_are_mapped_by_several_threads(num_threads: int) -> None:
+    """The same where threads share the entries in the middle of a feature; none before the first feature is touched."""
+    rng = np.random.default_rng(num_threads)
+    starts = np.array([3, 20_000, 20_000, 51_000, 90_001])
+    bases, slot_of_local = np.array([0, 7, 30, 1000]), rng.permutation(2000).astype(np.int32)
+    ids = rng.integers(0, 1000, 90_001).astype(np.int32)
+    slots = np.full(ids.size, -5, np.int32)
+    with use_threads(num_threads):
+        map_slots(ids, bases, starts, slot_of_local, slots)
+    assert (slots[:3] == -5).all()
+    assert np.array_equal(slots[3:], slot_of_local[ids[3:] + np.repeat(bases, np.diff(starts))])
 
 
 @pytest.mark.parametrize(("bad", "where"), [(-1, 1), (7, 3), (2**31 - 1, 2), (-(2**31), 0)])
@@ -186,6 +219,13 @@ def test_arrays_of_another_type_or_shape_are_refused() -> None:
             np.zeros((3, 4), np.float32), slots.copy(),
         )  # fmt: skip
     case = Bags(1, 4, [5], np.array([SUM], np.int8), np.array([0, 3]), slots, NONE, np.zeros(5, np.int32), vectors, 0)
+    pairs = sort_slots(np.array([0, 0, 5], np.int32), 6, SortBuffers())
+    with pytest.raises(ValueError, match="3 entries do not make"):
+        spread_one(vectors, pairs, np.zeros(1, np.int64), 2, np.zeros((2, 4), np.float32))
+    with pytest.raises(ValueError, match="slot 5: there are 5"):
+        spread_one(vectors, pairs, np.zeros(1, np.int64), 3, np.zeros((3, 4), np.float32))
+    with pytest.raises(ValueError, match="cols must lie in"):
+        spread_one(vectors, pairs[:2], np.ones(1, np.int64), 2, np.zeros((2, 4), np.float32))
     case.offsets = np.array([0, 2])
     with pytest.raises(ValueError, match="from 0 to 3"):
         pool(case)

@@ -10,7 +10,16 @@ import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
 from tiercache.kernels.key_index import bytes_for
-from tiercache.kernels.pooling import MAX, gather, map_slots, pool_bags, pool_one, weight_gradient
+from tiercache.kernels.pooling import (
+    MAX,
+    can_spread,
+    gather,
+    map_slots,
+    pool_bags,
+    pool_one,
+    spread_one,
+    weight_gradient,
+)
 from tiercache.kernels.rounding import make_rounding, set_streams
 from tiercache.kernels.rows import Pieces, pack, unpack
 from tiercache.kernels.sorting import SortBuffers, sort_slots
@@ -236,9 +245,15 @@ class CpuProcessor:
         for rows, e in parts:
             e.slots = POOL.take((e.ids.size,), np.int32)
             if e.offsets is None:
-                pool_one(
-                    rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out.shape[0], out, e.slots
-                )  # fmt: skip
+                if e.trained and can_spread(out, e.cols, rows.vectors.dim):
+                    map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
+                    e.pairs = POOL.take((e.ids.size,), np.uint64)
+                    e.pairs[:] = sort_slots(e.slots, rows.vectors.values.shape[0], self._sorting)
+                    spread_one(rows.vectors, e.pairs, e.cols, out.shape[0], out)
+                else:
+                    pool_one(
+                        rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out.shape[0], out, e.slots
+                    )  # fmt: skip
                 continue
             if (e.modes == MAX).any():
                 e.argmax = POOL.take(out.shape, np.int32)
@@ -298,7 +313,9 @@ class CpuProcessor:
         for one in groups:
             slots, gradients = _together(one.pending, one.group.dim)
             vectors, states = one.rows.vectors, one.rows.states
-            pairs, buffers = sort_slots(slots, vectors.values.shape[0], self._sorting), self._updates
+            pairs, buffers = one.pending[0].pairs, self._updates
+            if pairs is None or len(one.pending) > 1:
+                pairs = sort_slots(slots, vectors.values.shape[0], self._sorting)
             shared: dict[str, Any] = {"learning_rate": one.learning_rate, "decay": one.group.optimizer.decay}
             if one.rows.streams.size:
                 shared["rounding"] = make_rounding(one.rows.streams, number)

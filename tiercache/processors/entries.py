@@ -87,8 +87,12 @@ class Entries:
     """(F * N + 1,) where each bag begins, on the device; None: one id for each feature and sample."""
     weights: Array = field(default_factory=lambda: NONE_F4)
     """(E,) on the device; empty: all 1."""
+    trained: bool = False
+    """Whether a step is expected to follow; what it needs may then be made by the lookup."""
     slots: Array = field(default_factory=lambda: NONE_I4)
     """(E,) the slot of each entry."""
+    pairs: Array | None = None
+    """(E,) as `sort_slots` sorts them; None: not yet sorted."""
     argmax: Array = field(default_factory=lambda: NONE_I4)
     """(N, T) the entry that gave each maximum; empty where nothing is pooled by max."""
     places: Array | None = None
@@ -114,6 +118,8 @@ class Pending:
     """(E,) as of `Entries`; empty: 1."""
     argmax: Array
     """Flat like ``gradient``, as of `Entries`."""
+    pairs: Array | None = None
+    """(E,) as of `Entries`."""
 
     @property
     def num_samples(self) -> int:

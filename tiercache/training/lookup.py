@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.pooling import MAX, MEAN, SUM
@@ -13,8 +14,6 @@ from tiercache.training.joining import join_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from tiercache.processors.entries import Array
     from tiercache.tiers.rows import GroupRows
@@ -80,6 +79,7 @@ class PooledLookup:
     def __init__(self, part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> None:
         self.part, self.batch = part, batch
         self.entries = read_entries(part, batch, weights)
+        self.entries.trained = batch.rows.gradients is not None and torch.is_grad_enabled()
 
     @property
     def rows(self) -> GroupRows:
@@ -96,7 +96,7 @@ class PooledLookup:
             self.part.group,
             Pending(
                 slots=e.slots, gradient=grad_NT.reshape(-1), width=grad_NT.shape[1], cols=self.part.cols,
-                places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1),
+                places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), pairs=e.pairs,
             ),
         )  # fmt: skip
 

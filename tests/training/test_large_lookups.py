@@ -1,0 +1,73 @@
+"""Lookups whose output is larger than the caches: rows are read in the order of memory, and the step need not sort."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tiercache as tc
+from tests.training.cases import Case, Net, Spec, assert_same_bits, resident, resident_result, result_of_resident, table
+from tiercache.kernels import gathering
+from tiercache.processors import cpu_processor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASE = Case(
+    tables=(table("a", 32, tc.Adagrad(learning_rate=0.1)), table("b", 32, tc.Adagrad(learning_rate=0.1))),
+    specs=(Spec(name="f", table="a"), Spec(name="g", table="b"), Spec(name="h", table="a"), Spec(name="i", table="b")),
+    num_samples=20_000, pass_rows=20_000, num_keys=3000, batch=8192, epochs=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count the calls of kernels."""
+    counts: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        kernel = getattr(cpu_processor, name)
+
+        def counted(*arguments: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return kernel(*arguments)
+
+        monkeypatch.setattr(cpu_processor, name, counted)
+
+    for name in ("spread_one", "pool_one", "sort_slots"):
+        count(name)
+    return counts
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_rows_are_trained_to_the_same_bits_whatever_order_they_are_read_in(
+    tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    """Two batches are large and sorted ahead of the step, one is not; lookups of one step are sorted together again."""
+    case = replace(CASE, accumulate=accumulate)
+    passes = case.cut(tmp_path / "passes")
+    ours = resident_result(case, passes, device="cpu")
+    assert calls == {"spread_one": 2, "pool_one": 1, "sort_slots": 3}
+    monkeypatch.setattr(gathering, "STREAM_BYTES", 1 << 40)
+    assert_same_bits(ours, resident_result(case, passes, device="cpu"))
+    assert calls["spread_one"] == 2
+
+
+def test_a_lookup_that_no_step_follows_is_not_sorted(tmp_path: Path, calls: dict[str, int]) -> None:
+    """Without gradients the batch is read in its own order, to the same output, and rows stay as they are."""
+    passes = CASE.cut(tmp_path / "passes")
+    cache = resident(passes, device="cpu")
+    model = Net(cache, CASE)
+    before = result_of_resident(cache, model)
+    for visit in cache.passes(epochs=1):
+        batch = next(iter(visit.batches(8192)))
+        with torch.no_grad():
+            looked_up = model.bag(batch)
+        assert calls == {"pool_one": 1}
+        assert torch.equal(looked_up, model.bag(batch))
+        assert calls == {"pool_one": 1, "spread_one": 1, "sort_slots": 1}
+        break
+    assert_same_bits(before, result_of_resident(cache, model))
