@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,3 +72,30 @@ def test_a_lookup_that_no_step_follows_is_not_sorted(tmp_path: Path, calls: dict
         assert calls == {"pool_one": 1, "spread_one": 1, "sort_slots": 1}
         break
     assert_same_bits(before, result_of_resident(cache, model))
+
+
+@pytest.mark.parametrize("missing", ["zero", "load"])
+@pytest.mark.parametrize("few", [0, 10])
+def test_rows_beside_missing_keys_are_trained_to_the_same_bits(
+    tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch, missing: str, few: int
+) -> None:
+    """Such a lookup counts rows by other numbers than the step: what was sorted for one is not taken for the other."""
+    rng = np.random.default_rng(few)
+    every = np.arange(2000)
+    schema = tc.Schema(features=tuple(tc.Feature(name=s.name, table=s.table) for s in CASE.specs), tables=CASE.tables)
+    passes = tc.write_key_sets(tmp_path / "keys", schema, [{"a": every, "b": every}])
+    keys = {spec.name: rng.permutation(np.arange(9000) % (2000 + few)) for spec in CASE.specs}
+    gradient = torch.from_numpy(rng.standard_normal((9000, 128)).astype(np.float32))
+    results = []
+    for stream_bytes in (gathering.STREAM_BYTES, 1 << 40):
+        monkeypatch.setattr(gathering, "STREAM_BYTES", stream_bytes)
+        cache = resident(passes, device="cpu")
+        bag = tc.TieredEmbeddingBag(cache)
+        visits = cache.passes(epochs=1)
+        visit = next(visits)
+        for _ in range(2):
+            bag(visit.batch(keys, missing=missing)).backward(gradient)
+            cache.step()
+        results.append(result_of_resident(cache, bag))
+    assert calls["spread_one"] == 2
+    assert_same_bits(*results)

@@ -37,6 +37,7 @@ from tiercache.kernels.update import (
 )
 from tiercache.processors.buffers import POOL
 from tiercache.processors.delivery import HostDelivery
+from tiercache.processors.entries import SortedSlots
 from tiercache.processors.host_key_index import HostKeyIndex
 from tiercache.processors.processor import RowArrays
 from tiercache.processors.runs import Run, runs_of
@@ -247,9 +248,9 @@ class CpuProcessor:
             if e.offsets is None:
                 if e.trained and can_spread(out, e.cols, rows.vectors.dim):
                     map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
-                    e.pairs = POOL.take((e.ids.size,), np.uint64)
-                    e.pairs[:] = sort_slots(e.slots, rows.vectors.values.shape[0], self._sorting)
-                    spread_one(rows.vectors, e.pairs, e.cols, out.shape[0], out)
+                    e.sorted = SortedSlots(e.slots, POOL.take((e.ids.size,), np.uint64))
+                    e.sorted.pairs[:] = sort_slots(e.slots, rows.vectors.values.shape[0], self._sorting)
+                    spread_one(rows.vectors, e.sorted.pairs, e.cols, out.shape[0], out)
                 else:
                     pool_one(
                         rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out.shape[0], out, e.slots
@@ -313,8 +314,8 @@ class CpuProcessor:
         for one in groups:
             slots, gradients = _together(one.pending, one.group.dim)
             vectors, states = one.rows.vectors, one.rows.states
-            pairs, buffers = one.pending[0].pairs, self._updates
-            if pairs is None or len(one.pending) > 1:
+            pairs, buffers = one.pending[0].pairs if len(one.pending) == 1 else None, self._updates
+            if pairs is None:
                 pairs = sort_slots(slots, vectors.values.shape[0], self._sorting)
             shared: dict[str, Any] = {"learning_rate": one.learning_rate, "decay": one.group.optimizer.decay}
             if one.rows.streams.size:

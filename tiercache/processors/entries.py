@@ -69,6 +69,15 @@ class FoundIds:
         return self.last - self.first
 
 
+class SortedSlots(NamedTuple):
+    """Slots of entries, and what `sort_slots` makes of them."""
+
+    slots: Array
+    """(E,)"""
+    pairs: Array
+    """(E,)"""
+
+
 @dataclass(slots=True, kw_only=True)
 class Entries:
     """The ids of a batch's features of one group, feature-major; the lookup writes what the way back needs."""
@@ -91,8 +100,8 @@ class Entries:
     """Whether a step is expected to follow; what it needs may then be made by the lookup."""
     slots: Array = field(default_factory=lambda: NONE_I4)
     """(E,) the slot of each entry."""
-    pairs: Array | None = None
-    """(E,) as `sort_slots` sorts them; None: not yet sorted."""
+    sorted: SortedSlots | None = None
+    """``slots``, where the lookup sorted them."""
     argmax: Array = field(default_factory=lambda: NONE_I4)
     """(N, T) the entry that gave each maximum; empty where nothing is pooled by max."""
     places: Array | None = None
@@ -118,13 +127,18 @@ class Pending:
     """(E,) as of `Entries`; empty: 1."""
     argmax: Array
     """Flat like ``gradient``, as of `Entries`."""
-    pairs: Array | None = None
-    """(E,) as of `Entries`."""
+    sorted: SortedSlots | None = None
+    """As of `Entries`."""
 
     @property
     def num_samples(self) -> int:
         """Rows of the gradient."""
         return int(self.gradient.shape[0]) // self.width
+
+    @property
+    def pairs(self) -> Array | None:
+        """(E,) ``slots`` sorted; None where these slots were not: the gradient may have come to other rows since."""
+        return self.sorted.pairs if self.sorted is not None and self.sorted.slots is self.slots else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class PooledLookup:
             self.part.group,
             Pending(
                 slots=e.slots, gradient=grad_NT.reshape(-1), width=grad_NT.shape[1], cols=self.part.cols,
-                places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), pairs=e.pairs,
+                places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), sorted=e.sorted,
             ),
         )  # fmt: skip
 
