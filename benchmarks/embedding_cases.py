@@ -5,6 +5,7 @@ Legend: F features, N samples, E = F * N entries, D dim, U distinct rows of a ba
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,8 +59,9 @@ TINY = (Shape(name="4xtiny", num_tables=4, rows=2_000, num_features=4, num_sampl
 SHAPES = {shape.name: shape for shape in (*FULL, *QUICK, *TINY)}
 
 
+@functools.lru_cache(maxsize=1)
 def batches_of(shape: Shape) -> NDArray[np.int32]:
-    """Return the row ids of every batch: (batches, F, N), the same in every process."""
+    """Return the row ids of every batch: (batches, F, N), the same in every process; not to be changed."""
     zipf = Zipf(shape.rows, seed=7)
     orders = [zipf.permutation().astype(np.int32) for _ in range(shape.num_tables)]
     ids = np.empty((NUM_BATCHES, shape.num_features, shape.num_samples), dtype=np.int32)
@@ -76,8 +78,9 @@ def distinct_rows(shape: Shape, ids_FN: NDArray[np.int32]) -> int:
     return sum(int(np.unique(ids).size) for ids in ids_FN)
 
 
+@functools.lru_cache(maxsize=1)
 def gradients_of(shape: Shape) -> list[NDArray[np.float32]]:
-    """Return two gradients of the pooled output, (N, F * D), used in turn."""
+    """Return two gradients of the pooled output, (N, F * D), used in turn; not to be changed."""
     rng = np.random.default_rng(11)
     size = shape.num_samples, shape.num_features * shape.dim
     return [rng.standard_normal(size, dtype=np.float32) * np.float32(1e-3) for _ in range(2)]

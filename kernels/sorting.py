@@ -13,7 +13,7 @@ from tiercache.kernels.jit import inlined, parallel, threads, worker
 
 __all__ = ["SortBuffers", "sort_slots"]
 
-_DIGIT_BITS = 11
+_DIGIT_BITS = 13
 _HALF = np.uint64(32)
 _PART_ENTRIES = 8192  # below this a second thread costs more than it saves
 
