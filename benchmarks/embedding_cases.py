@@ -92,7 +92,7 @@ def bytes_to_move(shape: Shape, optimizer: str, distinct: float, *, rows_once: b
     4 E of ids read, 4 E of the slot map read, 4 E of slots written and read; 4 E D of rows read, of pooled output
     written and of gradients read; and for each of U distinct rows, its vector and its state read and written once.
     Sorting and all scratch count as nothing. ``rows_once``: the forward too reads each distinct row only once, as
-    with a cache that holds them all.
+    ours does where the output is large, and a cache that holds all rows would.
     """
     entries, dim = shape.num_entries, shape.dim
     looked_up = distinct if rows_once else entries

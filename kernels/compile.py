@@ -191,7 +191,10 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("step", _step),
 )
 _NARROW = ("16-bit rows", _round_rows)
-_READING = (gathering._gather, gathering._pool_one, pooling._pool_bags, pooling._weight_gradient, update._update)
+_READING = (
+    gathering._gather, gathering._pool_one, gathering._spread_one, pooling._pool_bags, pooling._weight_gradient,
+    update._update,
+)  # fmt: skip
 """The kernels that read vectors."""
 _FOUND: set[bool] = set()
 """For which `narrow` all kernels were found: looking takes 50 files, and what is compiled stays so."""

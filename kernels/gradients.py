@@ -124,7 +124,7 @@ def add_entries(pairs, first, last, source, dim, sums, at, fresh):  # type: igno
 
 @inlined
 def add_mixed(pairs, first, last, source, dim, sums, at):  # type: ignore[no-untyped-def]
-    """The same where some entries come from max pooling: a gradient counts only where its entry was the largest."""
+    """Add to sums[at:at + dim] where some entries come from max pooling: those count where theirs was the largest."""
     for i in range(first, last):
         entry = entry_of(pairs, i)
         begin = gradient_start(entry, source)

@@ -15,7 +15,7 @@ from tiercache.kernels.sorting import SortBuffers, sort_slots
 @given(
     seed=st.integers(0, 2**32),
     size=st.sampled_from([0, 1, 2, 100, 8191, 40_000]),
-    num_slots=st.sampled_from([1, 2, 3, 2**11, 2**11 + 1, 10**6, 2**22 + 1, 2**31 - 1]),
+    num_slots=st.sampled_from([1, 2, 3, 2**13, 2**13 + 1, 10**6, 2**26, 2**26 + 1, 2**31 - 1]),
     skew=st.sampled_from([1, 8]),
     num_threads=st.sampled_from([1, 2]),
 )

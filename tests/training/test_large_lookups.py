@@ -11,8 +11,10 @@ import torch
 
 import tiercache as tc
 from tests.training.cases import Case, Net, Spec, assert_same_bits, resident, resident_result, result_of_resident, table
-from tiercache.kernels import gathering
+from tiercache.kernels import gathering, sorting
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.processors import cpu_processor
+from tiercache.processors.entries import Pending, SortedSlots
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,3 +101,22 @@ def test_rows_beside_missing_keys_are_trained_to_the_same_bits(
         results.append(result_of_resident(cache, bag))
     assert calls["spread_one"] == 2
     assert_same_bits(*results)
+
+
+def test_sums_take_what_the_lookup_sorted(calls: dict[str, int]) -> None:
+    """As the step does; and a slot that is not there is refused, whoever sorted it."""
+    rng = np.random.default_rng(0)
+    slots, gradient = rng.integers(0, 50, 400).astype(np.int32), rng.standard_normal((400, 8)).astype(np.float32)
+    pairs = sorting.sort_slots(slots, 50, sorting.SortBuffers())
+    processor, sums = cpu_processor.CpuProcessor(), []
+    for found in (None, SortedSlots(slots, pairs)):
+        pending = Pending(
+            slots=slots, gradient=gradient.reshape(-1), width=8, cols=np.zeros(1, np.int64), places=None,
+            scales=NONE_F4, argmax=NONE_I4, sorted=found,
+        )  # fmt: skip
+        sums.append(np.zeros((50, 8), np.float32))
+        processor.sum([pending], 0.5, sums[-1])
+        assert calls == {"sort_slots": 1}
+    assert np.array_equal(*sums)
+    with pytest.raises(ValueError, match="slots go from 0 to 39"):
+        processor.sum([pending], 0.5, np.zeros((40, 8), np.float32))

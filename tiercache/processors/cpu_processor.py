@@ -306,7 +306,7 @@ class CpuProcessor:
     def sum(self, pending: list[Pending], scale: float, out: Array) -> None:
         """Write the sums, reading nothing of ``out``."""
         slots, gradients = _together(pending, out.shape[1])
-        pairs = sort_slots(slots, out.shape[0], self._sorting)
+        pairs = self._sorted(pending, slots, out.shape[0])
         sum_rows(out, pairs, gradients, self._updates, scale=scale)
 
     def step(self, groups: Sequence[GroupStep], number: int) -> None:
@@ -314,9 +314,7 @@ class CpuProcessor:
         for one in groups:
             slots, gradients = _together(one.pending, one.group.dim)
             vectors, states = one.rows.vectors, one.rows.states
-            pairs, buffers = one.pending[0].pairs if len(one.pending) == 1 else None, self._updates
-            if pairs is None:
-                pairs = sort_slots(slots, vectors.values.shape[0], self._sorting)
+            pairs, buffers = self._sorted(one.pending, slots, vectors.values.shape[0]), self._updates
             shared: dict[str, Any] = {"learning_rate": one.learning_rate, "decay": one.group.optimizer.decay}
             if one.rows.streams.size:
                 shared["rounding"] = make_rounding(one.rows.streams, number)
@@ -330,6 +328,13 @@ class CpuProcessor:
                 case Adam(beta1=beta1, beta2=beta2, eps=eps):
                     shared |= {"step": number, "beta1": beta1, "beta2": beta2, "eps": eps}
                     update_adam(vectors, states[0], states[1], pairs, gradients, buffers, **shared)
+
+    def _sorted(self, pending: list[Pending], slots: NDArray[np.int32], num_slots: int) -> NDArray[np.uint64]:
+        """Return the slots of all entries sorted: by the lookup, where there was one and it did that."""
+        pairs = pending[0].pairs if len(pending) == 1 else None
+        if pairs is None or (pairs.size and int(pairs[-1]) >> 32 >= num_slots):  # the sort says which slot is wrong
+            return sort_slots(slots, num_slots, self._sorting)
+        return np.asarray(pairs)
 
     def random_state(self) -> torch.Tensor | None:
         """None: a commit keeps the CPU's generators anyway."""
