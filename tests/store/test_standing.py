@@ -105,14 +105,24 @@ def test_a_lookup_that_meets_a_commit_half_made_waits_for_it(trained: Trained) -
 
 
 def test_lookups_beside_a_training_are_each_of_one_moment(trained: Trained) -> None:
-    """Two threads as they come."""
-    trainer = threading.Thread(target=trained.run, args=(12,))
+    """Two threads as they come; the training goes on until some lookups have ended beside it."""
+    found: list[object] = []
+    given_up = threading.Event()
+
+    def train() -> None:
+        trained.run(12)
+        while len(found) < 3 and not given_up.is_set():
+            trained.run(1)
+
+    trainer = threading.Thread(target=train)
     trainer.start()
-    found = []
-    while trainer.is_alive():
-        found.append(trained.lookup())
-    trainer.join()
-    assert found
+    try:
+        while trainer.is_alive():
+            found.append(trained.lookup())
+    finally:
+        given_up.set()
+        trainer.join()
+    assert len(found) >= 3
     assert all(rows in trained.seen for rows in found)
 
 
