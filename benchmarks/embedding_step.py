@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="26 tables of 100k rows, the reusing allocator and fewer steps only, under 45 seconds",
     )
-    parser.add_argument("--tiny", action="store_true", help="every case, so small that times mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="both allocators, so small that times mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(given)
 
