@@ -38,9 +38,10 @@ class Size:
     batch: int
     turns: int
     """Of training in memory, then over the tiers, then the bare disk; medians over them are reported."""
+    turn_visits: int
+    """Trained in a turn; all turns together train whole epochs."""
     epoch_seconds: float
     """The most that the dense part may make an epoch in memory last."""
-    turn_epochs: int = 1
     features: int = 8
     dim: int = 64
 
@@ -52,29 +53,31 @@ class Size:
     @property
     def epochs(self) -> int:
         """Epochs of a training: one that fills the store, and those of the turns."""
-        return 1 + self.turns * self.turn_epochs
+        return 1 + self.turns * self.turn_visits // self.passes
 
 
 FULL = Size(
     name="full",
     passes=24,
-    samples=49_152,
-    vocabulary=8_000_000,
+    samples=98_304,
+    vocabulary=16_000_000,
     batch=4096,
-    turns=6,
+    turns=4,
+    turn_visits=24,
     epoch_seconds=120,
 )
 QUICK = Size(
     name="quick",
     passes=20,
-    samples=8192,
-    vocabulary=2_000_000,
+    samples=24_576,
+    vocabulary=6_000_000,
     batch=1024,
-    turns=3,
-    epoch_seconds=5,
+    turns=4,
+    turn_visits=10,
+    epoch_seconds=6,
     features=2,
 )
-TINY = replace(QUICK, name="tiny", samples=5120, turns=1, epoch_seconds=1, features=8)
+TINY = replace(QUICK, name="tiny", samples=5120, vocabulary=2_000_000, turns=2, epoch_seconds=1, features=8)
 
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:

@@ -49,13 +49,13 @@ class Training:
         self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=size.epochs))
         self._visit: Visit | None = None
 
-    def advance(self, epochs: int) -> float:
-        """Train some epochs and return their seconds; the first epoch of all leaves the dense part out."""
+    def advance(self, visits: int) -> float:
+        """Train some visits and return their seconds; the first epoch of all leaves the dense part out."""
         if self._visit is None:
             self._visit = next(self._visits)
         begun = time.perf_counter()
-        for _ in range(epochs * self.size.passes):
-            assert self._visit is not None, "all epochs were trained"
+        for _ in range(visits):
+            assert self._visit is not None, "all visits were trained"
             self.at_visit()
             light = self._visit.epoch == 0
             for batch in self._visit.batches(self.size.batch, shuffle=True):
@@ -95,11 +95,11 @@ class TieredTraining(Training):
         self.bytes_read_by_process = self.bytes_read_by_device = self.bytes_useful = 0
         super().__init__(_cache(self._store, passes, budgets), size, width)
 
-    def advance(self, epochs: int) -> float:
+    def advance(self, visits: int) -> float:
         """Do so, and count the bytes read."""
         by_process, by_device = process_bytes_read(), device_bytes_read(self._path)
         useful = self._store.counters.row_bytes_read
-        seconds = super().advance(epochs)
+        seconds = super().advance(visits)
         self.bytes_read_by_process += process_bytes_read() - by_process
         self.bytes_read_by_device += device_bytes_read(self._path) - by_device
         self.bytes_useful += self._store.counters.row_bytes_read - useful
@@ -190,7 +190,7 @@ class DenseTimer:
             inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
             labels = torch.zeros(self._batch, device=self._device)
             taken: list[float] = []
-            until = time.perf_counter() + 0.3
+            until = time.perf_counter() + 0.12
             while len(taken) < 4 or time.perf_counter() < until:
                 begun = time.perf_counter()
                 loss_of(part(inputs), labels).backward()

@@ -106,7 +106,7 @@ class Data:
         s = self.size
         return CaseSize(
             name=s.name, passes=s.passes, samples=s.samples, vocabulary=s.vocabulary, batch=s.batch, turns=1,
-            epoch_seconds=_MOST_SECONDS, features=s.features, dim=s.dim,
+            turn_visits=s.passes, epoch_seconds=_MOST_SECONDS, features=s.features, dim=s.dim,
         )  # fmt: skip
 
     def draw(self, index: int) -> KeyBatch:

@@ -229,7 +229,7 @@ def _moves(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     first_row = np.append(np.arange(0, moved, of_piece), moved)
     data = machine.empty((moved * row_floats,), np.float32)
     pieces = machine.call("rows", "Pieces", row_floats)
-    pieces.add(0, first_row, first_row[:-1] * row_floats, data)
+    pieces.add(0, np.diff(first_row), first_row[:-1] * row_floats, data)
     yield Case(
         f"pack{rows.tail}", 2 * moved * row_bytes + 8 * moved,
         lambda: machine.call("rows", "pack", fields, batch.slot_of_local, batch.order, pieces),

@@ -26,7 +26,7 @@ def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
     rows = PIECE_BYTES // (4 * dim)
     first_row = np.append(np.arange(0, moved, rows), moved)
     pieces = machine.call("rows", "Pieces", dim)
-    pieces.add(0, first_row, first_row[:-1] * dim, Memory(pinned.ptr, num_floats, pinned))
+    pieces.add(0, np.diff(first_row), first_row[:-1] * dim, Memory(pinned.ptr, num_floats, pinned))
     calls = {
         "to_host": lambda: machine.call("rows", "pack", (vectors,), batch.slot_of_local, batch.order, pieces),
         "from_host": lambda: machine.call("rows", "unpack", (vectors,), batch.order, pieces),

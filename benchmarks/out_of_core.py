@@ -5,7 +5,7 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: one or two epochs in memory, the same over the tiers, the bare disk. Both trainings go on where they were and
+turns: half an epoch, one or three in memory, the same over the tiers, the bare disk. Both trainings go on where they were and
 rest in between, so a slow minute of the machine meets both. The store's pages are dropped from the page cache after
 every visit.
 
@@ -62,14 +62,14 @@ class Demand:
     target: float | None
     """The demand that the dense part's width is chosen for; None: no dense part."""
     optimizer: str
-    turn_epochs: int = 1
-    """More where epochs are short: what is left to be written when a turn ends counts once a turn."""
+    longer_turns: int = 1
+    """Where visits are short turns have more: what is left to be written when one ends counts once a turn."""
 
 
 DEMANDS = (
     Demand(suffix="", target=0.05, optimizer="adagrad"),
-    Demand(suffix="_mid", target=0.5, optimizer="adagrad", turn_epochs=2),
-    Demand(suffix="_high", target=None, optimizer="adam", turn_epochs=2),
+    Demand(suffix="_mid", target=0.5, optimizer="adagrad", longer_turns=3),
+    Demand(suffix="_high", target=None, optimizer="adam", longer_turns=3),
 )
 
 
@@ -84,7 +84,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     from tiercache import ResidentCache
 
     _say(f"{size.name}{demand.suffix}: data")
-    size = replace(size, turn_epochs=demand.turn_epochs)
+    size = replace(size, turn_visits=size.turn_visits * demand.longer_turns)
     passes = pass_set(folder, size, demand.optimizer)
     budgets, keys = _budgets(passes)
     plans = plans_of(passes, size, folder, budgets)
@@ -102,13 +102,13 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
         tiered = TieredTraining(passes, size, width, folder, budgets)
         times = Times()
         try:
-            memory.advance(1)
-            tiered.advance(1)
+            memory.advance(size.passes)
+            tiered.advance(size.passes)
             work = replay(tiered.state_bytes)
             for turn in range(size.turns):
                 _say(f"turn {turn + 1} of {size.turns}")
-                times.memory.append(memory.advance(size.turn_epochs) / size.turn_epochs)
-                times.tiered.append(tiered.advance(size.turn_epochs) / size.turn_epochs)
+                times.memory.append(memory.advance(size.turn_visits) * size.passes / size.turn_visits)
+                times.tiered.append(tiered.advance(size.turn_visits) * size.passes / size.turn_visits)
                 times.bare += [disk.seconds(work) for _ in range(2)]
             figures = _figures(size, tiered, times, work) | _facts(passes, plans, memory, tiered)
         finally:
@@ -158,7 +158,7 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
     """Return times and what follows from them."""
     memory, wall, bare = (middle(seconds) for seconds in (times.memory, times.tiered, times.bare))
     pairs = list(zip(times.memory, times.tiered, strict=True))
-    reports, whole = tiered.warm_reports, size.turn_epochs * sum(times.tiered)
+    reports, whole = tiered.warm_reports, sum(times.tiered) * size.turn_visits / size.passes
     waits = {name: _seconds(reports, name) for name in ("store", "durable", "room")}
     works = {name: _seconds(reports, name) for name in ("pack", "unpack", "commit")}
     return {
@@ -189,7 +189,7 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
         "samples_per_epoch": size.epoch_samples,
         "visits_per_epoch": size.passes,
         "turns": size.turns,
-        "epochs_measured": size.turns * size.turn_epochs,
+        "epochs_measured": size.epochs - 1,
     }
 
 

@@ -6,7 +6,7 @@ thread. Test vectors: RFC 3720, appendix B.4.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
@@ -21,6 +21,9 @@ __all__ = ["crc32c", "has_crc32c"]
 
 _LONG = ir.IntType(64)
 _ORIGIN = np.zeros(1, np.uint8)  # places in memory are counted from here
+
+Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
+"""Bytes, and bounds (R + 1, rising) of runs of them."""
 
 
 @functools.cache
@@ -86,7 +89,53 @@ def _crc32c(memory, places, sizes, out):  # type: ignore[no-untyped-def]
         out[run] = _finish(start, memory, places[run], sizes[run])
 
 
-def crc32c(parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.int64]]]) -> NDArray[np.uint32]:
+class Runs(NamedTuple):
+    """Runs of bytes in arrays, part after part."""
+
+    places: NDArray[np.int64]
+    """(N,): where the array of each part begins, from `_ORIGIN` on."""
+    sizes: NDArray[np.int64]
+    """(N,): bytes of each array."""
+    first: NDArray[np.int64]
+    """(N + 1,): the first run of each part, and the number of runs."""
+    begin: NDArray[np.int64]
+    """(R,): where each run begins in its array."""
+    end: NDArray[np.int64]
+    """(R,): where it ends."""
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], *, filled: bool = False) -> Self:
+        """Check all parts at once: each call of numpy that is made for each of them is one during which others wait.
+
+        filled: whether arrays will be written, and bounds must be from 0 to their ends.
+        """
+        arrays = [expect("data", array, np.uint8, written=filled) for array, _ in parts]
+        cuts = [expect("bounds", bounds, np.int64) for _, bounds in parts]
+        places = np.array([_address_of(array) for array in arrays]) - _address_of(_ORIGIN)
+        sizes, lengths = np.array([array.size for array in arrays]), [bounds.size for bounds in cuts]
+        if min(lengths) == 0:
+            raise ValueError(_wrong_bounds(arrays[lengths.index(0)].size, filled=filled))
+        after, bounds = np.cumsum(lengths), np.concatenate(cuts)
+        runs = np.ones(bounds.size - 1, np.bool_)
+        runs[after[:-1] - 1] = False  # from the end of one part to the begin of the next
+        begin, end = bounds[:-1][runs], bounds[1:][runs]
+        first = np.zeros(sizes.size + 1, np.int64)
+        first[1:] = after - np.arange(1, sizes.size + 1)
+        low, high = bounds[after - lengths], bounds[after - 1]
+        wrong = (low != 0) | (high != sizes) if filled else (low < 0) | (high > sizes)
+        falls = end < begin
+        if wrong.any() or falls.any():
+            part = wrong.argmax() if wrong.any() else np.searchsorted(first, falls.argmax(), side="right") - 1
+            raise ValueError(_wrong_bounds(int(sizes[part]), filled=filled))
+        return cls(places, sizes, first, begin, end)
+
+
+def _wrong_bounds(num_bytes: int, *, filled: bool) -> str:
+    within = f"0 to {num_bytes}" if filled else f"0 or more to at most {num_bytes}"
+    return f"bounds must rise from {within}, the bytes of the data."
+
+
+def crc32c(parts: Sequence[Part]) -> NDArray[np.uint32]:
     """Return the CRC32C of runs of bytes in any number of arrays: (R,), part after part.
 
     A part is an array and the bounds of its runs (R_part + 1, rising). Raises ValueError where a bound lies outside
@@ -94,16 +143,9 @@ def crc32c(parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.int64]]]) -> NDAr
     """
     if not parts:
         return np.empty(0, np.uint32)
-    places, sizes, origin = [], [], _address_of(_ORIGIN)
-    for array, cuts in parts:
-        data, bounds = expect("data", array, np.uint8), expect("bounds", cuts, np.int64)
-        if bounds.size == 0 or bounds[0] < 0 or bounds[-1] > data.size or (bounds[1:] < bounds[:-1]).any():
-            raise ValueError(f"bounds must rise from 0 or more to at most {data.size}, the bytes of the data.")
-        places.append(bounds[:-1] + (_address_of(data) - origin))
-        sizes.append(bounds[1:] - bounds[:-1])
-    place, size = np.concatenate(places), np.concatenate(sizes)
-    out = np.empty(place.size, np.uint32)
-    _crc32c(_ORIGIN, place, size, out)
+    runs = Runs.of(parts)
+    out = np.empty(runs.begin.size, np.uint32)
+    _crc32c(_ORIGIN, runs.begin + runs.places.repeat(np.diff(runs.first)), runs.end - runs.begin, out)
     return out
 
 

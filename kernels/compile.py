@@ -109,7 +109,7 @@ def _round_rows() -> None:
 
 def _move() -> None:
     pieces = rows.Pieces(2)
-    pieces.add(0, np.array([0, 2]), np.zeros(1, np.int64), np.zeros(4, np.float32))
+    pieces.add(0, np.array([2]), np.zeros(1, np.int64), np.zeros(4, np.float32))
     rows.pack((_F4,), np.arange(2, dtype=np.int32), np.arange(2, dtype=np.int32), pieces)
     rows.pack((_F4,), _I4, _I4[:0], pieces)
 

@@ -15,7 +15,7 @@ from numba.core import types
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
-from tiercache.kernels.checksum import _ORIGIN, _address_of, _crc32c
+from tiercache.kernels.checksum import _ORIGIN, Part, _address_of, _crc32c
 from tiercache.kernels.file_io import _INT, _LONG, _PAGE_BYTES, _copy, _or_error, _preadv
 from tiercache.kernels.jit import inlined, intrinsic, serial
 from tiercache.kernels.lanes import _call
@@ -159,7 +159,7 @@ def _read_fields(memory, names, origin, room, requests, files, places, sizes, do
 
 
 def read_fields(
-    sources: Sequence[tuple[bool, Sequence[FieldFile]]], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.int64]]]
+    sources: Sequence[tuple[bool, Sequence[FieldFile]]], parts: Sequence[Part]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
     """Fill arrays with rows from the files of their fields; returns what `file_io.read_checked` does.
 

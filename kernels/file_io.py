@@ -16,8 +16,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
-from tiercache.kernels.checksum import _ORIGIN, _address_of, _crc32c, has_crc32c
+from tiercache.kernels.checksum import _ORIGIN, Part, Runs, _address_of, _crc32c, has_crc32c
 from tiercache.kernels.jit import intrinsic, serial
 from tiercache.kernels.lanes import _call
 
@@ -77,7 +76,7 @@ def _copy(_typing: Any, target: Any, source: Any, count: Any) -> Any:
 
 
 @serial
-def _read_checked(memory, requests, origin, ends, first, bounds, done, sums):  # type: ignore[no-untyped-def]
+def _read_checked(memory, requests, origin, ends, first, begins, endings, done, sums):  # type: ignore[no-untyped-def]
     parts = np.empty(6, np.int64)  # of a request: the page at its head, what lies between, the page at its tail
     for i in range(done.size):
         in_pages, offset, place, size = requests[i, 1], requests[i, 2], requests[i, 3], requests[i, 4]
@@ -96,12 +95,11 @@ def _read_checked(memory, requests, origin, ends, first, bounds, done, sums):  #
         _copy(origin + place, ends + before, head)
         _copy(origin + place + head + inner, ends + _PAGE_BYTES, tail)
         low, high = first[i], first[i + 1]
-        begins, ending = bounds[low + i : high + i], bounds[low + i + 1 : high + i + 1]
-        _crc32c(memory, begins + place, ending - begins, sums[low:high])
+        _crc32c(memory, begins[low:high] + place, endings[low:high] - begins[low:high], sums[low:high])
 
 
 def read_checked(
-    sources: Sequence[tuple[int, bool, int]], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.int64]]]
+    sources: Sequence[tuple[int, bool, int]], parts: Sequence[Part]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
     """Fill arrays from files; returns the bytes read of each (N,), or -errno, and the CRC32C of runs of bytes (R,).
 
@@ -113,23 +111,21 @@ def read_checked(
     """
     if not parts:
         return np.empty(0, np.int64), np.empty(0, np.uint32)
-    origin = _address_of(_ORIGIN)
-    requests, all_bounds, counts = [], [], [0]
-    for (handle, in_pages, offset), (out, cuts) in zip(sources, parts, strict=True):
-        array, bounds = expect("out", out, np.uint8, written=True), expect("bounds", cuts, np.int64)
-        place = _address_of(array)
-        if in_pages and (array.size < 2 * _PAGE_BYTES or (place - offset) % _PAGE_BYTES):
-            raise ValueError(f"an array of {array.size} bytes at {place:#x} cannot be read in whole pages at {offset}.")
-        if bounds.size == 0 or bounds[0] != 0 or bounds[-1] != array.size or offset < 0:
-            raise ValueError(f"bounds must rise from 0 to {array.size}, the bytes of the array, and offsets from 0 on.")
-        requests.append((handle, in_pages, offset, place - origin, array.size))
-        all_bounds.append(bounds)
-        counts.append(bounds.size - 1)
-    first, bounds = np.cumsum(counts), np.concatenate(all_bounds)
-    falls = bounds[1:] < bounds[:-1]
-    falls[(first[1:-1] + np.arange(first.size - 2))] = False  # from the end of one part to the begin of the next
-    if falls.any():
-        raise ValueError("bounds of a part must rise.")
-    done, sums = np.empty(len(parts), np.int64), np.zeros(int(first[-1]), np.uint32)
-    _read_checked(_ORIGIN, np.array(requests, np.int64), origin, _address_of(_ends.pages), first, bounds, done, sums)
+    runs = Runs.of(parts, filled=True)
+    handles, in_pages, offsets = (np.array(column, np.int64) for column in zip(*sources, strict=True))
+    if handles.size != len(parts) or offsets.min() < 0:
+        raise ValueError(f"{handles.size} sources for {len(parts)} parts begin at {offsets.tolist()}: from 0 on.")
+    origin, sums = _address_of(_ORIGIN), np.zeros(runs.begin.size, np.uint32)
+    apart = (in_pages != 0) & ((runs.sizes < 2 * _PAGE_BYTES) | ((runs.places + origin - offsets) % _PAGE_BYTES != 0))
+    if apart.any():
+        i = int(apart.argmax())
+        raise ValueError(
+            f"an array of {runs.sizes[i]} bytes at {runs.places[i] + origin:#x} cannot be read in whole pages at "
+            f"{offsets[i]}."
+        )
+    requests = np.stack([handles, in_pages, offsets, runs.places, runs.sizes], axis=1)
+    done = np.empty(len(parts), np.int64)
+    _read_checked(
+        _ORIGIN, requests, origin, _address_of(_ends.pages), runs.first, runs.begin, runs.end, done, sums
+    )  # fmt: skip
     return done, sums

@@ -40,51 +40,61 @@ class PieceTable:
         """Return where an array of float32 lies. Raises ValueError for any other."""
         raise NotImplementedError
 
-    def add(self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: Any) -> None:
+    def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: Any) -> None:
         """Add pieces in one array, as `add_each` does."""
-        self.add_each(first, first_row, offset, [data], np.array([0, offset.size]))
+        self.add_each(np.array([first]), rows, offset, [data], np.array([0, rows.size]))
 
     def add_each(
         self,
-        first: int,
-        first_row: NDArray[np.int64],
+        first: NDArray[np.int64],
+        rows: NDArray[np.int64],
         offset: NDArray[np.int64],
         data: Sequence[Any],
         cuts: NDArray[np.int64],
     ) -> None:
         """Add pieces in several arrays: pieces `cuts[a]` to `cuts[a + 1]` (A + 1, from 0 to P) lie in `data[a]`.
 
-        Piece p has rows `first_row[p]` to `first_row[p + 1]` (P + 1 entries, the first 0), begins at float `offset[p]`
-        (P) of its array, and its rows stand in the order of moving from `first` + `first_row[p]` on.
+        Piece p has `rows[p]` rows and begins at float `offset[p]` (P each) of its array. In the order of moving the
+        rows of array a stand from place `first[a]` (A) on, piece after piece.
         Raises ValueError, and adds nothing, where they do not lie within their arrays.
         """
         memories = [self._memory_of(one) for one in data]
-        if first_row.size != offset.size + 1 or first_row[0] != 0:
-            raise ValueError(f"{offset.size} pieces need {offset.size + 1} first rows from 0 on, not {first_row.size}.")
+        if rows.size != offset.size:
+            raise ValueError(f"{rows.size} pieces need {rows.size} offsets, not {offset.size}.")
         counts = cuts[1:] - cuts[:-1]
-        if cuts.size != len(memories) + 1 or cuts[0] != 0 or cuts[-1] != offset.size or (counts < 0).any():
-            raise ValueError(f"{len(data)} arrays and cuts {cuts.tolist()} do not fit {offset.size} pieces.")
-        if first < 0:
-            raise ValueError(f"the pieces begin at place {first}: places are counted from 0.")
-        for memory in memories:
-            if memory.address % 4:
-                raise ValueError(f"data lies at address {memory.address:#x}: give an address that is a multiple of 4.")
-        last = int(first_row[-1])
-        if last == 0:
+        if (
+            not first.size == cuts.size - 1 == len(memories)
+            or cuts[0] != 0
+            or cuts[-1] != rows.size
+            or (counts < 0).any()
+        ):
+            raise ValueError(
+                f"{len(data)} arrays, {first.size} first places and cuts {cuts.tolist()} do not fit {rows.size} pieces."
+            )
+        if not rows.size:
             return
+        if _LEAST(first) < 0:
+            raise ValueError(f"the pieces begin at place {_LEAST(first)}: places are counted from 0.")
+        address = np.array([memory.address for memory in memories])
+        if (address % 4).any():
+            raise ValueError(
+                f"data lies at address {address[(address % 4).argmax()]:#x}: give an address that is a multiple of 4."
+            )
         size = np.array([memory.num_floats for memory in memories]).repeat(counts)
-        rows = first_row[1:] - first_row[:-1]
         left = size - offset - rows * self.row_floats
         if min(_LEAST(rows), _LEAST(offset), _LEAST(left)) < 0:
             bad = int(np.argmax((rows < 0) | (offset < 0) | (left < 0)))
             raise ValueError(f"piece {bad} does not lie within the {int(size[bad])} floats of its array.")
-        self._address.append(np.array([memory.address for memory in memories]).repeat(counts) + 4 * offset)
+        so_far = np.zeros(rows.size + 1, np.int64)
+        np.cumsum(rows, out=so_far[1:])
+        place = (first - so_far[cuts[:-1]]).repeat(counts) + so_far[:-1]
+        self._address.append(address.repeat(counts) + 4 * offset)
         self._rows.append(rows)
-        self._first.append(first_row[:-1] + first)
+        self._first.append(place)
         self._owners += [memory.owner for memory in memories]
         self.writable &= all(memory.writable for memory in memories)
-        self.num_rows += last
-        self.highest = max(self.highest, first + last)
+        self.num_rows += int(so_far[-1])
+        self.highest = max(self.highest, int((place + rows).max()))
 
     def columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return address, rows and first place of every piece, (P,) each."""

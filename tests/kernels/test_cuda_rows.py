@@ -41,21 +41,22 @@ def test_pieces_are_packed_as_on_the_cpu_and_unpacked_into_their_slots(
     places = rng.permutation(num_rows + 3)[:num_rows].astype(np.int32)
     there, here = cuda_rows.Pieces(device, row_floats), rows.Pieces(row_floats)
     back_pieces, packed, wanted, begun = cuda_rows.Pieces(device, row_floats), [], [], 0
-    firsts, offsets, sources = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], []
+    begins, counts, offsets, sources = list[int](), [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
     for number, sizes in enumerate(arrays):
         first, offset, size = pieces_of(sizes, row_floats, gap)
         filled = np.full(size, np.nan, np.float32)
         out = device.place(filled)
         wanted.append(filled)
         packed.append(out)
-        there.add(begun, first, offset, mapped(device, out) if number == 1 else out)
-        firsts.append(first[1:] + begun)
+        there.add(begun, np.diff(first), offset, mapped(device, out) if number == 1 else out)
+        counts.append(np.diff(first))
+        begins.append(begun)
         offsets.append(offset)
         sources.append(mapped(device, out, writable=False) if number == 1 else out)
-        here.add(begun, first, offset, filled)
+        here.add(begun, np.diff(first), offset, filled)
         begun += int(first[-1])
     cuts = np.cumsum([0, *(len(sizes) for sizes in arrays)])
-    back_pieces.add_each(0, np.concatenate(firsts), np.concatenate(offsets), sources, cuts)
+    back_pieces.add_each(np.array(begins), np.concatenate(counts), np.concatenate(offsets), sources, cuts)
     rows.pack(fields, slots, places, here)
     placed = tuple(device.place(field) for field in fields)
     cuda_rows.pack(device, placed, device.place(slots), device.place(places), there)
@@ -77,12 +78,12 @@ def test_one_large_piece_is_shared_by_all_warps(dim: int) -> None:
     """A piece of 3,000 rows, more than the blocks of a small device take at once, with a state of one float."""
     rng = np.random.default_rng(dim)
     fields = [rng.standard_normal((3000, width)).astype(np.float32) for width in (dim, 1)]
-    slots, first = rng.permutation(3000).astype(np.int32), np.array([0, 3000])
+    slots, whole = rng.permutation(3000).astype(np.int32), np.array([3000])
     wanted = np.concatenate([field[slots].reshape(-1) for field in fields])
     device = device_for("random")
     out, back = device.empty(wanted.size, np.float32), [device.place(np.zeros_like(field)) for field in fields]
     pieces = cuda_rows.Pieces(device, dim + 1)
-    pieces.add(0, first, np.zeros(1, np.int64), out)
+    pieces.add(0, whole, np.zeros(1, np.int64), out)
     cuda_rows.pack(device, [device.place(field) for field in fields], device.place(slots), None, pieces)
     assert np.array_equal(device.read(out), wanted)
     cuda_rows.unpack(device, back, device.place(slots), pieces)
@@ -99,7 +100,7 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones() -> None:
     cuda_initial.initial_rows(device, device.place(keys), 1, 2, UNIFORM, -1.0, 1.0, values, slots)
     assert all(np.array_equal(device.read(values[slot]), row) for slot, row in zip(LAST, wanted, strict=True))
     pieces = cuda_rows.Pieces(device, DIM)
-    pieces.add(0, np.array([0, 4]), np.zeros(1, np.int64), out)
+    pieces.add(0, np.array([4]), np.zeros(1, np.int64), out)
     cuda_rows.pack(device, [values], slots, None, pieces)
     assert np.array_equal(device.read(out).reshape(4, DIM), wanted)
     cuda_rows.unpack(device, [values], device.place(LAST[::-1]), pieces)
@@ -112,7 +113,7 @@ def test_a_piece_that_begins_behind_two_billion_floats_is_the_right_one() -> Non
     memory = device.large(NUM_SLOTS, DIM).reshape(-1)
     values = device.place(np.arange(12, dtype=np.float32).reshape(3, 4))
     pieces = cuda_rows.Pieces(device, 4)
-    pieces.add(0, np.array([0, 3]), np.array([far]), memory)
+    pieces.add(0, np.array([3]), np.array([far]), memory)
     cuda_rows.pack(device, [values], device.place(np.array([2, 0, 1], np.int32)), None, pieces)
     assert device.read(memory[far : far + 12]).tolist() == [8, 9, 10, 11, *range(8)]
     assert not device.read(memory[far - 100 : far]).any()
@@ -124,7 +125,7 @@ def test_slot_minus_one_packs_zeros_and_unpacks_nothing() -> None:
     for device in devices():
         values = device.place(np.arange(12, dtype=np.float32).reshape(3, 4))
         out, pieces = device.empty(12, np.float32), cuda_rows.Pieces(device, 4)
-        pieces.add(0, np.array([0, 3]), np.zeros(1, np.int64), out)
+        pieces.add(0, np.array([3]), np.zeros(1, np.int64), out)
         cuda_rows.pack(device, [values], device.place(slots), None, pieces)
         assert device.read(out).tolist() == [8, 9, 10, 11, 0, 0, 0, 0, 0, 1, 2, 3]
         back = device.place(np.full((3, 4), 7, np.float32))
@@ -141,7 +142,7 @@ def test_an_access_of_16_bytes_that_is_not_aligned_is_caught() -> None:
 
     def pack(device: ShimDevice) -> None:
         pieces, values = cuda_rows.Pieces(device, 8), device.place(np.zeros((3, 8), np.float32))
-        pieces.add(0, np.array([0, 3]), np.array([1]), device.empty(28, np.float32))
+        pieces.add(0, np.array([3]), np.array([1]), device.empty(28, np.float32))
         cuda_rows.pack(device, [values], device.place(np.arange(3, dtype=np.int32)), None, pieces)
 
     pack(ShimDevice())
@@ -152,7 +153,7 @@ def test_an_access_of_16_bytes_that_is_not_aligned_is_caught() -> None:
 def test_pieces_that_do_not_fit_are_refused() -> None:
     """Too few floats, rows that nothing names, rows of another width, read-only arrays: a sentence, and no launch."""
     device = ShimDevice()
-    field, slots, first = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([0, 3])
+    field, slots, of_three = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([3])
     pieces = cuda_rows.Pieces(device, 4)
     for data, at, said in (
         (np.zeros(11, np.float32), 0, "within the 11 floats"),
@@ -162,12 +163,12 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
         (np.zeros(12, np.float64), 0, "float64"),
     ):
         with pytest.raises(ValueError, match=said):
-            pieces.add(0, first, np.array([at]), data)
+            pieces.add(0, of_three, np.array([at]), data)
     with pytest.raises(ValueError, match="begin at place -1"):
-        pieces.add(-1, first, np.array([0]), np.zeros(12, np.float32))
-    with pytest.raises(ValueError, match="1 pieces need 2 first rows from 0 on, not 3"):
-        pieces.add(0, np.array([0, 1, 3]), np.array([0]), np.zeros(12, np.float32))
-    pieces.add(1, first, np.array([0]), np.zeros(12, np.float32))
+        pieces.add(-1, of_three, np.array([0]), np.zeros(12, np.float32))
+    with pytest.raises(ValueError, match="2 pieces need 2 offsets, not 1"):
+        pieces.add(0, np.array([1, 2]), np.array([0]), np.zeros(12, np.float32))
+    pieces.add(1, of_three, np.array([0]), np.zeros(12, np.float32))
     with pytest.raises(ValueError, match="rows up to 4, and there are 3"):
         cuda_rows.unpack(device, field, slots, pieces)
     with pytest.raises(ValueError, match="rows of 4 floats, the fields of 8"):
@@ -176,7 +177,7 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
     frozen.flags.writeable = False
     for data in (frozen, mapped(device, frozen, writable=False)):
         pieces = cuda_rows.Pieces(device, 4)
-        pieces.add(0, first, np.array([0]), data)
+        pieces.add(0, of_three, np.array([0]), data)
         with pytest.raises(ValueError, match="read-only"):
             cuda_rows.pack(device, field, slots, slots, pieces)
     assert device.launches == []

@@ -39,7 +39,7 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones(num_threads: int) -
         assert sums[LAST, 0].tolist() == [1, 1, 1, 1]
         data = np.zeros(4 * 2 * DIM, np.float32)
         pieces = Pieces(2 * DIM)
-        pieces.add(0, np.array([0, 4]), np.zeros(1, np.int64), data)
+        pieces.add(0, np.array([4]), np.zeros(1, np.int64), data)
         pack((vectors, sums), LAST, np.arange(4, dtype=np.int32), pieces)
         assert data[: 4 * DIM : DIM].tolist() == [0.5, 1.5, 2.5, 3.5]
         unpack((vectors, sums), LAST[::-1].copy(), pieces)

@@ -37,22 +37,20 @@ class HostPieces:
     def __init__(self, gpu: Gpu, row_floats: int) -> None:
         self._gpu, self.there = gpu, cuda_rows.Pieces(gpu.kernels, row_floats)
 
-    def add(
-        self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
-    ) -> None:
+    def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]) -> None:
         """Add pieces, whose ``data`` lies in locked or pinned memory."""
-        self.there.add(first, first_row, offset, self._mapped(data))
+        self.there.add(first, rows, offset, self._mapped(data))
 
     def add_each(
         self,
-        first: int,
-        first_row: NDArray[np.int64],
+        first: NDArray[np.int64],
+        rows: NDArray[np.int64],
         offset: NDArray[np.int64],
         data: Sequence[NDArray[np.float32]],
         cuts: NDArray[np.int64],
     ) -> None:
         """Add pieces in several such arrays."""
-        self.there.add_each(first, first_row, offset, [self._mapped(one) for one in data], cuts)
+        self.there.add_each(first, rows, offset, [self._mapped(one) for one in data], cuts)
 
     def _mapped(self, data: NDArray[np.float32]) -> cuda_rows.Memory:
         return cuda_rows.Memory(self._gpu.address_of(data), data.size, data, data.flags.writeable)

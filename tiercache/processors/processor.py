@@ -62,16 +62,14 @@ class Mark(Protocol):
 class Pieces(Protocol):
     """Pieces in host memory, between which and slots rows are moved by few launches."""
 
-    def add(
-        self, first: int, first_row: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]
-    ) -> None:
+    def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]) -> None:
         """Add pieces in ``data``, as `kernels.pieces.PieceTable` does."""
         ...
 
     def add_each(
         self,
-        first: int,
-        first_row: NDArray[np.int64],
+        first: NDArray[np.int64],
+        rows: NDArray[np.int64],
         offset: NDArray[np.int64],
         data: Sequence[NDArray[np.float32]],
         cuts: NDArray[np.int64],

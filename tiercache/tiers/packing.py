@@ -55,9 +55,10 @@ class Packer:
     def target(self, stream: Stream, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> Target:
         """Lay out the pieces of neighbouring blocks, given by their bytes. Any thread."""
         pieces, cuts = self._mover.pieces(stream.row_bytes // 4), stream.block_piece_B[first_block:][: len(blocks) + 1]
-        first, last = (int(stream.piece_first_row_P[cuts[i]]) for i in (0, -1))
-        if blocks:
-            _add_pieces(pieces, 0, stream, cuts, blocks)
+        first_row = stream.piece_first_row_P[cuts].tolist()
+        first, last = first_row[0], first_row[-1]
+        bounds = zip(first_row, pairwise(cuts.tolist()), blocks, strict=False)
+        _add_runs(pieces, [_Run(row - first, stream, low, high, data) for row, (low, high), data in bounds])
         return Target(first, last, pieces)
 
     def pack(self, group: int, order: NDArray[np.int32] | None, target: Target) -> None:
@@ -115,29 +116,34 @@ class Unpacker:
 
     def lay_out_held(self, plan: VisitPlan | None) -> list[Pieces]:
         """Lay out what a visit takes from host blocks, by group; None: nothing. By who may use the host tier."""
-        rows_G = [self._mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
-        if plan is None:
-            return rows_G
-        next_G = list(plan.kept_G)
-        for load in plan.loads:
-            if load.host.first < load.host.last:
-                stream = self._host.stream(load.visit, load.group)
-                runs = list(self._host.runs(load.visit, load.group, load.host))
-                cuts = np.array([run.first for run in runs] + [load.host.last])
-                _add_pieces(rows_G[load.group], next_G[load.group], stream, cuts, [run.data for run in runs])
-            next_G[load.group] += load.rows
-        return rows_G
+        runs_G: list[list[_Run]] = [[] for _ in self._positions.groups]
+        if plan is not None:
+            next_G = list(plan.kept_G)
+            for load in plan.loads:
+                if load.host.first < load.host.last:
+                    first, stream = next_G[load.group], self._host.stream(load.visit, load.group)
+                    for low, high, data in self._host.runs(load.visit, load.group, load.host):
+                        runs_G[load.group].append(_Run(first, stream, low, high, data))
+                        first += int(stream.piece_first_row_P[high] - stream.piece_first_row_P[low])
+                next_G[load.group] += load.rows
+        return self._laid_out(runs_G)
 
     def lay_out_staged(self, staged: Staged) -> StagedLayout:
         """Lay out what was staged. Any thread."""
-        rows_G = [self._mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
-        vectors_G = [self._mover.pieces(group.fields[0].words) for group in self._positions.groups]
+        runs_G: list[list[_Run]] = [[] for _ in self._positions.groups]
         for pieces in staged.pieces:
-            _add_pieces(rows_G[pieces.group], pieces.first_row, pieces.stream, np.array(pieces.held), [pieces.data])
+            runs_G[pieces.group].append(_Run(pieces.first_row, pieces.stream, *pieces.held, pieces.data))
+        vectors_G = [self._mover.pieces(group.fields[0].words) for group in self._positions.groups]
         for new in staged.rows:
-            one_piece = np.array([0, new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
+            one_piece = np.array([new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
-        return StagedLayout(staged, rows_G, vectors_G)
+        return StagedLayout(staged, self._laid_out(runs_G), vectors_G)
+
+    def _laid_out(self, runs_G: list[list[_Run]]) -> list[Pieces]:
+        pieces_G = [self._mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
+        for pieces, runs in zip(pieces_G, runs_G, strict=True):
+            _add_runs(pieces, runs)
+        return pieces_G
 
     def unpack(self, layout: StagedLayout, held_G: list[Pieces]) -> None:
         """Load all rows of a visit that are not on the device yet, and show them; what was staged is free behind it."""
@@ -160,14 +166,25 @@ class Unpacker:
         mover.mark().wait()
 
 
-def _add_pieces(
-    pieces: Pieces, first: int, stream: Stream, cuts: NDArray[np.int64], data: Sequence[NDArray[np.uint8]]
-) -> None:
-    """Add pieces [cuts[0], cuts[-1]) of a stream, whose rows stand from ``first`` on in the order of moving.
+class _Run(NamedTuple):
+    """Pieces [low, high) of a stream, together in memory, whose rows stand from ``first`` on in the order of moving."""
 
-    Array a begins with piece cuts[a], and has those up to cuts[a + 1].
-    """
-    low, high = int(cuts[0]), int(cuts[-1])
-    rows, offset = stream.piece_first_row_P[low : high + 1], stream.piece_offset_P[low:high]
-    begin = stream.piece_offset_P[cuts[:-1]].repeat(cuts[1:] - cuts[:-1])
-    pieces.add_each(first, rows - rows[0], (offset - begin) // 4, [one.view(np.float32) for one in data], cuts - low)
+    first: int
+    stream: Stream
+    low: int
+    high: int
+    data: NDArray[np.uint8]
+
+
+def _add_runs(pieces: Pieces, runs: Sequence[_Run]) -> None:
+    """Add all at once: a visit has many, and each call takes the interpreter from the training."""
+    if not runs:
+        return
+    rows = np.concatenate([run.stream.piece_rows_P[run.low : run.high] for run in runs])
+    cuts, begin = np.zeros(len(runs) + 1, np.int64), np.zeros(rows.size, np.int64)
+    np.cumsum([run.high - run.low for run in runs], out=cuts[1:])
+    np.cumsum(rows[:-1], out=begin[1:])
+    begin -= begin[cuts[:-1]].repeat(cuts[1:] - cuts[:-1])
+    data = [run.data.view(np.float32) for run in runs]
+    row_floats = runs[0].stream.row_bytes // 4
+    pieces.add_each(np.array([run.first for run in runs]), rows, begin * row_floats, data, cuts)
