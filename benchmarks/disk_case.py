@@ -68,16 +68,16 @@ FULL = Size(
 )
 QUICK = Size(
     name="quick",
-    passes=20,
-    samples=24_576,
-    vocabulary=6_000_000,
+    passes=18,
+    samples=40_960,
+    vocabulary=16_000_000,
     batch=1024,
-    turns=4,
-    turn_visits=10,
-    epoch_seconds=6,
+    turns=6,
+    turn_visits=3,
+    epoch_seconds=8,
     features=2,
 )
-TINY = replace(QUICK, name="tiny", samples=5120, vocabulary=2_000_000, turns=2, epoch_seconds=1, features=8)
+TINY = replace(QUICK, name="tiny", samples=5120, vocabulary=2_000_000, turn_visits=6, turns=3, epoch_seconds=1, features=8)
 
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:

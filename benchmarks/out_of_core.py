@@ -5,7 +5,7 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: half an epoch, one or three in memory, the same over the tiers, the bare disk. Both trainings go on where they were and
+turns: a sixth of an epoch, one or three in memory, the same over the tiers, the bare disk. Both trainings go on where they were and
 rest in between, so a slow minute of the machine meets both. The store's pages are dropped from the page cache after
 every visit.
 
@@ -73,6 +73,9 @@ DEMANDS = (
 )
 
 
+BARE_EPOCHS = 8
+"""Measured on the bare disk, in equal parts behind the turns, one at least."""
+
 NAMES = dict(zip(("low", "mid", "high"), DEMANDS, strict=True))
 
 
@@ -109,7 +112,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
                 _say(f"turn {turn + 1} of {size.turns}")
                 times.memory.append(memory.advance(size.turn_visits) * size.passes / size.turn_visits)
                 times.tiered.append(tiered.advance(size.turn_visits) * size.passes / size.turn_visits)
-                times.bare += [disk.seconds(work) for _ in range(2)]
+                times.bare += [disk.seconds(work) for _ in range(max(1, BARE_EPOCHS // size.turns))]
             figures = _figures(size, tiered, times, work) | _facts(passes, plans, memory, tiered)
         finally:
             memory.close()
@@ -126,7 +129,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of an epoch: in memory and over the tiers one for each turn, on the bare disk two."""
+    """Seconds of an epoch: in memory and over the tiers one for each turn."""
 
     memory: list[float] = field(default_factory=list)
     tiered: list[float] = field(default_factory=list)
