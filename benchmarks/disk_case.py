@@ -77,7 +77,17 @@ QUICK = Size(
     epoch_seconds=8,
     features=2,
 )
-TINY = replace(QUICK, name="tiny", samples=5120, vocabulary=2_000_000, turn_visits=6, turns=3, epoch_seconds=1, features=8)
+TINY = replace(
+    QUICK,
+    name="tiny",
+    passes=20,
+    samples=5120,
+    vocabulary=2_000_000,
+    features=8,
+    turns=2,
+    turn_visits=10,
+    epoch_seconds=1,
+)
 
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:

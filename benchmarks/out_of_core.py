@@ -5,9 +5,9 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: a sixth of an epoch, one or three in memory, the same over the tiers, the bare disk. Both trainings go on where they were and
-rest in between, so a slow minute of the machine meets both. The store's pages are dropped from the page cache after
-every visit.
+turns: a sixth of an epoch, one or three in memory, the same over the tiers, the bare disk. Both trainings go on where
+they were and rest in between, so a slow minute of the machine meets both. The store's pages are dropped from the page
+cache after every visit.
 
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
 throughput_ratio = tiered samples/s / in-memory samples/s, the median over turns
