@@ -72,9 +72,9 @@ QUICK = Size(
     samples=40_960,
     vocabulary=16_000_000,
     batch=1024,
-    turns=6,
-    turn_visits=3,
-    epoch_seconds=8,
+    turns=3,
+    turn_visits=6,
+    epoch_seconds=7,
     features=2,
 )
 TINY = replace(

@@ -46,8 +46,10 @@ class Training:
         self.model, self._loss_of = Net(cache, width), nn.BCEWithLogitsLoss()
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=DENSE_RATE)
         cache.track(model=self.model, optimizer=self._optimizer)
-        self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=size.epochs))
+        self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=size.epochs + 1))
         self._visit: Visit | None = None
+        """The visit after the last that is trained is brought in as well: the last turn moves as much as the others."""
+        self.rest_seconds = 0.0
 
     def advance(self, visits: int) -> float:
         """Train some visits and return their seconds; the first epoch of all leaves the dense part out."""
@@ -63,7 +65,9 @@ class Training:
                 self._optimizer.step()
                 self._optimizer.zero_grad()
             self._visit = next(self._visits, None)
+        trained = time.perf_counter()
         self.rest()
+        self.rest_seconds = time.perf_counter() - trained
         return time.perf_counter() - begun
 
     def at_visit(self) -> None:
@@ -122,7 +126,12 @@ class TieredTraining(Training):
     @property
     def warm_reports(self) -> list[VisitReport]:
         """Of the visits of all epochs but the first."""
-        return [r for r in self.cache.reports if r.epoch >= 1]
+        return [r for r in self.trained_reports if r.epoch >= 1]
+
+    @property
+    def trained_reports(self) -> list[VisitReport]:
+        """Of all visits that were trained."""
+        return [r for r in self.cache.reports if r.epoch < self.size.epochs]
 
     @property
     def file_bytes(self) -> int:

@@ -5,7 +5,7 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: a sixth of an epoch, one or three in memory, the same over the tiers, the bare disk. Both trainings go on where
+turns: some visits or epochs in memory, the same over the tiers, the bare disk. Both trainings go on where
 they were and rest in between, so a slow minute of the machine meets both. The store's pages are dropped from the page
 cache after every visit.
 
@@ -13,6 +13,7 @@ demand = seconds that the bare disk takes for an epoch's reads and writes / seco
 throughput_ratio = tiered samples/s / in-memory samples/s, the median over turns
 bound_ratio = max(in-memory seconds, bare disk's seconds) / tiered wall seconds, the median over turns
 wait_fraction = (waits + pack + unpack + commit) of the training thread / tiered wall seconds
+rest_fraction = what turns take at their ends, until nothing goes on beside the training / tiered wall seconds
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
                 _say(f"turn {turn + 1} of {size.turns}")
                 times.memory.append(memory.advance(size.turn_visits) * size.passes / size.turn_visits)
                 times.tiered.append(tiered.advance(size.turn_visits) * size.passes / size.turn_visits)
+                times.rests.append(tiered.rest_seconds)
                 times.bare += [disk.seconds(work) for _ in range(max(1, BARE_EPOCHS // size.turns))]
             figures = _figures(size, tiered, times, work) | _facts(passes, plans, memory, tiered)
         finally:
@@ -134,6 +136,8 @@ class Times:
     memory: list[float] = field(default_factory=list)
     tiered: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
+    rests: list[float] = field(default_factory=list)
+    """At the ends of turns over the tiers, until nothing goes on beside the training any more."""
 
 
 def _budgets(passes: tc.PassSet) -> tuple[Budgets, int]:
@@ -169,6 +173,7 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
         "throughput_ratio_least": min(m / t for m, t in pairs),
         "throughput_ratio_most": max(m / t for m, t in pairs),
         "bound_ratio": middle(max(m, bare) / t for m, t in pairs),
+        "rest_fraction": sum(times.rests) / whole,
         "wait_fraction": (sum(waits.values()) + sum(works.values())) / whole,
         **{f"wait_{name}_fraction": seconds / whole for name, seconds in waits.items()},
         **{f"{name}_fraction": seconds / whole for name, seconds in works.items()},
@@ -219,7 +224,7 @@ def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Training, tie
         "rows_kept": sum(r.rows_kept for r in reports),
         "rows_from_host": sum(r.rows_from_host for r in reports),
         "rows_written": sum(r.rows_written for r in reports),
-        "planned_equals_measured": all(r.planned_equals_measured for r in tiered.cache.reports),
+        "planned_equals_measured": all(r.planned_equals_measured for r in tiered.trained_reports),
         "bits_equal": same_bits(memory, tiered),
     }
 
@@ -235,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see benchmarks.disk_window")
     parser.add_argument("--dry", action="store_true", help="cuda without a GPU: all of it, at the smallest size")
     parser.add_argument("--prepare", action="store_true", help="cuda: write data and store, and end")
-    parser.add_argument("--demand", choices=tuple(NAMES), help="cuda: measure one; all where not given")
+    parser.add_argument("--demand", choices=tuple(NAMES), help="measure one; all where not given")
     options = parser.parse_args(given)
     if options.device == "cuda" or options.dry:
         on_a_gpu(options, given)
@@ -253,13 +258,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
     try:
         record |= {"size": size.name, "file_system": file_system(folder), "threads": torch.get_num_threads()}
-        for demand in DEMANDS[: 1 if size is not FULL else None]:
+        demands = (
+            [DEMANDS[0]] if size is not FULL else [d for name, d in NAMES.items() if options.demand in (None, name)]
+        )
+        for demand in demands:
             figures = measure(demand, size, folder)
             record |= {f"{key}{demand.suffix}": value for key, value in figures.items()}
     finally:
         shutil.rmtree(folder if options.folder is None else folder / "store.tc", ignore_errors=True)
     record["benchmark_seconds"] = time.perf_counter() - begun
-    console.print(_table(record, DEMANDS[: 1 if size is not FULL else None]))
+    console.print(_table(record, demands))
     report(record, [g for g in GOALS if g.key in record], title="what was promised", path=options.json)
 
 
@@ -312,9 +320,9 @@ def _table(record: dict[str, Any], demands: Sequence[Demand]) -> Table:
     for name in (
         "dense_width", "table_bytes", "device_budget_bytes", "host_budget_bytes", "in_memory_seconds", "tiered_seconds",
         "raw_seconds", "raw_bytes_per_second", "store_bytes_read", "store_bytes_written", "throughput_ratio",
-        "bound_ratio", "wait_fraction", "wait_store_fraction", "wait_durable_fraction", "wait_room_fraction",
-        "pack_fraction", "unpack_fraction", "commit_fraction", "rows_needed", "rows_kept", "rows_from_host",
-        "rows_read", "rows_read_optimal", "bytes_read_per_useful_byte",
+        "bound_ratio", "rest_fraction", "wait_fraction", "wait_store_fraction", "wait_durable_fraction",
+        "wait_room_fraction", "pack_fraction", "unpack_fraction", "commit_fraction", "rows_needed", "rows_kept",
+        "rows_from_host", "rows_read", "rows_read_optimal", "bytes_read_per_useful_byte",
         "bytes_read_per_useful_byte_device", "planned_equals_measured", "bits_equal",
     ):  # fmt: skip
         values = [record[name + demand.suffix] for demand in demands]

@@ -71,7 +71,7 @@ class PieceTable:
             raise ValueError(
                 f"{len(data)} arrays, {first.size} first places and cuts {cuts.tolist()} do not fit {rows.size} pieces."
             )
-        if not rows.size:
+        if not rows.any():
             return
         if _LEAST(first) < 0:
             raise ValueError(f"the pieces begin at place {_LEAST(first)}: places are counted from 0.")
@@ -89,7 +89,7 @@ class PieceTable:
         np.cumsum(rows, out=so_far[1:])
         place = (first - so_far[cuts[:-1]]).repeat(counts) + so_far[:-1]
         self._address.append(address.repeat(counts) + 4 * offset)
-        self._rows.append(rows)
+        self._rows.append(rows.copy())
         self._first.append(place)
         self._owners += [memory.owner for memory in memories]
         self.writable &= all(memory.writable for memory in memories)

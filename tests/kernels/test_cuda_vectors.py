@@ -224,11 +224,11 @@ def test_rows_of_whole_words_are_packed_and_unpacked(
     first, offset, size = pieces_of(sizes, row_words, 3)
     slots, order_of = rng.permutation(num_rows + 3).astype(np.int32), np.arange(num_rows, dtype=np.int32)[::-1].copy()
     here, wanted = rows.Pieces(row_words), np.zeros(size, F4)
-    here.add(0, first, offset, wanted)
+    here.add(0, np.diff(first), offset, wanted)
     rows.pack(tuple(fields), slots, order_of, here)
     placed = [Vectors(device.place(fields[0]), dim, dtype).words, *(device.place(field) for field in fields[1:])]
     there, out = cuda_rows.Pieces(device, row_words), device.place(np.zeros(size, F4))
-    there.add(0, first, offset, out)
+    there.add(0, np.diff(first), offset, out)
     cuda_rows.pack(device, placed, device.place(slots), device.place(order_of), there)
     assert device.read(out).tobytes() == wanted.tobytes()
     back = [device.place(np.zeros_like(field)) for field in fields]

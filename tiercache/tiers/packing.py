@@ -55,10 +55,10 @@ class Packer:
     def target(self, stream: Stream, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> Target:
         """Lay out the pieces of neighbouring blocks, given by their bytes. Any thread."""
         pieces, cuts = self._mover.pieces(stream.row_bytes // 4), stream.block_piece_B[first_block:][: len(blocks) + 1]
-        first_row = stream.piece_first_row_P[cuts].tolist()
-        first, last = first_row[0], first_row[-1]
-        bounds = zip(first_row, pairwise(cuts.tolist()), blocks, strict=False)
-        _add_runs(pieces, [_Run(row - first, stream, low, high, data) for row, (low, high), data in bounds])
+        *first_row, last = stream.piece_first_row_P[cuts].tolist()
+        first = first_row[0] if first_row else last
+        of_blocks = zip(first_row, pairwise(cuts.tolist()), blocks, strict=True)
+        _add_runs(pieces, [_Run(row - first, stream, low, high, data) for row, (low, high), data in of_blocks])
         return Target(first, last, pieces)
 
     def pack(self, group: int, order: NDArray[np.int32] | None, target: Target) -> None:
@@ -178,6 +178,7 @@ class _Run(NamedTuple):
 
 def _add_runs(pieces: Pieces, runs: Sequence[_Run]) -> None:
     """Add all at once: a visit has many, and each call takes the interpreter from the training."""
+    runs = [run for run in runs if run.low < run.high]
     if not runs:
         return
     rows = np.concatenate([run.stream.piece_rows_P[run.low : run.high] for run in runs])
