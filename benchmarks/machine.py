@@ -72,10 +72,20 @@ class Elsewhere(Goal):
         return "not measured" if value is None else "no verdict"
 
 
+def _without_places(arguments: Sequence[str]) -> Iterator[str]:
+    """Leave out where figures go and where data lies, which is different on every machine."""
+    left = iter(arguments)
+    for argument in left:
+        if argument in ("--json", "--folder"):
+            next(left, None)
+        elif not argument.startswith(("--json=", "--folder=")):
+            yield argument
+
+
 def environment(module: str, arguments: Sequence[str], packages: Iterable[str]) -> dict[str, Any]:
-    """Return command, date, hardware and versions as flat JSON values."""
+    """Return command, date, hardware and versions as flat JSON values; of the command no places of files."""
     record: dict[str, Any] = {
-        "command": " ".join(["python -m", module, *arguments]),
+        "command": " ".join(["python -m", module, *_without_places(arguments)]),
         "date": dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),

@@ -34,6 +34,8 @@ def figures(module: str, folder: Path, *options: str) -> dict[str, Any]:
     assert "what was promised" in done.stdout
     found: dict[str, Any] = json.loads(path.read_text())
     assert not [key for key, value in found.items() if isinstance(value, dict | list)]
+    assert found["command"].split()[:4] == ["python", "-m", module, "--tiny"]
+    assert str(folder) not in found["command"]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,8 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
     script = script.replace("tiercache.KEYBATCH", KeyBatch.__module__)
     program = tmp_path / "tiny.py"
     program.write_text(script)
-    printed = run(str(home / "bin" / "python"), str(program), str(tmp_path), cwd=tmp_path)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name a checkout
+    printed = run(str(home / "bin" / "python"), str(program), str(tmp_path), cwd=tmp_path, env=outside)
     assert printed.strip().endswith("trained")
 
 
