@@ -5,9 +5,9 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: some visits or epochs in memory, the same over the tiers, the bare disk. Both trainings go on where
-they were and rest in between, so a slow minute of the machine meets both. The store's pages are dropped from the page
-cache after every visit.
+turns: some visits or epochs in memory, the same over the tiers (in every other turn first), the bare disk. Both
+trainings go on where they were and rest in between, so a slow minute of the machine meets both. The store's pages are
+dropped from the page cache after every visit.
 
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
 throughput_ratio = tiered samples/s / in-memory samples/s, the median over turns
@@ -111,8 +111,9 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
             work = replay(tiered.state_bytes)
             for turn in range(size.turns):
                 _say(f"turn {turn + 1} of {size.turns}")
-                times.memory.append(memory.advance(size.turn_visits) * size.passes / size.turn_visits)
-                times.tiered.append(tiered.advance(size.turn_visits) * size.passes / size.turn_visits)
+                both: list[tuple[list[float], Training]] = [(times.memory, memory), (times.tiered, tiered)]
+                for seconds, training in both if turn % 2 == 0 else reversed(both):
+                    seconds.append(training.advance(size.turn_visits) * size.passes / size.turn_visits)
                 times.rests.append(tiered.rest_seconds)
                 times.bare += [disk.seconds(work) for _ in range(max(1, BARE_EPOCHS // size.turns))]
             figures = _figures(size, tiered, times, work) | _facts(passes, plans, memory, tiered)
