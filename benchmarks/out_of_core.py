@@ -247,6 +247,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         on_a_gpu(options, given)
         return
 
+    if options.demand not in (None, "low") and (options.quick or options.tiny):
+        parser.error(
+            f"--demand {options.demand} is for the full size: --quick and --tiny measure the lowest demand only"
+        )
+
     import torch
 
     from benchmarks.disk_case import FULL, QUICK, TINY
