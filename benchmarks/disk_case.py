@@ -59,11 +59,11 @@ class Size:
 FULL = Size(
     name="full",
     passes=24,
-    samples=98_304,
-    vocabulary=16_000_000,
+    samples=196_608,
+    vocabulary=32_000_000,
     batch=4096,
-    turns=4,
-    turn_visits=24,
+    turns=24,
+    turn_visits=2,
     epoch_seconds=120,
 )
 QUICK = Size(
@@ -72,8 +72,8 @@ QUICK = Size(
     samples=40_960,
     vocabulary=16_000_000,
     batch=1024,
-    turns=3,
-    turn_visits=6,
+    turns=18,
+    turn_visits=1,
     epoch_seconds=7,
     features=2,
 )
@@ -84,8 +84,8 @@ TINY = replace(
     samples=5120,
     vocabulary=2_000_000,
     features=8,
-    turns=2,
-    turn_visits=10,
+    turns=4,
+    turn_visits=5,
     epoch_seconds=1,
 )
 

@@ -47,28 +47,31 @@ class Training:
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=DENSE_RATE)
         cache.track(model=self.model, optimizer=self._optimizer)
         self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=size.epochs + 1))
-        self._visit: Visit | None = None
-        """The visit after the last that is trained is brought in as well: the last turn moves as much as the others."""
         self.rest_seconds = 0.0
 
     def advance(self, visits: int) -> float:
-        """Train some visits and return their seconds; the first epoch of all leaves the dense part out."""
-        if self._visit is None:
-            self._visit = next(self._visits)
+        """Train some visits and return their seconds; the first epoch of all leaves the dense part out.
+
+        From the switch to the first of them to the last batch of the last, so that what goes on beside a visit has the
+        whole visit for it: the dump of the visit before, and the load of the one after.
+        """
         begun = time.perf_counter()
         for _ in range(visits):
-            assert self._visit is not None, "all visits were trained"
+            visit = next(self._visits)
             self.at_visit()
-            light = self._visit.epoch == 0
-            for batch in self._visit.batches(self.size.batch, shuffle=True):
-                self._loss_of(self.model(batch, light=light), batch.label).backward()
+            for batch in visit.batches(self.size.batch, shuffle=True):
+                self._loss_of(self.model(batch, light=visit.epoch == 0), batch.label).backward()
                 self._optimizer.step()
                 self._optimizer.zero_grad()
-            self._visit = next(self._visits, None)
         trained = time.perf_counter()
         self.rest()
         self.rest_seconds = time.perf_counter() - trained
         return time.perf_counter() - begun
+
+    def finish(self) -> None:
+        """Have the last visit written too."""
+        next(self._visits)
+        self.rest()
 
     def at_visit(self) -> None:
         """Do what is due before a visit's first batch."""
@@ -86,7 +89,7 @@ class TieredTraining(Training):
 
     Reads are then cold: a load of visit t comes from dumps that were durable before t - 1 began. A thread drops the
     pages, so that it takes its time from reader and writer. A turn ends when its last dump is durable and the visit
-    after it is staged, so all that a turn moves is moved in its seconds.
+    after it is staged, so as many dumps and loads as it has visits are made in its seconds, from begin to end.
     """
 
     cache: tc.TierCache

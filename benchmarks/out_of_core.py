@@ -74,8 +74,8 @@ DEMANDS = (
 )
 
 
-BARE_EPOCHS = 8
-"""Measured on the bare disk, in equal parts behind the turns, one at least."""
+BARE_EPOCHS = 6
+"""Measured on the bare disk: one behind each turn, or one behind each so many where there are more turns."""
 
 NAMES = dict(zip(("low", "mid", "high"), DEMANDS, strict=True))
 
@@ -115,7 +115,9 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
                 for seconds, training in both if turn % 2 == 0 else reversed(both):
                     seconds.append(training.advance(size.turn_visits) * size.passes / size.turn_visits)
                 times.rests.append(tiered.rest_seconds)
-                times.bare += [disk.seconds(work) for _ in range(max(1, BARE_EPOCHS // size.turns))]
+                if turn * BARE_EPOCHS % size.turns < BARE_EPOCHS:
+                    times.bare.append(disk.seconds(work))
+            tiered.finish()
             figures = _figures(size, tiered, times, work) | _facts(passes, plans, memory, tiered)
         finally:
             memory.close()
