@@ -119,14 +119,17 @@ class BareDisk:
     """Two files on the store's file system, one to read and one to write."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
+        """Write both, of so many whole pages."""
         self._paths = folder / "raw.read", folder / "raw.write", folder / "raw.records"
         self._data = memoryview(mmap.mmap(-1, 8 << 20))
         self._data[:] = np.random.default_rng(1).bytes(len(self._data))
         for path in self._paths[:2]:
-            with path.open("wb", buffering=0) as file:
-                for offset in range(0, num_bytes, len(self._data)):
-                    file.write(self._data[: min(len(self._data), num_bytes - offset)])
-                os.fsync(file.fileno())
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+            done = 0
+            while done < num_bytes:
+                done += os.pwrite(handle, self._data[: min(len(self._data), num_bytes - done)], done)
+            os.fsync(handle)
+            os.close(handle)
 
     def __enter__(self) -> BareDisk:
         return self

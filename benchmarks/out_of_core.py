@@ -6,12 +6,13 @@ The same model is trained on the same batches twice: with every row in memory, a
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
 turns: some visits or epochs in memory, the same over the tiers (in every other turn first), the bare disk. Both
-trainings go on where they were and rest in between, so a slow minute of the machine meets both. The store's pages are
-dropped from the page cache after every visit.
+trainings go on where they were and rest in between, so a slow second of the machine meets both. Times of some turns
+together are a repeat, and medians over repeats are reported; --quick has one. The store's pages are dropped from the
+page cache after every visit.
 
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
-throughput_ratio = tiered samples/s / in-memory samples/s, the median over turns
-bound_ratio = max(in-memory seconds, bare disk's seconds) / tiered wall seconds, the median over turns
+throughput_ratio = tiered samples/s / in-memory samples/s
+bound_ratio = max(in-memory seconds, bare disk's seconds) / tiered wall seconds
 wait_fraction = (waits + pack + unpack + commit) of the training thread / tiered wall seconds
 rest_fraction = what turns take at their ends, until nothing goes on beside the training / tiered wall seconds
 """
@@ -74,7 +75,7 @@ DEMANDS = (
 )
 
 
-BARE_EPOCHS = 6
+BARE_EPOCHS = 4
 """Measured on the bare disk: one behind each turn, or one behind each so many where there are more turns."""
 
 NAMES = dict(zip(("low", "mid", "high"), DEMANDS, strict=True))
@@ -166,15 +167,17 @@ def _width(passes: tc.PassSet, size: Size, raw_seconds: float, target: float) ->
 
 def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> dict[str, Any]:
     """Return times and what follows from them."""
-    memory, wall, bare = (middle(seconds) for seconds in (times.memory, times.tiered, times.bare))
-    pairs = list(zip(times.memory, times.tiered, strict=True))
+    bare = middle(times.bare)
+    pairs = list(zip(_means(times.memory, size.repeats), _means(times.tiered, size.repeats), strict=True))
+    memory, wall = (middle(seconds) for seconds in zip(*pairs, strict=True))
+    turns = [m / t for m, t in zip(times.memory, times.tiered, strict=True)]
     reports, whole = tiered.warm_reports, sum(times.tiered) * size.turn_visits / size.passes
     waits = {name: _seconds(reports, name) for name in ("store", "durable", "room")}
     works = {name: _seconds(reports, name) for name in ("pack", "unpack", "commit")}
     return {
         "throughput_ratio": middle(m / t for m, t in pairs),
-        "throughput_ratio_least": min(m / t for m, t in pairs),
-        "throughput_ratio_most": max(m / t for m, t in pairs),
+        "throughput_ratio_least_turn": min(turns),
+        "throughput_ratio_most_turn": max(turns),
         "bound_ratio": middle(max(m, bare) / t for m, t in pairs),
         "rest_fraction": sum(times.rests) / whole,
         "wait_fraction": (sum(waits.values()) + sum(works.values())) / whole,
@@ -200,8 +203,15 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
         "samples_per_epoch": size.epoch_samples,
         "visits_per_epoch": size.passes,
         "turns": size.turns,
+        "repeats": size.repeats,
         "epochs_measured": size.epochs - 1,
     }
+
+
+def _means(seconds: Sequence[float], repeats: int) -> list[float]:
+    """Return the mean over the turns of each repeat."""
+    size = len(seconds) // repeats
+    return [sum(seconds[i : i + size]) / size for i in range(0, size * repeats, size)]
 
 
 def _seconds(reports: Sequence[VisitReport], name: str) -> float:
