@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,7 +45,14 @@ class Size:
     features: int = 8
     dim: int = 64
     repeats: int = 1
-    """Times that the whole is measured: turns are divided among them, and medians over them are reported."""
+    """Turns are divided among so many, and medians over them are reported."""
+
+    def __post_init__(self) -> None:
+        if self.turns % self.repeats or self.turns * self.turn_visits % self.passes:
+            raise ValueError(
+                f"{self.turns} turns of {self.turn_visits} visits are not whole repeats, {self.repeats} of them, and "
+                f"whole epochs of {self.passes}"
+            )
 
     @property
     def epoch_samples(self) -> int:
@@ -106,7 +113,8 @@ def schema_of(size: Size, optimizer: str) -> tc.Schema:
 
 def pass_set(folder: Path, size: Size, optimizer: str) -> tc.PassSet:
     """Open the pass set of a size in ``folder``, or write it there."""
-    name = hashlib.sha256(repr((asdict(size), optimizer)).encode()).hexdigest()[:12]
+    facts = (size.passes, size.samples, size.vocabulary, size.features, size.dim, "ranks")
+    name = hashlib.sha256(repr((facts, optimizer)).encode()).hexdigest()[:12]
     path = folder / f"passes-{size.name}-{optimizer}-{name}"
     if not path.exists():
         unfinished = path.with_suffix(".part")

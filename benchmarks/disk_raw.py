@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -119,7 +120,7 @@ class BareDisk:
     """Two files on the store's file system, one to read and one to write."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        """Write both, of so many whole pages."""
+        """Write both, of so many bytes: whole pages."""
         self._paths = folder / "raw.read", folder / "raw.write", folder / "raw.records"
         self._data = memoryview(mmap.mmap(-1, 8 << 20))
         self._data[:] = np.random.default_rng(1).bytes(len(self._data))
@@ -153,17 +154,16 @@ class BareDisk:
         for path in self._paths[:2]:
             drop_cache(path)
         start = threading.Barrier(3)
-        workers = [
-            threading.Thread(target=self._read, args=(replay.reads, start, memory)),
-            threading.Thread(target=self._write, args=(replay.commits, start, memory, blocks)),
-        ]
-        for worker in workers:
-            worker.start()
-        start.wait()
-        begun = time.perf_counter()
-        for worker in workers:
-            worker.join()
-        seconds = time.perf_counter() - begun
+        with ThreadPoolExecutor(2) as threads:
+            work = [
+                threads.submit(self._read, replay.reads, start, memory),
+                threads.submit(self._write, replay.commits, start, memory, blocks),
+            ]
+            start.wait()
+            begun = time.perf_counter()
+            for one in work:
+                one.result()
+            seconds = time.perf_counter() - begun
         if fresh:
             blocks.unlink()
         return seconds
@@ -179,7 +179,10 @@ class BareDisk:
             done, size = 0, paged(span.offset + span.size) - first
             at = at if at + size <= len(room) else 0
             while done < size:
-                done += os.preadv(handle, [room[at + done : at + size]], first + done)
+                count = os.preadv(handle, [room[at + done : at + size]], first + done)
+                if count == 0:
+                    raise ValueError(f"{self._paths[0]} ends before byte {first + size:,}, which is to be read")
+                done += count
             at += size
         os.close(handle)
 

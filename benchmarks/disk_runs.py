@@ -52,8 +52,8 @@ class Training:
     def advance(self, visits: int) -> float:
         """Train some visits and return their seconds; the first epoch of all leaves the dense part out.
 
-        From the switch to the first of them to the last batch of the last, so that what goes on beside a visit has the
-        whole visit for it: the dump of the visit before, and the load of the one after.
+        From the switch to the first of them until the last batch of the last is trained and nothing goes on beside it
+        any more: the dump of the visit before, and the load of the one after, have a whole visit for it.
         """
         begun = time.perf_counter()
         for _ in range(visits):

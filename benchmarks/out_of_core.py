@@ -5,7 +5,7 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: some visits or epochs in memory, the same over the tiers (in every other turn first), the bare disk. Both
+turns: some visits in memory, the same over the tiers (in every other turn first), the bare disk. Both
 trainings go on where they were and rest in between, so a slow second of the machine meets both. Times of some turns
 together are a repeat, and medians over repeats are reported; --quick has one. The store's pages are dropped from the
 page cache after every visit.
@@ -13,7 +13,8 @@ page cache after every visit.
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
 throughput_ratio = tiered samples/s / in-memory samples/s
 bound_ratio = max(in-memory seconds, bare disk's seconds) / tiered wall seconds
-wait_fraction = (waits + pack + unpack + commit) of the training thread / tiered wall seconds
+wait_fraction = (waits, those at the ends of turns too, + pack + unpack + commit) of the training thread / tiered
+wall seconds
 rest_fraction = what turns take at their ends, until nothing goes on beside the training / tiered wall seconds
 """
 
@@ -65,18 +66,21 @@ class Demand:
     """The demand that the dense part's width is chosen for; None: no dense part."""
     optimizer: str
     longer_turns: int = 1
-    """Where visits are short turns have more: what is left to be written when one ends counts once a turn."""
+    """Where visits are short turns have more of them, and more is measured."""
 
 
 DEMANDS = (
     Demand(suffix="", target=0.05, optimizer="adagrad"),
-    Demand(suffix="_mid", target=0.5, optimizer="adagrad", longer_turns=3),
+    Demand(suffix="_mid", target=0.5, optimizer="adam", longer_turns=3),
     Demand(suffix="_high", target=None, optimizer="adam", longer_turns=3),
 )
 
 
 BARE_EPOCHS = 4
 """Measured on the bare disk: one behind each turn, or one behind each so many where there are more turns."""
+
+KINDS = {"wait_": ("store", "durable", "room"), "": ("pack", "unpack", "commit")}
+"""What keeps the training thread at a switch, by the prefix of its keys."""
 
 NAMES = dict(zip(("low", "mid", "high"), DEMANDS, strict=True))
 
@@ -167,22 +171,26 @@ def _width(passes: tc.PassSet, size: Size, raw_seconds: float, target: float) ->
 
 def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> dict[str, Any]:
     """Return times and what follows from them."""
+    from benchmarks.window import AT_RATE
+
     bare = middle(times.bare)
-    pairs = list(zip(_means(times.memory, size.repeats), _means(times.tiered, size.repeats), strict=True))
+    pairs = list(zip(means(times.memory, size.repeats), means(times.tiered, size.repeats), strict=True))
     memory, wall = (middle(seconds) for seconds in zip(*pairs, strict=True))
     turns = [m / t for m, t in zip(times.memory, times.tiered, strict=True)]
     reports, whole = tiered.warm_reports, sum(times.tiered) * size.turn_visits / size.passes
-    waits = {name: _seconds(reports, name) for name in ("store", "durable", "room")}
-    works = {name: _seconds(reports, name) for name in ("pack", "unpack", "commit")}
+    first = len(tiered.trained_reports) - len(reports)
+    ending = tiered.trained_reports[first - 1 : -1]  # a turn begins with the end of the visit before its first
+    switches = {name: _seconds((ending, reports)[which], name) for name, which in AT_RATE.items()}
     return {
         "throughput_ratio": middle(m / t for m, t in pairs),
         "throughput_ratio_least_turn": min(turns),
         "throughput_ratio_most_turn": max(turns),
+        "in_memory_turns": " ".join(f"{seconds:.3f}" for seconds in times.memory),
+        "tiered_turns": " ".join(f"{seconds:.3f}" for seconds in times.tiered),
         "bound_ratio": middle(max(m, bare) / t for m, t in pairs),
         "rest_fraction": sum(times.rests) / whole,
-        "wait_fraction": (sum(waits.values()) + sum(works.values())) / whole,
-        **{f"wait_{name}_fraction": seconds / whole for name, seconds in waits.items()},
-        **{f"{name}_fraction": seconds / whole for name, seconds in works.items()},
+        "wait_fraction": (sum(times.rests) + sum(switches.values())) / whole,
+        **{f"{prefix}{name}_fraction": switches[name] / whole for prefix, names in KINDS.items() for name in names},
         "demand": bare / memory,
         "in_memory_seconds": memory,
         "tiered_seconds": wall,
@@ -208,7 +216,7 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
     }
 
 
-def _means(seconds: Sequence[float], repeats: int) -> list[float]:
+def means(seconds: Sequence[float], repeats: int) -> list[float]:
     """Return the mean over the turns of each repeat."""
     size = len(seconds) // repeats
     return [sum(seconds[i : i + size]) / size for i in range(0, size * repeats, size)]

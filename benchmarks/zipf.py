@@ -1,4 +1,4 @@
-"""Skewed ids: rank k of V is drawn with probability proportional to k ** -exponent, and ranks are permuted."""
+"""Skewed ids: rank k of V is drawn with probability proportional to k ** -exponent."""
 
 from __future__ import annotations
 

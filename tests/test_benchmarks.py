@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from benchmarks.disk_case import QUICK
 from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal
+from benchmarks.out_of_core import means
 from benchmarks.synthetic_case import MODELS, TINY, Data
 
 if TYPE_CHECKING:
@@ -50,6 +53,9 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
     assert_has(found, SAID)
     assert_has(found, ("throughput_ratio", "bound_ratio", "wait_fraction", "demand", "raw_bytes_per_second"))
     assert_has(found, ("bytes_read_per_useful_byte", "in_memory_seconds", "tiered_seconds", "store_bytes"))
+    memory, tiered = ([float(s) for s in found[f"{name}_turns"].split()] for name in ("in_memory", "tiered"))
+    assert len(memory) == len(tiered) == found["turns"]
+    assert found["throughput_ratio"] == pytest.approx(sum(memory) / sum(tiered), rel=0.01)
     assert found["planned_equals_measured"] is True
     assert found["bits_equal"] is True
     assert 0 < found["rows_read_optimal"] <= found["rows_read"] <= 1.01 * found["rows_read_optimal"]
@@ -59,6 +65,15 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
     assert found["device_bytes"] <= found["device_budget_bytes"]
     assert found["host_bytes_peak"] <= found["host_budget_bytes"]
     assert found["store_bytes_read"] == found["rows_read"] * found["row_bytes"]
+
+
+def test_a_repeat_of_out_of_core_is_some_turns_and_no_turn_is_left_over() -> None:
+    """Means are those of each repeat's turns; sizes whose turns are no whole repeats or epochs are refused."""
+    assert means([1, 3, 5, 8], 2) == [2, 6.5]
+    with pytest.raises(ValueError, match="not whole repeats, 3 "):
+        replace(QUICK, repeats=3)
+    with pytest.raises(ValueError, match="whole epochs of 16"):
+        replace(QUICK, turns=15)
 
 
 def test_the_exchange_benchmark_moves_hardly_a_byte_too_many(tmp_path: Path) -> None:
