@@ -153,7 +153,7 @@ class BareDisk:
             blocks.touch()
         for path in self._paths[:2]:
             drop_cache(path)
-        start = threading.Barrier(3)
+        start = threading.Barrier(3, timeout=60)  # one that cannot open its file never comes
         with ThreadPoolExecutor(2) as threads:
             work = [
                 threads.submit(self._read, replay.reads, start, memory),

@@ -5,10 +5,10 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: some visits in memory, the same over the tiers (in every other turn first), the bare disk. Both
-trainings go on where they were and rest in between, so a slow second of the machine meets both. Times of some turns
-together are a repeat, and medians over repeats are reported; --quick has one. The store's pages are dropped from the
-page cache after every visit.
+turns: some visits in memory, the same over the tiers (in every other turn first), and behind some turns the bare
+disk. Both trainings go on where they were and rest in between, so a slow second of the machine meets both. Times of
+some turns together are a repeat, and medians over repeats are reported; --quick has one. The store's pages are dropped
+from the page cache after every visit.
 
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
 throughput_ratio = tiered samples/s / in-memory samples/s
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from benchmarks.disk_raw import Replay
     from benchmarks.disk_runs import Budgets, TieredTraining, Training
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.tiers.report import VisitReport
 
 GOALS = (
     Goal(key="throughput_ratio", goal=0.97, least=0.93),
@@ -171,7 +170,7 @@ def _width(passes: tc.PassSet, size: Size, raw_seconds: float, target: float) ->
 
 def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> dict[str, Any]:
     """Return times and what follows from them."""
-    from benchmarks.window import AT_RATE
+    from benchmarks.window import switch_seconds
 
     bare = middle(times.bare)
     pairs = list(zip(means(times.memory, size.repeats), means(times.tiered, size.repeats), strict=True))
@@ -180,7 +179,7 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
     reports, whole = tiered.warm_reports, sum(times.tiered) * size.turn_visits / size.passes
     first = len(tiered.trained_reports) - len(reports)
     ending = tiered.trained_reports[first - 1 : -1]  # a turn begins with the end of the visit before its first
-    switches = {name: _seconds((ending, reports)[which], name) for name, which in AT_RATE.items()}
+    switches = switch_seconds(ending, reports)
     return {
         "throughput_ratio": middle(m / t for m, t in pairs),
         "throughput_ratio_least_turn": min(turns),
@@ -220,10 +219,6 @@ def means(seconds: Sequence[float], repeats: int) -> list[float]:
     """Return the mean over the turns of each repeat."""
     size = len(seconds) // repeats
     return [sum(seconds[i : i + size]) / size for i in range(0, size * repeats, size)]
-
-
-def _seconds(reports: Sequence[VisitReport], name: str) -> float:
-    return sum((report.wait_seconds | report.work_seconds).get(name, 0.0) for report in reports)
 
 
 def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Training, tiered: TieredTraining) -> dict[str, Any]:

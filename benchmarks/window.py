@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from tiercache.training.visit import Visit
 
 __all__ = [
-    "AT_RATE", "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "rows_held",
-    "same_rows",
+    "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "rows_held",
+    "same_rows", "switch_seconds",
 ]  # fmt: skip
 
 DATA = "blocks.bin"
 WARM_UP = 2  # warm visits before the window: by then dumps, loads and cached rows are those of any warm visit
 _READ_BYTES, _FILE_BYTES = 4 << 20, 1 << 30
-AT_RATE = {"pack": 0, "commit": 0, "durable": 0, "room": 0, "unpack": 1, "store": 1}
+_AT_RATE = {"pack": 0, "commit": 0, "durable": 0, "room": 0, "unpack": 1, "store": 1}
 """Whose report has the seconds that fall into a window of visits: the visit that ends, or the one that begins."""
 
 
@@ -268,7 +268,7 @@ def figures_of(
     """Return what follows from the seconds of a window; ``folder``: on the store's disk, None for one in memory."""
     reports = run.reports(window)
     ending, beginning = reports[:-1], reports[1:]
-    seconds = {name: _seconds((ending, beginning)[which], name) for name, which in AT_RATE.items()}
+    seconds = switch_seconds(ending, beginning)
     loaded, written = sum(r.bytes_loaded for r in beginning), sum(r.bytes_written_planned for r in ending)
     read = sum(r.bytes_read for r in beginning)
     disk = 0.0 if folder is None else bare_disk_seconds(folder, read, written, window.visits)
@@ -303,8 +303,12 @@ def figures_of(
     }
 
 
-def _seconds(reports: Sequence[VisitReport], name: str) -> float:
-    return sum((report.wait_seconds | report.work_seconds).get(name, 0.0) for report in reports)
+def switch_seconds(ending: Sequence[VisitReport], beginning: Sequence[VisitReport]) -> dict[str, float]:
+    """Return the training thread's seconds in some switches, by cause: of the visits that end and those that begin."""
+    return {
+        name: sum((r.wait_seconds | r.work_seconds).get(name, 0.0) for r in (ending, beginning)[which])
+        for name, which in _AT_RATE.items()
+    }
 
 
 def same_rows(memory: tc.ResidentCache, tiered: tc.TierCache) -> bool:
