@@ -79,7 +79,7 @@ def gradient_start(entry, source):  # type: ignore[no-untyped-def]
 
 @inlined
 def _add_four(pairs, first, last, source, scales, each, d, left, sums, at, fresh):  # type: ignore[no-untyped-def]
-    """Add up to 64 elements of each entry, in four registers, to zeros or to what is there; `left` are left."""
+    """Add 49 to 64 elements of each entry, in four registers, to zeros or to what is there; `left` are left."""
     a = b = c = e = splat(np.float32(0))
     if not fresh:
         a, b = load(sums, at, 16), load(sums, at + 16, 16)
@@ -88,14 +88,30 @@ def _add_four(pairs, first, last, source, scales, each, d, left, sums, at, fresh
         entry = entry_of(pairs, i)
         scale = splat(scales[entry * each])
         begin = gradient_start(entry, source) + d
-        a = a + load(source.flat, begin, left) * scale
-        b = b + load(source.flat, begin + 16, left - 16) * scale
-        c = c + load(source.flat, begin + 32, left - 32) * scale
+        a = a + load(source.flat, begin, 16) * scale
+        b = b + load(source.flat, begin + 16, 16) * scale
+        c = c + load(source.flat, begin + 32, 16) * scale
         e = e + load(source.flat, begin + 48, left - 48) * scale
     store(sums, at, a, 16)
     store(sums, at + 16, b, 16)
     store(sums, at + 32, c, 16)
     store(sums, at + 48, e, 16)
+
+
+@inlined
+def _add_two(pairs, first, last, source, scales, each, d, left, sums, at, fresh):  # type: ignore[no-untyped-def]
+    """Add 17 to 32 elements of each entry, in two registers, as `_add_four`."""
+    a = b = splat(np.float32(0))
+    if not fresh:
+        a, b = load(sums, at, 16), load(sums, at + 16, 16)
+    for i in range(first, last):
+        entry = entry_of(pairs, i)
+        scale = splat(scales[entry * each])
+        begin = gradient_start(entry, source) + d
+        a = a + load(source.flat, begin, 16) * scale
+        b = b + load(source.flat, begin + 16, left - 16) * scale
+    store(sums, at, a, 16)
+    store(sums, at + 16, b, 16)
 
 
 @inlined
@@ -107,12 +123,13 @@ def add_entries(pairs, first, last, source, dim, sums, at, fresh):  # type: igno
     each = min(source.scales.size, 1)  # without scales a single 1 stands for all: no branch in the loops
     scales = source.scales if each else source.one
     d = 0
-    while d + 64 <= dim:
-        _add_four(pairs, first, last, source, scales, each, d, 64, sums, at + d, fresh)
-        d += 64
-    if dim - d > 16:
+    while d + 48 < dim:  # no register is loaded that has nothing in it: it would cost as much as a full one, or more
         _add_four(pairs, first, last, source, scales, each, d, dim - d, sums, at + d, fresh)
-    elif d < dim:
+        d += 64
+    while d + 16 < dim:
+        _add_two(pairs, first, last, source, scales, each, d, dim - d, sums, at + d, fresh)
+        d += 32
+    if d < dim:
         a = splat(np.float32(0))
         if not fresh:
             a = load(sums, at + d, 16)

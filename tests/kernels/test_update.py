@@ -135,7 +135,7 @@ def sums_in_order(slots: NDArray[np.int32], rows: NDArray[np.float32], num_slots
     return out
 
 
-@pytest.mark.parametrize("dim", [1, 3, 16, 64, 130])
+@pytest.mark.parametrize("dim", [1, 3, 16, 17, 32, 40, 50, 64, 96, 130])
 def test_the_order_of_the_sum_is_defined_to_the_last_bit(dim: int) -> None:
     """A row's gradients are added in batch order; above 8192 entries by stretches of 4096."""
     rng = np.random.default_rng(dim)
