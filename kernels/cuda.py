@@ -7,7 +7,8 @@ CuPy is imported when a device is opened or a kernel compiled, never before. Its
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,8 @@ def open_device(
 
     stream: gives the address of the stream to launch on, asked at every launch (torch's current one, so that kernels
     come in order with the model's); the default is CUDA's default stream. allocate: gives memory of so many bytes with
-    `__cuda_array_interface__` (torch's caching allocator); the default is CuPy's pool.
+    `__cuda_array_interface__` for all that lies on the device (torch's caching allocator: what CuPy's own took would be
+    missed by torch, and the other way round); the default is CuPy's pool.
     Raises CudaError with what is missing.
     """
     cupy = _import_cupy()
@@ -255,17 +257,29 @@ class CudaDevice:
             for name in sources():
                 self._module(name)
 
-    def empty(self, size: int, dtype: DTypeLike) -> Any:
-        """Return an uninitialised array of one axis."""
-        dtype = np.dtype(dtype)
+    @contextmanager
+    def _allocating(self) -> Iterator[None]:
+        """Have this thread's arrays made on this device, its stream and its memory."""
         if self._allocate is None:
             with self._device, self._current()[1]:
-                return self._cupy.empty(size, dtype)
-        nbytes = max(size * dtype.itemsize, 1)
-        owner = self._allocate(nbytes)
+                yield
+        else:
+            with self._device, self._current()[1], self._cupy.cuda.using_allocator(self._memory):
+                yield
+
+    def _memory(self, num_bytes: int) -> Any:
+        """Return what ``allocate`` gives, as CuPy's own allocators return theirs."""
+        assert self._allocate is not None
+        num_bytes = max(num_bytes, 1)
+        owner = self._allocate(num_bytes)
         address = owner.__cuda_array_interface__["data"][0]
-        memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner, self._device.id)
-        return self._cupy.ndarray(size, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+        cuda = self._cupy.cuda
+        return cuda.MemoryPointer(cuda.UnownedMemory(address, num_bytes, owner, self._device.id), 0)
+
+    def empty(self, size: int, dtype: DTypeLike) -> Any:
+        """Return an uninitialised array of one axis."""
+        with self._allocating():
+            return self._cupy.empty(size, dtype)
 
     def put(self, array: NDArray[Any]) -> Any:
         """Return a copy on the device, which nobody may write to.
@@ -273,15 +287,14 @@ class CudaDevice:
         The tables of one step are those of the step before where buffers are reused, so recent ones are kept. Large
         ones are those of a switch, and no two switches have the same.
         """
-        with self._device:  # the stream is that of the device which is current
-            pointer, stream = self._current()
         if array.nbytes > _KEPT_BYTES:
-            with self._device, stream:
+            with self._allocating():
                 return self._cupy.asarray(array)
-        key = (pointer, array.tobytes())
+        with self._device:  # the stream is that of the device which is current
+            key = (self._current()[0], array.tobytes())
         with self._tables_lock:
             if key not in self._tables:
-                with self._device, stream:
+                with self._allocating():
                     self._tables[key] = self._cupy.asarray(array)
                 if len(self._tables) > _KEPT_TABLES:
                     self._tables.popitem(last=False)

@@ -11,6 +11,8 @@ A shell that starts a job in the background has it ignore Ctrl-C; tests that pre
 
 A session has one fork server; it imports what is killed in any test, so that a process costs milliseconds.
 
+Processes that tests start import this checkout wherever they run, and what these tests themselves can import.
+
 Files of tests lie in memory, where the system has it: kills lose nothing of it, and nothing waits for a disk. Those of
 tests that are marked "disk" lie on the disk.
 """
@@ -32,6 +34,8 @@ _MEMORY_BYTES = 1 << 30
 """More than the tests that run at the same time have in files."""
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+_FOLDERS = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, _FOLDERS)))
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):  # a sandbox may refuse it, and tests only take longer then
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -16,7 +16,7 @@ from tests.kernels.test_update import update as update_on_cpu
 from tiercache.kernels import cubins, cuda, cuda_gathering, cuda_sorting, cuda_update, jit, launch, update
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -89,7 +89,8 @@ class Cupy:
     """The part of CuPy that a device uses."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
-        self.shim, self.streams, self.uploads = ShimDevice("random"), [0], 0
+        self.shim, self.streams, self.uploads, self.uploaded_bytes = ShimDevice("random"), [0], 0, 0
+        self.allocator: Callable[[int], int] | None = None
         self.nvrtc, self.loaded, self.refuses = Nvrtc(), list[bytes](), False
         attributes = {
             "MultiProcessorCount": 1, "ComputeCapabilityMajor": capability[0], "ComputeCapabilityMinor": capability[1],
@@ -103,7 +104,7 @@ class Cupy:
             Stream=SimpleNamespace(null=self._stream(0), from_external=lambda s: self._stream(s.__cuda_stream__()[1])),
             Module=lambda: Module(self), driver=SimpleNamespace(CUDADriverError=DriverError),
             UnownedMemory=lambda address, nbytes, owner, _: (address, nbytes, owner),
-            MemoryPointer=lambda memory, offset: memory[0] + offset,
+            MemoryPointer=lambda memory, offset: memory[0] + offset, using_allocator=self._using_allocator,
         )  # fmt: skip
 
     def _device(self, index: int, attributes: dict[str, int]) -> Any:
@@ -133,19 +134,32 @@ class Cupy:
         """Copy to the device, as CuPy does with what is not there."""
         if isinstance(array, OnDevice):
             return array
-        assert self.streams[-1] == STREAM
-        self.uploads += 1
-        return self.shim.place(array).view(OnDevice)
+        self.uploads, self.uploaded_bytes = self.uploads + 1, self.uploaded_bytes + array.nbytes
+        there = self.empty(array.size, array.dtype)
+        there[...] = array.reshape(-1)
+        return there.reshape(array.shape)
 
     def asnumpy(self, array: NDArray[Any]) -> NDArray[Any]:
         """Copy from the device."""
         assert self.streams[-1] == STREAM
         return np.array(array)
 
-    def ndarray(self, size: int, dtype: Any, address: int) -> NDArray[Any]:
-        """Return an array over memory that someone else gave."""
-        memory = (ctypes.c_char * (size * np.dtype(dtype).itemsize)).from_address(address)
+    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return an array over memory of the allocator that is in use."""
+        assert self.streams[-1] == STREAM
+        assert self.allocator is not None
+        num_bytes = size * np.dtype(dtype).itemsize
+        memory = (ctypes.c_char * num_bytes).from_address(self.allocator(num_bytes))
         return np.frombuffer(memory, dtype).view(OnDevice)
+
+    @contextmanager
+    def _using_allocator(self, allocator: Callable[[int], int]) -> Iterator[None]:
+        assert self.allocator is None
+        self.allocator = allocator
+        try:
+            yield
+        finally:
+            self.allocator = None
 
 
 class Module:
@@ -205,7 +219,7 @@ def opened(cupy: Cupy) -> Iterator[tuple[cuda.CudaDevice, list[int]]]:
 
 
 def test_a_step_runs_on_the_given_stream_with_memory_of_the_given_allocator(cupy: Cupy) -> None:
-    """Sort and update through the device's own code: the CPU's bits; scratch is all that is taken."""
+    """Sort and update through the device's own code: the CPU's bits; scratch and tables are all that is taken."""
     rng, cols = np.random.default_rng(0), np.zeros(1, np.int64)
     vectors, sums = rng.standard_normal((30, 8)).astype(np.float32), rng.random((30, 8)).astype(np.float32)
     slots, gradient = rng.integers(0, 30, 100).astype(np.int32), rng.standard_normal((100, 8)).astype(np.float32)
@@ -218,7 +232,8 @@ def test_a_step_runs_on_the_given_stream_with_memory_of_the_given_allocator(cupy
         described = cuda_update.one_id_gradients(device, place(gradient).view(OnDevice), cols)
         cuda_update.update_adagrad(device, *fields, pairs, described, scratch, learning_rate=0.1)
         assert all(same_bits(np.array(field), right) for field, right in zip(fields, wanted, strict=True))
-        assert sum(asked) == buffers.nbytes + scratch.nbytes
+        assert cupy.uploaded_bytes
+        assert sum(asked) == buffers.nbytes + scratch.nbytes + cupy.uploaded_bytes
         assert np.array_equal(device.read(pairs), np.array(pairs))
 
 

@@ -46,5 +46,5 @@ def test_parts_killed_at_any_point_stand_at_one_commit(tmp_path: Path, engine: s
 def crash(*options: object) -> subprocess.CompletedProcess[str]:
     """Run the killer in a process of its own, which forks and so must have no thread."""
     command: Sequence[str] = [sys.executable, "-m", "tests.ranks.parts_killer", *map(str, options)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=3000)

@@ -30,7 +30,7 @@ def test_a_rollback_killed_at_any_point_is_made_or_not(tmp_path: Path, engine: s
     if kills is not None:
         options += ["--kills", kills]
     command = [sys.executable, "-m", "tests.ranks.rollback_killer", *map(str, options)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(figures.read_text())

@@ -30,8 +30,7 @@ def crash(*options: object, code: str = "") -> subprocess.CompletedProcess[str]:
     """Run the benchmark, or ``code``, in a process of its own, which forks and so must have no thread."""
     main = ["-c", code] if code else ["-m", "benchmarks.store_crash"]
     command = [sys.executable, *main, *map(str, options)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -97,10 +96,7 @@ def test_lmdb_syncs_its_pages_before_its_root_and_its_root_at_once(tmp_path: Pat
     )
     calls = "trace=openat,open,pwrite64,pwritev,pwritev2,writev,write,fdatasync,fsync,msync,sync_file_range"
     command = ["strace", "-f", "-y", "-e", calls, "-o", str(tmp_path / "calls"), sys.executable, "-c", code]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(tmp_path / "store.tc")], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, str(tmp_path / "store.tc")], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"strace cannot trace here: {done.stderr}")
     unsynced, roots, opened = False, 0, ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import signal
 import subprocess
 import sys
@@ -142,8 +141,7 @@ def test_a_killed_process_leaves_its_last_commit(kind: str, tmp_path: Path) -> N
     world = World(small_tables())
     for _ in range(4):
         command = [sys.executable, "-c", TRAIN, str(path), kind]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True) as child:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
             assert child.stdout is not None
             for _ in range(int(generator.integers(1, 4))):
                 done = int(child.stdout.readline())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import subprocess
 import sys
@@ -67,9 +66,8 @@ def test_damage_of_lmdbs_pages_is_refused_or_without_effect(path: Path) -> None:
     """In a process of its own, since a signal is what must not come: neither SIGSEGV nor SIGBUS, whatever the bytes."""
     code = "import sys; from pathlib import Path; from tests.store.test_fuzz_pages import read_damaged; "
     code += "read_damaged(Path(sys.argv[1]), 0, 300)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"with seed {done.stdout.split()[-1:]}: {done.stderr[-2000:]}"
 
 

@@ -88,8 +88,7 @@ def test_no_read_touches_the_map(big: Store) -> None:
     publish(big, 4)
     big.close()
     command = [sys.executable, "-c", READ_ALL, str(big.path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert int(said) < 1000
 
 
@@ -144,9 +143,8 @@ def test_a_reading_store_stays_at_its_commit(big: Store, tmp_path: Path, *, reop
         "s.read(s.segments[0], 0, 0, g.num_pieces, out)\n"
         "sys.stdout.write(s.state().decode() + ' ' + str(s.commit.id) + ' ' + str(int(out.astype(np.int64).sum())))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, str(big.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as reader:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "open\n"
         for visit in range(1, 12):
@@ -224,9 +222,8 @@ sys.stdin.read()
 @contextlib.contextmanager
 def readers(path: Path, count: int) -> Iterator[int]:
     """Let another process begin so many reads, each as a reader of its own, or as many as it can; then kill it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", READERS, str(path), str(count)]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=PIPE, stdout=PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield int(process.stdout.readline())

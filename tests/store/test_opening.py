@@ -118,9 +118,8 @@ def test_a_second_writer_is_refused_with_the_holders_pid(tmp_path: Path) -> None
         "import sys; from tiercache.store import Store; s = Store.open(sys.argv[1]); "
         "print('open', flush=True); sys.stdin.read()"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as holder:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"open\n"
         with pytest.raises(StoreInUseError, match=f"is being written by process {holder.pid} ") as caught:

@@ -65,8 +65,7 @@ def test_a_reader_of_another_user_is_kept_and_stops_nobody(tmp_path: Path) -> No
     place = Path(tempfile.mkdtemp(dir="/tmp"))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", TWO_USERS, str(place)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True, check=False,
+            [sys.executable, "-c", TWO_USERS, str(place)], cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.split() == ["committed", "kept", "reopened", "kept", "refused", "gone"]

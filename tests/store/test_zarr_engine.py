@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -158,8 +157,7 @@ def test_an_uncommitted_segment_is_gone_after_a_crash(store: Store, tables: list
         "world.append(store)\n"
         "os._exit(0)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, str(store.path)], env=environment, cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code, str(store.path)], cwd=ROOT, check=True)
     assert len(files(store.path)) > len(before)
     Store.open(store.path).close()
     assert files(store.path) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -246,9 +245,7 @@ def test_a_training_on_cuda_that_was_killed_goes_on_to_the_same_bits(tmp_path: P
     """SIGKILL inside a visit; another process goes on from the last commit."""
     passes = KILLED_CASE.cut(tmp_path / "passes")
     command = [sys.executable, "-c", KILLED, str(tmp_path / "passes"), str(tmp_path / "model.tc")]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr
     with tc.Store.open(tmp_path / "model.tc", tables=KILLED_CASE.tables) as store:
         assert store.commit is not None

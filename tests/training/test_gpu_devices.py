@@ -16,6 +16,7 @@ from tiercache.kernels.cuda import CudaDevice
 from tiercache.processors.cpu_processor import CpuProcessor
 from tiercache.processors.cuda_processor import CudaProcessor
 from tiercache.processors.gpu import CudaGpu
+from tiercache.training import dense_state
 from tiercache.training.dense_state import DenseState
 
 if TYPE_CHECKING:
@@ -188,19 +189,32 @@ class There(torch.Tensor):
 
 
 def test_a_commit_waits_for_the_gpus_that_have_dense_state_and_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event is recorded on each of these, wherever in the state a tensor is; the others of the machine have none."""
-    recorded: list[int] = []
+    """Each of these, wherever in the state a tensor is, is read in a stream of its own behind what was done by then."""
+    done: list[Any] = []
 
-    def stream(device: int) -> Any:
-        return SimpleNamespace(record_event=lambda: recorded.append(device))
+    def training(device: int) -> Any:
+        return SimpleNamespace(record_event=lambda: done.append(("now", device)) or "event")
+
+    @contextmanager
+    def using(stream: Any) -> Iterator[None]:
+        done.append("in")
+        yield
+        done.append("out")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", training)
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device: SimpleNamespace(wait_event=lambda event: done.append((event, device)))
+    )
+    monkeypatch.setattr(torch.cuda, "stream", using)
     kept, dense = Kept(), DenseState(CpuProcessor())
     dense.track({"kept": kept})
-    dense.capture()
-    assert recorded == []
+    monkeypatch.setattr(dense_state, "_save", lambda _: done.append("saved") or b"")
+    dense.capture()()
+    assert done == ["saved"]
     kept.state = {"here": torch.zeros(1), "there": [{"deep": (torch.zeros(2).as_subclass(There),)}, 1, "two"]}
-    dense.capture()
-    assert recorded == [2]
+    save = dense.capture()
+    assert done[1:] == [("now", 2)]
+    save()
+    assert done[2:] == [("event", 2), "in", "saved", "out"]

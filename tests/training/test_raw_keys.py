@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -146,7 +145,6 @@ def test_a_training_killed_inside_a_visit_goes_on_where_the_visit_says(tmp_path:
     passes = key_sets(tmp_path / "keys", samples)
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), engine], cwd=Path(__file__).parents[2], check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables, engine=engine) as store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -87,9 +88,10 @@ class DenseState:
         cloned = _moments(state["objects"])
 
         def save() -> bytes:
-            for moment in cloned:
-                moment.synchronize()  # the writer thread's stream knows nothing of the one that clones
-            return _save(state)
+            with ExitStack() as streams:
+                for device, moment in cloned.items():
+                    streams.enter_context(_behind(device, moment))
+                return _save(state)
 
         return save
 
@@ -150,13 +152,22 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
-def _moments(cloned: object) -> list[torch.cuda.Event]:
+def _moments(cloned: object) -> dict[int, torch.cuda.Event]:
     """Return the present moment of the current stream of each GPU that has some of what was cloned.
 
     Of no other: to record one there would make a context, which takes hundreds of megabytes of that GPU.
     """
     devices = sorted({device.index for device in _devices(cloned) if device.type == "cuda"})
-    return [torch.cuda.current_stream(device).record_event() for device in devices]
+    return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+
+@contextmanager
+def _behind(device: int, moment: torch.cuda.Event) -> Iterator[None]:
+    """Work on a stream of one's own behind a moment: in that of the training, every copy would wait for its steps."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_event(moment)
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _devices(value: Any) -> Iterator[torch.device]:
