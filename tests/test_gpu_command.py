@@ -46,8 +46,9 @@ def test_memcheck_counts_bad_addresses_and_no_calls_that_cuda_makes_itself(
     """Both sanitizers fail for what they find; only memcheck knows the option."""
     assert [run(monkeypatch, "--part", kind) for kind in ("memcheck", "racecheck")] == [0, 0]
     memcheck, racecheck = (" ".join(command) for command in commands.run)
-    assert "--tool memcheck --error-exitcode 9 --report-api-errors no " in memcheck
-    assert "--tool racecheck --error-exitcode 9 " in racecheck
+    for kind, command in (("memcheck", memcheck), ("racecheck", racecheck)):
+        assert f"--tool {kind} --error-exitcode 9 --target-processes application-only " in command
+    assert "--report-api-errors no " in memcheck
     assert "report-api-errors" not in racecheck
 
 
