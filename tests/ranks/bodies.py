@@ -213,7 +213,7 @@ def compare(ranks: Ranks, by_rank: list[dict[str, Any]], version: str | None = N
 
 
 def joins_a_part(ranks: Ranks) -> list[Any]:
-    """Ranks 1 and above join a group of their own."""
+    """Ranks 1 and above join a group of their own, and groups beside it, again and again; rank 1 has one more."""
     mine = list(range(1, ranks.size))
     group: Any = dist.new_group(mine)
     if ranks.rank == 0:
@@ -221,11 +221,17 @@ def joins_a_part(ranks: Ranks) -> list[Any]:
             Ranks.join(group=group)
         except RuntimeError as error:
             return [str(error)]
-    inner = Ranks.join(group=group, timeout=20)
-    told = inner.values(ranks.rank)
-    again = inner.beside().values(ranks.rank)
-    inner.close()
-    return [inner.rank, inner.size, told, again]
+    told = []
+    for turn in range(2):
+        inner = Ranks.join(group=group, timeout=20)
+        told.append(inner.values(ranks.rank))
+        if ranks.rank == 1:
+            dist.new_group([1], use_local_synchronization=True)
+        for _ in range(3):
+            with inner.beside() as beside:
+                told.append(beside.values(ranks.rank + turn))
+        inner.close()
+    return [inner.rank, inner.size, told]
 
 
 def hangs(ranks: Ranks) -> None:

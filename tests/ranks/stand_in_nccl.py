@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +114,15 @@ def ranks_on_device(timeout: float = 30.0) -> Iterator[tuple[Ranks, Nccl, Stream
     def all_to_all(come: Any, go: Any, *sizes: Any, group: Any = None) -> Any:
         return group.transfer() if isinstance(group, Nccl) else real_all_to_all(come, go, *sizes, group=group)
 
+    def broadcast(piece: Any, source: int, group: Any = None, async_op: bool = False) -> Any:
+        if not isinstance(group, Nccl):
+            return real_broadcast(piece, source, group=group, async_op=async_op)
+        group.transfer()
+        return SimpleNamespace(wait=lambda: None)
+
+    def global_rank(group: Any, rank: int) -> int:
+        return rank if isinstance(group, Nccl) else real_global_rank(group, rank)
+
     def destroy(group: Any = None) -> None:
         group.shutdown() if isinstance(group, Nccl) else real_destroy(group)
 
@@ -121,8 +131,11 @@ def ranks_on_device(timeout: float = 30.0) -> Iterator[tuple[Ranks, Nccl, Stream
         return Nccl(made, stream) if backend == "nccl" else made
 
     real_all_to_all, real_destroy = dist.all_to_all_single, dist.destroy_process_group
+    real_broadcast, real_global_rank = dist.broadcast, dist.get_global_rank
     process_groups_new_group = process_groups.new_group
     put(dist, "all_to_all_single", all_to_all)
+    put(dist, "broadcast", broadcast)
+    put(dist, "get_global_rank", global_rank)
     put(dist, "destroy_process_group", destroy)
     put(group, "new_group", new_group)
     put(torch.cuda, "Event", Event)

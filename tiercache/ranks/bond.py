@@ -51,6 +51,11 @@ class Bond:
         except RuntimeError as error:
             self._break(what, error)
 
+    def expect(self, sent: torch.Tensor) -> None:
+        """Note that a transfer of this tensor was begun, where it is on the device."""
+        if self.watch is not None and sent.device.type != "cpu":
+            self.watch.expect()
+
     def give_up(self, error: BaseException) -> None:
         """Do as `Ranks.give_up` says."""
         if isinstance(error, SystemExit) and not error.code:

@@ -95,13 +95,11 @@ class Ranks:
         Under torchrun with nothing initialised, the default process group is made too (and ended by ``close``), so that
         ``DistributedDataParallel`` works. The ranks talk over groups of their own beside the one given, so other
         collectives do not mix with theirs. ``device="cuda"`` is the GPU of ``LOCAL_RANK``, or the only one that this
-        process sees. Collective.
+        process sees; it becomes torch's current one here. Collective.
 
         Between hosts Gloo listens at the address of the host's name; where that is not the one that the others reach,
-        set ``GLOO_SOCKET_IFNAME`` to the name of the network interface (NCCL: ``NCCL_SOCKET_IFNAME``).
-
-        Raises:
-            RankError: ranks are missing after ``timeout`` seconds, this process is not in ``group``, or NCCL is.
+        set ``GLOO_SOCKET_IFNAME`` to the name of the network interface (NCCL: ``NCCL_SOCKET_IFNAME``). Raises RankError
+        where ranks are missing after ``timeout`` seconds, this process is not in ``group``, or NCCL is missing.
         """
         device = device_of(device)
         if device.type == "cuda" and not dist.is_nccl_available():
@@ -128,7 +126,7 @@ class Ranks:
                 f"the ranks did not find each other within {timeout:g} seconds ({first_line(error)}): "
                 "start as many processes as WORLD_SIZE says, all with the same MASTER_ADDR and MASTER_PORT"
             ) from error
-        return cls(device=device, timeout=timeout, host=host, wires=wires, owns_default=owns_default)
+        return cls(device=device, timeout=timeout, host=host, wires=wires, owns_default=owns_default)._connected()
 
     def check(self, what: str) -> None:
         """Raise RankError where a rank is known to be lost; ``what`` follows "was". Not collective."""
@@ -146,16 +144,31 @@ class Ranks:
             host = wires = new_group(self._host, "gloo", self.timeout)
             if self._wires is not self._host:
                 wires = new_group(self._host, "nccl", self.timeout)
-        beside = Ranks(
+        return Ranks(
             device=self.device, timeout=self.timeout, host=host, wires=wires, peers=self._bond.peers,
             watch=self._bond.watch,
-        )  # fmt: skip
-        if wires is not host:
-            ones, what = [1] * self.size, "connecting the devices"
-            beside.exchange(torch.zeros(self.size, dtype=torch.uint8, device=self.device), ones, ones, what=what)
-            with beside._bond.collective(what):
+        )._connected()  # fmt: skip
+
+    def _connected(self) -> Self:
+        """Connect the devices for every kind of transfer: NCCL does so at the first, and takes memory for it.
+
+        Then it would wait, where nothing could end it, for a rank that failed before. Leaves where it fails.
+        """
+        if self._wires is self._host:
+            return self
+        torch.cuda.set_device(self.device)
+        ones, mine = [1] * self.size, torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        try:
+            self.exchange(mine, ones, ones, what=(what := "connecting the devices"))
+            self.gather(mine[:1], ones, what=what)
+            with self._bond.collective(what):
+                if self._owns_default:
+                    dist.all_reduce(mine)
                 torch.cuda.synchronize(self.device)  # synchronize!
-        return beside
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
 
     def give_up(self, error: BaseException) -> None:
         """Say that this rank leaves by ``error``, before it unwinds: call it before ``close``. Not collective.
@@ -177,12 +190,13 @@ class Ranks:
         together = watch is not None and host is not None and self._leaves_together(watch)
         self._host, self._wires, self._bond.watch = None, None, None
         # this one first: the others see by it that a rank has left
+        waiting = self.timeout if together or watch is None else None
         for group in dict.fromkeys(group for group in (host, wires) if group is not None):
-            end(group, waiting=together or watch is None)
+            end(group, waiting=waiting)
         if self.size > 1 and self._bond.broken is None:
             self._bond.broken = f"rank {self.rank} has left the ranks: join again"
         if self._owns_default:
-            end(None, waiting=together or watch is None)
+            end(None, waiting=waiting)
         self._owns_default = False
 
     def __enter__(self) -> Self:
@@ -322,7 +336,7 @@ class Ranks:
                 [size * width for size in send_sizes],
                 group=self._wires_of(send),
             )
-            self._expect(send)
+            self._bond.expect(send)
         return received
 
     def gather(self, mine: Tensor, sizes: Sequence[int], what: str = "gathering rows") -> Tensor:
@@ -376,11 +390,7 @@ class Ranks:
             ]
             for work in works:
                 work.wait()
-            self._expect(mine)
-
-    def _expect(self, sent: Tensor) -> None:
-        if self._bond.watch is not None and sent.device.type != "cpu":
-            self._bond.watch.expect()
+            self._bond.expect(mine)
 
     def _wires_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         if tensor.device.type not in {"cpu", self.device.type}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
@@ -19,6 +20,8 @@ SECOND_LINE_SECONDS = 60.0
 """How much longer than the `Watch` torch waits for a transfer of NCCL: then it ends the process."""
 END_SECONDS = 20.0
 """How long the groups of ranks that lost one may take to end."""
+_MADE = Counter[tuple[str, tuple[int, ...]]]()
+"""Groups of some ranks so far, by the group they are like: equally many on each of its ranks, which made them."""
 
 
 def launched() -> bool:
@@ -42,12 +45,34 @@ def make_default(backend: str, timeout: float) -> None:
 
 def new_group(like: dist.ProcessGroup | None, backend: str, timeout: float) -> dist.ProcessGroup:
     """Return another group of the ranks of ``like``. Collective among these."""
-    ranks = dist.get_process_group_ranks(like)
-    # ranks outside of a smaller group cannot be asked to take part in making it
-    local = len(ranks) < dist.get_world_size()
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, _patience(backend, timeout), backend, use_local_synchronization=local
-    )
+    ranks, patience = dist.get_process_group_ranks(like), _patience(backend, timeout)
+    if like is None or len(ranks) == dist.get_world_size():
+        made: dist.ProcessGroup = dist.new_group(ranks, patience, backend)
+        return made
+    return _part_of_all(like, ranks, backend, patience)
+
+
+def _part_of_all(like: dist.ProcessGroup, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group of some ranks, of which the others know nothing: those cannot be asked to take part.
+
+    As ``new_group(use_local_synchronization=True)`` does, but for two things. That one names a group after how many the
+    process has: members that have unequally many never meet, and a name that comes again when groups have ended leads
+    to what these left in the store. And where the default group is bound to a device, it waits for the other ranks.
+    """
+    c10d: Any = dist.distributed_c10d
+    kind = like.group_name, tuple(ranks)
+    name = f"{like.group_name}/tiercache-{_MADE[kind]}"
+    default = c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        made: dist.ProcessGroup = c10d._new_process_group_helper(
+            len(ranks), ranks.index(default.rank()), ranks, dist.Backend(backend), c10d._world.pg_map[default][1], name,
+            timeout=timeout,
+        )[0]  # fmt: skip
+    finally:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    _MADE[kind] += 1
     return made
 
 
@@ -76,18 +101,14 @@ def abort(group: dist.ProcessGroup) -> None:
             return
 
 
-def end(group: dist.ProcessGroup | None, *, waiting: bool) -> None:
+def end(group: dist.ProcessGroup | None, *, waiting: float | None) -> None:
     """Leave a group (None: the default one, and all) that this process is in.
 
-    waiting: for the other ranks, where the group is on the device: they leave too. Else this waits `END_SECONDS` at
-    most: call it after `abort`.
+    waiting: the seconds it may wait for the other ranks, where the group is on the device: they leave too. None: it
+    gives them up within `END_SECONDS`; call it after `abort`.
     """
-    if not dist.is_initialized():
-        return
-    if waiting:
-        dist.destroy_process_group(group)
-    else:
-        each_within(END_SECONDS, [lambda: dist.destroy_process_group(group)])
+    if dist.is_initialized():
+        each_within(END_SECONDS if waiting is None else waiting, [lambda: dist.destroy_process_group(group)])
 
 
 def each_within(seconds: float, calls: Iterable[Callable[[], object]]) -> None:
@@ -117,6 +138,7 @@ def is_loss(error: BaseException) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
     if isinstance(error, dist.DistBackendError):
-        return any(some in words for some in ("remote", "ncclsystemerror", "abort", "timeout", "timed out"))
+        # ncclSystemError alone may be a full /dev/shm, or no more files
+        return any(some in words for some in ("remote", "connection", "abort", "timeout", "timed out"))
     # Gloo has no types: its connections and its waiting name a source file in its message
     return type(error) is RuntimeError and "gloo/transport" in words

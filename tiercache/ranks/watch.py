@@ -60,8 +60,8 @@ class Watch:
     another thread to its marks would end a capture in the "global" mode.
 
     Groups that are not guarded here, as a default group of the user's own, torch itself ends: its watchdog ends the
-    process (SIGABRT, with words of its own) after the group's timeout and about a minute, or at once where a
-    connection to another host breaks.
+    process (SIGABRT, with words of its own) after the group's timeout and about a minute, or a minute after a
+    connection to another host broke.
 
     Attributes:
         lost: who was lost first, in words, as "rank 1 (process 77) ended".
