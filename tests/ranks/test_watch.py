@@ -202,6 +202,11 @@ def test_a_call_that_hangs_is_not_waited_for_longer_than_said() -> None:
         (torch.distributed.DistNetworkError("The client socket has timed out after 300000ms"), True),
         (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0."), True),
         (torch.distributed.DistBackendError("ncclRemoteError: A call failed possibly due to a network error"), True),
+        (torch.distributed.DistBackendError("ncclSystemError: ...\nsocketProgress: Connection closed by peer"), True),
+        (
+            torch.distributed.DistBackendError("ncclSystemError: System call (e.g. socket, malloc) failed\nno space"),
+            False,
+        ),
         (torch.distributed.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0"), False),
         (torch.cuda.OutOfMemoryError("CUDA out of memory."), False),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
