@@ -20,7 +20,9 @@ from tiercache.ranks import group, process_groups, watch
 from tiercache.ranks.group import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from tiercache.ranks.peers import Peer
 
 
 class Stream:
@@ -126,8 +128,8 @@ def ranks_on_device(timeout: float = 30.0) -> Iterator[tuple[Ranks, Nccl, Stream
     def destroy(group: Any = None) -> None:
         group.shutdown() if isinstance(group, Nccl) else real_destroy(group)
 
-    def new_group(like: Any, backend: str, timeout: float) -> Any:
-        made = process_groups_new_group(like, "gloo", timeout)
+    def new_group(like: Any, backend: str, timeout: float, peers: Sequence[Peer] = ()) -> Any:
+        made = process_groups_new_group(like, "gloo", timeout, peers)
         return Nccl(made, stream) if backend == "nccl" else made
 
     real_all_to_all, real_destroy = dist.all_to_all_single, dist.destroy_process_group

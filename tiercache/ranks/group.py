@@ -141,7 +141,7 @@ class Ranks:
         if self._host is None:
             return Ranks(device=self.device, timeout=self.timeout)
         with self._bond.collective("joining beside"):
-            host = wires = new_group(self._host, "gloo", self.timeout)
+            host = wires = new_group(self._host, "gloo", self.timeout, self._bond.peers)
             if self._wires is not self._host:
                 wires = new_group(self._host, "nccl", self.timeout)
         return Ranks(

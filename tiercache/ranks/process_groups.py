@@ -5,19 +5,29 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from tiercache.ranks.peers import ended
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from tiercache.ranks.peers import Peer
+
+T = TypeVar("T")
 
 SECOND_LINE_SECONDS = 60.0
 """How much longer than the `Watch` torch waits for a transfer of NCCL: then it ends the process."""
+LOOK_SECONDS = 0.5
+LATE_SECONDS = 5.0
+"""How much longer than torch was told to wait it may take to say so."""
 END_SECONDS = 20.0
 """How long the groups of ranks that lost one may take to end."""
 _MADE = Counter[tuple[str, tuple[int, ...]]]()
@@ -40,16 +50,48 @@ def device_of(device: str | torch.device) -> torch.device:
 
 def make_default(backend: str, timeout: float) -> None:
     """Make the default group of the processes that torchrun started. Collective."""
-    dist.init_process_group(backend, timeout=_patience(backend, timeout))
+    _made(lambda: dist.init_process_group(backend, timeout=_patience(backend, timeout)), timeout, ())
 
 
-def new_group(like: dist.ProcessGroup | None, backend: str, timeout: float) -> dist.ProcessGroup:
-    """Return another group of the ranks of ``like``. Collective among these."""
+def new_group(
+    like: dist.ProcessGroup | None, backend: str, timeout: float, peers: Sequence[Peer] = ()
+) -> dist.ProcessGroup:
+    """Return another group of the ranks of ``like``. Collective among these.
+
+    Raises RuntimeError where they do not come within ``timeout`` seconds, and soon after one of ``peers`` ended.
+    """
     ranks, patience = dist.get_process_group_ranks(like), _patience(backend, timeout)
-    if like is None or len(ranks) == dist.get_world_size():
-        made: dist.ProcessGroup = dist.new_group(ranks, patience, backend)
-        return made
-    return _part_of_all(like, ranks, backend, patience)
+
+    def make() -> dist.ProcessGroup:
+        if like is None or len(ranks) == dist.get_world_size():
+            made: dist.ProcessGroup = dist.new_group(ranks, patience, backend)
+            return made
+        return _part_of_all(like, ranks, backend, patience)
+
+    return _made(make, timeout, peers) if backend == "gloo" else make()
+
+
+def _made(make: Callable[[], T], timeout: float, peers: Sequence[Peer]) -> T:
+    """Return what ``make`` returns; give it up where it takes too long, or one of ``peers`` ended.
+
+    Where a process ends while others connect to it, Gloo tries again for five times as long as it was told.
+    """
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    Thread(target=run, daemon=True, name="tiercache-join").start()
+    until = time.monotonic() + timeout + LATE_SECONDS
+    while not wait([made], LOOK_SECONDS).done:
+        if who := ended(peers):
+            raise dist.DistNetworkError(who)
+        if time.monotonic() > until:
+            raise dist.DistNetworkError(f"a rank gave no answer for {timeout:g} seconds")
+    return made.result()
 
 
 def _part_of_all(like: dist.ProcessGroup, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
