@@ -126,7 +126,7 @@ def add_entries(pairs, first, last, source, dim, sums, at, fresh):  # type: igno
     while d + 48 < dim:  # no register is loaded that has nothing in it: it would cost as much as a full one, or more
         _add_four(pairs, first, last, source, scales, each, d, dim - d, sums, at + d, fresh)
         d += 64
-    while d + 16 < dim:
+    if d + 16 < dim:
         _add_two(pairs, first, last, source, scales, each, d, dim - d, sums, at + d, fresh)
         d += 32
     if d < dim:

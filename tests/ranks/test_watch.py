@@ -31,6 +31,11 @@ def test_ranks_that_close_in_order_leave_the_device_together(ranks_pool: RanksPo
     assert ranks_pool.run(2, BODIES + "in_order", limit=40) == [[["left"], ["left"]]] * 2
 
 
+def test_devices_are_connected_before_any_rank_can_fail(ranks_pool: RanksPool) -> None:
+    """All-to-all, a broadcast of each rank, an all-reduce of the default group; who fails there gives the others up."""
+    assert ranks_pool.run(2, BODIES + "connects", limit=40) == [[[("meta", 3)], 3, ["aborted"], True]] * 2
+
+
 @pytest.mark.parametrize("kind", ["ValueError", "OutOfMemoryError"])
 def test_an_error_of_one_rank_reaches_those_that_wait_for_it_on_the_device(ranks_pool: RanksPool, kind: str) -> None:
     """They name it; it is not lost in leaving; whatever thread waits for a transfer goes on, and all groups end."""

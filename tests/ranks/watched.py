@@ -10,6 +10,7 @@ import signal
 import threading
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ranks.launched import say
@@ -93,6 +94,24 @@ def breaks_by_itself(_: Ranks, kind: str) -> Any:
                 except RuntimeError as error:
                     said.append([type(error).__name__, str(error)])
         return [said, wires.log]
+
+
+def connects(_: Ranks) -> Any:
+    """Connect the devices as ``join`` does that made a default group; then again, where the device has no room."""
+    with ranks_on_device() as (ranks, wires, stream), pytest.MonkeyPatch.context() as patch:
+        made: list[Any] = []
+        patch.setattr(torch.distributed, "all_reduce", lambda one: made.append((one.device.type, stream.begun)))
+        patch.setattr(ranks, "_owns_default", True)
+        assert ranks._connected() is ranks
+        patch.setattr(ranks, "_owns_default", False)
+
+        def full(*_: Any, **__: Any) -> Any:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+        patch.setattr(torch, "zeros", full)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            ranks._connected()
+        return [made, stream.begun, wires.log[:1], ranks._host is None]
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from tiercache.errors import RankError
 from tiercache.ranks.bond import Bond, first_line, sentence_of
 from tiercache.ranks.peers import Peer, rank_names
 from tiercache.ranks.pieces import bytes_of, check_size, target
-from tiercache.ranks.process_groups import device_of, end, launched, make_default, new_group, store_of
+from tiercache.ranks.process_groups import END_SECONDS, device_of, end, launched, make_default, new_group, store_of
 from tiercache.ranks.watch import Board, Watch
 
 if TYPE_CHECKING:
@@ -150,24 +150,26 @@ class Ranks:
         )._connected()  # fmt: skip
 
     def _connected(self) -> Self:
-        """Connect the devices for every kind of transfer: NCCL does so at the first, and takes memory for it.
+        """Connect the devices as ours and a default group's transfers need it, and leave where that fails.
 
-        Then it would wait, where nothing could end it, for a rank that failed before. Leaves where it fails.
+        NCCL would do so at the first of them, take memory for it then, and wait, where nothing ends it, for a rank that
+        failed before.
         """
-        if self._wires is self._host:
-            return self
-        torch.cuda.set_device(self.device)
-        ones, mine = [1] * self.size, torch.zeros(self.size, dtype=torch.uint8, device=self.device)
-        try:
-            self.exchange(mine, ones, ones, what=(what := "connecting the devices"))
-            self.gather(mine[:1], ones, what=what)
-            with self._bond.collective(what):
-                if self._owns_default:
-                    dist.all_reduce(mine)
-                torch.cuda.synchronize(self.device)  # synchronize!
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
+        if self._wires is not self._host:
+            ones, what = [1] * self.size, "connecting the devices"
+            try:
+                torch.cuda.set_device(self.device)
+                mine = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+                self.exchange(mine, ones, ones, what=what)
+                self.gather(mine[:1], ones, what=what)
+                with self._bond.collective(what):
+                    if self._owns_default:
+                        dist.all_reduce(mine)
+                        self._bond.expect(mine)
+                    torch.cuda.synchronize(self.device)  # synchronize!
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
+                raise
         return self
 
     def give_up(self, error: BaseException) -> None:
@@ -184,20 +186,17 @@ class Ranks:
         """Leave the ranks; a rank that still waits for this one gets RankError. May be called twice.
 
         Not collective on the CPU. On the device, where nothing was lost or given up, it waits up to ``timeout`` seconds
-        for all ranks to close, because NCCL takes leave together; else it waits for no rank.
+        for all ranks to close, and as long for NCCL, which takes leave together; else it waits for no rank.
         """
         host, wires, watch = self._host, self._wires, self._bond.watch
         together = watch is not None and host is not None and self._leaves_together(watch)
         self._host, self._wires, self._bond.watch = None, None, None
-        # this one first: the others see by it that a rank has left
-        waiting = self.timeout if together or watch is None else None
-        for group in dict.fromkeys(group for group in (host, wires) if group is not None):
-            end(group, waiting=waiting)
         if self.size > 1 and self._bond.broken is None:
             self._bond.broken = f"rank {self.rank} has left the ranks: join again"
-        if self._owns_default:
-            end(None, waiting=waiting)
+        # the host's first: the others see by it that a rank has left; the default one, and all that are left, last
+        groups = [*dict.fromkeys(group for group in (host, wires) if group is not None), *[None] * self._owns_default]
         self._owns_default = False
+        end(groups, within=None if watch is None else self.timeout if together else END_SECONDS)
 
     def __enter__(self) -> Self:
         return self

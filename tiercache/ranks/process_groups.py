@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,7 +50,8 @@ def device_of(device: str | torch.device) -> torch.device:
 
 def make_default(backend: str, timeout: float) -> None:
     """Make the default group of the processes that torchrun started. Collective."""
-    _made(lambda: dist.init_process_group(backend, timeout=_patience(backend, timeout)), timeout, ())
+    patience = _patience(backend, timeout)
+    _made(lambda: dist.init_process_group(backend, timeout=patience), patience, ())
 
 
 def new_group(
@@ -58,21 +59,28 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Return another group of the ranks of ``like``. Collective among these.
 
-    Raises RuntimeError where they do not come within ``timeout`` seconds, and soon after one of ``peers`` ended.
+    Raises RuntimeError where they do not come within ``timeout`` seconds; over Gloo soon after one of ``peers`` ended.
     """
     ranks, patience = dist.get_process_group_ranks(like), _patience(backend, timeout)
+    if like is None or len(ranks) == dist.get_world_size():
 
-    def make() -> dist.ProcessGroup:
-        if like is None or len(ranks) == dist.get_world_size():
+        def make() -> dist.ProcessGroup:
             made: dist.ProcessGroup = dist.new_group(ranks, patience, backend)
             return made
-        return _part_of_all(like, ranks, backend, patience)
 
-    return _made(make, timeout, peers) if backend == "gloo" else make()
+    else:
+        kind = like.group_name, tuple(ranks)
+        name = f"{like.group_name}/tiercache-{_MADE[kind]}"
+        _MADE[kind] += 1  # also where it fails: what that leaves in the store has the name
+
+        def make() -> dist.ProcessGroup:
+            return _part_of_all(name, ranks, backend, patience)
+
+    return _made(make, patience, peers) if backend == "gloo" else make()
 
 
-def _made(make: Callable[[], T], timeout: float, peers: Sequence[Peer]) -> T:
-    """Return what ``make`` returns; give it up where it takes too long, or one of ``peers`` ended.
+def _made(make: Callable[[], T], patience: timedelta, peers: Sequence[Peer]) -> T:
+    """Return what ``make`` returns; give it up where it takes longer than torch was told, or one of ``peers`` ended.
 
     Where a process ends while others connect to it, Gloo tries again for five times as long as it was told.
     """
@@ -85,36 +93,37 @@ def _made(make: Callable[[], T], timeout: float, peers: Sequence[Peer]) -> T:
             made.set_exception(error)
 
     Thread(target=run, daemon=True, name="tiercache-join").start()
-    until = time.monotonic() + timeout + LATE_SECONDS
+    seconds = patience.total_seconds()
+    until = time.monotonic() + seconds + LATE_SECONDS
     while not wait([made], LOOK_SECONDS).done:
         if who := ended(peers):
             raise dist.DistNetworkError(who)
         if time.monotonic() > until:
-            raise dist.DistNetworkError(f"a rank gave no answer for {timeout:g} seconds")
+            raise dist.DistNetworkError(f"a rank gave no answer for {seconds:g} seconds")
     return made.result()
 
 
-def _part_of_all(like: dist.ProcessGroup, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+def _part_of_all(name: str, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """Return a group of some ranks, of which the others know nothing: those cannot be asked to take part.
 
     As ``new_group(use_local_synchronization=True)`` does, but for two things. That one names a group after how many the
     process has: members that have unequally many never meet, and a name that comes again when groups have ended leads
-    to what these left in the store. And where the default group is bound to a device, it waits for the other ranks.
+    to what these left in the store. And where the default group is bound to a device, NCCL waits for the other ranks.
     """
     c10d: Any = dist.distributed_c10d
-    kind = like.group_name, tuple(ranks)
-    name = f"{like.group_name}/tiercache-{_MADE[kind]}"
     default = c10d._get_default_group()
-    bound, default.bound_device_id = default.bound_device_id, None
+    bound = default.bound_device_id
+    if backend == "nccl":
+        default.bound_device_id = None
     try:
         made: dist.ProcessGroup = c10d._new_process_group_helper(
             len(ranks), ranks.index(default.rank()), ranks, dist.Backend(backend), c10d._world.pg_map[default][1], name,
             timeout=timeout,
         )[0]  # fmt: skip
     finally:
-        default.bound_device_id = bound
+        if backend == "nccl":
+            default.bound_device_id = bound
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    _MADE[kind] += 1
     return made
 
 
@@ -143,25 +152,35 @@ def abort(group: dist.ProcessGroup) -> None:
             return
 
 
-def end(group: dist.ProcessGroup | None, *, waiting: float | None) -> None:
-    """Leave a group (None: the default one, and all) that this process is in.
+def end(groups: Sequence[dist.ProcessGroup | None], *, within: float | None) -> None:
+    """Leave groups that this process is in, one after the other (None: the default one, and all).
 
-    waiting: the seconds it may wait for the other ranks, where the group is on the device: they leave too. None: it
-    gives them up within `END_SECONDS`; call it after `abort`.
+    within: the seconds that all of it may take, where groups are on the device: that waits for the other ranks, unless
+    `abort` was called. What hangs or fails is logged then. None: nothing is waited for, and errors are raised.
     """
-    if dist.is_initialized():
-        each_within(END_SECONDS if waiting is None else waiting, [lambda: dist.destroy_process_group(group)])
+
+    def leave() -> None:
+        for group in groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    if within is None:
+        leave()
+    elif not each_within(within, [leave]):
+        logging.getLogger("tiercache").warning("a process group was not left within %g seconds", within)
 
 
-def each_within(seconds: float, calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls at once, on threads of their own; return when all have ended, or after so many seconds.
+def each_within(seconds: float, calls: Iterable[Callable[[], object]]) -> bool:
+    """Make all calls at once, on threads of their own; return whether all ended within so many seconds.
 
-    For what may hang: errors are dropped, and a thread that hangs does not keep the process from ending.
+    For what may hang: errors are logged, and a thread that hangs does not keep the process from ending.
     """
 
     def quietly(call: Callable[[], object]) -> None:
-        with suppress(Exception):
+        try:
             call()
+        except Exception:
+            logging.getLogger("tiercache").debug("leaving the ranks", exc_info=True)
 
     threads = [Thread(target=quietly, args=(call,), daemon=True, name="tiercache-end") for call in calls]
     for thread in threads:
@@ -169,6 +188,7 @@ def each_within(seconds: float, calls: Iterable[Callable[[], object]]) -> None:
     until = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def is_loss(error: BaseException) -> bool:
@@ -181,6 +201,9 @@ def is_loss(error: BaseException) -> bool:
         return True
     if isinstance(error, dist.DistBackendError):
         # ncclSystemError alone may be a full /dev/shm, or no more files
-        return any(some in words for some in ("remote", "connection", "abort", "timeout", "timed out"))
+        return any(
+            some in words
+            for some in ("remote", "connection", "broken pipe", "no route", "abort", "timeout", "timed out")
+        )
     # Gloo has no types: its connections and its waiting name a source file in its message
     return type(error) is RuntimeError and "gloo/transport" in words
