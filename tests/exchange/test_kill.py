@@ -57,28 +57,33 @@ def test_a_killed_export_leaves_nothing_under_the_final_name(place: Path, format
 
 
 def test_an_export_killed_at_any_time_is_there_whole_or_not_at_all(place: Path, tmp_path: Path) -> None:
-    """Deaths fall between any two instructions."""
+    """Deaths fall between any two instructions, and the next call writes over what they left."""
     from tests.exchange.killed import run
 
     rng = random.Random(0)
     (tmp_path / "a.tc").symlink_to(place / "a.tc")
-    deaths = 0
+    draft, whole, deaths, seconds = tmp_path / ".numpy.unfinished", tmp_path / "numpy", 0, 0.0
     for turn in range(60):
-        if turn >= 12 and deaths:
+        if turn > 12 and deaths:
             break
+        lives = not turn or draft.exists()
         process = CONTEXT.Process(target=run, args=(tmp_path, "export", "numpy", -1))
         process.start()
-        while not (tmp_path / ".numpy.unfinished").exists() and process.is_alive():
-            time.sleep(0.001)  # a death before the first file is no test
-        time.sleep(rng.random() * 0.03)
+        while not draft.exists() and process.is_alive():
+            pass  # a death before the first file is no test; an export may take no more than a few milliseconds
+        begun, latest = time.perf_counter(), rng.random() * seconds
+        while not whole.exists() and process.is_alive() and (lives or time.perf_counter() < begun + latest):
+            pass
+        if not turn:  # it says how long the others may live
+            seconds = time.perf_counter() - begun
         process.kill()
         process.join(60)
-        deaths += process.exitcode == -signal.SIGKILL
-        if (tmp_path / "numpy").exists():
+        deaths += not whole.exists()
+        if whole.exists():
             with Store.open(None, tables=TABLES, engine=tc.store.MemoryEngine()) as copy:
-                tc.import_store(tmp_path / "numpy", copy)
+                tc.import_store(whole, copy)
                 assert rows_of(copy) == ROWS
-            (tmp_path / "numpy").rename(tmp_path / f"done-{rng.random()}")
+            whole.rename(tmp_path / f"done-{rng.random()}")
     assert deaths > 0
 
 
