@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -159,15 +160,27 @@ def end(groups: Sequence[dist.ProcessGroup | None], *, within: float | None) -> 
     `abort` was called. What hangs or fails is logged then. None: nothing is waited for, and errors are raised.
     """
 
-    def leave() -> None:
+    def leave_each() -> None:
         for group in groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            _quietly(partial(_leave, group))
 
     if within is None:
-        leave()
-    elif not each_within(within, [leave]):
+        for group in groups:
+            _leave(group)
+    elif not each_within(within, [leave_each]):
         logging.getLogger("tiercache").warning("a process group was not left within %g seconds", within)
+
+
+def _leave(group: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:
+        logging.getLogger("tiercache").debug("leaving the ranks", exc_info=True)
 
 
 def each_within(seconds: float, calls: Iterable[Callable[[], object]]) -> bool:
@@ -175,14 +188,7 @@ def each_within(seconds: float, calls: Iterable[Callable[[], object]]) -> bool:
 
     For what may hang: errors are logged, and a thread that hangs does not keep the process from ending.
     """
-
-    def quietly(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception:
-            logging.getLogger("tiercache").debug("leaving the ranks", exc_info=True)
-
-    threads = [Thread(target=quietly, args=(call,), daemon=True, name="tiercache-end") for call in calls]
+    threads = [Thread(target=_quietly, args=(call,), daemon=True, name="tiercache-end") for call in calls]
     for thread in threads:
         thread.start()
     until = time.monotonic() + seconds
