@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import BudgetError, RankError
+from tiercache.ranks.call import Call
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.group import Ranks
 
@@ -116,18 +117,24 @@ def dense_layers(ranks: Ranks) -> list[float]:
 
 
 def numbers(ranks: Ranks, where: str) -> Any:
-    """Bring numbers, rank 1 an error or nothing at all; then talk on."""
-    said: Any = None
-    try:
-        if ranks.rank == 1 and where == "elsewhere":
-            with ranks.together("going on"):
-                pass
-        said = ranks.numbers(
-            3 * ranks.rank, "counting", KeyError("no room") if (ranks.rank, where) == (1, "failed") else None
-        )
-    except (KeyError, RankError) as raised:
-        said = [type(raised).__name__, str(raised)]
+    """Meet with numbers, rank 1 with an error or in another call; then talk on."""
+    said: list[Any] = []
+    for _ in range(2):
+        try:
+            if ranks.rank == 1 and where == "other call":
+                ranks.meet(Call.COMMIT, "committing", [1, 2, 3])
+            if ranks.rank == 1 and where == "other numbers":
+                ranks.counts(np.zeros((ranks.size, 50), np.int64), "counting", Call.RAW_BATCH)
+            error = KeyError("no room") if (ranks.rank, where) == (1, "failed") else None
+            said.append(ranks.meet(Call.RAW_BATCH, "counting", [3 * ranks.rank, 7], error).tolist())
+        except (KeyError, RankError) as raised:
+            said.append([type(raised).__name__, str(raised)])
     return [said, ranks.values(ranks.rank)]
+
+
+def many_counts(ranks: Ranks) -> NDArray[np.int64]:
+    """Send more counts than one message has room for."""
+    return ranks.counts(np.arange(ranks.size * 100, dtype=np.int64).reshape(ranks.size, 100) + 1000 * ranks.rank)
 
 
 def fails_in_the_body(ranks: Ranks, who: list[int], kind: str) -> Any:

@@ -109,23 +109,39 @@ def test_errors_on_several_ranks_are_named_together(ranks_pool: RanksPool) -> No
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_are_told_to_all(ranks_pool: RanksPool, size: int) -> None:
     """In rank order, with one small collective."""
-    assert ranks_pool.run(size, BODIES + "numbers", where="here") == [[[0, 3, 6, 9][:size], [*range(size)]]] * size
+    told = [[0, 7], [3, 7], [6, 7], [9, 7]][:size]
+    assert ranks_pool.run(size, BODIES + "numbers", where="here") == [[[told, told], [*range(size)]]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_counts_of_any_width_are_transposed(ranks_pool: RanksPool, size: int) -> None:
+    """What the first message has no room for comes in a second one."""
+    for rank, got in enumerate(ranks_pool.run(size, BODIES + "many_counts")):
+        np.testing.assert_array_equal(got, [np.arange(100) + 100 * rank + 1000 * other for other in range(size)])
+
+
+def test_an_error_that_is_brought_to_a_meeting_is_told_to_all(ranks_pool: RanksPool) -> None:
+    """As by ``agree``; all can meet again."""
+    told = ranks_pool.run(3, BODIES + "numbers", where="failed")
+    other = ["RankError", "rank 1 failed while counting: KeyError: 'no room'"]
+    assert [one[0] for one in told] == [[other] * 2, [["KeyError", "'no room'"]] * 2, [other] * 2]
+    assert all(one[1] == [0, 1, 2] for one in told)
 
 
 @pytest.mark.parametrize(("where", "first", "second"), [
-    ("failed", "rank 1 failed while counting: KeyError: 'no room'", "'no room'"),
-    ("elsewhere", "rank 1 had gone on while rank 0 was counting: all ranks make equally many batches",
-     "ranks 0 and 2 made another batch while rank 1 was going on: all ranks make equally many batches"),
+    ("other call", "rank 1 was committing inside a visit while rank 0 was counting",
+     "ranks 0 and 2 were making a batch of raw keys while rank 1 was committing"),
+    ("other numbers", "rank 1 was making a batch of raw keys of other tables or features while rank 0 was counting",
+     "ranks 0 and 2 were making a batch of raw keys of other tables or features while rank 1 was counting"),
 ])  # fmt: skip
-def test_who_brings_a_number_does_not_wait_for_who_went_on(
+def test_ranks_in_different_calls_do_not_wait_for_each_other(
     ranks_pool: RanksPool, where: str, first: str, second: str
 ) -> None:
-    """All are told, and can talk on."""
-    told = ranks_pool.run(3, BODIES + "numbers", where=where)
-    assert told[0][0][0] == told[2][0][0] == "RankError"
-    assert told[0][0][1].startswith(first)
-    assert told[1][0][1].startswith(second)
-    assert all(one[1] == [0, 1, 2] for one in told)
+    """All are told, at this call and at every later one of these ranks."""
+    told = ranks_pool.errors(3, BODIES + "numbers", where=where, limit=20)
+    assert all(one is not None and one[0] == "RankError" for one in told), told
+    assert first in str(told[0])
+    assert second in str(told[1])
 
 
 def test_one_rank_alone_raises_its_own_error(ranks_pool: RanksPool) -> None:

@@ -171,13 +171,25 @@ def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_po
 @pytest.mark.parametrize(
     ("what", "first", "second"),
     [
-        ("ends", "rank 1 had gone on while rank 0 was making batch 1", "rank 0 made another batch while rank 1 was wr"),
-        ("commits", "rank 1 had gone on while rank 0 was making", "rank 0 made another batch while rank 1 was committ"),
-        ("evaluates", "rank 1 makes a read-only batch", "rank 0 makes a batch to train"),
+        (
+            "ends",
+            "rank 1 was ending a visit while rank 0 was making batch 1 of visit 0: all ranks make equally many",
+            "rank 0 was making a batch of raw keys while rank 1 was ending a visit: all ranks make equally many",
+        ),
+        (
+            "commits",
+            "rank 1 was committing inside a visit while rank 0 was making batch 1",
+            "rank 0 was making a batch of raw keys while rank 1 was committing inside a visit",
+        ),
+        (
+            "evaluates",
+            "rank 1 was making a read-only batch of raw keys while rank 0 was making batch 1",
+            "rank 0 was making a batch of raw keys while rank 1 was making a batch of an evaluation",
+        ),
         ("shapes", "rank 1 failed while making batch 1 of visit 0: ValueError: label", "label has shape (1,): give"),
         (
             "leaves",
-            "while rank 0 was making batch 1 of visit 0: training goes on",
+            "rank 1 failed (OSError: no such file: the loader's of rank 1) while rank 0 was making batch 1 of visit 0",
             "no such file: the loader's of rank 1",
         ),
     ],

@@ -9,7 +9,7 @@ import torch
 
 from tiercache.errors import RankError, StoreError, TierCacheError
 from tiercache.ranks.peers import blame
-from tiercache.ranks.process_groups import is_loss
+from tiercache.ranks.process_groups import each_within, is_loss
 from tiercache.ranks.watch import no_answer
 
 if TYPE_CHECKING:
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from tiercache.ranks.peers import Peer
-    from tiercache.ranks.watch import Watch
+    from tiercache.ranks.watch import Board, Watch
 
 ADVICE = "training goes on from the last commit: start all ranks again"
+_BOARD_SECONDS = 2.0
+"""What the board is given to answer: the host that keeps it may be gone."""
 
 
 class Bond:
@@ -28,11 +30,13 @@ class Bond:
     Attributes:
         peers: the process of every rank.
         watch: what ends transfers on the device, where there are any; all bonds of a process share it.
+        board: where there is no watch: on which a rank that leaves by an error says so.
         broken: the sentence that every collective raises from now on.
     """
 
     def __init__(self, *, rank: int, timeout: float, peers: Sequence[Peer], watch: Watch | None) -> None:
         self.peers, self.watch = list(peers), watch
+        self.board: Board | None = None
         self.broken: str | None = None
         self._rank, self._timeout = rank, timeout
 
@@ -66,14 +70,17 @@ class Bond:
         if lost is not None and lost not in str(error):  # an error of torch, or of void numbers
             note = f"{lost.rstrip(',')}: {ADVICE}"
             error.__notes__ = [*(one for one in getattr(error, "__notes__", ()) if one != note), note]
+        known = isinstance(error, RankError)  # of another rank's making
         if self.watch is not None:
-            known = isinstance(error, RankError)  # of another rank's making
             self.watch.lose(f"rank {self._rank} failed ({sentence_of(error)})", tell=not known)
+        elif self.board is not None and not known:
+            board, who = self.board, f"rank {self._rank} failed ({sentence_of(error)})"
+            each_within(_BOARD_SECONDS, [lambda: board.tell(who)])
 
     def _break(self, what: str, error: RuntimeError) -> NoReturn:
         """Raise what an error of a collective means; another collective would meet ranks out of step."""
         faulty = isinstance(error, torch.cuda.OutOfMemoryError)
-        lost = None if self.watch is None else self.watch.lost
+        lost = self._told() if self.watch is None else self.watch.lost
         who = None if faulty else lost or blame(self.peers) or (no_answer(self._timeout) if is_loss(error) else None)
         if who is not None:
             self._lose(who, what)
@@ -84,6 +91,13 @@ class Bond:
         if faulty:
             raise error
         raise RankError(self.broken) from error
+
+    def _told(self) -> str | None:
+        """Return what a rank that left by an error has said."""
+        found: list[str | None] = [None]
+        if (board := self.board) is not None:
+            each_within(_BOARD_SECONDS, [lambda: found.append(board.told())])
+        return found[-1]
 
     def _lose(self, who: str, what: str) -> None:
         if self.watch is not None:  # so that this thread unwinds behind no transfer

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tiercache.errors import BudgetError, StateError
 from tiercache.processors.opening import open_processor
 from tiercache.ranks.batches import BatchMaker, exchange_thread
+from tiercache.ranks.call import Call
 from tiercache.ranks.evaluation import evaluation_slices
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
@@ -159,8 +160,8 @@ class ShardedCache:
         self._exchange, self._pooling, self._maker = self._new_maker(passes.schema)
         self._loader = RowLoader(self._share, self._inner.rows_now, ranks)
         self._raw = RawBatches(
-            passes, self._groups, ranks, self._maker, self._loader, self._inner.optimizer, self._processor,
-            budget - mirrors - self._inner.device_bytes,
+            passes, self._groups, ranks, self._beside, self._maker, self._loader, self._inner.optimizer,
+            self._processor, budget - mirrors - self._inner.device_bytes,
         )  # fmt: skip
         self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None
@@ -191,6 +192,7 @@ class ShardedCache:
         self._end_visit()
         if self._run is not None:
             self._run.close()  # type: ignore[attr-defined]
+        self._meet(Call.PASSES)
         self._parts.meet()
         run = self._run = self._inner.passes(epochs)
         begun = False
@@ -207,6 +209,7 @@ class ShardedCache:
                 yield ShardedVisit(visit, self._maker, self._raw)
                 if self._run is not run:
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
+                self._meet(Call.VISIT_END)
                 with self.ranks.together("writing the rows of the visit before"):
                     if self._maker.pending:
                         raise StateError(
@@ -249,6 +252,7 @@ class ShardedCache:
         tables or of a rank's: nothing has changed then.
         """
         optimizer = self._inner.optimizer
+        self._meet(Call.LEARNING_RATE)
         with self.ranks.together("setting the learning rate"):
             changed_rates(self._groups, [0.0] * len(self._groups), learning_rate, tables)
             rates = changed_rates(self._inner.groups, optimizer.learning_rates, learning_rate, tables)
@@ -256,6 +260,7 @@ class ShardedCache:
 
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks."""
+        self._meet(Call.COMMIT)
         with self.ranks.together("committing inside a visit"):
             if self._maker.pending:
                 raise StateError("commit() was called between backward and step: call step() or discard() first")
@@ -273,7 +278,7 @@ class ShardedCache:
         A slice is as many samples as no rank needs more than ``eval_budget`` of its rows for; each rank gets its part
         of every batch.
         """
-        self._maker.rest()
+        self._meet(Call.EVALUATION)
         with self.ranks.together("beginning an evaluation"):
             check_features(self.pass_set, passes)
             share = Share(passes, self.placement, self.ranks.rank)
@@ -382,6 +387,11 @@ class ShardedCache:
         pooling = Pooling(exchange, processor, schema.features)
         maker = BatchMaker(self.ranks, exchange, pooling, schema, self._uses, processor, self._thread)
         return exchange, pooling, maker
+
+    def _meet(self, call: Call) -> None:
+        """Raise where another rank is in another call: before any that is not over the ranks of batches."""
+        self._maker.rest()
+        self._beside.meet(call, call.words)
 
     def _record(self) -> None:
         """Make the newest commit of the parts that of all ranks; called where all parts have made the same ones."""

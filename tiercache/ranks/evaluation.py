@@ -10,6 +10,7 @@ import numpy as np
 from tiercache.kernels.uses import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
+from tiercache.ranks.call import Call
 from tiercache.training.batch import cut_batches
 from tiercache.training.evaluation import Wanted, bring_rows
 
@@ -66,11 +67,12 @@ def evaluation_slices(
     """Cut every pass into slices for which no rank brings more than ``budget`` bytes of its rows, and bring them."""
     positions = Positions.of(share, rows_now.groups)  # type: ignore[arg-type]
     for source in share.passes:
-        source.check_samples()
-        owners = share.owners(source.index)
-        found = {table.name: source.span(table.name) for table in share.tables}
-        spans = {name: (span.start, span.stop) for name, span in found.items()}
-        wanted = Wanted(source, positions, share.schema.features, spans)  # type: ignore[arg-type]
+        with ranks.together("beginning a pass of an evaluation"):
+            source.check_samples()
+            owners = share.owners(source.index)
+            found = {table.name: source.span(table.name) for table in share.tables}
+            spans = {name: (span.start, span.stop) for name, span in found.items()}
+            wanted = Wanted(source, positions, share.schema.features, spans)  # type: ignore[arg-type]
         first = 0
         while first < source.samples:
             with ranks.together("cutting a slice of an evaluation"):
@@ -84,6 +86,7 @@ def evaluation_slices(
             pooling.open(owners, rows)
             yield ShardedEvaluation(source, first, last, maker)  # type: ignore[arg-type]
             maker.rest()
+            exchange.ranks.meet(Call.EVALUATION_SLICE, Call.EVALUATION_SLICE.words)
             exchange.bounds.check()
             first = last
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tiercache.errors import RankError
 from tiercache.ranks.bond import Bond, first_line, sentence_of
+from tiercache.ranks.call import Call, elsewhere, framed, unframed
 from tiercache.ranks.peers import Peer, rank_names
 from tiercache.ranks.pieces import bytes_of, check_size, target
 from tiercache.ranks.process_groups import END_SECONDS, device_of, end, launched, make_default, new_group, store_of
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT_TIMEOUT = 300.0
-EQUALLY_MANY = (
-    "all ranks make equally many batches of raw keys in a visit, so a rank whose loader has ended gives None in place "
-    "of keys until the batch is None on all"
-)
 
 
 class Ranks:
@@ -62,6 +59,7 @@ class Ranks:
         owns_default: bool = False,
         peers: Sequence[Peer] = (),
         watch: Watch | None = None,
+        board: Board | None = None,
     ) -> None:
         self.rank = 0 if host is None else host.rank()
         self.size = 1 if host is None else host.size()
@@ -71,12 +69,15 @@ class Ranks:
         self._wires = wires
         self._owns_default = owns_default
         self._bond = bond = Bond(rank=self.rank, timeout=timeout, peers=peers, watch=watch)
+        bond.board = board
         if not peers:
             told = self.values([asdict(Peer.here()), secrets.token_hex(8)], "joining")
             bond.peers = [Peer(**peer) for peer, _ in told]
-            if host is not None and wires is not host:
-                board = Board(store_of(host), f"lost {told[0][1]}")
+            board = None if host is None else Board(store_of(host), f"lost {told[0][1]}")
+            if board is not None and wires is not host:
                 bond.watch = Watch(rank=self.rank, peers=bond.peers, device=device, timeout=timeout, board=board)
+            else:
+                bond.board = board
         if bond.watch is not None:
             bond.watch.guard(wires)
             if owns_default:
@@ -144,9 +145,10 @@ class Ranks:
             host = wires = new_group(self._host, "gloo", self.timeout, self._bond.peers)
             if self._wires is not self._host:
                 wires = new_group(self._host, "nccl", self.timeout)
+        board = self._bond.board = self._bond.board and self._bond.board.turn()
         return Ranks(
             device=self.device, timeout=self.timeout, host=host, wires=wires, peers=self._bond.peers,
-            watch=self._bond.watch,
+            watch=self._bond.watch, board=board,
         )._connected()  # fmt: skip
 
     def _connected(self) -> Self:
@@ -224,24 +226,9 @@ class Ranks:
         A rank with an error raises its own; the others RankError with the sentence of the first rank that has one.
         ``what`` follows "while": "opening the store".
         """
-        self._check_met(self._agreed(what, error, None), what)
-
-    def numbers(self, mine: int, what: str, error: BaseException | None = None) -> list[int]:
-        """Agree as ``agree`` does, and return every rank's number, in rank order; ``mine`` is at least 0. Collective.
-
-        It is what every batch of raw keys begins with: where some ranks are in ``agree`` or ``together`` meanwhile, all
-        raise RankError, so that none waits for one whose loader has ended.
-        """
-        numbers = self._agreed(what, error, mine)
-        if gone := [rank for rank, number in enumerate(numbers) if number < 0]:
-            raise RankError(f"{rank_names(gone)} had gone on while rank {self.rank} was {what}: {EQUALLY_MANY}")
-        return numbers
-
-    def _agreed(self, what: str, error: BaseException | None, number: int | None) -> list[int]:
-        """Raise where any rank brings an error; return the number of each, -1 where it has none."""
         words = b"" if error is None else json.dumps(sentence_of(error)).encode()
         try:
-            told, numbers = self._tell(words, what, None if words else number)
+            told = self._all(words, what)
         except RankError as broken:
             if error is None:
                 raise
@@ -254,7 +241,20 @@ class Ranks:
         if failed:
             also = f" (and {rank_names(failed[1:])} too)" if failed[1:] else ""
             raise RankError(f"rank {failed[0]} failed while {what}{also}: {json.loads(told[failed[0]])}")
-        return numbers
+
+    def meet(
+        self, call: Call, what: str, numbers: Sequence[int] = (), error: BaseException | None = None
+    ) -> NDArray[np.int64]:
+        """Agree as ``agree`` does, and return every rank's numbers, (size, n). Collective.
+
+        Where some ranks are in another call of these ranks that begins with ``counts``, or in ``meet`` for another
+        ``call``, all raise RankError: so none waits for one that went another way.
+        """
+        to = np.array([[*numbers, error is not None]] * self.size, dtype=np.int64)
+        told = self.counts(to, what, call)
+        if told[:, -1].any():
+            self.agree(what, error)
+        return told[:, :-1]
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -291,16 +291,28 @@ class Ranks:
         """Return when all ranks have come."""
         self.least([0], what)
 
-    def counts(self, to: NDArray[np.int64], what: str = "exchanging counts") -> NDArray[np.int64]:
+    def counts(
+        self, to: NDArray[np.int64], what: str = "exchanging counts", call: Call = Call.COUNTS
+    ) -> NDArray[np.int64]:
         """Send row r of ``to`` (size, H; int64) to rank r; row r of what is returned is what rank r sent here.
 
-        One rank alone gets ``to`` itself back.
+        One rank alone gets ``to`` itself back. Raises RankError, from then on, where ranks are in different calls.
         """
         if to.ndim != 2 or to.shape[0] != self.size:
             raise ValueError(f"counts of shape {to.shape} for {self.size} ranks: give one row for each rank")
-        sent = torch.from_numpy(np.ascontiguousarray(to, dtype=np.int64))
         if self.size == 1:
             return to
+        frame, rest = framed(call, to)
+        came = self._transposed(frame, what)
+        if found := elsewhere(call, frame, came):
+            others, words, advice = found
+            were = f"{rank_names(others)} {'were' if others[1:] else 'was'} {words}"
+            self._bond.broken = f"{were} while rank {self.rank} was {what}: {advice}"
+            raise RankError(self._bond.broken)
+        return unframed(came, self._transposed(rest, what) if rest.size else rest)
+
+    def _transposed(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+        sent = torch.from_numpy(to)
         received = torch.empty_like(sent)
         with self._bond.collective(what):
             dist.all_to_all_single(received, sent, group=self._host)
@@ -352,27 +364,14 @@ class Ranks:
 
     def _all(self, mine: bytes, what: str) -> list[bytes]:
         """Return every rank's bytes, in rank order; where nobody has any, one small collective is all it costs."""
-        told, numbers = self._tell(mine, what, None)
-        self._check_met(numbers, what)
-        return told
-
-    def _check_met(self, numbers: Sequence[int], what: str) -> None:
-        """Raise RankError where other ranks are in ``numbers`` meanwhile."""
-        if busy := [rank for rank, number in enumerate(numbers) if number >= 0]:
-            raise RankError(f"{rank_names(busy)} made another batch while rank {self.rank} was {what}: {EQUALLY_MANY}")
-
-    def _tell(self, mine: bytes, what: str, number: int | None) -> tuple[list[bytes], list[int]]:
-        """Return every rank's bytes and its number; who brings a number has no bytes, who brings none has -1."""
         if self.size == 1:
-            return [mine], [-1 if number is None else number]
+            return [mine]
         told = torch.empty(self.size, dtype=torch.int64)
-        brought = len(mine) if number is None else -1 - number  # one int64 says both
         with self._bond.collective(what):
-            dist.all_gather(list(torch.split(told, 1)), torch.tensor([brought]), group=self._host)
-        sizes = told.clamp(min=0).tolist()
-        said = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._gather(said, torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), sizes, self._host, what)
-        return [piece.numpy().tobytes() for piece in torch.split(said, sizes)], (-1 - told).clamp(min=-1).tolist()
+            dist.all_gather(list(torch.split(told, 1)), torch.tensor([len(mine)]), group=self._host)
+        said = torch.empty(int(told.sum()), dtype=torch.uint8)
+        self._gather(said, torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), told.tolist(), self._host, what)
+        return [piece.numpy().tobytes() for piece in torch.split(said, told.tolist())]
 
     def _gather(
         self, gathered: Tensor, mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, what: str

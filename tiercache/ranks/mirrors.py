@@ -9,6 +9,7 @@ import torch
 
 from tiercache.processors.entries import Wanted
 from tiercache.ranks.bounds import confined
+from tiercache.ranks.call import Call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +107,7 @@ class Mirrors:
             ids.append(mine + (int(owners.low_TW[t, ranks.rank]) - first))
             vectors.append(self._find(rows, group, mine, owners.tables[t].dim).view(-1))
         numbers = np.array([one.numel() for one in ids], dtype=np.int64)
-        count_WM = ranks.counts(np.tile(numbers, (ranks.size, 1)), "counting what mirrors follow")
+        count_WM = ranks.counts(np.tile(numbers, (ranks.size, 1)), "counting what mirrors follow", Call.MIRRORS)
         if not count_WM.any():
             return
         dims = np.array([owners.tables[t].dim for t in self._mirrors], dtype=np.int64)

@@ -1,7 +1,7 @@
 """Batches of raw keys on several ranks: each brings its own samples, and all make them together.
 
 On every rank an index finds local ids in the key set of the whole pass; from there on a batch is one of samples. Before
-that ranks tell each other one number, which says how many samples they have and whether their loaders have ended.
+that ranks tell each other how many samples they have and whether their loaders have ended.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.errors import RankError
 from tiercache.passes.samples import FeatureIds
+from tiercache.ranks.call import Call
 from tiercache.training.batch import Batch
 from tiercache.training.missing_rows import MissingRows
 from tiercache.training.raw_samples import RawReader
@@ -46,17 +46,6 @@ class _Turn(NamedTuple):
     """Whether it has keys to load."""
     ended: bool = False
     """Whether it had no keys to give."""
-    trained: bool = True
-    """Whether the batch is one of the visit."""
-
-    def number(self) -> int:
-        """Return it as one number."""
-        return self.num_samples * 8 + self.trained * 4 + self.loads * 2 + self.ended
-
-    @classmethod
-    def of(cls, number: int) -> _Turn:
-        """Return what a number says."""
-        return cls(number >> 3, bool(number & 2), bool(number & 1), bool(number & 4))
 
 
 class RawBatches:
@@ -67,14 +56,20 @@ class RawBatches:
         passes: PassSet,
         groups: Sequence[Group],
         ranks: Ranks,
+        beside: Ranks,
         maker: BatchMaker,
         loader: RowLoader,
         optimizer: RowOptimizer,
         processor: Processor,
         index_room: int,
     ) -> None:
-        """groups: of whole tables. optimizer: counts how often rows were stepped. index_room: bytes for an index."""
-        self._schema, self._ranks, self._maker, self._loader = passes.schema, ranks, maker, loader
+        """groups: of whole tables. beside: the ranks as batches are asked for. index_room: bytes for an index.
+
+        optimizer: counts how often rows were stepped.
+        """
+        self._schema, self._ranks, self._beside, self._maker, self._loader = (
+            passes.schema, ranks, beside, maker, loader,
+        )  # fmt: skip
         self._reader = RawReader(passes.schema, passes.tables, processor, index_room)
         self._missing = MissingRows(passes.schema, groups, optimizer, processor)
         self._dense_columns = len(passes.schema.dense)
@@ -101,7 +96,7 @@ class RawBatches:
         except Exception as caught:  # told to all ranks
             error = caught
         turn = _Turn(ended=True) if mine is None else _Turn(mine.num_samples, missing == "load" and mine.lacking)
-        turns = self._turns(turn, f"making {name}", error)
+        turns = self._turns(Call.RAW_BATCH, turn, f"making {name}", error)
         if all(turn.ended for turn in turns):
             return None
         sizes = [turn.num_samples for turn in turns]
@@ -119,7 +114,6 @@ class RawBatches:
     def evaluation_batch(self, keys: Mapping[str, Any] | None, budget: int, **others: Any) -> Batch | None:
         """Return a batch outside any visit: ``ShardedCache.evaluation_batch`` promises it."""
         what, mine, error, wanted = "an evaluation of raw keys", None, None, dict[str, Any]()
-        self._maker.rest()
         try:
             if keys is not None:
                 mine = self._used(self._reader.read(None, "", keys, **others))
@@ -128,8 +122,8 @@ class RawBatches:
                 self._reader.check_budget(mine.num_samples, wanted, budget)
         except Exception as caught:  # told to all ranks
             error = caught
-        turn = _Turn(0 if mine is None else mine.num_samples, True, mine is None, False)
-        turns = self._turns(turn, f"making a batch of {what}", error)
+        turn = _Turn(0 if mine is None else mine.num_samples, True, mine is None)
+        turns = self._turns(Call.RAW_EVALUATION, turn, f"making a batch of {what}", error)
         if all(turn.ended for turn in turns):
             return None
         loaded = self._loader.load(wanted, budget)
@@ -141,18 +135,11 @@ class RawBatches:
         made = self._missing.add(made, mine.features, places, "load", lambda: loaded)
         return replace(made, ids=self._maker.named(made.ids, {}))  # type: ignore[arg-type]  # all are FeatureIds
 
-    def _turns(self, mine: _Turn, what: str, error: Exception | None) -> list[_Turn]:
+    def _turns(self, call: Call, mine: _Turn, what: str, error: Exception | None) -> list[_Turn]:
         """Tell the others of this rank's part; raises where any rank has an error, or does something else."""
-        turns = [_Turn.of(number) for number in self._ranks.numbers(mine.number(), what, error)]
-        if others := [rank for rank, turn in enumerate(turns) if turn.trained != mine.trained]:
-            kinds = (
-                "a read-only batch and rank {} one to train" if mine.trained else "a batch to train and rank {} none"
-            )
-            raise RankError(
-                f"rank {others[0]} makes {kinds.format(self._ranks.rank)}: all ranks must make equally many batches of "
-                "raw keys of each kind, in one order"
-            )
-        return turns
+        self._maker.rest()
+        told = self._beside.meet(call, what, mine, error).tolist()
+        return [_Turn(samples, bool(loads), bool(ended)) for samples, loads, ended in told]
 
     def _weight(self, sizes: Sequence[int]) -> float:
         """Return what the mean loss of this rank's samples counts for."""

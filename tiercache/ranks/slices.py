@@ -10,6 +10,7 @@ import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.processors.entries import GroupStep, Pending, Wanted
+from tiercache.ranks.call import Call
 from tiercache.store.table import SGD, Group, RowWiseAdagrad
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class SliceSteps:
         """Step the slices and drop their gradients; all other groups are left for ``optimizer.step``. Collective."""
         if not self._any:
             return
+        self._ranks.meet(Call.SLICES, "stepping column slices")
         found = [self._merge(one, optimizer, rows[one.group]) for one in self._mine]
         squares = self._add_up([(gradient * gradient).sum(dim=1) for _, gradient in found])
         for one, (slots, gradient), total in zip(self._mine, found, squares, strict=True):

@@ -30,6 +30,10 @@ class Board:
         """store: of torch.distributed; None: nothing is told and nothing heard. name: the same on all ranks."""
         self._store, self._name = store, name
 
+    def turn(self) -> Board:
+        """Return an empty one for what begins now; all ranks turn theirs equally often."""
+        return Board(self._store, f"{self._name}+")
+
     def tell(self, who: str) -> None:
         """Say it, where nobody has said anything."""
         store = self._store

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiercache.ranks.call import frame_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.ranks.call import Call
     from tiercache.ranks.group import Ranks
 
 __all__ = ["WIRE_DTYPES", "Wire"]
@@ -34,10 +37,10 @@ class Wire:
         """Return sizes by rank without this rank's own."""
         return [0 if rank == self.ranks.rank else int(size) for rank, size in enumerate(sizes_W)]
 
-    def count(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+    def count(self, to: NDArray[np.int64], what: str, call: Call) -> NDArray[np.int64]:
         """Tell every rank its row of ``to``, and return what each told this one. Collective."""
-        self.bytes_sent += to.nbytes - to[self.ranks.rank].nbytes
-        return self.ranks.counts(to, what)
+        self.bytes_sent += frame_bytes(to.shape[1]) * (self.ranks.size - 1)
+        return self.ranks.counts(to, what, call)
 
     def send(self, send: torch.Tensor, sizes: list[int], receive: list[int], into: torch.Tensor, what: str) -> None:
         """Send to the others, float32 in the wire's dtype, and receive ``into``. Collective."""
