@@ -18,6 +18,8 @@ from tiercache.errors import BudgetError, RankError
 from tiercache.ranks.call import Call
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.group import Ranks
+from tiercache.ranks.pipeline import StageInput
+from tiercache.training.batch import Batch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -135,6 +137,22 @@ def numbers(ranks: Ranks, where: str) -> Any:
 def many_counts(ranks: Ranks) -> NDArray[np.int64]:
     """Send more counts than one message has room for."""
     return ranks.counts(np.arange(ranks.size * 100, dtype=np.int64).reshape(ranks.size, 100) + 1000 * ranks.rank)
+
+
+def gives_back_too_early(ranks: Ranks) -> list[Any]:
+    """Give gradients of collected vectors back before their backward and behind it, on each rank of its samples."""
+    outputs = torch.full((2 + ranks.rank, 3), 1.0, requires_grad=True)
+    stage, said = StageInput(ranks), ""
+    found = stage.collect(outputs * 2, Batch(torch.empty(0), torch.empty(0), {}, None, 2 + ranks.rank))  # type: ignore[arg-type]
+    try:
+        stage.give_back(found)
+    except (ValueError, RankError) as raised:
+        said = f"{type(raised).__name__}: {raised}"
+    if found is not None:
+        found.mean().backward()
+    stage.give_back(found)
+    assert outputs.grad is not None
+    return [said, outputs.grad.sum().item()]
 
 
 def fails_in_the_body(ranks: Ranks, who: list[int], kind: str) -> Any:

@@ -144,6 +144,16 @@ def test_ranks_in_different_calls_do_not_wait_for_each_other(
     assert second in str(told[1])
 
 
+def test_gradients_that_are_given_back_before_their_backward_are_refused_on_all_ranks(ranks_pool: RanksPool) -> None:
+    """And may be given back behind it: each rank gets those of its samples, times the ranks."""
+    told = ranks_pool.run(3, BODIES + "gives_back_too_early")
+
+    sentence = "collected vectors have no gradient: run the pipeline's step with them before give_back"
+    other = f"RankError: rank 0 failed while giving gradients of collected vectors back: ValueError: {sentence}"
+    assert [one[0] for one in told] == [f"ValueError: {sentence}", other, other]
+    assert [one[1] for one in told] == pytest.approx([2 * 3 * size / 9 for size in (2, 3, 4)])
+
+
 def test_one_rank_alone_raises_its_own_error(ranks_pool: RanksPool) -> None:
     """As several do."""
     assert ranks_pool.errors(1, BODIES + "fails_in_the_body", who=[0], kind="OSError") == [("OSError", "no room 0")]

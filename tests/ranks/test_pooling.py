@@ -96,13 +96,16 @@ def test_input_by_model_ends_the_same_and_sends_fewer_bytes(
 
 
 def test_pooled_vectors_are_fewer_bytes_than_rows(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """The same training whose modules ask for rows, as for weights of their own: the result is the same."""
+    """The same training whose modules ask for rows, as for weights of their own: the result is the same.
+
+    Of so small batches a third of the bytes are counts, which both send.
+    """
     pooled = train(ranks_pool, 2, tmp_path, "ours", "table")
     rows = train(ranks_pool, 2, tmp_path, "theirs", "table", by_rows=True)
 
     assert all(one["pooled"] == [] for one in rows)
     assert_equal(tmp_path, pooled, rows)
-    assert sum(one["bytes"] for one in pooled) < 0.6 * sum(one["bytes"] for one in rows)
+    assert sum(one["bytes"] for one in pooled) < 0.7 * sum(one["bytes"] for one in rows)
 
 
 @pytest.mark.parametrize("input_", ["data", "model"])

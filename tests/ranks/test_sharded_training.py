@@ -115,6 +115,26 @@ def test_the_rows_of_the_next_micro_batch_come_while_one_is_in_the_dense_part(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("schedule", "order"),
+    [
+        ("interleaved", ["rows 0", "rows 1", "dense 0", "rows 2", "dense 1", "rows 3", "dense 2", "dense 3"]),
+        ("simple", [f"{what} {number}" for number in range(4) for what in ("rows", "dense")]),
+    ],
+)
+def test_rows_of_an_evaluation_come_while_the_batch_before_is_looked_at(
+    ranks_pool: RanksPool, tmp_path: Path, schedule: str, order: list[str]
+) -> None:
+    """Or behind it, by the order of events."""
+    CASES["one"].cut(tmp_path / "passes")
+
+    told = ranks_pool.run(
+        2, "tests.ranks.trainings:overlapped_evaluation", case="one", folder=str(tmp_path), schedule=schedule
+    )
+
+    assert told[0] == told[1] == order
+
+
 @pytest.mark.parametrize("queued", [False, True])
 def test_micro_batches_that_are_resumed_in_the_next_visit_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, queued: bool

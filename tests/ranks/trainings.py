@@ -298,6 +298,40 @@ def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str, queued: b
     return events
 
 
+def overlapped_evaluation(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[str]:
+    """Evaluate 4 batches, each of which is looked at when what must come before has; return the order."""
+    import threading
+
+    one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
+    with open_sharded(ranks, one, folder) as cache:
+        model, _ = model_of(cache, one)
+        new_maker = cache._new_maker
+
+        def noted(schema: Any) -> Any:
+            exchange, pooling, maker = new_maker(schema)
+            answer = exchange.answer
+
+            def answered(*arguments: Any, **options: Any) -> Any:
+                number = sum(event.is_set() for event in arrived)
+                found = answer(*arguments, **options)
+                events.append(f"rows {number}")
+                arrived[number].set()
+                return found
+
+            exchange.answer = answered  # type: ignore[method-assign]
+            return exchange, pooling, maker
+
+        cache._new_maker = noted  # type: ignore[method-assign]
+        some = next(iter(cache.evaluation(cache.pass_set)))
+        with torch.no_grad():
+            for number, batch in enumerate(some.batches(-(-some.num_samples // 4), schedule=schedule)):
+                model(batch)
+                if schedule == "interleaved" and number < 3:
+                    assert arrived[number + 1].wait(30), "the next rows never come while this batch is looked at"
+                events.append(f"dense {number}")
+    return events
+
+
 def resumed_late(ranks: Ranks, case: str, folder: str, *, queued: bool) -> str:
     """Leave the micro-batches of a visit, go on with them in the next one, and look one up."""
     one = CASES[case]

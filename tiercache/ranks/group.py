@@ -120,9 +120,11 @@ class Ranks:
                 return cls(device=device, timeout=timeout, owns_default=owns_default)
             host = new_group(group, "gloo", timeout)
             wires = host if device.type == "cpu" else new_group(group, "nccl", timeout)
-        except RankError:
-            raise
-        except (RuntimeError, ValueError) as error:
+        except BaseException as error:
+            if owns_default:
+                end([None], within=END_SECONDS)
+            if isinstance(error, RankError) or not isinstance(error, (RuntimeError, ValueError)):
+                raise
             raise RankError(
                 f"the ranks did not find each other within {timeout:g} seconds ({first_line(error)}): "
                 "start as many processes as WORLD_SIZE says, all with the same MASTER_ADDR and MASTER_PORT"

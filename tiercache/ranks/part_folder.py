@@ -54,7 +54,7 @@ class Mark:
         Raises StoreMissingError, NotAStoreError, FormatVersionError and CorruptStoreError.
         """
         part = f"part {self.rank} of {sharded}"
-        advice = "restore it from a copy, or say with parts= where it is"
+        advice = "restore it from a copy, move it back, or train with as many ranks as before and parts= where it is"
         if not folder.exists():
             raise StoreMissingError(f"{part} is missing: there is no {folder}: {advice}")
         found = Mark.read(folder)

@@ -73,15 +73,23 @@ class StageInput:
     def give_back(self, collected: torch.Tensor | None) -> None:
         """Hand the gradient of ``collected`` to the ranks that looked the vectors up, whose rows then wait for a step.
 
-        For a loss that is the mean over the whole batch, as the last stage's is.
+        For a loss that is the mean over the whole batch, as the last stage's is. Raises ValueError, RankError on the
+        other ranks, where no backward has come to ``collected`` yet.
         """
         assert self._mine is not None, "collect comes first"
         ranks, mine = self._ranks, self._mine
         width = mine.shape[1]
-        gradient = mine.new_empty(0) if collected is None or collected.grad is None else collected.grad.reshape(-1)
+        here, gradient = collected is not None, mine.new_empty(0)
+        with ranks.together("giving gradients of collected vectors back"):
+            if collected is not None and collected.grad is not None:
+                gradient = collected.grad.reshape(-1)
+            elif collected is not None and collected.numel():
+                raise ValueError(
+                    "collected vectors have no gradient: run the pipeline's step with them before give_back"
+                )
         found = ranks.exchange(
             gradient,
-            [size * width if gradient.numel() else 0 for size in self._sizes],
+            [size * width if here else 0 for size in self._sizes],
             [mine.numel() if rank == self._first else 0 for rank in range(ranks.size)],
         )
         if mine.shape[0]:
