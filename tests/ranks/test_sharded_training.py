@@ -41,6 +41,27 @@ def test_rows_divided_by_hash_train_as_on_one_process(
     assert_close(tmp_path, case, found[0])
 
 
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_one_rank_alone_copies_no_rows_and_ends_with_the_bits_of_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, case: str
+) -> None:
+    """Batches look rows up where they are, and gradients are handed on as they are."""
+    import tiercache as tc
+
+    CASES[case].cut(tmp_path / "passes")
+
+    [[calls, sent, dense]] = ranks_pool.run(1, "tests.ranks.trainings:train_alone", case=case, folder=str(tmp_path))
+
+    theirs = resident(CASES[case], tc.PassSet.open(tmp_path / "passes"))
+    assert (calls, sent) == ([], 0)
+    for name, (keys, fields) in stored(tmp_path).items():
+        np.testing.assert_array_equal(keys, theirs.rows[name][0])
+        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
+            np.testing.assert_array_equal(mine, other, err_msg=name)
+    for name, weight in theirs.dense.items():
+        np.testing.assert_array_equal(dense[f"dense.{name}"], weight.numpy(), err_msg=name)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_placement_trains_as_one_process(ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str) -> None:

@@ -98,6 +98,23 @@ def train(
     return found | dense_of(model)
 
 
+def train_alone(ranks: Ranks, case: str, folder: str, **options: Any) -> list[Any]:
+    """Train a case on one rank; return the calls that would bring rows and sum gradients, and the bytes sent."""
+    one, calls = CASES[case], list[str]()
+    criterion = nn.BCEWithLogitsLoss()
+    with open_sharded(ranks, one, folder, **options) as cache:
+        model, optimizer = model_of(cache, one)
+        for name in ("find", "sum"):
+            whole = getattr(cache._processor, name)
+            setattr(cache._processor, name, lambda *a, _name=name, _whole=whole: calls.append(_name) or _whole(*a))
+        for visit in cache.passes(epochs=one.epochs):
+            for batch in visit.batches(one.batch, shuffle=one.shuffle):
+                (criterion(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [calls, cache.bytes_sent, dense_of(model)]
+
+
 def dense_of(model: nn.Module) -> dict[str, Any]:
     """Return the dense weights by their names without DistributedDataParallel's."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model

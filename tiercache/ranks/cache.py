@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import BudgetError, StateError
 from tiercache.processors.opening import open_processor
+from tiercache.ranks.alone import RowsHere, rows_are_here
 from tiercache.ranks.batches import BatchMaker, exchange_thread
 from tiercache.ranks.call import Call
 from tiercache.ranks.evaluation import evaluation_slices
@@ -383,7 +384,8 @@ class ShardedCache:
 
     def _new_maker(self, schema: Schema) -> tuple[RowExchange, Pooling, BatchMaker]:
         ranks, processor = self._beside, self._processor
-        exchange = RowExchange(ranks, processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
+        exchange_of = RowsHere if rows_are_here(ranks, self._groups, self._inner.groups) else RowExchange
+        exchange = exchange_of(ranks, processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
         pooling = Pooling(exchange, processor, schema.features)
         maker = BatchMaker(self.ranks, exchange, pooling, schema, self._uses, processor, self._thread)
         return exchange, pooling, maker

@@ -182,16 +182,19 @@ class RowExchange:
         waited for. Raises RankError where this rank is, or was by the batch before, asked for rows that it has not, and
         RuntimeError where another pass was opened since.
         """
-        if asked.stretches is not self._stretches:
-            raise RuntimeError(
-                f"this batch belongs to {asked.where}, which has ended: use batches inside their own loop"
-            )
+        self._check_open(asked)
         self.bounds.check()
         request, what = asked.request, f"exchanging rows of {asked.where}"
         exchanged = self._ask(asked.stretches, request, asked.counts_WS, what)
         flat = self._answer(exchanged, what)
         groups = self._groups_of(request, self._unpack(asked.stretches, request, flat))
         return groups, replace(exchanged, request=request.asked())
+
+    def _check_open(self, asked: Asked) -> None:
+        if asked.stretches is not self._stretches:
+            raise RuntimeError(
+                f"this batch belongs to {asked.where}, which has ended: use batches inside their own loop"
+            )
 
     def _opened(self) -> Stretches:
         if self._stretches is None:
