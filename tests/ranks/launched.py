@@ -1,4 +1,4 @@
-"""A rank of its own process, as torchrun starts it: ``python -m tests.ranks.launched HOW TIMEOUT``.
+"""A rank of its own process, as torchrun starts it: ``python -m tests.ranks.launched HOW TIMEOUT [FOLDER]``.
 
 It prints "in step" when all ranks have joined, and at the end what it knows as one line of JSON.
 """
@@ -52,7 +52,14 @@ def talk(ranks: Ranks) -> None:
     say(rank=ranks.rank, local=os.environ["LOCAL_RANK"], received=received.tolist(), sentence=sentence)
 
 
-def main(how: str, timeout: float) -> None:
+def train(ranks: Ranks, folder: str) -> None:
+    """Train a case, whose passes are in the folder."""
+    from tests.ranks import trainings
+
+    trainings.train(ranks, "one", folder)
+
+
+def main(how: str, timeout: float, folder: str = "") -> None:
     """Join and do what ``how`` says."""
     torch.set_num_threads(1)
     try:
@@ -62,6 +69,8 @@ def main(how: str, timeout: float) -> None:
         return
     if how == "talk":
         talk(ranks)
+        if folder:
+            train(ranks, folder)
         ranks.close()
         return
     if ranks.rank == 1:
@@ -77,4 +86,4 @@ def main(how: str, timeout: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])

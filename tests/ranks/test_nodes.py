@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.ranks.test_death import LIMIT_SECONDS, free_port
+from tests.ranks.trainings import CASES, assert_as_alone, resident, stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 PER_NODE = 2
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
@@ -67,15 +69,15 @@ def two_namespaces() -> Iterator[list[Node]]:
         ]
 
 
-def torchrun(nodes: list[Node]) -> list[subprocess.Popen[str]]:
-    """Start the nodes' launchers with two ranks each that talk once."""
+def torchrun(nodes: list[Node], *folder: str) -> list[subprocess.Popen[str]]:
+    """Start the nodes' launchers with two ranks each that talk once, and train in a folder that both reach."""
     port = free_port()
     return [
         subprocess.Popen(
             [
                 *node.prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
                 f"--nproc-per-node={PER_NODE}", f"--node-rank={number}", f"--master-addr={node.master}",
-                f"--master-port={port}", "-m", "tests.ranks.launched", "talk", "60",
+                f"--master-port={port}", "-m", "tests.ranks.launched", "talk", "60", *folder,
             ],
             env=os.environ | {"OMP_NUM_THREADS": "1"} | node.variables,
             text=True,
@@ -111,14 +113,16 @@ def check_what_they_say(launchers: list[subprocess.Popen[str]]) -> None:
     ]
 
 
-def test_ranks_of_two_nodes_talk_over_the_network() -> None:
-    """In two namespaces where they are permitted, else through one host's loopback."""
+def test_ranks_of_two_nodes_talk_and_train_over_the_network(tmp_path: Path) -> None:
+    """In two namespaces where they are permitted, else through one host's loopback; rows are those of one process."""
+    passes = CASES["one"].cut(tmp_path / "passes")
     with ExitStack() as stack:
         try:
             nodes = stack.enter_context(two_namespaces())
         except OSError:
             nodes = ON_ONE_HOST
-        check_what_they_say(torchrun(nodes))
+        check_what_they_say(torchrun(nodes, str(tmp_path)))
+    assert_as_alone(stored(tmp_path), {}, replace(resident(CASES["one"], passes), dense={}))
 
 
 @pytest.mark.long
