@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tiercache.errors import BudgetError, StateError
+from tiercache.errors import StateError
 from tiercache.processors.opening import open_processor
 from tiercache.ranks.batches import BatchMaker, exchange_thread
+from tiercache.ranks.budgets import Budgets
 from tiercache.ranks.evaluation import evaluation_slices
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.loaded_rows import RowLoader
-from tiercache.ranks.opening import choose_device, choose_placement, mirror_bytes, open_parts
+from tiercache.ranks.opening import choose_device, choose_placement, open_parts
 from tiercache.ranks.pooling import Pooling
 from tiercache.ranks.raw_batches import RawBatches
 from tiercache.ranks.shares import Share
 from tiercache.ranks.visit import ShardedVisit
-from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.table import group_tables
 from tiercache.training.cache import TierCache
 from tiercache.training.matching import check_features, check_tables
@@ -99,8 +99,7 @@ class ShardedCache:
         self.placement = choose_placement(path, passes, ranks, placement)
         with ranks.together("reading the budgets"):
             chosen = choose_device(ranks, device)
-            budget, host = parse_bytes(device_budget), parse_bytes(host_budget)
-            evaluated, stored = (None if b is None else parse_bytes(b) for b in (eval_budget, store_budget))
+            budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget)
             if wire_dtype not in _WIRE_DTYPES:
                 raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
         check_same(
@@ -110,10 +109,7 @@ class ShardedCache:
                 "the tables": [str(table) for table in passes.tables],
                 "the pass set": passes.digest,
                 "the placement": self.placement.digest,
-                "device_budget": budget,
-                "host_budget": host,
-                "eval_budget": evaluated,
-                "store_budget": stored,
+                **budgets.facts,
                 "engine": engine,
                 "parts": None if parts is None else [str(part) for part in parts],
                 "retention": retention,
@@ -125,29 +121,25 @@ class ShardedCache:
             },
         )
         self._share = Share(passes, self.placement, ranks.rank)
+        with ranks.together("opening the device"):
+            self._processor = open_processor(chosen, self._share.tables)
+        with ranks.together("planning the budgets"):  # before the store is written anew for them
+            device_bytes = budgets.check_device(self._share, self._processor.mover)
         self._parts = open_parts(
             path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
-            order_seed=order_seed, store_budget=stored,
+            order_seed=order_seed, budgets=budgets,
         )  # fmt: skip
         with self._given_up_on_error():
-            with ranks.together("opening the device"):
-                self._processor = open_processor(chosen, self._share.tables)
             self._beside = ranks.beside()  # NCCL takes memory of the device for it: before the rows do
         with self._given_up_on_error(), ranks.together("planning the budgets"):
-            mirrors = mirror_bytes(passes, self.placement)
-            if mirrors > budget:
-                raise BudgetError(
-                    f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
-                    f"{format_bytes(budget)}: raise it, or place them by row"
-                )
             self._inner = TierCache(
                 self._parts.store,
                 self._share,  # type: ignore[arg-type]
                 device=self._processor,
-                device_budget=budget - mirrors,
-                host_budget=host,
-                eval_budget=evaluated,
-                store_budget=stored,
+                device_budget=device_bytes,
+                host_budget=budgets.host_budget,
+                eval_budget=budgets.eval_budget,
+                store_budget=budgets.store_budget,
                 commit_every=commit_every,
                 seed=seed,
                 order_seed=order_seed,
@@ -160,7 +152,7 @@ class ShardedCache:
         self._loader = RowLoader(self._share, self._inner.rows_now, ranks)
         self._raw = RawBatches(
             passes, self._groups, ranks, self._maker, self._loader, self._inner.optimizer, self._processor,
-            budget - mirrors - self._inner.device_bytes,
+            device_bytes - self._inner.device_bytes,
         )  # fmt: skip
         self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None

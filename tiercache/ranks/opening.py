@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.planning.schedule import Schedule
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement
 from tiercache.ranks.placing import placement_of
 from tiercache.ranks.record import Record
 from tiercache.ranks.resharding import place_of, reshard, work_together
+from tiercache.store.scratch_file import scratch_of
 from tiercache.training.reorganise import reorganise
 
 if TYPE_CHECKING:
@@ -18,9 +20,12 @@ if TYPE_CHECKING:
 
     from tiercache.passes.passset import PassSet
     from tiercache.processors.processor import Processor
+    from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.shares import Share
-    from tiercache.store import Store
+    from tiercache.store import Cursor, Store
+
+_PLANNING = "planning the budgets"
 
 
 def choose_device(ranks: Ranks, asked: str | Processor | None) -> str | Processor:
@@ -56,12 +61,6 @@ def choose_placement(
     return Placement.from_record(ranks.values(chosen)[0])
 
 
-def mirror_bytes(passes: PassSet, placement: Placement) -> int:
-    """Return the bytes that the vectors of replicated tables take on every device."""
-    copied = [table for table in passes.tables if placement.tables[table.name].kind == "replicate"]
-    return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in passes.passes), default=0)
-
-
 def open_parts(
     path: str | os.PathLike[str],
     share: Share,
@@ -72,14 +71,21 @@ def open_parts(
     retention: int | None = None,
     reorganised: bool,
     order_seed: int | None,
-    store_budget: int | None = None,
+    budgets: Budgets | None = None,
 ) -> Parts:
     """Open the parts of a sharded store, or make them; those of other ranks or another placement are written anew.
 
-    Passes that were split from the ones trained so far go on where these stand.
+    Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
+    that ``budgets`` would not hold.
 
-    Raises what `Parts.open` and `reshard` raise.
+    Raises what `Parts.open` and `reshard` raise, and BudgetError.
     """
+
+    def check_host(folder: Path) -> None:
+        if budgets is not None:
+            budgets.check_host(share, order_seed=order_seed, folder=folder)
+
+    store_budget = None if budgets is None else budgets.store_budget
     found: Record | None = None
     with ranks.together("reading the record of the sharded store"):
         if ranks.rank == 0:
@@ -88,6 +94,7 @@ def open_parts(
     stands = ranks.values(stands)[0]
     placement = share.placement.to_record()
     if stands is not None and stands != [ranks.size, placement]:
+        work_together(lambda _: check_host(Path(path)), ranks, _PLANNING)
         return reshard(
             path, share, ranks,
             engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
@@ -98,11 +105,9 @@ def open_parts(
     )
     if opened.store.commit is not None:
         try:
-            work_together(
-                lambda _: _follow(opened.store, share, order_seed, reorganised, store_budget),
-                ranks,
-                "putting rows into another order",
-            )
+            follow = _Following(opened.store, share, order_seed, reorganised=reorganised)
+            work_together(lambda _: check_host(scratch_of(opened.store)) if follow.moves() else None, ranks, _PLANNING)
+            work_together(lambda _: follow.run(store_budget), ranks, "putting rows into another order")
             assert opened.store.commit is not None
             opened.publish(opened.store.commit.cursor)
         except BaseException:
@@ -111,13 +116,31 @@ def open_parts(
     return opened
 
 
-def _follow(store: Store, share: Share, order_seed: int | None, reorganised: bool, store_budget: int | None) -> None:
-    """Put the rows of a part into the order of parts of its passes, or, where that is wanted, of other passes."""
-    assert store.commit is not None
-    start = place_of(store.commit, share.placement, share.rank, share, order_seed)
-    if start is not None or reorganised:
-        reorganise(
-            store,
-            share,  # type: ignore[arg-type]
-            order_seed=order_seed, start=start, store_budget=store_budget, progress=False,
-        )  # fmt: skip
+class _Following:
+    """A part's rows into the order of parts of its passes, or, where that is wanted, of other passes."""
+
+    def __init__(self, store: Store, share: Share, order_seed: int | None, *, reorganised: bool) -> None:
+        self._store, self._share, self._order_seed, self._reorganised = store, share, order_seed, reorganised
+
+    def _start(self) -> Cursor | None:
+        assert self._store.commit is not None
+        return place_of(self._store.commit, self._share.placement, self._share.rank, self._share, self._order_seed)
+
+    def moves(self) -> bool:
+        """Say whether rows have to move. Raises PassSetError for a place that split passes do not have."""
+        assert self._store.commit is not None
+        if self._start() is None and not self._reorganised:
+            return False
+        schedule = Schedule(
+            num_passes=len(self._share), pass_set_digest=self._share.digest, order_seed=self._order_seed
+        )
+        return self._store.commit.schedule_digest != schedule.digest
+
+    def run(self, store_budget: int | None) -> None:
+        """Move them. Raises what `reorganise` raises."""
+        if self.moves():
+            reorganise(
+                self._store,
+                self._share,  # type: ignore[arg-type]
+                order_seed=self._order_seed, start=self._start(), store_budget=store_budget, progress=False,
+            )  # fmt: skip
