@@ -61,7 +61,14 @@ class Budgets:
                 f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
                 f"{format_bytes(self.device_budget)}: raise it, or place them by row"
             )
-        DeviceNeed.of(_positions(share), mover).check(self.device_budget - mirrors)
+        num_ranks = share.placement.num_ranks
+        divided = num_ranks == 1 or all(one.kind == "row" for one in share.placement.tables.values())
+        DeviceNeed.of(_positions(share), mover).check(
+            self.device_budget,
+            num_ranks=num_ranks,
+            mirrors=mirrors,
+            advice="" if divided else "; that counts with tables that are all placed by row",
+        )
         return self.device_budget - mirrors
 
     def check_host(self, share: Share, *, order_seed: int | None, folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tiercache.errors import BudgetError
 from tiercache.passes.row_budget import device_bytes
 from tiercache.processors.processor import Layout
-from tiercache.sizes import format_bytes
+from tiercache.sizes import format_bytes, option_bytes, told_apart
 
 if TYPE_CHECKING:
     from tiercache.planning.positions import Positions
@@ -40,17 +40,25 @@ class DeviceNeed:
         num_bytes = max(needs, mover.bytes_of(layouts))  # the latter for rows so few that gaps count
         return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=num_bytes)
 
-    def check(self, budget: int) -> None:
-        """Raise BudgetError where the passes exceed ``budget``, or slots."""
-        if self.num_bytes > budget:
+    def check(self, budget: int, *, num_ranks: int = 1, mirrors: int = 0, advice: str = "") -> None:
+        """Raise BudgetError where the passes, and so many bytes of ``mirrors``, exceed ``budget``; or slots.
+
+        num_ranks: how many devices hold them together. advice: what else to do.
+        """
+        if self.num_bytes + mirrors > budget:
+            need, given = told_apart(self.num_bytes + mirrors, budget)
+            told = [
+                f"{rows:,} rows of dim {group.fields[0].width}"
+                for rows, group in zip(self.rows_G, self.groups, strict=True)
+            ]
+            told += [f"{format_bytes(mirrors)} of replicated vectors"] if mirrors else []
+            each, devices = "", ""
+            if num_ranks > 1:
+                each, devices = f" on each of {num_ranks} ranks", f" --devices {num_ranks}"
             raise BudgetError(
-                f"the passes need {format_bytes(self.num_bytes)} on the device ("
-                + ", ".join(
-                    f"{rows:,} rows of dim {group.fields[0].width}"
-                    for rows, group in zip(self.rows_G, self.groups, strict=True)
-                )
-                + f") but device_budget is {format_bytes(budget)}: raise it, extract again with "
-                f"--device-budget {format_bytes(budget)}, or cut the passes with tiercache.split_passes"
+                f"the passes need {need} on the device ({', '.join(told)}) but device_budget is {given}{each}: raise "
+                f"it, extract again with --device-budget {option_bytes(budget)}{devices}, or cut the passes with "
+                f"tiercache.split_passes for this budget{f' and devices={num_ranks}' if devices else ''}{advice}"
             )
         for rows in self.rows_G:
             if rows >= 2**31:
