@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.evaluation import ShardedEvaluation
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.placement import Placement
+    from tiercache.ranks.placement_rules import PlacementRules
     from tiercache.schema import Schema
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
@@ -66,7 +67,7 @@ class ShardedCache:
         device: str | Processor | None = None,
         device_budget: int | str,
         host_budget: int | str,
-        placement: Placement | str | Mapping[str, str] = "auto",
+        placement: Placement | PlacementRules | str | Mapping[str, str] = "auto",
         wire_dtype: str = "float32",
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
@@ -84,10 +85,11 @@ class ShardedCache:
         device: where not given, or without a number, that of ``ranks``; they cannot be on another.
         device_budget, host_budget, eval_budget, store_budget: of each rank. placement: where the rows of each table
         stand: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table
-        ("row", "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that
-        of the store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of
-        rows and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on
-        disks of their own perhaps; inside ``path`` where not given. retention: how many of the newest commits of all
+        ("row", "table", "column", "replicate"; tables not named are placed by cost), PlacementRules, or a Placement.
+        "auto" keeps that of the store, others are found anew for these passes; another than the store's, or another
+        number of ranks, writes its parts anew first. wire_dtype: of rows and gradients on their way: "float32",
+        "bfloat16" or "float16". parts: a folder for each rank's part, on disks of their own perhaps; inside ``path``
+        where not given. retention: how many of the newest commits of all
         ranks are kept from now on; as many as before where not given, or 1. reorganised: whether a store that was
         trained with other passes is put into the order of these first, as `tiercache.reorganise` does; else that is
         refused. Everything else as in TierCache.
@@ -96,7 +98,6 @@ class ShardedCache:
         """
         self.ranks, self.pass_set = ranks, passes
         self._closed = False
-        self.placement = choose_placement(path, passes, ranks, placement)
         with ranks.together("reading the budgets"):
             chosen = choose_device(ranks, device)
             budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget)
@@ -108,7 +109,6 @@ class ShardedCache:
                 "the schema": passes.schema.digest,
                 "the tables": [str(table) for table in passes.tables],
                 "the pass set": passes.digest,
-                "the placement": self.placement.digest,
                 **budgets.facts,
                 "engine": engine,
                 "parts": None if parts is None else [str(part) for part in parts],
@@ -120,6 +120,8 @@ class ShardedCache:
                 "order_seed": None if order_seed is None else int(order_seed),
             },
         )
+        number_bytes = _WIRE_DTYPES[wire_dtype].itemsize
+        self.placement = choose_placement(path, passes, ranks, placement, number_bytes=number_bytes)
         self._share = Share(passes, self.placement, ranks.rank)
         with ranks.together("opening the device"):
             self._processor = open_processor(chosen, self._share.tables)

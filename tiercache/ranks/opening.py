@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tiercache.processors.processor import Processor
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.group import Ranks
+    from tiercache.ranks.placement_rules import PlacementRules
     from tiercache.ranks.shares import Share
     from tiercache.store import Cursor, Store
 
@@ -46,18 +47,25 @@ def choose_device(ranks: Ranks, asked: str | Processor | None) -> str | Processo
 
 
 def choose_placement(
-    path: str | os.PathLike[str], passes: PassSet, ranks: Ranks, asked: Placement | str | Mapping[str, str]
+    path: str | os.PathLike[str],
+    passes: PassSet,
+    ranks: Ranks,
+    asked: Placement | PlacementRules | str | Mapping[str, str],
+    *,
+    number_bytes: int,
 ) -> Placement:
-    """Return the placement asked for; "auto" that of the store where it is for as many ranks. Collective.
+    """Return the placement that all ranks ask for; "auto" that of the store where it is for as many. Collective.
 
-    Raises ValueError for one that makes no sense.
+    number_bytes: of a number on the wire. Raises ValueError for one that makes no sense.
     """
     chosen: dict[str, Any] | None = None
     with ranks.together("placing the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
             found = Record.read(Path(path)) if asked == "auto" else None
-            kept = found is not None and found.num_ranks == ranks.size
-            chosen = found.placement if kept and found else placement_of(passes, ranks.size, asked).to_record()
+            if found is not None and found.num_ranks == ranks.size:
+                chosen = found.placement
+            else:
+                chosen = placement_of(passes, ranks.size, asked, number_bytes=number_bytes).to_record()
     return Placement.from_record(ranks.values(chosen)[0])
 
 
