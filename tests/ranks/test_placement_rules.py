@@ -36,6 +36,38 @@ def placed(ranks: Ranks, folder: str, asked: list[Any], **options: Any) -> dict[
         return {name: placement.kind for name, placement in cache.placement.tables.items()}
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["basic", "cost"], "placement (basic on rank 0, cost on rank 1)"),
+        (
+            [{"users": "row"}, {"users": "table"}],
+            'placement ({"users": "row"} on rank 0, {"users": "table"} on rank 1)',
+        ),
+        (["auto", {"rules": {}}], "placement (auto on rank 0, digest "),
+        ([{"rules": {}}, {"rules": {"row_threshold": 1}}], "placement (digest "),
+        ([{"rules": {}}, {"rules": {}, "costs": {"samples": 1}}], "placement (digest "),
+        (
+            [{"placement": {"users": "row", "items": "row"}}, {"placement": {"users": "replicate", "items": "row"}}],
+            "placement (digest ",
+        ),
+    ],
+)
+def test_ranks_that_ask_for_different_placements_are_refused(
+    ranks_pool: RanksPool, tmp_path: Path, asked: list[Any], words: str
+) -> None:
+    """What each asks for is compared, and not what comes of it; nothing is made."""
+    ONE.cut(tmp_path / "passes")
+
+    errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=asked)
+
+    assert errors[0] == errors[1]
+    assert errors[0] is not None
+    assert errors[0][0] == "RankError"
+    assert errors[0][1].startswith(f"ranks differ in {words}")
+    assert not (tmp_path / "model.tc").exists()
+
+
 def test_thresholds_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Of the bytes of a table's rows in its largest pass; equal rules on all ranks go on."""
     passes = ONE.cut(tmp_path / "passes")
@@ -108,6 +140,7 @@ def test_what_is_no_placement_is_refused(ranks_pool: RanksPool, tmp_path: Path) 
     """On every rank, with what it may be; also kinds and tables that there are not, in rules."""
     ONE.cut(tmp_path / "passes")
     for asked, words in (
+        (5, "placement is 5: it must be a strategy, kinds by table, PlacementRules or a Placement"),
         ({"rules": {"kinds": {"users": "rows"}}}, "to be placed by 'rows': it must be one of 'row', 'table'"),
         ({"rules": {"kinds": {"user": "row"}}}, "unknown table 'user': the tables are"),
     ):

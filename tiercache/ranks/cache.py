@@ -17,6 +17,7 @@ from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.loaded_rows import RowLoader
 from tiercache.ranks.opening import choose_device, choose_placement, open_parts
+from tiercache.ranks.placement_rules import asked_words
 from tiercache.ranks.pooling import Pooling
 from tiercache.ranks.raw_batches import RawBatches
 from tiercache.ranks.shares import Share
@@ -100,6 +101,7 @@ class ShardedCache:
         self._closed = False
         with ranks.together("reading the budgets"):
             chosen = choose_device(ranks, device)
+            asked = asked_words(placement)
             budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget)
             if wire_dtype not in _WIRE_DTYPES:
                 raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
@@ -109,6 +111,7 @@ class ShardedCache:
                 "the schema": passes.schema.digest,
                 "the tables": [str(table) for table in passes.tables],
                 "the pass set": passes.digest,
+                "placement": asked,
                 **budgets.facts,
                 "engine": engine,
                 "parts": None if parts is None else [str(part) for part in parts],

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tiercache.errors import BudgetError
+from tiercache.ranks.placement import Placement
 from tiercache.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["STRATEGIES", "PlacementCosts", "PlacementRules", "Strategy", "check_strategy", "listed"]
+__all__ = ["STRATEGIES", "PlacementCosts", "PlacementRules", "Strategy", "asked_words", "check_strategy", "listed"]
 
 Strategy = Literal["auto", "basic", "memory_balanced", "memory_optimized", "cost"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -91,6 +93,27 @@ def check_strategy(strategy: str) -> None:
     """Raise ValueError for an unknown one."""
     if strategy not in STRATEGIES:
         raise ValueError(f"the strategy of placement is {strategy!r}: it must be one of {listed(STRATEGIES)}")
+
+
+def asked_words(asked: Placement | PlacementRules | str | Mapping[str, str]) -> Any:
+    """Return what a user asks for as JSON can say it, so that ranks can compare it. Raises ValueError for no such."""
+    if isinstance(asked, Placement):
+        return asked.to_record()
+    if isinstance(asked, PlacementRules):
+        return {
+            "strategy": asked.strategy,
+            "kinds": _words(asked.kinds),
+            "costs": asdict(asked.costs),
+        } | asked.thresholds
+    if not isinstance(asked, str | Mapping):
+        raise ValueError(  # noqa: TRY004 - as for a word that there is not
+            f"placement is {asked!r:.60}: it must be a strategy, kinds by table, PlacementRules or a Placement"
+        )
+    return asked if isinstance(asked, str) else _words(asked)
+
+
+def _words(kinds: Mapping[str, str]) -> dict[str, str]:
+    return {str(name): str(kind) for name, kind in kinds.items()}
 
 
 def listed(words: Sequence[str]) -> str:
