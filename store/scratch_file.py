@@ -71,7 +71,11 @@ class ScratchFile:
 
 def scratch_of(store: Store) -> Path:
     """Return the folder for temporary files: the store's own, or the system's where that cannot be written to."""
-    folder = store.path
+    return scratch_in(store.path)
+
+
+def scratch_in(folder: Path | None) -> Path:
+    """Return ``folder``, or the system's for temporary files where there is none that can be written to."""
     if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return Path(tempfile.gettempdir())
     return folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.sizes import format_bytes, parse_bytes
+from tiercache.sizes import format_bytes, option_bytes, parse_bytes, told_apart
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,17 @@ def test_sizes_are_shown_with_three_digits() -> None:
         "1.5 GiB",
         "5,120 TiB",
     ]
+
+
+def test_two_sizes_that_look_alike_are_told_to_the_byte() -> None:
+    """Others are rounded."""
+    assert told_apart(1 << 20, 3 << 20) == ("1 MiB", "3 MiB")
+    assert told_apart((1 << 20) + 1, 1 << 20) == ("1,048,577 bytes", "1,048,576 bytes")
+    assert told_apart(1 << 20, 1 << 20) == ("1 MiB", "1 MiB")
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(1, "1"), (1 << 20, "1MiB"), (3 << 29, "1536MiB"), (10**6, "1000000")])
+def test_a_size_is_written_so_that_it_is_read_as_it_is(num_bytes: int, text: str) -> None:
+    """What an error says to give to a command."""
+    assert option_bytes(num_bytes) == text
+    assert parse_bytes(text) == num_bytes

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tiercache.ranks.cache import ShardedCache as ShardedCache
     from tiercache.ranks.group import Ranks as Ranks
     from tiercache.ranks.placement import Placement as Placement
+    from tiercache.ranks.placement_rules import PlacementCosts as PlacementCosts
+    from tiercache.ranks.placement_rules import PlacementRules as PlacementRules
     from tiercache.ranks.rollback import rollback_sharded as rollback_sharded
     from tiercache.ranks.sharded_store import ShardedStore as ShardedStore
     from tiercache.schema import Dense as Dense
@@ -56,6 +58,8 @@ _HOME = {
     "Normal": "store.table",
     "PassSet": "passes.passset",
     "Placement": "ranks.placement",
+    "PlacementCosts": "ranks.placement_rules",
+    "PlacementRules": "ranks.placement_rules",
     "Ranks": "ranks.group",
     "ResidentCache": "training.resident",
     "RowWiseAdagrad": "store.table",
@@ -92,6 +96,8 @@ __all__ = [
     "Normal",
     "PassSet",
     "Placement",
+    "PlacementCosts",
+    "PlacementRules",
     "Ranks",
     "ResidentCache",
     "RowWiseAdagrad",

@@ -6,7 +6,7 @@ import re
 
 from tiercache.errors import BudgetError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "option_bytes", "parse_bytes", "told_apart"]
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
@@ -43,3 +43,17 @@ def format_bytes(num_bytes: float) -> str:
             return f"{digits} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def told_apart(one: int, other: int) -> tuple[str, str]:
+    """Return two numbers of bytes for people, to the byte where both would look alike."""
+    told = format_bytes(one), format_bytes(other)
+    return told if one == other or told[0] != told[1] else (f"{one:,} bytes", f"{other:,} bytes")
+
+
+def option_bytes(num_bytes: int) -> str:
+    """Return ``num_bytes`` as one would give them to a command: exactly, in the largest unit that they are whole of."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes % (1 << power) == 0:
+            return f"{num_bytes >> power}{unit}"
+    return str(num_bytes)

@@ -153,6 +153,7 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"device_budget": "2MiB"}, "device_budget was 1048576 and is 2097152 now"),
+        ({"devices": 2}, "devices was null and is 2 now"),
         ({"align": 16}, "align was 8192 and is 16 now"),
         ({"pass_by": "file"}, 'pass_by was "budget" and is "file" now'),
         ({"min_count": 2}, "min_count was 1 and is 2 now"),
@@ -266,6 +267,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
         ({"device_budget": "1GiB", "pass_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
         ({"device_budget": "1GiB", "pass_by": "column="}, ExtractionError, "one of budget, rows=N"),
         ({"device_budget": "1GiB", "align": 0}, ExtractionError, "align is 0"),
+        ({"device_budget": "1GiB", "devices": 0}, ExtractionError, "devices is 0"),
         ({"device_budget": "1GiB", "min_count": 0}, ExtractionError, "min_count is 0"),
         ({"device_budget": "much"}, ValueError, "'much' is no size"),
     ],

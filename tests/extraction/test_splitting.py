@@ -17,9 +17,10 @@ from tests.training.cases import Case, Spec, assert_same_bits, resident_result, 
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.key_sets import write_key_sets
 from tiercache.passes.keybatch import KeyBatch
-from tiercache.passes.row_budget import RowBudget
+from tiercache.passes.row_budget import RowBudget, device_bytes, most_rows
 from tiercache.passes.splitting import split_cursor
 from tiercache.store import MemoryEngine
+from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,6 +129,19 @@ def test_files_of_passes_that_fit_are_linked_and_outlive_the_old_set(tmp_path: P
     assert samples_of(tc.PassSet.open(tmp_path / "new")) == before
 
 
+def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Path) -> None:
+    """As large as fits with the margin; another number of devices is another set."""
+    batch = KeyBatch.of(plain_schema(), {"a": np.arange(4000)}, label=np.zeros(4000))
+    old = write_pass_set(tmp_path / "old", plain_schema(), [batch])
+    budget = 600 * device_bytes(group_tables(old.tables)[0])
+    new = tc.split_passes(old, tmp_path / "new", device_budget=budget, devices=4, align=8)
+    most = max(one.rows("a") for one in new)
+    assert most_rows(most, 4) <= 600 < most_rows(most + 8, 4)
+    assert tc.split_passes(old, tmp_path / "new", device_budget=budget, devices=4, align=8).digest == new.digest
+    with pytest.raises(tc.TierCacheError, match="another pass set already"):
+        tc.split_passes(old, tmp_path / "new", device_budget=budget, align=8)
+
+
 def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
     """One sentence each."""
     old = write_pass_set(tmp_path / "old", rich_schema(), [batch_of(40)])
@@ -137,6 +151,11 @@ def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
         tc.split_passes(old, tmp_path / "new", rows=9)
     with pytest.raises(tc.TierCacheError, match="the device budget is 9 bytes: give more, or lower align"):
         tc.split_passes(old, tmp_path / "new", device_budget=9)
+    for limits in ({"rows": 5, "devices": 2}, {"device_budget": 5, "devices": 0}):
+        with pytest.raises(
+            ValueError, match=r"devices is \d: it is a whole number, at least 1, and goes with device_b"
+        ):
+            tc.split_passes(old, tmp_path / "new", **limits)
     for limits in ({}, {"rows": 5, "device_budget": 5}):
         with pytest.raises(ValueError, match="either device_budget or rows"):
             tc.split_passes(old, tmp_path / "new", **limits)

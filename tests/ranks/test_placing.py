@@ -15,7 +15,8 @@ from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import KeyBatch
 from tiercache.ranks.loads import Load, loads_of
 from tiercache.ranks.placement import Placement, TablePlacement
-from tiercache.ranks.placing import STRATEGIES, Costs, place, placement_of
+from tiercache.ranks.placement_rules import STRATEGIES, PlacementCosts
+from tiercache.ranks.placing import place, placement_of
 from tiercache.ranks.shares import part_tables
 from tiercache.store.table import group_tables
 
@@ -190,7 +191,7 @@ def test_by_cost_a_hot_table_is_copied_where_steps_are_rare() -> None:
     tables = [table("t0", 64, SGD)]
     loads = {"t0": Load(rows=2000, samples=1_000_000, hotness=10.0)}
     assert place(tables, loads, 2).tables["t0"].kind == "row"
-    assert place(tables, loads, 2, costs=Costs(batches_per_step=8)).tables["t0"].kind == "replicate"
+    assert place(tables, loads, 2, costs=PlacementCosts(batches_per_step=8)).tables["t0"].kind == "replicate"
 
 
 def test_wrong_words_are_refused_with_those_that_are_allowed() -> None:

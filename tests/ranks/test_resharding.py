@@ -16,6 +16,7 @@ from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, placem
 from tests.training.cases import assert_same_bits, result_of
 from tiercache.errors import BudgetError, PassSetError, RankError
 from tiercache.planning.schedule import Schedule
+from tiercache.ranks.budgets import Budgets
 from tiercache.ranks.opening import open_parts
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
@@ -223,6 +224,11 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         assert digest == Schedule(num_passes=5, pass_set_digest=share.digest).digest
 
 
+def budgets_of(store: int) -> Budgets:
+    """Return budgets of which only the store's may be too small."""
+    return Budgets(device_budget=1 << 30, host_budget=1 << 30, eval_budget=None, store_budget=store)
+
+
 def test_the_same_ranks_reorganise_within_their_store_budget(tmp_path: Path) -> None:
     """Too little is refused with the numbers, and the parts stand as they stood; enough is enough."""
     case = one_case()
@@ -231,10 +237,10 @@ def test_the_same_ranks_reorganise_within_their_store_budget(tmp_path: Path) -> 
     share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
     options: dict[str, Any] = {"engine": None, "parts": None, "reorganised": True, "order_seed": None}
     with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but putting the store in the order of these"):
-        open_parts(path, share, Alone(), **options, store_budget=100)
+        open_parts(path, share, Alone(), **options, budgets=budgets_of(100))
     with ShardedStore.open(path) as store:
         assert store.cursor == (3, 0)
-    with open_parts(path, share, Alone(), **options, store_budget=1 << 30) as parts:
+    with open_parts(path, share, Alone(), **options, budgets=budgets_of(1 << 30)) as parts:
         assert parts.store.commit is not None
         assert parts.store.commit.cursor == (0, 0)
 

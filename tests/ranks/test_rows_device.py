@@ -10,7 +10,7 @@ import torch
 import tiercache as tc
 from tests.training.cases import SPECS, Case, table
 from tiercache.errors import BudgetError
-from tiercache.processors.cpu_processor import CpuProcessor
+from tiercache.processors.cpu_processor import CpuMover, CpuProcessor
 from tiercache.ranks import cache as cache_module
 from tiercache.ranks.group import Ranks
 from tiercache.ranks.opening import choose_device
@@ -87,11 +87,24 @@ def test_another_device_than_that_of_the_ranks_is_refused_before_anything_is_ope
     assert log == []
 
 
-def test_wires_are_left_where_rows_find_no_room(tmp_path: Path, ranks: Ranks) -> None:
+def test_wires_are_left_where_rows_find_no_room(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would stay on the device until the process ends."""
-    with pytest.raises(BudgetError):
-        sharded(tmp_path, ranks, device_budget=1)
+
+    def full(*_: Any) -> Any:
+        raise BudgetError("the device has less")
+
+    monkeypatch.setattr(CpuMover, "reserve", full)
+    with pytest.raises(BudgetError, match="the device has less"):
+        sharded(tmp_path, ranks)
     assert log == ["cuda:1", "wires", "rows", "leaves"]
+
+
+def test_a_budget_that_passes_exceed_is_refused_before_wires_are_connected(tmp_path: Path, ranks: Ranks) -> None:
+    """And before anything is made of the store."""
+    with pytest.raises(BudgetError, match="but device_budget is 1 bytes"):
+        sharded(tmp_path, ranks, device_budget=1)
+    assert log == ["cuda:1"]
+    assert not (tmp_path / "x.tc").exists()
 
 
 def test_an_error_in_the_loop_is_told_before_anything_waits(tmp_path: Path, ranks: Ranks) -> None:

@@ -77,10 +77,11 @@ def tracked(cache: Any, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.Store, passes: tc.PassSet) -> None:
-    """The error names what is needed and given, and one byte decides."""
+    """The error names what is needed and given, to the byte, and one byte decides."""
     with tiered(store, passes) as cache:
         needed = cache.device_bytes
-    with one_sentence(BudgetError, "device_budget", "raise it", "rows of dim 4"):
+    told = f"need {needed:,} bytes on", f"is {needed - 1:,} bytes:", f"--device-budget {needed - 1},"
+    with one_sentence(BudgetError, "device_budget", "raise it", "rows of dim 4", *told):
         tiered(store, passes, device_budget=needed - 1)
     tiered(store, passes, device_budget=needed).close()
 

@@ -43,6 +43,7 @@ def extract(
     out: str | Path,
     *,
     device_budget: int | str,
+    devices: int = 1,
     pass_by: str = "budget",
     align: int = 8192,
     min_count: int = 1,
@@ -55,6 +56,8 @@ def extract(
     data: files, folders and patterns; Parquet, Arrow IPC, CSV or TSV (plain, gz, zst).
     schema: a Schema, or the path of a TOML file.
     device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
+    devices: how many devices of that budget hold a pass together, their tables placed by row: passes are as large as
+    fits with a margin for keys that do not divide evenly (``tiercache.passes.row_budget.most_rows``).
     pass_by: ``budget`` closes a pass before the budget is exceeded, ``rows=N`` after N samples, ``file`` and
     ``column=NAME`` where the file or the value of a column changes.
     align: passes end at multiples of so many samples, for budget and rows; the last one ends with the data.
@@ -72,7 +75,7 @@ def extract(
     """
     schema = schema if isinstance(schema, Schema) else Schema.load(schema)
     device_bytes, host_bytes = parse_bytes(device_budget), parse_bytes(host_budget)
-    for name, number in (("align", align), ("min_count", min_count)):
+    for name, number in (("align", align), ("min_count", min_count), ("devices", devices)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ExtractionError(f"{name} is {number!r}: a whole number, at least 1")
     cut = Cut.parse(pass_by, align)
@@ -90,6 +93,8 @@ def extract(
         "min_count": min_count,
         "counted_before": [pass_set.digest for pass_set in earlier],
     }
+    if devices > 1:  # sets of one device say nothing of it
+        options["devices"] = devices
     records = tuple(file.record() for file in inputs)
     if (out / MANIFEST).exists():
         return _finished(out, schema, options, records)
@@ -111,7 +116,18 @@ def extract(
             if not state.is_counted:
                 state = _count(source, schema, state, work, host, reporter)
             admission = _decide(schema, state, earlier, min_count, work, host)
-        state = _number(source, layout, state, work, host, reporter, cut, align, device_bytes, admission)
+        state = _number(
+            source,
+            layout,
+            state,
+            work,
+            host,
+            reporter,
+            cut,
+            align,
+            RowBudget(schema.tables, device_bytes, devices),
+            admission,
+        )
         if not state.passes:
             raise SourceError(f"{inputs[0].path} and the {len(inputs) - 1} other files have no rows: give some data")
         for file in inputs:
@@ -208,7 +224,7 @@ def _number(
     reporter: ProgressReporter,
     cut: Cut,
     align: int,
-    device_bytes: int,
+    rows: RowBudget,
     admission: Admission | None,
 ) -> ExtractionState:
     """Go through the samples and close passes, from the state's cursor to the end of the data."""
@@ -218,7 +234,6 @@ def _number(
         reporter.passes = len(builder.state.passes)
         reporter.tell(source.done_bytes, "close" if begins else None)
 
-    rows = RowBudget(layout.schema.tables, device_bytes)
     builder = PassBuilder(layout, work, state, cut=cut, align=align, rows=rows, host=host, on_close=on_close)
     cutter = Cutter(cut)
     reporter.passes = len(state.passes)

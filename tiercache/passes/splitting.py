@@ -44,6 +44,7 @@ def split_passes(
     out: str | Path,
     *,
     device_budget: int | str | None = None,
+    devices: int = 1,
     rows: int | None = None,
     align: int | None = None,
 ) -> PassSet:
@@ -51,8 +52,8 @@ def split_passes(
 
     The samples are the same, in the same order: batches of a size that divides ``align`` are too, where samples are
     not shuffled. A part begins at a multiple of ``align`` samples of its pass (None: as the set was extracted, else
-    8,192) and is as long as fits: its rows in ``device_budget`` as an extraction counts them (of several devices: what
-    all hold), or its keys, of all tables, in ``rows``. Passes that fit are parts by themselves: their files are linked,
+    8,192) and is as long as fits: its rows on so many ``devices`` of ``device_budget`` each as an extraction counts
+    them, or its keys, of all tables, in ``rows``. Passes that fit are parts by themselves: their files are linked,
     or copied to another file system. Key sets, counts and digests are what an extraction of these parts gives.
 
     Takes a few MiB, some 30,000 samples (or ``align``) and at most 13 bytes for each key of a pass; reads what is cut
@@ -66,11 +67,15 @@ def split_passes(
     align = int(old.manifest.options.get("align", _ALIGN)) if align is None else align
     if align < 1 or (rows is not None and rows < 1):
         raise ValueError(f"align is {align} and rows is {rows}: both are whole numbers, at least 1")
+    if devices < 1 or (rows is not None and devices > 1):
+        raise ValueError(f"devices is {devices}: it is a whole number, at least 1, and goes with device_budget alone")
     limit: _Limit = _Keys(rows or 0)
     num_bytes = None if device_budget is None else parse_bytes(device_budget)
     if num_bytes is not None:
-        limit = RowBudget(old.tables, num_bytes)
+        limit = RowBudget(old.tables, num_bytes, devices)
     options: dict[str, Any] = {"split_of": old.digest, "device_budget": num_bytes, "rows": rows, "align": align}
+    if devices > 1:  # sets of one device say nothing of it
+        options["devices"] = devices
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():
@@ -189,7 +194,8 @@ class _Keys:
 
 def _finished(directory: Path, options: dict[str, Any]) -> PassSet:
     made = PassSet.open(directory)
-    if {name: made.manifest.options.get(name) for name in options} != options:
+    wanted = {"devices": None} | options
+    if {name: made.manifest.options.get(name) for name in wanted} != wanted:
         raise PassSetError(f"{directory} holds another pass set already: choose another directory")
     return made
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tiercache.errors import BudgetError, StateError
+from tiercache.errors import StateError
 from tiercache.processors.opening import open_processor
 from tiercache.ranks.alone import RowsHere, rows_are_here
 from tiercache.ranks.batches import BatchMaker, exchange_thread
+from tiercache.ranks.budgets import Budgets
 from tiercache.ranks.call import Call
 from tiercache.ranks.evaluation import evaluation_slices
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.facts import check_same
 from tiercache.ranks.loaded_rows import RowLoader
-from tiercache.ranks.opening import choose_device, choose_placement, mirror_bytes, open_parts
+from tiercache.ranks.opening import choose_device, choose_placement, closed_on_error, open_parts
+from tiercache.ranks.placement_rules import asked_words
 from tiercache.ranks.pooling import Pooling
 from tiercache.ranks.raw_batches import RawBatches
 from tiercache.ranks.shares import Share
 from tiercache.ranks.visit import ShardedVisit
-from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.table import group_tables
 from tiercache.training.cache import TierCache
 from tiercache.training.matching import check_features, check_tables
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.evaluation import ShardedEvaluation
     from tiercache.ranks.group import Ranks
     from tiercache.ranks.placement import Placement
+    from tiercache.ranks.placement_rules import PlacementRules
     from tiercache.schema import Schema
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
@@ -68,7 +70,7 @@ class ShardedCache:
         device: str | Processor | None = None,
         device_budget: int | str,
         host_budget: int | str,
-        placement: Placement | str | Mapping[str, str] = "auto",
+        placement: Placement | PlacementRules | str | Mapping[str, str] = "auto",
         wire_dtype: str = "float32",
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
@@ -86,10 +88,11 @@ class ShardedCache:
         device: where not given, or without a number, that of ``ranks``; they cannot be on another.
         device_budget, host_budget, eval_budget, store_budget: of each rank. placement: where the rows of each table
         stand: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table
-        ("row", "table", "column", "replicate"; tables not named are placed by cost), or a Placement. "auto" keeps that
-        of the store; another than the store's, or another number of ranks, writes its parts anew first. wire_dtype: of
-        rows and gradients on their way: "float32", "bfloat16" or "float16". parts: a folder for each rank's part, on
-        disks of their own perhaps; inside ``path`` where not given. retention: how many of the newest commits of all
+        ("row", "table", "column", "replicate"; tables not named are placed by cost), PlacementRules, or a Placement.
+        "auto" keeps that of the store, others are found anew for these passes; another than the store's, or another
+        number of ranks, writes its parts anew first. wire_dtype: of rows and gradients on their way: "float32",
+        "bfloat16" or "float16". parts: a folder for each rank's part, on disks of their own perhaps; inside ``path``
+        where not given. retention: how many of the newest commits of all
         ranks are kept from now on; as many as before where not given, or 1. reorganised: whether a store that was
         trained with other passes is put into the order of these first, as `tiercache.reorganise` does; else that is
         refused. Everything else as in TierCache.
@@ -98,11 +101,10 @@ class ShardedCache:
         """
         self.ranks, self.pass_set = ranks, passes
         self._closed = False
-        self.placement = choose_placement(path, passes, ranks, placement)
         with ranks.together("reading the budgets"):
             chosen = choose_device(ranks, device)
-            budget, host = parse_bytes(device_budget), parse_bytes(host_budget)
-            evaluated, stored = (None if b is None else parse_bytes(b) for b in (eval_budget, store_budget))
+            asked = asked_words(placement)
+            budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget)
             if wire_dtype not in _WIRE_DTYPES:
                 raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
         check_same(
@@ -111,11 +113,8 @@ class ShardedCache:
                 "the schema": passes.schema.digest,
                 "the tables": [str(table) for table in passes.tables],
                 "the pass set": passes.digest,
-                "the placement": self.placement.digest,
-                "device_budget": budget,
-                "host_budget": host,
-                "eval_budget": evaluated,
-                "store_budget": stored,
+                "placement": asked,
+                **budgets.facts,
                 "engine": engine,
                 "parts": None if parts is None else [str(part) for part in parts],
                 "retention": retention,
@@ -126,30 +125,28 @@ class ShardedCache:
                 "order_seed": None if order_seed is None else int(order_seed),
             },
         )
+        number_bytes = _WIRE_DTYPES[wire_dtype].itemsize
+        self.placement = choose_placement(path, passes, ranks, placement, number_bytes=number_bytes)
         self._share = Share(passes, self.placement, ranks.rank)
+        with ranks.together("opening the device"):
+            self._processor = open_processor(chosen, self._share.tables)
+        with ranks.together("planning the budgets"):  # before the store is written anew for them
+            device_bytes = budgets.check_device(self._share, self._processor.mover)
         self._parts = open_parts(
             path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
-            order_seed=order_seed, store_budget=stored,
+            order_seed=order_seed, budgets=budgets,
         )  # fmt: skip
-        with self._given_up_on_error():
-            with ranks.together("opening the device"):
-                self._processor = open_processor(chosen, self._share.tables)
+        with closed_on_error(self, "_inner", "_beside", "_parts"):
             self._beside = ranks.beside()  # NCCL takes memory of the device for it: before the rows do
-        with self._given_up_on_error(), ranks.together("planning the budgets"):
-            mirrors = mirror_bytes(passes, self.placement)
-            if mirrors > budget:
-                raise BudgetError(
-                    f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
-                    f"{format_bytes(budget)}: raise it, or place them by row"
-                )
+        with closed_on_error(self, "_inner", "_beside", "_parts"), ranks.together("planning the budgets"):
             self._inner = TierCache(
                 self._parts.store,
                 self._share,  # type: ignore[arg-type]
                 device=self._processor,
-                device_budget=budget - mirrors,
-                host_budget=host,
-                eval_budget=evaluated,
-                store_budget=stored,
+                device_budget=device_bytes,
+                host_budget=budgets.host_budget,
+                eval_budget=budgets.eval_budget,
+                store_budget=budgets.store_budget,
                 commit_every=commit_every,
                 seed=seed,
                 order_seed=order_seed,
@@ -162,7 +159,7 @@ class ShardedCache:
         self._loader = RowLoader(self._share, self._inner.rows_now, ranks)
         self._raw = RawBatches(
             passes, self._groups, ranks, self._beside, self._maker, self._loader, self._inner.optimizer,
-            self._processor, budget - mirrors - self._inner.device_bytes,
+            self._processor, device_bytes - self._inner.device_bytes,
         )  # fmt: skip
         self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None
@@ -370,17 +367,6 @@ class ShardedCache:
         return self._inner.device
 
     # -- inside -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _given_up_on_error(self) -> Iterator[None]:
-        """Give up the store where the rest of the opening fails, so that this process can open it again."""
-        try:
-            yield
-        except BaseException:
-            for made in ("_inner", "_beside", "_parts"):  # another rank failed, or a later step
-                if hasattr(self, made):
-                    getattr(self, made).close()
-            raise
 
     def _new_maker(self, schema: Schema) -> tuple[RowExchange, Pooling, BatchMaker]:
         ranks, processor = self._beside, self._processor

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.planning.schedule import Schedule
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement
 from tiercache.ranks.placing import placement_of
 from tiercache.ranks.record import Record
 from tiercache.ranks.resharding import place_of, reshard, work_together
+from tiercache.store.scratch_file import scratch_of
 from tiercache.training.reorganise import reorganise
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tiercache.passes.passset import PassSet
     from tiercache.processors.processor import Processor
+    from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.group import Ranks
+    from tiercache.ranks.placement_rules import PlacementRules
     from tiercache.ranks.shares import Share
-    from tiercache.store import Store
+    from tiercache.store import Cursor, Store
+
+_PLANNING = "planning the budgets"
+
+
+@contextmanager
+def closed_on_error(opened: object, *names: str) -> Iterator[None]:
+    """Close attributes of ``opened``, as far as there are any, where the body fails: this process can open it again."""
+    try:
+        yield
+    except BaseException:
+        for name in names:
+            if hasattr(opened, name):
+                getattr(opened, name).close()
+        raise
 
 
 def choose_device(ranks: Ranks, asked: str | Processor | None) -> str | Processor:
@@ -41,25 +60,26 @@ def choose_device(ranks: Ranks, asked: str | Processor | None) -> str | Processo
 
 
 def choose_placement(
-    path: str | os.PathLike[str], passes: PassSet, ranks: Ranks, asked: Placement | str | Mapping[str, str]
+    path: str | os.PathLike[str],
+    passes: PassSet,
+    ranks: Ranks,
+    asked: Placement | PlacementRules | str | Mapping[str, str],
+    *,
+    number_bytes: int,
 ) -> Placement:
-    """Return the placement asked for; "auto" that of the store where it is for as many ranks. Collective.
+    """Return the placement that all ranks ask for; "auto" that of the store where it is for as many. Collective.
 
-    Raises ValueError for one that makes no sense.
+    number_bytes: of a number on the wire. Raises ValueError for one that makes no sense.
     """
     chosen: dict[str, Any] | None = None
     with ranks.together("placing the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
             found = Record.read(Path(path)) if asked == "auto" else None
-            kept = found is not None and found.num_ranks == ranks.size
-            chosen = found.placement if kept and found else placement_of(passes, ranks.size, asked).to_record()
+            if found is not None and found.num_ranks == ranks.size:
+                chosen = found.placement
+            else:
+                chosen = placement_of(passes, ranks.size, asked, number_bytes=number_bytes).to_record()
     return Placement.from_record(ranks.values(chosen)[0])
-
-
-def mirror_bytes(passes: PassSet, placement: Placement) -> int:
-    """Return the bytes that the vectors of replicated tables take on every device."""
-    copied = [table for table in passes.tables if placement.tables[table.name].kind == "replicate"]
-    return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in passes.passes), default=0)
 
 
 def open_parts(
@@ -72,14 +92,21 @@ def open_parts(
     retention: int | None = None,
     reorganised: bool,
     order_seed: int | None,
-    store_budget: int | None = None,
+    budgets: Budgets | None = None,
 ) -> Parts:
     """Open the parts of a sharded store, or make them; those of other ranks or another placement are written anew.
 
-    Passes that were split from the ones trained so far go on where these stand.
+    Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
+    that ``budgets`` would not hold.
 
-    Raises what `Parts.open` and `reshard` raise.
+    Raises what `Parts.open` and `reshard` raise, and BudgetError.
     """
+
+    def check_host(folder: Path) -> None:
+        if budgets is not None:
+            budgets.check_host(share, order_seed=order_seed, folder=folder)
+
+    store_budget = None if budgets is None else budgets.store_budget
     found: Record | None = None
     with ranks.together("reading the record of the sharded store"):
         if ranks.rank == 0:
@@ -88,6 +115,7 @@ def open_parts(
     stands = ranks.values(stands)[0]
     placement = share.placement.to_record()
     if stands is not None and stands != [ranks.size, placement]:
+        work_together(lambda _: check_host(Path(path)), ranks, _PLANNING)
         return reshard(
             path, share, ranks,
             engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
@@ -98,11 +126,9 @@ def open_parts(
     )
     if opened.store.commit is not None:
         try:
-            work_together(
-                lambda _: _follow(opened.store, share, order_seed, reorganised, store_budget),
-                ranks,
-                "putting rows into another order",
-            )
+            follow = _Following(opened.store, share, order_seed, reorganised=reorganised)
+            work_together(lambda _: check_host(scratch_of(opened.store)) if follow.moves() else None, ranks, _PLANNING)
+            work_together(lambda _: follow.run(store_budget), ranks, "putting rows into another order")
             assert opened.store.commit is not None
             opened.publish(opened.store.commit.cursor)
         except BaseException:
@@ -111,13 +137,31 @@ def open_parts(
     return opened
 
 
-def _follow(store: Store, share: Share, order_seed: int | None, reorganised: bool, store_budget: int | None) -> None:
-    """Put the rows of a part into the order of parts of its passes, or, where that is wanted, of other passes."""
-    assert store.commit is not None
-    start = place_of(store.commit, share.placement, share.rank, share, order_seed)
-    if start is not None or reorganised:
-        reorganise(
-            store,
-            share,  # type: ignore[arg-type]
-            order_seed=order_seed, start=start, store_budget=store_budget, progress=False,
-        )  # fmt: skip
+class _Following:
+    """A part's rows into the order of parts of its passes, or, where that is wanted, of other passes."""
+
+    def __init__(self, store: Store, share: Share, order_seed: int | None, *, reorganised: bool) -> None:
+        self._store, self._share, self._order_seed, self._reorganised = store, share, order_seed, reorganised
+
+    def _start(self) -> Cursor | None:
+        assert self._store.commit is not None
+        return place_of(self._store.commit, self._share.placement, self._share.rank, self._share, self._order_seed)
+
+    def moves(self) -> bool:
+        """Say whether rows have to move. Raises PassSetError for a place that split passes do not have."""
+        assert self._store.commit is not None
+        if self._start() is None and not self._reorganised:
+            return False
+        schedule = Schedule(
+            num_passes=len(self._share), pass_set_digest=self._share.digest, order_seed=self._order_seed
+        )
+        return self._store.commit.schedule_digest != schedule.digest
+
+    def run(self, store_budget: int | None) -> None:
+        """Move them. Raises what `reorganise` raises."""
+        if self.moves():
+            reorganise(
+                self._store,
+                self._share,  # type: ignore[arg-type]
+                order_seed=self._order_seed, start=self._start(), store_budget=store_budget, progress=False,
+            )  # fmt: skip

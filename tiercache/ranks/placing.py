@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.ranks.loads import loads_of
 from tiercache.ranks.placement import KINDS, Placement, TablePlacement, slice_widths, sliced
+from tiercache.ranks.placement_rules import PlacementCosts, PlacementRules, check_strategy, listed
 from tiercache.store.table import RowWiseAdagrad
 
 if TYPE_CHECKING:
@@ -22,32 +23,10 @@ if TYPE_CHECKING:
     from tiercache.ranks.placement import Kind
     from tiercache.store.table import Table
 
-__all__ = ["STRATEGIES", "Costs", "Strategy", "place", "placement_of"]
+__all__ = ["place", "placement_of"]
 
-Strategy = Literal["auto", "basic", "memory_balanced", "memory_optimized", "cost"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _COLUMNS_SAVE = 1.01
 """Columns must be so much better than all else: the ranks of a table make each of its new rows once for each slice."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
-    """What the strategy "cost" counts with."""
-
-    samples: int = 8192
-    """Of a batch of all ranks together."""
-    batches_per_step: int = 1
-    """Batches, or micro-batches, between two steps."""
-    number_bytes: int = 4
-    """Of a number on the wire."""
-    link_bytes_per_second: float = 10e9
-    """What a rank can send and receive, together."""
-    store_bytes_per_second: float = 1e9
-    """What a rank's part can be read and written at."""
-    memory_bytes_per_second: float = 20e9
-    """What a device gathers and steps rows at."""
-    piece_seconds: float = 1e-6
-    """What the rows of one table from or for one other rank cost in a batch, however few they are."""
 
 
 def place(
@@ -60,7 +39,7 @@ def place(
     replicate_threshold: int | None = None,
     column_threshold: int | None = None,
     row_threshold: int | None = None,
-    costs: Costs | None = None,
+    costs: PlacementCosts | None = None,
 ) -> Placement:
     """Place every table on so many ranks. Equal arguments give equal placements; on one rank every table is "row".
 
@@ -77,8 +56,7 @@ def place(
 
     Raises ValueError for an unknown strategy, kind or name.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"the strategy of placement is {strategy!r}: it must be one of {_listed(STRATEGIES)}")
+    check_strategy(strategy)
     asked = _asked(tables, kinds or {})
     if num_ranks == 1:
         return Placement(1, {table.name: TablePlacement("row") for table in tables})
@@ -96,22 +74,37 @@ def place(
             kind, slices = "column", min(slices, 1 << (-(-size // max(1, column_threshold)) - 1).bit_length())
         wanted[table.name] = kind, slices
     if strategy in {"auto", "cost"}:
-        return _by_cost(tables, loads, num_ranks, wanted, costs or Costs())
+        return _by_cost(tables, loads, num_ranks, wanted, costs or PlacementCosts())
     return _by_bytes(tables, num_bytes, num_ranks, wanted, in_turn=strategy == "basic")
 
 
-def placement_of(passes: PassSet, num_ranks: int, how: Placement | str | Mapping[str, str]) -> Placement:
-    """Return the placement of the tables of a pass set that a user asks for: a strategy, kinds by table, or itself.
+def placement_of(
+    passes: PassSet,
+    num_ranks: int,
+    how: Placement | PlacementRules | str | Mapping[str, str],
+    *,
+    number_bytes: int = 4,
+) -> Placement:
+    """Return the placement of the tables of a pass set that a user asks for.
 
-    Reads counts of keys. Raises ValueError where it is not for these tables or so many ranks.
+    ``how``: a strategy, kinds by table, rules, or the placement itself. number_bytes: of a number on the wire, where
+    the costs of rules say nothing of it. Reads counts of keys. Raises ValueError where it is not for these tables or so
+    many ranks.
     """
     if isinstance(how, Placement):
         how.check(passes.tables)
         if how.num_ranks != num_ranks:
             raise ValueError(f"the placement is for {how.num_ranks} ranks and there are {num_ranks}: make another")
         return how
-    strategy, kinds = (how, {}) if isinstance(how, str) else ("auto", how)
-    return place(passes.schema.tables, loads_of(passes), num_ranks, strategy=strategy, kinds=kinds)
+    if isinstance(how, PlacementRules):
+        rules = how
+    else:
+        rules = PlacementRules(strategy=how) if isinstance(how, str) else PlacementRules(kinds=how)
+    costs = rules.costs if rules.costs.number_bytes else replace(rules.costs, number_bytes=number_bytes)
+    return place(
+        passes.schema.tables, loads_of(passes), num_ranks, strategy=rules.strategy, kinds=rules.kinds, costs=costs,
+        **rules.thresholds,
+    )  # fmt: skip
 
 
 def _asked(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]:
@@ -120,12 +113,12 @@ def _asked(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]
     found: dict[str, Kind] = {}
     for name, asked in kinds.items():
         if name not in names:
-            raise ValueError(f"a placement is asked for the unknown table {name!r}: the tables are {_listed(names)}")
+            raise ValueError(f"a placement is asked for the unknown table {name!r}: the tables are {listed(names)}")
         for kind in KINDS:
             if kind == asked:
                 found[name] = kind
         if name not in found:
-            raise ValueError(f"table {name!r} is to be placed by {asked!r}: it must be one of {_listed(KINDS)}")
+            raise ValueError(f"table {name!r} is to be placed by {asked!r}: it must be one of {listed(KINDS)}")
     return found
 
 
@@ -165,7 +158,7 @@ def _by_cost(
     loads: Mapping[str, Load],
     num_ranks: int,
     wanted: Mapping[str, tuple[Kind | None, int]],
-    costs: Costs,
+    costs: PlacementCosts,
 ) -> Placement:
     """Place the table that keeps ranks busiest first, each as it keeps the busiest rank least busy."""
     models = [_Busy(table, loads[table.name], num_ranks, costs) for table in tables]
@@ -228,8 +221,9 @@ class _Busy:
     the seconds of a piece for each other rank asked and served.
     """
 
-    def __init__(self, table: Table, load: Load, num_ranks: int, costs: Costs) -> None:
+    def __init__(self, table: Table, load: Load, num_ranks: int, costs: PlacementCosts) -> None:
         self.table, self._load, self._ranks, self._costs = table, load, num_ranks, costs
+        self._number_bytes = costs.number_bytes or 4
         self._batches = max(1.0, load.samples / costs.samples)
         self._asked = load.unique(costs.samples / num_ranks)
         self._stepped = load.unique(costs.samples * costs.batches_per_step) / costs.batches_per_step
@@ -245,7 +239,7 @@ class _Busy:
         ways = 1 if placed.kind == "replicate" else 2
         seconds = self._traffic(dim, 1 / ranks, ways) + self._owner_seconds / ranks
         if placed.kind == "replicate":
-            vector = self._costs.number_bytes * dim
+            vector = self._number_bytes * dim
             updates = 2 * self._stepped * vector * (ranks - 1) / ranks
             seconds += (updates + self._load.rows * 4 * dim / self._batches) / link
         per_share = self._asked * self._row_bytes(dim, ways) * (ranks - 2) / link
@@ -265,7 +259,7 @@ class _Busy:
 
     def _row_bytes(self, width: int, ways: int) -> int:
         """Return the bytes of an address and of ``width`` columns so many ways."""
-        return 4 + ways * self._costs.number_bytes * width
+        return 4 + ways * self._number_bytes * width
 
     def _traffic(self, width: int, share: float, ways: int = 2) -> float:
         """Return the seconds for which ``width`` columns keep a rank busy that owns a share of the rows."""
@@ -273,7 +267,3 @@ class _Busy:
         num_bytes = self._asked * self._row_bytes(width, ways) * (share * others + 1 - share)
         pieces = (others if share > 0 else 0) + (0 if share == 1 else 1 if share == 0 else others)
         return num_bytes / self._costs.link_bytes_per_second + pieces * self._costs.piece_seconds
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(map(repr, words))

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.errors import BudgetError, StateError
+from tiercache.errors import StateError
 from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
-from tiercache.passes.row_budget import device_bytes
-from tiercache.processors.processor import Layout
-from tiercache.sizes import format_bytes
+from tiercache.tiers.device_need import DeviceNeed
 from tiercache.tiers.rows import GroupRows
 
 if TYPE_CHECKING:
@@ -56,30 +54,10 @@ class DeviceTier:
         Raises BudgetError where they exceed ``budget``, or what the device has.
         """
         self._positions, self._mover = positions, mover
-        groups = positions.groups
-        self.capacity_G = [
-            max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups))
-        ]
-        needs = [rows * device_bytes(group) for rows, group in zip(self.capacity_G, groups, strict=True)]
-        layouts = [
-            Layout(rows, tuple(field.words for field in group.fields), rows, group.dtype != "float32")
-            for rows, group in zip(self.capacity_G, groups, strict=True)
-        ]
-        self.num_bytes = max(sum(needs), mover.bytes_of(layouts))  # the latter for rows so few that gaps count
-        if self.num_bytes > budget:
-            raise BudgetError(
-                f"the passes need {format_bytes(self.num_bytes)} on the device ("
-                + ", ".join(
-                    f"{rows:,} rows of dim {group.fields[0].width}"
-                    for rows, group in zip(self.capacity_G, groups, strict=True)
-                )
-                + f") but device_budget is {format_bytes(budget)}: raise it, extract again with "
-                f"--device-budget {format_bytes(budget)}, or cut the passes with tiercache.split_passes"
-            )
-        for rows in self.capacity_G:
-            if rows >= 2**31:
-                raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
-        self.arrays_G = mover.reserve(layouts, "device_budget holds passes that")
+        need = DeviceNeed.of(positions, mover)
+        need.check(budget)
+        self.capacity_G, self.num_bytes = need.rows_G, need.num_bytes
+        self.arrays_G = mover.reserve(need.layouts, "device_budget holds passes that")
         """The memory of each group's rows."""
         self.slots_G: list[Array] = []
         """The slots of the visit shown, on the device."""

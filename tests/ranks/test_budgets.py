@@ -1,0 +1,158 @@
+"""A budget that is too small is refused while the store still stands as it stood."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import tiercache as tc
+from tests.ranks.trainings import CASES, ONE, assert_as_alone, dense_of, model_of, open_sharded, resident, stored
+from tests.training.cases import Case
+from tiercache.passes.row_budget import device_bytes
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks.pool import RanksPool
+    from tiercache.ranks.group import Ranks
+
+LARGE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=3000, num_keys=1 << 20, batch=250, epochs=2, shuffle=False)
+ROW_BYTES = device_bytes(group_tables(LARGE.tables)[0])
+TRAIN = "tests.ranks.trainings:train"
+OPEN = "tests.ranks.test_budgets:opened"
+SENTENCES = {
+    "device_budget": "but device_budget is 4 KiB",
+    "host_budget": "host_budget is 1 bytes, but the dump of one",
+}
+TOO_SMALL = {"device_budget": 4096, "host_budget": 1}
+
+
+def opened(ranks: Ranks, folder: str, **options: Any) -> list[int]:
+    """Open the store and leave; return where it stands."""
+    with open_sharded(ranks, ONE, folder, **options) as cache:
+        commit = cache.store.commit
+        assert commit is not None
+        return list(commit.cursor)
+
+
+def trained_large(ranks: Ranks, folder: str, **options: Any) -> dict[str, Any]:
+    """Train the large case and return the dense weights."""
+    criterion = nn.BCEWithLogitsLoss()
+    with open_sharded(ranks, LARGE, folder, **options) as cache:
+        model, optimizer = model_of(cache, LARGE)
+        for visit in cache.passes(epochs=LARGE.epochs):
+            for batch in visit.batches(LARGE.batch, shuffle=False):
+                (criterion(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return dense_of(model)
+
+
+def placed(kind: str) -> dict[str, str]:
+    """Place all tables of the case alike."""
+    return dict.fromkeys([one.name for one in ONE.tables], kind)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def trained(ranks_pool: RanksPool, folder: Path) -> None:
+    """Train the case on two ranks, with two commits kept."""
+    CASES["one"].cut(folder / "passes")
+    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), placement=placed("row"), retention=2)
+
+
+def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
+    """Every rank raises: one with an error of its own, each with the sentence."""
+    assert all(error is not None and sentence in error[1] for error in errors), errors
+    assert "BudgetError" in [error[0] for error in errors if error is not None]
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1, "row"), (2, "table")])
+def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
+    ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
+) -> None:
+    """For another number of ranks or another placement; the record and every part keep their bytes and commits."""
+    trained(ranks_pool, tmp_path)
+    rows = stored(tmp_path)
+    before = files_of(tmp_path / "model.tc")
+    options: dict[str, Any] = {"folder": str(tmp_path), "placement": placed(kind), "retention": 2}
+
+    for name, sentence in SENTENCES.items():
+        assert_refused(ranks_pool.errors(size, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
+        assert files_of(tmp_path / "model.tc") == before
+
+    assert ranks_pool.run(size, OPEN, **options) == [[8, 0]] * size
+    for name, (keys, fields) in stored(tmp_path).items():
+        np.testing.assert_array_equal(keys, rows[name][0])
+        for mine, other in zip(fields, rows[name][1], strict=True):
+            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
+
+
+@pytest.mark.parametrize("order_seed", [None, 5])
+def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_small(
+    ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
+) -> None:
+    """The commits of the passes before stay the newest ones."""
+    trained(ranks_pool, tmp_path)
+    record = (tmp_path / "model.tc" / "record.json").read_bytes()
+    (tmp_path / "passes").rename(tmp_path / "old")
+    Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
+    options: dict[str, Any] = {"folder": str(tmp_path), "reorganised": True, "order_seed": order_seed}
+
+    for name, sentence in SENTENCES.items():
+        assert_refused(ranks_pool.errors(2, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
+        assert (tmp_path / "model.tc" / "record.json").read_bytes() == record
+        with tc.ShardedStore.open(tmp_path / "model.tc") as store:
+            assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)]
+
+    assert ranks_pool.run(2, OPEN, **options) == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_passes_cut_for_several_devices_are_trained_on_as_many(
+    ranks_pool: RanksPool, tmp_path: Path, size: int
+) -> None:
+    """They are larger than one device holds, and end as on one process; extracted so, or split so."""
+    budget = 800 * ROW_BYTES
+    whole = LARGE.extract(tmp_path / "whole", device_budget=budget, devices=size, pass_by="budget")
+    passes = tc.split_passes(
+        LARGE.extract(tmp_path / "one", pass_rows=3000),
+        tmp_path / "passes",
+        device_budget=budget,
+        devices=size,
+        align=1,
+    )
+    assert passes.digest == whole.digest
+    rows = [sum(one.rows(table.name) for table in passes.tables) for one in passes]
+    assert max(rows) > 800
+    assert len(rows) > 2
+
+    found = ranks_pool.run(
+        size, "tests.ranks.test_budgets:trained_large", folder=str(tmp_path), device_budget=budget,
+        placement=placed("row"),
+    )  # fmt: skip
+
+    assert_as_alone(stored(tmp_path), found[0], resident(LARGE, passes))
+
+
+def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Hashes give one rank more than half of the rows; where tables stand whole, that is not all."""
+    budget = 800 * ROW_BYTES
+    passes = LARGE.extract(tmp_path / "all", device_budget=2 * budget, pass_by="budget")
+    passes.path.rename(tmp_path / "passes")
+    advice = (
+        f"is {budget / 1024:.3g} KiB on each of 2 ranks: raise it, extract again with --device-budget {budget} "
+        "--devices 2, "
+    )
+
+    for kind, more in (("row", "devices=2"), ("table", "that counts with tables that are all placed by row")):
+        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, placement=placed(kind))
+        assert_refused(errors, advice)
+        assert all(error is not None and error[1].endswith(more) for error in errors)

@@ -1,0 +1,148 @@
+"""What users say of where tables stand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.ranks.trainings import ONE, open_sharded
+from tests.training.cases import table
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import KeyBatch
+from tiercache.ranks.placement import Placement, TablePlacement
+from tiercache.ranks.placing import placement_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks.pool import RanksPool
+    from tiercache.ranks.group import Ranks
+
+OPEN = "tests.ranks.test_placement_rules:placed"
+
+
+def placed(ranks: Ranks, folder: str, asked: list[Any], **options: Any) -> dict[str, str]:
+    """Open a store as each rank asks, and return the kind of each table."""
+    one = asked[ranks.rank % len(asked)]
+    if isinstance(one, dict) and "rules" in one:
+        costs = tc.PlacementCosts(**one.pop("costs", {}))
+        one = tc.PlacementRules(**one["rules"], costs=costs)
+    if isinstance(one, dict) and "placement" in one:
+        one = Placement(ranks.size, {name: TablePlacement(kind) for name, kind in one["placement"].items()})
+    with open_sharded(ranks, ONE, folder, placement=one, **options) as cache:
+        return {name: placement.kind for name, placement in cache.placement.tables.items()}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["basic", "cost"], "placement (basic on rank 0, cost on rank 1)"),
+        (
+            [{"users": "row"}, {"users": "table"}],
+            'placement ({"users": "row"} on rank 0, {"users": "table"} on rank 1)',
+        ),
+        (["auto", {"rules": {}}], "placement (auto on rank 0, digest "),
+        ([{"rules": {}}, {"rules": {"row_threshold": 1}}], "placement (digest "),
+        ([{"rules": {}}, {"rules": {}, "costs": {"samples": 1}}], "placement (digest "),
+        (
+            [{"placement": {"users": "row", "items": "row"}}, {"placement": {"users": "replicate", "items": "row"}}],
+            "placement (digest ",
+        ),
+    ],
+)
+def test_ranks_that_ask_for_different_placements_are_refused(
+    ranks_pool: RanksPool, tmp_path: Path, asked: list[Any], words: str
+) -> None:
+    """What each asks for is compared, and not what comes of it; nothing is made."""
+    ONE.cut(tmp_path / "passes")
+
+    errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=asked)
+
+    assert errors[0] == errors[1]
+    assert errors[0] is not None
+    assert errors[0][0] == "RankError"
+    assert errors[0][1].startswith(f"ranks differ in {words}")
+    assert not (tmp_path / "model.tc").exists()
+
+
+def test_thresholds_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Of the bytes of a table's rows in its largest pass; equal rules on all ranks go on."""
+    passes = ONE.cut(tmp_path / "passes")
+    size = max(one.rows("users") for one in passes) * ONE.tables[0].row_bytes
+    rules: dict[str, Any] = {"strategy": "basic", "kinds": {"items": "table"}}
+    for name, given, kind in (
+        ("", 0, "table"),
+        ("replicate_threshold", size, "replicate"),
+        ("replicate_threshold", size - 1, "table"),
+        ("column_threshold", size - 1, "column"),
+        ("row_threshold", f"{size - 1}", "row"),
+        ("row_threshold", "1MiB", "table"),
+    ):
+        asked = {"rules": rules | ({name: given} if name else {})}
+        told = ranks_pool.run(2, OPEN, folder=str(tmp_path), asked=[asked])
+        assert told == [{"users": kind, "items": "table"}] * 2, (name, given)
+
+
+def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Where every piece from another rank costs much, tables stand on one rank whole."""
+    ONE.cut(tmp_path / "passes")
+    for seconds, kind in ((1e-6, "row"), (1.0, "table")):
+        asked = {"rules": {}, "costs": {"piece_seconds": seconds}}
+        assert ranks_pool.run(2, OPEN, folder=str(tmp_path), asked=[asked]) == [{"users": kind, "items": kind}] * 2
+
+
+def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> None:
+    """Where the costs say nothing of them."""
+    schema = tc.Schema(tables=(table("t", 64),), features=(tc.Feature(name="f", table="t"),))
+    passes = write_pass_set(tmp_path, schema, [KeyBatch.of(schema, {"f": np.arange(4096) % 500})])
+    rules = [
+        tc.PlacementRules(costs=tc.PlacementCosts(link_bytes_per_second=link, number_bytes=number))
+        for link in np.geomspace(1e6, 1e13, 60).tolist() for number in (None, 4)
+    ]  # fmt: skip
+    wide, narrow = ([placement_of(passes, 4, rule, number_bytes=n) for rule in rules] for n in (4, 1))
+    assert wide[::2] != narrow[::2]
+    assert wide[1::2] == narrow[1::2] == wide[::2]
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"strategy": "best"}, "the strategy of placement is 'best': it must be one of 'auto', 'basic'"),
+        ({"row_threshold": "much"}, "row_threshold of a placement: 'much' is no size"),
+        ({"column_threshold": 0}, "column_threshold of a placement: 0 is no size"),
+        (
+            {"replicate_threshold": "2MiB", "row_threshold": "1MiB"},
+            "replicate_threshold is 2 MiB and row_threshold 1 MiB: they must not fall from replicate_threshold to",
+        ),
+        ({"column_threshold": 5, "row_threshold": 4}, "column_threshold is 5 bytes and row_threshold 4 bytes"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(rules: dict[str, Any], words: str) -> None:
+    """When they are made."""
+    with pytest.raises(ValueError, match=words):
+        tc.PlacementRules(**rules)
+
+
+@pytest.mark.parametrize("number", [0, -1, float("nan"), float("inf"), "fast", True, None])
+def test_costs_are_numbers_above_0(number: Any) -> None:
+    """Only the bytes of a number may be left to the cache."""
+    with pytest.raises(
+        ValueError, match=r"link_bytes_per_second of the costs of a placement is .*: it must be a number"
+    ):
+        tc.PlacementCosts(link_bytes_per_second=number)
+    assert tc.PlacementCosts(number_bytes=None).number_bytes is None
+
+
+def test_what_is_no_placement_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """On every rank, with what it may be; also kinds and tables that there are not, in rules."""
+    ONE.cut(tmp_path / "passes")
+    for asked, words in (
+        (5, "placement is 5: it must be a strategy, kinds by table, PlacementRules or a Placement"),
+        ({"rules": {"kinds": {"users": "rows"}}}, "to be placed by 'rows': it must be one of 'row', 'table'"),
+        ({"rules": {"kinds": {"user": "row"}}}, "unknown table 'user': the tables are"),
+    ):
+        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=[asked])
+        assert all(error is not None and words in error[1] for error in errors), errors

@@ -1,0 +1,102 @@
+"""Budgets: what each rank may take, and whether a training fits, worked out before a store is written anew for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tiercache.errors import BudgetError
+from tiercache.planning.budget import HostBudget, gap_bytes
+from tiercache.planning.next_use import find_uses
+from tiercache.planning.positions import Positions
+from tiercache.planning.schedule import Schedule
+from tiercache.planning.visit_plan import Planner
+from tiercache.sizes import format_bytes, parse_bytes
+from tiercache.store.scratch_file import ScratchFile, scratch_in
+from tiercache.tiers.device_need import DeviceNeed
+from tiercache.training.progress import prepare_kernels
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.planning.next_use import Uses
+    from tiercache.processors.processor import Mover
+    from tiercache.ranks.shares import Share
+
+__all__ = ["Budgets"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budgets:
+    """Bytes that each rank may take, the same on all."""
+
+    device_budget: int
+    host_budget: int
+    eval_budget: int | None
+    store_budget: int | None
+
+    @classmethod
+    def parse(cls, device: int | str, host: int | str, evaluation: int | str | None, store: int | str | None) -> Self:
+        """Read sizes as people write them. Raises BudgetError."""
+        return cls(
+            device_budget=parse_bytes(device),
+            host_budget=parse_bytes(host),
+            eval_budget=None if evaluation is None else parse_bytes(evaluation),
+            store_budget=None if store is None else parse_bytes(store),
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return them by the names that users give them."""
+        return asdict(self)
+
+    def check_device(self, share: Share, mover: Mover) -> int:
+        """Return the bytes of the device that are left beside mirrors. Raises BudgetError where rows need more."""
+        mirrors = mirror_bytes(share)
+        if mirrors > self.device_budget:
+            raise BudgetError(
+                f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
+                f"{format_bytes(self.device_budget)}: raise it, or place them by row"
+            )
+        num_ranks = share.placement.num_ranks
+        divided = num_ranks == 1 or all(one.kind == "row" for one in share.placement.tables.values())
+        DeviceNeed.of(_positions(share), mover).check(
+            self.device_budget,
+            num_ranks=num_ranks,
+            mirrors=mirrors,
+            advice="" if divided else "; that counts with tables that are all placed by row",
+        )
+        return self.device_budget - mirrors
+
+    def check_host(self, share: Share, *, order_seed: int | None, folder: Path) -> None:
+        """Raise BudgetError where the host would be too small for a store that stands in the order of ``share``.
+
+        Finds the uses of all keys, 8 bytes each, in a temporary file in ``folder``, unless the order is a seeded one.
+        """
+        positions, num_passes = _positions(share), len(share)
+        schedule = Schedule(num_passes=num_passes, pass_set_digest=share.digest, order_seed=order_seed)
+        budget = HostBudget.of(positions, self.host_budget, self.eval_budget)
+        prepare_kernels(share.tables)
+        with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
+
+            @cache
+            def uses_of(epoch: int) -> Uses:
+                total = sum(positions.num_rows(p) for p in range(num_passes))
+                gaps = scratch.map(gap_bytes(total)[0]) if total else np.empty(0, np.uint8)
+                keys_of = positions.keys_of(share)  # type: ignore[arg-type]
+                return find_uses(schedule, epoch, positions, keys_of, gaps.view(np.int32).reshape(2, total))
+
+            Planner(schedule, positions, uses_of, budget, start=0, within=False, commit_every=1, stored={})
+
+
+def mirror_bytes(share: Share) -> int:
+    """Return the bytes that the vectors of replicated tables take on every device."""
+    copied = [table for table in share.whole.tables if share.placement.tables[table.name].kind == "replicate"]
+    return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in share.whole.passes), default=0)
+
+
+def _positions(share: Share) -> Positions:
+    return Positions.of(share, share.groups_W[share.rank])  # type: ignore[arg-type]
