@@ -100,6 +100,10 @@ class CpuMover:
         """Return a moment that is over."""
         return Done()
 
+    def trained(self) -> Done:
+        """Return a moment that is over."""
+        return Done()
+
     def indices(self, count: int) -> NDArray[np.int32]:
         """Return fresh memory."""
         return np.empty(count, dtype=np.int32)

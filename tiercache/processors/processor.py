@@ -52,7 +52,7 @@ class RowArrays(NamedTuple):
 
 
 class Mark(Protocol):
-    """A moment of the moving of rows."""
+    """A moment of the moving of rows, or of the training."""
 
     def wait(self) -> None:
         """Wait, on any thread, until all that was begun before is done."""
@@ -110,6 +110,10 @@ class Mover(Protocol):
 
     def mark(self) -> Mark:
         """Return the present moment of the moving."""
+        ...
+
+    def trained(self) -> Mark:
+        """Return the present end of the training: until it has passed, the device has steps to do."""
         ...
 
     def indices(self, count: int) -> NDArray[np.int32]:
