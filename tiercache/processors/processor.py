@@ -302,8 +302,8 @@ class Processor(Protocol):
         """Pool the entries of several groups into their columns of ``out`` (N, T), and write the entries' results."""
         ...
 
-    def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
-        """Return the vectors of each feature, (ids, dim), and write the entries' slots."""
+    def gather(self, parts: Sequence[tuple[GroupRows, Entries]]) -> list[Array]:
+        """Return the vectors of each feature of several groups, (ids, dim), and write the entries' slots."""
         ...
 
     def find(self, wanted: Sequence[Wanted]) -> None:
