@@ -6,7 +6,8 @@ them warm, bring the tiers to that state.
 
 bound_ratio = max(in-memory seconds, store bytes / bare disk's bandwidth, link bytes / link's) / tiered wall seconds;
 the disk's bandwidth is measured at the window's own mix of reads and writes, by large requests past the page cache;
-of the two ways of the link the longer one counts. wait_fraction as in `out_of_core`.
+of the two ways of the link the longer one counts. wait_fraction as in `out_of_core`: seconds in which the training
+thread waits for steps that a GPU has still to do are none of it.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ __all__ = [
     "ARCHITECTURES",
     "CudaDevice",
     "CudaError",
+    "NoGpuError",
     "architecture_of",
     "compile_all",
     "compile_source",
@@ -37,12 +38,17 @@ _OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-
 _OLDEST = (8, 0)
 _KEPT_TABLES, _KEPT_BYTES = 256, 64 << 10  # 16 MiB of a GPU at most
 _PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
+_NO_DEVICE = 100  # cudaErrorNoDevice
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
 
 
 class CudaError(RuntimeError):
     """A CUDA device cannot be used; the sentence says what was found and what to install."""
+
+
+class NoGpuError(CudaError):
+    """There is none: no driver, or one that shows no GPU. Any other CudaError is of a machine that may have one."""
 
 
 def sources() -> tuple[str, ...]:
@@ -142,7 +148,7 @@ def open_device(
     come in order with the model's); the default is CUDA's default stream. allocate: gives memory of so many bytes with
     `__cuda_array_interface__` for all that lies on the device (torch's caching allocator: what CuPy's own took would be
     missed by torch, and the other way round); the default is CuPy's pool.
-    Raises CudaError with what is missing.
+    Raises NoGpuError where there is none, CudaError with what else is missing.
     """
     cupy = _import_cupy()
     runtime = cupy.cuda.runtime
@@ -153,7 +159,7 @@ def open_device(
     except runtime.CUDARuntimeError as error:
         driver, count = _driver_version(runtime), 0
         if driver == 0:
-            raise CudaError(
+            raise NoGpuError(
                 f"no NVIDIA driver was found: install one that supports CUDA {wanted // 1000}, or use device='cpu'."
             ) from error
         if driver // 1000 < wanted // 1000:
@@ -161,8 +167,15 @@ def open_device(
                 f"the NVIDIA driver supports CUDA {_spoken(driver)}, and CuPy was built for CUDA {_spoken(wanted)}: "
                 f"{_INSTALL}, or update the driver."
             ) from error
+        if error.status != _NO_DEVICE:
+            raise CudaError(
+                f"the NVIDIA driver, of CUDA {_spoken(driver)}, could not be asked for GPUs ({error}): see nvidia-smi, "
+                "or use device='cpu'."
+            ) from error
     if count == 0:
-        raise CudaError("the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device='cpu'.")
+        raise NoGpuError(
+            "the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device='cpu'."
+        )
     if not 0 <= index < count:
         raise CudaError(f"there is no GPU {index}: the driver shows {count}, counted from 0.")
     _nvrtc()

@@ -1,5 +1,7 @@
 """make test-gpu: the parity tests on a GPU, then compute-sanitizer; without a GPU their dry form.
 
+A GPU, or a driver, that cannot be used is an error.
+
 python -m tests.gpu [--part kernels|training|recovery|memcheck|racecheck] [pytest options]. The dry form compiles every
 kernel for all architectures (where CuPy and NVRTC are installed) and runs kernels and training through the shim.
 """
@@ -13,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tiercache.kernels.cuda import CudaError, open_device
+from tiercache.kernels.cuda import CudaError, NoGpuError, open_device
 
 ROOT = Path(__file__).parents[1]
 KERNELS = "tests/kernels"
@@ -107,9 +109,12 @@ def main() -> int:
     given = {"TIERCACHE_TEST_GPU": "1", "TIERCACHE_TEST_DEVICE": "cuda"}
     try:
         open_device()
-    except CudaError as error:
+    except NoGpuError as error:
         say(f"{error} What follows is the dry form: cubins, and the same tests through the shim.")
         given = {"TIERCACHE_TEST_DEVICE": "shim"}
+    except CudaError as error:
+        say(f"{error} Nothing was run: the dry form is for machines without a GPU, and passes for nothing on others.")
+        return 1
     else:
         given["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # products of the dense models have the same bits each time
         calls["recovery"] = partial(run, pytest(*RECOVERY, *without(*NOT_ON_GPU)))

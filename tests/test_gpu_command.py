@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import gpu
-from tiercache.kernels.cuda import CudaError
+from tiercache.kernels.cuda import CudaError, NoGpuError
 
 
 class Commands:
@@ -78,13 +78,27 @@ def test_without_a_gpu_kernels_and_training_run_through_the_shim_and_the_rest_is
     """The dry form."""
 
     def missing() -> Any:
-        raise CudaError("no NVIDIA driver was found.")
+        raise NoGpuError("no NVIDIA driver was found.")
 
     monkeypatch.setattr(gpu, "open_device", missing)
     assert run(monkeypatch) == 0
     assert len(commands.run) == 2
     said = capsys.readouterr().out
     assert all(f"{part} needs a GPU: it was left out" in said for part in ("recovery", "memcheck", "racecheck"))
+
+
+def test_a_gpu_that_cannot_be_used_is_no_machine_without_one(
+    monkeypatch: pytest.MonkeyPatch, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command fails with the sentence, and no dry form passes for it."""
+
+    def unusable() -> Any:
+        raise CudaError("the NVIDIA driver supports CUDA 12.4, and CuPy was built for CUDA 13.2.")
+
+    monkeypatch.setattr(gpu, "open_device", unusable)
+    assert run(monkeypatch) == 1
+    assert commands.run == []
+    assert "CUDA 12.4, and CuPy was built for CUDA 13.2. Nothing was run" in capsys.readouterr().out
 
 
 def test_every_test_of_training_runs_on_a_gpu_or_it_is_said_why_not() -> None:

@@ -58,7 +58,9 @@ class Runtime:
     class CUDARuntimeError(Exception):
         """As CuPy's."""
 
-    def __init__(self, driver: int, devices: int | None) -> None:
+        status: int
+
+    def __init__(self, driver: int, devices: int | str) -> None:
         self.driver, self.devices = driver, devices
 
     def runtimeGetVersion(self) -> int:  # noqa: N802 - CuPy's name
@@ -70,34 +72,44 @@ class Runtime:
         return self.driver
 
     def getDeviceCount(self) -> int:  # noqa: N802 - CuPy's name
-        """Fails where the driver cannot serve this runtime."""
-        if self.devices is None:
-            raise self.CUDARuntimeError
-        return self.devices
+        """Fails where the driver cannot serve this runtime, or has no device."""
+        if isinstance(self.devices, int):
+            return self.devices
+        error = self.CUDARuntimeError(self.devices)
+        error.status = STATUS[self.devices]
+        raise error
+
+
+STATUS = {"cudaErrorInsufficientDriver": 35, "cudaErrorNoDevice": 100, "cudaErrorSystemDriverMismatch": 803}
 
 
 @pytest.mark.parametrize(
-    ("driver", "devices", "index", "said"),
+    ("driver", "devices", "index", "kind", "said"),
     [
-        (0, None, 0, "no NVIDIA driver was found: install one that supports CUDA 13"),
-        (12040, None, 0, "the NVIDIA driver supports CUDA 12.4, and CuPy was built for CUDA 13.2"),
-        (13000, None, 0, "shows no GPU"),
-        (13000, 0, 0, "shows no GPU"),
-        (13000, 2, 2, "there is no GPU 2: the driver shows 2"),
+        (0, "cudaErrorInsufficientDriver", 0, cuda.NoGpuError,
+         "no NVIDIA driver was found: install one that supports CUDA 13"),
+        (12040, "cudaErrorInsufficientDriver", 0, cuda.CudaError,
+         "the NVIDIA driver supports CUDA 12.4, and CuPy was built for CUDA 13.2"),
+        (13000, "cudaErrorSystemDriverMismatch", 0, cuda.CudaError,
+         r"of CUDA 13.0, could not be asked for GPUs \(cudaErrorSystemDriverMismatch\): see nvidia-smi"),
+        (13000, "cudaErrorNoDevice", 0, cuda.NoGpuError, "shows no GPU"),
+        (13000, 0, 0, cuda.NoGpuError, "shows no GPU"),
+        (13000, 2, 2, cuda.CudaError, "there is no GPU 2: the driver shows 2"),
     ],
-)
+)  # fmt: skip
 def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, driver: int, devices: int | None, index: int, said: str
+    monkeypatch: pytest.MonkeyPatch, driver: int, devices: int | str, index: int, kind: type, said: str
 ) -> None:
-    """No driver, one that is too old, no GPU, another index: a sentence each."""
+    """No driver, one that is too old, one that fails, no GPU, another index: a sentence each, and a kind for no GPU."""
 
     class Cupy:
         class cuda:  # noqa: N801 - CuPy's name
             runtime = Runtime(driver, devices)
 
     monkeypatch.setattr(cuda, "_import_cupy", lambda: Cupy)
-    with pytest.raises(cuda.CudaError, match=said):
+    with pytest.raises(cuda.CudaError, match=said) as caught:
         cuda.open_device(index)
+    assert caught.type is kind
 
 
 def test_importing_tiercache_or_the_launch_side_imports_no_cupy() -> None:

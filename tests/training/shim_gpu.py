@@ -17,6 +17,7 @@ import torch
 
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.shim.memory import _LIBC, GuardedMemory
+from tiercache.processors.cpu_processor import Done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -270,6 +271,10 @@ class ShimGpu:
     def mark(self) -> _Mark:
         """Return a moment that `wait` reaches."""
         return _Mark(self.kernels)
+
+    def trained(self) -> Done:
+        """Return a moment that is over: steps are done when they are launched."""
+        return Done()
 
     def rest(self) -> None:
         """Do what was deferred."""

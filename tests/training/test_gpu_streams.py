@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tiercache.kernels.cuda import CudaDevice, CudaError
+from tiercache.processors.cuda_processor import CudaProcessor
 from tiercache.processors.gpu import CudaGpu
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     training, names = Stream("training", log), iter(("moves", "deliveries", "exchanges"))
 
     class Event:
-        name = ""
+        def __init__(self, *, blocking: bool = False) -> None:
+            self.name, self.wait = "", "sleeps until" if blocking else "asks over and over for"
 
         def record(self, stream: Stream) -> None:
             self.name = f"event on {stream.name}"
@@ -48,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return self.name
 
         def synchronize(self) -> None:
-            log.append("thread waits for the event")
+            log.append(f"thread {self.wait} the {self.name}")
 
     @contextmanager
     def stream(chosen: Stream) -> Iterator[None]:
@@ -84,11 +86,22 @@ def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) ->
         log.append(kernels)
     assert log == order
     gpu.mark().wait()
-    assert log[len(order) :] == ["event on moves", "thread waits for the event"]
+    assert log[len(order) :] == ["event on moves", "thread sleeps until the event on moves"]
     log.clear()
     with pytest.raises(KeyError), gpu.moving():
         raise KeyError
     assert log[-1] == "training waits for moves"
+
+
+def test_who_asks_for_the_end_of_the_training_sleeps_until_its_stream_is_there(log: list[str]) -> None:
+    """That of its steps, not of moves: and the thread takes no core from others."""
+    gpu = gpu_1()
+    trained = CudaProcessor(gpu).mover.trained()
+    with gpu.moving():
+        pass
+    del log[1:]
+    trained.wait()
+    assert log == ["event on training", "thread sleeps until the event on training"]
 
 
 def test_searches_wait_for_no_step_and_steps_wait_for_them(log: list[str]) -> None:

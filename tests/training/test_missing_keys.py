@@ -272,6 +272,38 @@ def test_what_does_not_fit_is_refused_by_a_sentence(
     assert (visit.batches_done, visit.samples_done) == (0, 0)
 
 
+def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_path: Path) -> None:
+    """Vectors alone, of keys trained before; keys are sorted once, and what is trained since counts."""
+    cache = resident(write_passes(tmp_path / "keys"))
+    mover, read, counts = cache._processor.mover, cache._processor.mover.read, list[Any]()
+
+    def counting(field: Any, slots: Any) -> Any:
+        counts.append(slots.size)
+        return read(field, slots)
+
+    mover.read = counting
+    visits, visit = visited([own_keys(0)], cache)
+    own, found = own_keys(1), []
+    trained = np.array([1, -2, 77, 5])  # pass 0 has two of them, pass 2 the last
+    keys = own | {"one": trained, "pair": np.stack([trained, trained], 1)}
+    for expected in ([2, 2], [2, 2]):
+        found.append(tc.TieredEmbedding(cache)(visit.batch(keys, missing="load"))["one"].detach().cpu().numpy())
+        assert counts == expected, "two tables of one field each have missing keys that were trained"
+        counts.clear()
+    assert np.array_equal(*found)
+    assert not np.array_equal(found[0][0], initial_row(TABLES[0], 1))
+    assert np.array_equal(found[0][3], initial_row(TABLES[0], 5))
+    early = cache.rows_now()
+    visit = next(visits)
+    bag = tc.TieredEmbeddingBag(cache)
+    bag(visit.batch(own_keys(2))).sum().backward()
+    cache.step()
+    counts.clear()
+    for rows, few in ((cache.rows_now(), 3), (early, 2)):
+        rows.fill("a", trained, (np.empty((4, 5), np.float32),))
+        assert counts.pop() == few
+
+
 def test_a_table_trained_with_an_out_of_vocabulary_row_reads_it_for_keys_never_trained(tmp_path: Path) -> None:
     """missing="load" sees what an evaluation sees, on the tiers and in memory."""
     case = Case(tables=(table("a", 8),), specs=(Spec(name="f", table="a"),), num_keys=120)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiercache as tc
 from tests.training.cases import Case, Spec, assert_same_bits, open_store, result_of, table, tiered, train
 from tests.training.shim_gpu import ShimGpu
 from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
@@ -68,6 +70,26 @@ def test_a_commit_inside_a_visit_brings_nothing_to_the_device(tmp_path: Path) ->
         assert seen
         assert set(seen) == {0}
     assert_same_bits(*results)
+
+
+def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp_path: Path) -> None:
+    """Ids become slots group by group; vectors, and rows stepped by either table's gradient, are a CPU's."""
+    case = replace(CASE, tables=(table("a", 32), table("b", 5)))
+    passes, gpu, seen = case.cut(tmp_path / "passes"), ShimGpu(), []
+    for device in (CpuProcessor(), CudaProcessor(gpu)):
+        cache = tc.ResidentCache(passes, device=device)
+        visits = cache.passes(epochs=1)
+        batch = next(next(visits).batches(100))
+        gpu.kernels.launches.clear()
+        vectors = tc.TieredEmbedding(cache)(batch)
+        launches = [kernel for kernel in gpu.kernels.launches if kernel.startswith("gathering.")]
+        for name in ("f", "g"):
+            (vectors[name] ** 2).sum().backward()
+        cache.step()
+        seen.append([found.detach() for found in vectors.values()] + [cache.fields(name)[0] for name in ("a", "b")])
+    assert launches == ["gathering.map_slots", "gathering.map_slots", "gathering.gather"]
+    assert [found.shape[1] for found in seen[0]] == [32, 5, 32, 5]
+    assert all(np.array_equal(*pair) for pair in zip(*seen, strict=True))
 
 
 def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from tests.training.cases import (
     train,
 )
 from tiercache.planning.visit_plan import Planner, VisitPlan
-from tiercache.tiers import transfer
+from tiercache.processors.cpu_processor import CpuMover, CpuProcessor
+from tiercache.tiers import report, transfer
 from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Unpacker
@@ -44,6 +46,8 @@ CASE = Case(
 )  # fmt: skip
 SLOW = 0.01
 """Seconds that each call of the host tier takes, where it is slow."""
+STEPS = 1000.0
+"""Seconds that the steps of a visit take, where a device has still to do them."""
 
 
 def assert_goes_on(store: tc.Store, passes: tc.PassSet) -> None:
@@ -144,13 +148,13 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
     passes, unpack, write = CASE.cut(tmp_path / "passes"), Unpacker.unpack, Transfer._write
     loading, seen = threading.Event(), list[bool]()
 
-    def slow(self: Unpacker, layout: Any, held_G: Any) -> None:
+    def slow(self: Unpacker, layout: Any, held_G: Any) -> Any:
         loading.set()
         try:
             time.sleep(SLOW)  # long enough for the writer to begin
             if layout.staged.plan.visit == 3:
                 raise MemoryError("no memory to load visit 3")
-            unpack(self, layout, held_G)
+            return unpack(self, layout, held_G)
         finally:
             loading.clear()
 
@@ -195,6 +199,83 @@ def test_a_dump_is_written_at_once_where_the_rows_of_the_next_visit_are_not_ther
         assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
+class QueueingMover(CpuMover):
+    """As a GPU with steps to do, on a clock of its own: they take long, and each thing moved behind them a second."""
+
+    def __init__(self) -> None:
+        self.now, self.queued, self.visit = 0.0, False, 0
+        self.over = [threading.Event() for _ in range(CASE.epochs * -(-CASE.num_samples // CASE.pass_rows))]
+        self.log: list[str] = []
+        self._lock = threading.Lock()
+
+    def queue(self, visit: int, _batch: int) -> None:
+        """Have steps of a visit to do."""
+        self.visit, self.queued = visit, True
+
+    def reach(self, name: str, seconds: float) -> Any:
+        """Return a mark behind the steps; to wait for it takes so much more."""
+
+        def wait() -> None:
+            with self._lock:
+                if threading.current_thread() is threading.main_thread():
+                    self.log.append(name)
+                self.now += (STEPS if self.queued else 0.0) + seconds
+                self.queued = False
+                self.over[self.visit].set()
+
+        return SimpleNamespace(wait=wait)
+
+    def mark(self) -> Any:
+        """Return what is reached behind all steps."""
+        return self.reach("moved", 1.0)
+
+    def trained(self) -> Any:
+        """Return what is reached with the last step."""
+        return self.reach("trained", 0.0)
+
+    def pack(self, *arguments: Any) -> None:
+        """Note it."""
+        self.log.append("pack")
+        super().pack(*arguments)
+
+    def unpack(self, *arguments: Any) -> None:
+        """Note it."""
+        self.log.append("unpack")
+        super().unpack(*arguments)
+
+
+@pytest.mark.parametrize("disk", ["quick", "late"])
+def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    """Neither behind moved rows nor behind a late disk. Where all is there, rows are on their way before the wait."""
+    passes, stage, mover, device = CASE.cut(tmp_path / "passes"), Stager.stage, QueueingMover(), CpuProcessor()
+    device.mover = mover
+
+    def late(self: Stager, plan: VisitPlan, placements: Any) -> Any:
+        if plan.visit:
+            assert mover.over[plan.visit - 1].wait(timeout=60), f"nobody waited for the steps of visit {plan.visit - 1}"
+        return stage(self, plan, placements)
+
+    def each_batch(visit: int, batch: int) -> None:
+        mover.queue(visit, batch)
+        if disk == "quick":
+            cache.drain()
+
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: mover.now))
+    if disk == "late":
+        monkeypatch.setattr(Stager, "stage", late)
+    with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=device) as cache:
+        train(cache, CASE, each_batch=each_batch)
+        reports = cache.reports
+    assert len(reports) == len(mover.over)
+    assert all(r.waited + r.switched < STEPS for r in reports)
+    assert mover.now >= STEPS * len(reports)
+    if disk == "quick":
+        assert [r.switched for r in reports] == [1.0] * len(reports)
+        assert " ".join(mover.log).count(" pack trained") == 1, "only behind the last visit nothing is moved"
+
+
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while rows are evaluated in the middle of visits, nor when a loop is left early and begun anew."""
     passes, held, met = CASE.cut(tmp_path / "passes"), threading.Lock(), set[str]()
@@ -233,7 +314,8 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(Unpacker, "unpack"), (Unpacker, "lay_out_staged"), (HostTier, "keep"), (HostTier, "enter")]
+    ("owner", "method"),
+    [(Unpacker, "unpack"), (Unpacker, "show"), (Unpacker, "lay_out_staged"), (HostTier, "keep"), (HostTier, "enter")],
 )
 def test_a_failure_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str

@@ -100,6 +100,10 @@ class CpuMover:
         """Return a moment that is over."""
         return Done()
 
+    def trained(self) -> Done:
+        """Return a moment that is over."""
+        return Done()
+
     def indices(self, count: int) -> NDArray[np.int32]:
         """Return fresh memory."""
         return np.empty(count, dtype=np.int32)
@@ -265,15 +269,16 @@ class CpuProcessor:
                 out, e.slots, e.argmax, e.places, e.scales,
             )  # fmt: skip
 
-    def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
+    def gather(self, parts: Sequence[tuple[GroupRows, Entries]]) -> list[Array]:
         """Gather feature after feature."""
-        entries.slots = POOL.take((entries.ids.size,), np.int32)
-        map_slots(entries.ids, entries.bases, entries.starts, rows.slot_of_local, entries.slots)
         outs = []
-        for first, last in zip(entries.starts[:-1], entries.starts[1:], strict=True):
-            out = POOL.take((int(last - first), rows.vectors.dim), np.float32)
-            gather(rows.vectors, entries.slots[first:last], out)
-            outs.append(out)
+        for rows, e in parts:
+            e.slots = POOL.take((e.ids.size,), np.int32)
+            map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
+            for first, last in zip(e.starts[:-1], e.starts[1:], strict=True):
+                out = POOL.take((int(last - first), rows.vectors.dim), np.float32)
+                gather(rows.vectors, e.slots[first:last], out)
+                outs.append(out)
         return outs
 
     def find(self, wanted: Sequence[Wanted]) -> None:

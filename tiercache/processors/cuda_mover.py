@@ -126,6 +126,10 @@ class CudaMover:
         """Record an event on it."""
         return self._gpu.mark()
 
+    def trained(self) -> Mark:
+        """Record an event on the current stream."""
+        return self._gpu.trained()
+
     def rest(self) -> None:
         """Wait for all streams."""
         self._gpu.rest()

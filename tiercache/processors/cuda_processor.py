@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,15 +175,17 @@ class CudaProcessor:
             )  # fmt: skip
         pool_many(self._gpu.kernels, groups, out)
 
-    def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
-        """Gather all features in one launch."""
-        starts, vectors = entries.starts, _vectors(rows)
-        entries.slots = self.empty((int(starts[-1]),), np.int32)
-        map_slots(self._gpu.kernels, entries.ids, entries.bases, starts, rows.slot_of_local, entries.slots)
-        found = [
-            Gathered(vectors, entries.slots[first:last], self.empty((last - first, rows.vectors.dim), np.float32))
-            for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        ]
+    def gather(self, parts: Sequence[tuple[GroupRows, Entries]]) -> list[Array]:
+        """Map one group's ids after the other, and gather all features of all groups in one launch."""
+        found: list[Gathered] = []
+        for rows, e in parts:
+            vectors, dim, starts = _vectors(rows), rows.vectors.dim, e.starts.tolist()
+            e.slots = self.empty((starts[-1],), np.int32)
+            map_slots(self._gpu.kernels, e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
+            found.extend(
+                Gathered(vectors, e.slots[first:last], self.empty((last - first, dim), np.float32))
+                for first, last in pairwise(starts)
+            )
         gather_many(self._gpu.kernels, found)
         return [one.out for one in found]
 

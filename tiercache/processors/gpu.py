@@ -102,6 +102,10 @@ class Gpu(Protocol):
         """Return the present end of the stream of moves."""
         ...
 
+    def trained(self) -> Mark:
+        """Return the present end of the current stream."""
+        ...
+
     def delivering(self) -> AbstractContextManager[None]:
         """Copies inside are done on the stream of deliveries, behind nothing else. Any thread."""
         ...
@@ -149,11 +153,12 @@ class Gpu(Protocol):
 
 class _Event:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # blocking: else who waits asks over and over, and has a core for itself
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:
-        """Wait without the GIL."""
+        """Wait without the GIL and without a core."""
         self._event.synchronize()  # synchronize!
 
 
@@ -246,6 +251,10 @@ class CudaGpu:
     def mark(self) -> _Event:
         """Record an event."""
         return _Event(self._moves)
+
+    def trained(self) -> _Event:
+        """Record an event."""
+        return _Event(torch.cuda.current_stream(self.device))
 
     @contextmanager
     def delivering(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ class RowArrays(NamedTuple):
 
 
 class Mark(Protocol):
-    """A moment of the moving of rows."""
+    """A moment of the moving of rows, or of the training."""
 
     def wait(self) -> None:
         """Wait, on any thread, until all that was begun before is done."""
@@ -110,6 +110,10 @@ class Mover(Protocol):
 
     def mark(self) -> Mark:
         """Return the present moment of the moving."""
+        ...
+
+    def trained(self) -> Mark:
+        """Return the present end of the training: until it has passed, the device has steps to do."""
         ...
 
     def indices(self, count: int) -> NDArray[np.int32]:
@@ -298,8 +302,8 @@ class Processor(Protocol):
         """Pool the entries of several groups into their columns of ``out`` (N, T), and write the entries' results."""
         ...
 
-    def gather(self, rows: GroupRows, entries: Entries) -> list[Array]:
-        """Return the vectors of each feature, (ids, dim), and write the entries' slots."""
+    def gather(self, parts: Sequence[tuple[GroupRows, Entries]]) -> list[Array]:
+        """Return the vectors of each feature of several groups, (ids, dim), and write the entries' slots."""
         ...
 
     def find(self, wanted: Sequence[Wanted]) -> None:

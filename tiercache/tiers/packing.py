@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.processors.entries import Array
     from tiercache.processors.processor import Mover, Pieces
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import DeviceTier
@@ -145,9 +146,9 @@ class Unpacker:
             _add_runs(pieces, runs)
         return pieces_G
 
-    def unpack(self, layout: StagedLayout, held_G: list[Pieces]) -> None:
-        """Load all rows of a visit that are not on the device yet, and show them; what was staged is free behind it."""
-        staged, mover = layout.staged, self._mover
+    def unpack(self, layout: StagedLayout, held_G: list[Pieces]) -> list[Array]:
+        """Load what host memory has of a visit's rows; return the slots of all, by group. Waits for no step."""
+        staged, mover, slots_G = layout.staged, self._mover, []
         plan = staged.plan
         first_G = [kept + sum(n.rows for n in plan.loads if n.group == g) for g, kept in enumerate(plan.kept_G)]
         with mover.moving():
@@ -156,11 +157,18 @@ class Unpacker:
                 mover.unpack(arrays.fields, slots, held_G[g])
                 mover.unpack(arrays.fields, slots, layout.rows_G[g])
                 mover.unpack(arrays.fields[:1], slots, layout.vectors_G[g])
-                for due in [due for due in staged.keys if due.group == g]:
-                    mine = slots[due.first_row : due.first_row + due.keys.size]
-                    mover.generate(due.table, due.keys, arrays.fields[0], mine, arrays.keys)
                 for state, value in zip(arrays.fields[1:], initial_values(group), strict=True):
                     mover.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
+                slots_G.append(slots)
+        return slots_G
+
+    def show(self, staged: Staged, slots_G: list[Array]) -> None:
+        """Make what the keys say of rows in their slots, and show all; what was staged is free behind it."""
+        mover, plan = self._mover, staged.plan
+        with mover.moving():
+            for due in staged.keys:
+                arrays, mine = self._device.arrays_G[due.group], slice(due.first_row, due.first_row + due.keys.size)
+                mover.generate(due.table, due.keys, arrays.fields[0], slots_G[due.group][mine], arrays.keys)
             self._device.show(staged.placements)
             self._device.note_keys(plan.pass_index, self._keys_of)
         mover.mark().wait()

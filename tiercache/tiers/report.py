@@ -7,25 +7,43 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.processors.processor import Mark
     from tiercache.tiers.staging import Staged
 
 
 _MIB = 1 << 20
 
 
+def seconds_of_waiting(future: Future[Any], trained: Mark) -> float:
+    """Wait until a future is done; return the seconds of it in which the device had no step to do any more.
+
+    trained: the end of its steps. They are waited for only where the future is: steps hide what they take.
+    """
+    if not future.done():
+        trained.wait()
+    begun = time.perf_counter()
+    future.exception()
+    return time.perf_counter() - begun
+
+
 @dataclass(slots=True, kw_only=True)
 class VisitReport:
-    """One visit. Seconds of ``wait_seconds`` and ``work_seconds`` are the training thread's."""
+    """One visit.
+
+    Seconds of ``wait_seconds`` and ``work_seconds`` are the training thread's, but those in which it waits for steps
+    that a GPU has still to do: these are seconds of training.
+    """
 
     visit: int
     epoch: int
@@ -79,23 +97,19 @@ class VisitReport:
         """Mark the moment the loop asked for the next visit."""
         self.spans["train"] = self.spans["train"][0], time.perf_counter()
 
-    @contextmanager
-    def waiting(self, cause: str) -> Iterator[None]:
-        """Add the time spent inside to a cause of waiting."""
-        yield from self._clock(self.wait_seconds, cause)
+    def wait(self, cause: str, future: Future[Any] | None, trained: Mark) -> None:
+        """Wait for a future, if there is one, and add what `seconds_of_waiting` says to a cause."""
+        seconds = 0.0 if future is None else seconds_of_waiting(future, trained)
+        self.wait_seconds[cause] = self.wait_seconds.get(cause, 0.0) + seconds
 
     @contextmanager
     def timing(self, work: str) -> Iterator[None]:
         """Add the time spent inside to a kind of work at the switch."""
-        yield from self._clock(self.work_seconds, work)
-
-    @staticmethod
-    def _clock(seconds: dict[str, float], name: str) -> Iterator[None]:
         begun = time.perf_counter()
         try:
             yield
         finally:
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begun
+            self.work_seconds[work] = self.work_seconds.get(work, 0.0) + time.perf_counter() - begun
 
     def wrote(self, begun: float, ended: float, *, rows: int, num_bytes: int) -> None:
         """Take in, from the writer thread, that the visit is durable."""

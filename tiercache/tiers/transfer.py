@@ -20,7 +20,7 @@ from tiercache.tiers.dump_room import Room, make_room
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Packer, Unpacker
 from tiercache.tiers.preparing import Preparer
-from tiercache.tiers.report import VisitReport
+from tiercache.tiers.report import VisitReport, seconds_of_waiting
 from tiercache.tiers.segments import segments_by_visit
 from tiercache.tiers.staging import Staged, Stager
 from tiercache.tiers.threads import nicer_thread
@@ -118,20 +118,21 @@ class Transfer:
         self._prepare_next()
         self._stage_next()
         self._held_G = self._unpacker.lay_out_held(None)
-        self._load()
+        self._load(self._mover.trained())
         self._stage_next()
         self._make_room()
 
     def switch(self, state: StateBytes) -> None:
         """End the visit on the device and bring in the next one."""
-        write, staging = self._dump(state), self._staging
+        trained = self._mover.trained()
+        write, staging = self._dump(state, trained), self._staging
         assert staging is not None, "no visit is staged behind this one"
         if not staging.done():  # the training waits for the disk, which gets all its work now
             self._writing = self._writer.submit(write)
-            self._load()
+            self._load(trained)
         else:  # the writer wants the memory too, and the training waits for the rows
             try:
-                self._load()
+                self._load(trained)
             finally:
                 self._writing = self._writer.submit(write)
         self._stage_next()
@@ -139,10 +140,10 @@ class Transfer:
 
     def finish(self, state: StateBytes) -> None:
         """End the last visit and wait until it is durable."""
-        report = self._report_now()
-        self._writing = self._writer.submit(self._dump(state))
-        with report.waiting("durable"):
-            self._await_writer()
+        report, trained = self._report_now(), self._mover.trained()
+        self._writing = self._writer.submit(self._dump(state, trained))
+        report.wait("durable", self._writing, trained)
+        self._await_writer()
         self.stop()
 
     def stop(self) -> None:
@@ -246,14 +247,13 @@ class Transfer:
 
         self._room = self._writer.submit(make)
 
-    def _dump(self, state: StateBytes) -> Callable[[], None]:
-        """Pack the rows of the visit into host blocks; return what the writer is to do."""
+    def _dump(self, state: StateBytes, trained: Mark) -> Callable[[], None]:
+        """Pack the rows of the visit, trained then, into host blocks; return what the writer is to do."""
         plan, report, room = self._plan_now(), self._report_now(), self._room
         assert room is not None
-        with report.waiting("durable"):
-            self._await_writer()
-        with report.waiting("room"):
-            room.exception()
+        report.wait("durable", self._writing, trained)
+        self._await_writer()
+        report.wait("room", room, trained)
         self.check()
         with report.timing("pack"):
             dumps, self._held_G = room.result()
@@ -341,18 +341,20 @@ class Transfer:
             self._release(staged)
             raise
 
-    def _load(self) -> None:
-        """Unpack what was staged."""
+    def _load(self, trained: Mark) -> None:
+        """Unpack what was staged, behind what is trained."""
         assert self._staging is not None
-        begun = time.perf_counter()
-        self.await_staging()
-        waited = time.perf_counter() - begun
+        waited = seconds_of_waiting(self._staging, trained)
+        self.check()
         layout = self._staging.result()
         staged, plan = layout.staged, layout.staged.plan
         self.report = report = VisitReport.of(plan, staged)
         report.wait_seconds["store"] = waited
         with report.timing("unpack"):
-            self._unpacker.unpack(layout, self._held_G)
+            slots_G = self._unpacker.unpack(layout, self._held_G)
+        trained.wait()
+        with report.timing("unpack"):
+            self._unpacker.show(staged, slots_G)
             self._prepared, self._staging, self._held_G = None, None, []
             self._release(staged)
         self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.visit - 1)

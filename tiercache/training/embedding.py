@@ -200,12 +200,14 @@ class TieredEmbedding(nn.Module):
         """Look up all features of ``batch``."""
         batch.rows.check()
         check_brought(batch, self.features)
+        if not self.features:
+            return {}
+        lookups = [RowLookup(part, batch) for part in self._parts]
+        outs = _RowFunction.apply(self._anchor, batch.rows.processor, lookups)  # type: ignore[no-untyped-call]
         found: dict[str, torch.Tensor] = {}
-        for part in self._parts:
-            outs = _RowFunction.apply(self._anchor, RowLookup(part, batch))  # type: ignore[no-untyped-call]
-            for name, out in zip(part.features, outs, strict=True):
-                spec = self._specs[name]
-                found[name] = out.view(batch.num_samples, spec.length, out.shape[1]) if spec.hotness == "fixed" else out
+        for name, out in zip((name for part in self._parts for name in part.features), outs, strict=True):
+            spec = self._specs[name]
+            found[name] = out.view(batch.num_samples, spec.length, out.shape[1]) if spec.hotness == "fixed" else out
         return {name: found[name] for name in self.features}
 
 
@@ -240,17 +242,20 @@ class _PooledFunction(torch.autograd.Function):
 
 class _RowFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, lookup: RowLookup) -> tuple[torch.Tensor, ...]:
-        ctx.lookup = lookup
+    def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor,
+                lookups: list[RowLookup]) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.processor = processor
+        ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
         ctx.set_materialize_grads(False)
-        return tuple(lookup.batch.rows.processor.tensor(out) for out in lookup.forward())
+        outs = processor.gather([(lookup.rows, lookup.entries) for lookup in lookups])
+        return tuple(processor.tensor(out) for out in outs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
-        for feature, grad in enumerate(grads):
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        for (lookup, feature), grad in zip(ctx.features, grads, strict=True):
             if grad is not None:
-                ctx.lookup.backward(feature, ctx.lookup.batch.rows.processor.array(grad))
-        return None, None
+                lookup.backward(feature, ctx.processor.array(grad))
+        return None, None, None
 
 
 def _choose(cache: RowSource, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:

@@ -128,15 +128,16 @@ class ReadyLookup:
 
 
 class RowLookup:
-    """Forward and backward of one part without pooling: one vector for each id."""
+    """Ids and backward of one part without pooling: one vector for each id."""
 
     def __init__(self, part: FeaturePart, batch: Batch) -> None:
         self.part, self.batch = part, batch
         self.entries = read_entries(part, batch, {})
 
-    def forward(self) -> list[Array]:
-        """Return the vectors of each feature: (ids, dim)."""
-        return self.batch.rows.processor.gather(self.batch.rows.groups[self.part.group], self.entries)
+    @property
+    def rows(self) -> GroupRows:
+        """The rows looked up."""
+        return self.batch.rows.groups[self.part.group]
 
     def backward(self, feature: int, grad_ED: Array) -> None:
         """Leave one feature's gradient for the step."""

@@ -8,7 +8,6 @@ import numpy as np
 
 from tiercache.errors import StateError
 from tiercache.kernels.numbering import KeyNumbers
-from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.processors.opening import open_processor
@@ -18,6 +17,7 @@ from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.ahead import Ahead
+from tiercache.training.held_keys import HeldKeys
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
@@ -57,6 +57,7 @@ class ResidentCache:
         self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
         self._keys: dict[str, NDArray[np.int64]] = {}
         self._first: dict[str, int] = {}
+        self._held: dict[str, HeldKeys] = {}
         self._slots_PG: list[list[NDArray[np.int32]]] = [
             [np.empty(self._positions.num_rows(p, g), dtype=np.int32) for g in range(len(self._groups))]
             for p in range(len(passes.passes))
@@ -169,6 +170,7 @@ class ResidentCache:
         self._raw.close()
         self._processor.drop_scratch()
         self._arrays_G, self._slots_PG = [], []
+        self._held.clear()
 
     def __enter__(self) -> ResidentCache:
         return self
@@ -203,12 +205,33 @@ class ResidentCache:
 
         Views on a CPU, but of 16-bit vectors; copies from a GPU.
         """
+        return self._read(table_name, None, None)
+
+    def _read(
+        self, table_name: str, at: NDArray[np.int64] | None, num_fields: int | None
+    ) -> tuple[NDArray[np.float32], ...]:
+        """Return the first fields of some rows, given by their places in ``keys``; None: of all, and all."""
         self._check_open()
-        g = next(g for g, group in enumerate(self._groups) if table_name in [t.name for t in group.tables])
-        first = self._first[table_name]
-        mine = slice(first, first + self._keys[table_name].size)
-        read = self._processor.mover.read
-        return from_words(self._groups[g].fields, [read(words, mine) for words in self._arrays_G[g].fields])
+        g, first = self._place(table_name)[0], self._first[table_name]
+        slots = slice(first, first + self._keys[table_name].size) if at is None else (first + at).astype(np.int32)
+        fields, arrays = self._groups[g].fields[:num_fields], self._arrays_G[g].fields[:num_fields]
+        return from_words(fields, [self._processor.mover.read(words, slots) for words in arrays])
+
+    def _held_keys(self, table_name: str) -> HeldKeys:
+        """Return where the keys of a table are found, made when somebody asks for the first time."""
+        self._check_open()
+        if table_name not in self._held:
+            g, i = self._place(table_name)
+            cuts_P = [self._positions.table_starts(p, g)[i : i + 2] for p in range(len(self._slots_PG))]
+            slots_P = [slots_G[g][slice(*cuts)] for slots_G, cuts in zip(self._slots_PG, cuts_P, strict=True)]
+            self._held[table_name] = HeldKeys(self._keys[table_name], self._first[table_name], slots_P)
+        return self._held[table_name]
+
+    def _place(self, table_name: str) -> tuple[int, int]:
+        """Return the group of a table, and which of its tables it is."""
+        return next(
+            (g, i) for g, group in enumerate(self._groups) for i, t in enumerate(group.tables) if t.name == table_name
+        )
 
     @property
     def device(self) -> torch.device:
@@ -218,7 +241,7 @@ class ResidentCache:
     def rows_now(self) -> ResidentRows:
         """Return a reader of any rows as of now."""
         self._check_open()
-        return ResidentRows(self, self._visited())
+        return ResidentRows(self.tables, self._held_keys, self._read, self._visited())
 
     def _visited(self) -> list[int]:
         """Return the passes trained so far, that of the visit included."""
@@ -247,25 +270,27 @@ class ResidentCache:
 class ResidentRows:
     """Reads rows as of now, with the promises of RowsNow: a key that was not trained yet has no row of its own."""
 
-    def __init__(self, cache: ResidentCache, visited: list[int]) -> None:
-        self._cache, self._visited = cache, visited
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        held: Callable[[str], HeldKeys],
+        read: Callable[[str, NDArray[np.int64], int], tuple[NDArray[np.float32], ...]],
+        visited: list[int],
+    ) -> None:
+        self._tables, self._held, self._read, self._visited = (
+            {table.name: table for table in tables},
+            held,
+            read,
+            visited,
+        )
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
-        """Write the fields of ``keys`` to the arrays of ``out``, (n, width) each."""
-        cache = self._cache
-        table = next(t for t in cache.tables if t.name == table_name)
-        mine, fields = cache.keys(table_name), cache.fields(table_name)
-        order = np.argsort(mine)
-        trained = np.zeros(mine.size, dtype=bool)
-        for p in self._visited:
-            trained[order[np.searchsorted(mine, cache.pass_set.passes[p].keys(table_name), sorter=order)]] = True
-        shared = np.nonzero(mine == OOV_KEY)[0]
-        at = order[np.minimum(np.searchsorted(mine, keys, sorter=order), mine.size - 1)] if mine.size else keys * 0
-        found = (mine[at] == keys) & trained[at] if mine.size else np.zeros(keys.size, dtype=bool)
-        if shared.size:
-            at, found = np.where(found, at, shared[0]), np.ones(keys.size, dtype=bool)
-        for to, have in zip(out, fields, strict=False):
-            to[found] = have[at[found]]
+        """Write the first fields of ``keys`` to the arrays of ``out``, (n, width) each; no other row is read."""
+        table = self._tables[table_name]
+        at, found = self._held(table_name).find(keys, self._visited)
+        if found.any():
+            for to, have in zip(out, self._read(table_name, at[found], len(out)), strict=True):
+                to[found] = have
         if not found.all():
             rest = np.nonzero(~found)[0]
             out[0][rest] = initial_vectors(table, keys[rest])
