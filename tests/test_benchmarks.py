@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from benchmarks import out_of_core
 from benchmarks.disk_case import QUICK
 from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.drawn_passes import permuted_power_law
@@ -243,6 +244,15 @@ def test_out_of_core_on_a_gpu_says_what_it_lacks(tmp_path: Path) -> None:
     if done.returncode == 0:
         pytest.skip("there is a GPU")
     assert "Or take --dry." in done.stderr
+
+
+@pytest.mark.parametrize("form", ["--quick", "--tiny"])
+def test_out_of_core_on_a_gpu_has_no_small_form_but_the_dry_one(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody who asks for a small run gets the one of 40 GB."""
+    with pytest.raises(SystemExit):
+        out_of_core.main(["--device", "cuda", form])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has a table of 40 GB: try it with --dry, or write its data with --prepare" in said
 
 
 def test_the_fewest_rows_are_those_of_every_cache_that_could_have_been_chosen() -> None:
