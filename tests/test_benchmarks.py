@@ -197,6 +197,8 @@ def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path:
         assert found[f"device_bytes_{part}"] <= found["device_budget_bytes"]
         assert found[f"bound_{part}"] in ("memory", "disk", "link")
         assert_has(found, (f"throughput_ratio_{part}", f"bound_ratio_{part}", f"wait_fraction_{part}"))
+    assert found["bound_ratio"] == min(found["bound_ratio_host"], found["bound_ratio_disk"])
+    assert 0 < found["device_share_of_model"] < found["device_share"] < 1
     assert found["bits_equal_disk"] is True
     assert found["store_bytes_written_disk"] > 0
     assert found["rows_read_host"] == found["store_bytes_written_host"] == 0
