@@ -133,7 +133,7 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
         assert found[f"ms_{name}"] > 0
         assert found[f"share_{name}"] > 0
     narrow = ("gather", "pool_one", "pool_sum", "pack", "unpack", *(f"update_{r}" for r in ("sgd", "adagrad", "adam")))
-    for name in [f"{n}_bf16_{d}" for n in narrow for d in (16, 32)]:
+    for name in [f"{n}_{kind}_{d}" for n in narrow for kind in ("bf16", "fp16") for d in (16, 32)]:
         assert found[f"ms_{name}"] > 0
         assert found[f"share_{name}"] > 0
     entries = found["num_samples"] * 26
@@ -144,14 +144,18 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
     assert found["bytes_gather_16"] == entries * (4 + 2 * 16 * 4)
     assert found["bytes_update_adam_32"] == entries * (8 + 32 * 4) + found["distinct_rows"] * 2 * 3 * 32 * 4
     assert found["share_pool"] == min(found[f"share_pool_{n}_{d}"] for n in ("one", "sum") for d in (16, 32))
-    assert found["share_pool_verdict"] == "no verdict"
+    sorted_updates = [
+        found[f"share_sorted_update_{r}_{d}"] for r in ("sgd", "adagrad", "rowwise", "adam") for d in (16, 32)
+    ]
+    assert found["share_sorted_update"] == min(sorted_updates)
+    assert found["share_pool_verdict"] == found["share_sorted_update_verdict"] == "no verdict"
     assert found["speedup_vs_torch"] is None
 
 
 def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path) -> None:
     """The dry form runs the CUDA sources by the shim, and compiles them where NVRTC is installed."""
     found = figures("benchmarks.kernels", tmp_path, "--dry")
-    assert found["operations_run_by_the_shim"] == 2 * (3 + 15 + 9 + 2)
+    assert found["operations_run_by_the_shim"] == 2 * (3 + 15 + 2 * 13 + 2)
     assert found["kernels_run_by_the_shim"] >= 15
     assert found.get("compiled_sm_90", 8) >= 8
     assert found["share_gather_verdict"] == "not measured"
