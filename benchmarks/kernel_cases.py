@@ -1,7 +1,7 @@
 """What the kernel benchmark runs: operations of one dim, and the bytes that each must move.
 
 Legend: F features, N samples, E = F * N lookups, D dim, S slots, U distinct rows of a batch, P rows of a switch.
-Vectors are float32, or bfloat16 with their state in float32: then the names of operations end in `_bf16`.
+Vectors are float32, or of 16 bits with their state in float32: then the names of operations end in `_bf16` or `_fp16`.
 Lookups are uniform over the rows, so that caches help little; the batch of the updates is zipf 1.05, as clicks are.
 """
 
@@ -19,6 +19,7 @@ from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.initial import UNIFORM
 from tiercache.kernels.key_index import KeySet
 from tiercache.kernels.vectors import Vectors
+from tiercache.store.vectors import to_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DTYPES", "FULL", "QUICK", "TINY", "Batch", "Case", "Size", "id_cases", "row_cases"]
 
-DTYPES = {"float32": "", "bfloat16": "_bf16"}
+DTYPES = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
 """Dtypes of vectors, and what names of operations on them end in."""
 
 RATE = 1e-6
@@ -116,8 +117,8 @@ class Rows:
         if dtype == "float32":
             words = machine.place(np.full((num_slots, dim), 0.01, np.float32))
             return cls(dim, DTYPES[dtype], words, words, {})
-        bits = np.float32(0.01).view(np.uint32) >> 16
-        words = machine.place(np.full((num_slots, dim), bits, np.uint16).view(np.float32))
+        bits = to_bits(np.full(dim, 0.01, np.float32), dtype)
+        words = machine.place(np.tile(bits, (num_slots, 1)).view(np.float32))
         vectors = cuda_vectors.Vectors(words, dim, dtype) if machine.on_device else Vectors.of(words, dim, dtype)
         streams = machine.place(np.arange(num_slots, dtype=np.uint64))
         return cls(
@@ -215,10 +216,11 @@ def _updates(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
         moved = 4 * entries * dim + batch.distinct * of_row
         alone = functools.partial(update, function, states, options, sort())
         yield Case(f"update_{name}{rows.tail}", 8 * entries + moved, alone)
-        if not rows.tail:
-            yield Case(
-                f"sorted_update_{name}", 4 * entries + moved, functools.partial(update, function, states, options)
-            )
+        yield Case(
+            f"sorted_update_{name}{rows.tail}",
+            4 * entries + moved,
+            functools.partial(update, function, states, options),
+        )
 
 
 def _moves(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:

@@ -7,6 +7,8 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,7 +38,8 @@ class GpuClock:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._from, self._to = (cupy.ones(COPY_BYTES // 4, cupy.float32) for _ in range(2))
+        ones = np.ones(COPY_BYTES // 4, np.float32)  # CuPy's own would be a kernel, for which it wants CUDA's headers
+        self._from, self._to = cupy.asarray(ones), cupy.asarray(ones)
         self._copy_seconds: float | None = None
 
     def copy(self) -> None:

@@ -258,6 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prepare", action="store_true", help="cuda: write data and store, and end")
     parser.add_argument("--demand", choices=tuple(NAMES), help="measure one; all where not given")
     options = parser.parse_args(given)
+    if options.device == "cuda" and not options.dry and (options.quick or options.tiny):
+        parser.error(
+            "--quick and --tiny are of the CPU's form, and --device cuda has a table of 40 GB: try it with --dry, or "
+            "write its data with --prepare and measure one --demand a call"
+        )
     if options.device == "cuda" or options.dry:
         on_a_gpu(options, given)
         return

@@ -16,7 +16,10 @@ Three runs of the same batches, in windows of 3 warm visits (see `window`):
 * disk: the same device budget, a host budget of hardly more than two passes, a store on disk. ms_per_step_disk,
   wait_fraction_disk, bound_ratio_disk, bound_disk: what the bound is.
 
-device_share: the device budget over all rows held with their optimizer state; 0.21 for both models.
+bound_ratio is the less of bound_ratio_host and bound_ratio_disk.
+
+device_share: the device budget over rows held, those whose keys the data has, with their optimizer state; 0.21 for both
+models. device_share_of_model: the same budget over all rows of the tables, with theirs, whether a key comes or not.
 
 On a machine that is lent by the call: --prepare writes the data to --folder; --part memory, host or disk runs one of
 them; what a part found stays in the folder for the next. --dry runs it all by the tests' shim, without a GPU; there and
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from benchmarks.training_machines import TrainingMachine
 
 PARTS = ("memory", "host", "disk")
+BOUND_RATIOS = ("bound_ratio_host", "bound_ratio_disk")
 
 
 def goals_of(goal_ms: float) -> tuple[Goal, ...]:
@@ -70,15 +74,18 @@ class Benchmark:
 
     def facts(self) -> dict[str, Any]:
         """Return what is so before anything runs."""
-        from benchmarks.synthetic_case import MODELS
+        from benchmarks.synthetic_case import MODELS, Data
         from benchmarks.window import Budgets, rows_held
 
         model, (rows, num_bytes) = MODELS[self.model], rows_held(self.passes)
+        of_tables = sum(8 * table_rows * kind.width for _, kind, table_rows in Data(self.model, self.size).kinds())
         return {
             "num_tables": model.num_tables, "num_inputs": model.num_inputs, "lookups_per_sample": model.lookups,
             "model_bytes": 2 * model.weight_bytes, "rows_held": rows, "bytes_held": num_bytes,
             "device_budget_bytes": (budgets := Budgets.least(self.passes)).device,
-            "device_share": budgets.device / num_bytes, "host_budget_bytes_disk": budgets.host,
+            "device_share": budgets.device / num_bytes,
+            "device_share_of_model": budgets.device / of_tables,
+            "host_budget_bytes_disk": budgets.host,
             "batch": self.size.batch, "batches_per_pass": self.size.batches, "num_passes": self.size.passes,
         }  # fmt: skip
 
@@ -140,10 +147,14 @@ class Benchmark:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
+    from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY
+    from benchmarks.training_machines import open_training
+
+    quick = f"batches of {QUICK.batch:,} and one row in {QUICK.divisor} of each table, under 45 seconds"
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic_models", description=__doc__)
     parser.add_argument("--model", choices=("tiny", "small"), required=True)
-    parser.add_argument("--quick", action="store_true", help="a 64th of rows and samples, under 45 seconds")
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--dry", action="store_true", help="no GPU: the CUDA sources on the CPU, at the smallest size")
@@ -152,9 +163,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; data and figures stay there")
     options = parser.parse_args(given)
-
-    from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY
-    from benchmarks.training_machines import open_training
 
     size = DRY if options.dry else TINY if options.tiny else QUICK if options.quick else FULL
     machine = open_training(options.device, dry=options.dry)
@@ -184,6 +192,10 @@ def run_parts(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, An
     kept = benchmark.folder / f"figures-{benchmark.model}-{benchmark.size.name}-{benchmark.machine.name}.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     found |= {"device": benchmark.machine.name} | benchmark.facts()
+    say(
+        f"the device budget is {found['device_share']:.3f} of the rows held, with their state, and "
+        f"{found['device_share_of_model']:.3f} of all weights and state"
+    )
     wanted = () if options.prepare else PARTS if options.part is None else (options.part,)
     for part in wanted:
         say(f"{part} on {benchmark.machine.name}")
@@ -193,6 +205,7 @@ def run_parts(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, An
             raise SystemExit(f"--part {part} is compared with --part memory: run that first, with the same --folder.")
         else:
             found |= benchmark.tiered(part, found["in_memory_seconds"])
+            found["bound_ratio"] = min(found[key] for key in BOUND_RATIOS if key in found)
         kept.write_text(json.dumps(found, indent=1))
         shown = [key for key in found if key.startswith(("ms_", "bound", "throughput", "wait_fraction", "demand"))]
         console.print(*(f"{key} {_shown(found[key])}" for key in shown), sep="\n", markup=False)

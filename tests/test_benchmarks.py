@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from benchmarks import out_of_core
 from benchmarks.disk_case import QUICK
 from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.drawn_passes import permuted_power_law
@@ -132,7 +133,7 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
         assert found[f"ms_{name}"] > 0
         assert found[f"share_{name}"] > 0
     narrow = ("gather", "pool_one", "pool_sum", "pack", "unpack", *(f"update_{r}" for r in ("sgd", "adagrad", "adam")))
-    for name in [f"{n}_bf16_{d}" for n in narrow for d in (16, 32)]:
+    for name in [f"{n}_{kind}_{d}" for n in narrow for kind in ("bf16", "fp16") for d in (16, 32)]:
         assert found[f"ms_{name}"] > 0
         assert found[f"share_{name}"] > 0
     entries = found["num_samples"] * 26
@@ -143,14 +144,18 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
     assert found["bytes_gather_16"] == entries * (4 + 2 * 16 * 4)
     assert found["bytes_update_adam_32"] == entries * (8 + 32 * 4) + found["distinct_rows"] * 2 * 3 * 32 * 4
     assert found["share_pool"] == min(found[f"share_pool_{n}_{d}"] for n in ("one", "sum") for d in (16, 32))
-    assert found["share_pool_verdict"] == "no verdict"
+    sorted_updates = [
+        found[f"share_sorted_update_{r}_{d}"] for r in ("sgd", "adagrad", "rowwise", "adam") for d in (16, 32)
+    ]
+    assert found["share_sorted_update"] == min(sorted_updates)
+    assert found["share_pool_verdict"] == found["share_sorted_update_verdict"] == "no verdict"
     assert found["speedup_vs_torch"] is None
 
 
 def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path) -> None:
     """The dry form runs the CUDA sources by the shim, and compiles them where NVRTC is installed."""
     found = figures("benchmarks.kernels", tmp_path, "--dry")
-    assert found["operations_run_by_the_shim"] == 2 * (3 + 15 + 9 + 2)
+    assert found["operations_run_by_the_shim"] == 2 * (3 + 15 + 2 * 13 + 2)
     assert found["kernels_run_by_the_shim"] >= 15
     assert found.get("compiled_sm_90", 8) >= 8
     assert found["share_gather_verdict"] == "not measured"
@@ -196,6 +201,8 @@ def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path:
         assert found[f"device_bytes_{part}"] <= found["device_budget_bytes"]
         assert found[f"bound_{part}"] in ("memory", "disk", "link")
         assert_has(found, (f"throughput_ratio_{part}", f"bound_ratio_{part}", f"wait_fraction_{part}"))
+    assert found["bound_ratio"] == min(found["bound_ratio_host"], found["bound_ratio_disk"])
+    assert 0 < found["device_share_of_model"] < found["device_share"] < 1
     assert found["bits_equal_disk"] is True
     assert found["store_bytes_written_disk"] > 0
     assert found["rows_read_host"] == found["store_bytes_written_host"] == 0
@@ -243,6 +250,15 @@ def test_out_of_core_on_a_gpu_says_what_it_lacks(tmp_path: Path) -> None:
     if done.returncode == 0:
         pytest.skip("there is a GPU")
     assert "Or take --dry." in done.stderr
+
+
+@pytest.mark.parametrize("form", ["--quick", "--tiny"])
+def test_out_of_core_on_a_gpu_has_no_small_form_but_the_dry_one(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody who asks for a small run gets the one of 40 GB."""
+    with pytest.raises(SystemExit):
+        out_of_core.main(["--device", "cuda", form])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has a table of 40 GB: try it with --dry, or write its data with --prepare" in said
 
 
 def test_the_fewest_rows_are_those_of_every_cache_that_could_have_been_chosen() -> None:
