@@ -249,7 +249,7 @@ def test_ranks_that_go_different_ways_are_told_at_once(
     CASES["one"].cut(tmp_path / "passes")
 
     errors = ranks_pool.errors(
-        2, "tests.ranks.trainings:part_ways", case="one", folder=str(tmp_path), what=what,
+        2, "tests.ranks.parting:part_ways", case="one", folder=str(tmp_path), what=what,
         placement=placed("one", "table" if what == "reads by model" else "row"), limit=20,
     )  # fmt: skip
 
