@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from tiercache.ranks import process_groups
+from tiercache.errors import RankError
+from tiercache.ranks import group, process_groups
+from tiercache.ranks.group import Ranks
 from tiercache.ranks.peers import Peer
 
 if TYPE_CHECKING:
@@ -141,3 +143,26 @@ def test_leaving_a_group_is_given_up_after_so_many_seconds(
     assert tried == ["wires", None]
     with pytest.raises(ValueError, match="no such group"):
         process_groups.end([None], within=None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such address"), RankError("rank 1 ended"), KeyboardInterrupt()])
+def test_a_default_group_is_left_where_joining_fails_behind_it(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Whatever ends the joining: the process can join again."""
+    left: list[Any] = []
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(group, "launched", lambda: True)
+    monkeypatch.setattr(group, "make_default", lambda *_: monkeypatch.setattr(dist, "is_initialized", lambda: True))
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(group, "new_group", fail)
+    monkeypatch.setattr(group, "end", lambda groups, **_: left.extend(groups))
+
+    with pytest.raises((RankError, KeyboardInterrupt)):
+        Ranks.join(timeout=1)
+
+    assert left == [None]

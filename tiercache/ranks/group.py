@@ -180,8 +180,8 @@ class Ranks:
         """Say that this rank leaves by ``error``, before it unwinds: call it before ``close``. Not collective.
 
         Transfers of this process on the device end, those of `beside` too, so that closing waits for none of them, and
-        the other ranks raise RankError with the sentence of ``error``. On the CPU they learn of it from ``close``, or
-        when the process ends. Where a lost rank is behind ``error`` and not named in it, that is noted at it.
+        the other ranks raise RankError with the sentence of ``error``: on the CPU when ``close`` breaks what they wait
+        for, or this process ends. Where a lost rank is behind ``error`` and not named in it, that is noted at it.
         """
         if self.size > 1:
             self._bond.give_up(error)
