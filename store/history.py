@@ -21,6 +21,7 @@ from tiercache.store.standing import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -80,7 +81,7 @@ class History:
         self._of = of
         self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
         self._lock = threading.RLock()
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()
         """Held from before an engine frees what a commit does not need until that commit is the newest."""
         self.standing: Standing
         """The newest commit, and its segments with those appended since."""
@@ -272,6 +273,10 @@ class History:
         with self._stepping:
             return self.standing is standing
 
+    def held(self) -> AbstractContextManager[object]:
+        """Hold off what frees blocks, commits first of all, from other threads."""
+        return (self if self._of is None else self._of)._stepping
+
     def keeps(self, commit: Commit) -> bool:
         """Return whether ``commit`` is kept, and every block of it is there; waits for a step."""
         with self._stepping:
@@ -285,14 +290,15 @@ class History:
                 if segment.id not in named:
                     for group, stream in enumerate(segment.streams):
                         self._orphans.update(segment_names(segment, group, 0, stream.num_blocks))
-            self.standing = Standing(self.commit, tuple(s for s in self.segments if s.id in named))
-            if self._orphans:
-                try:
-                    self._engine.commit({}, self._orphans)
-                except StoreError:
-                    return  # nothing names them: the next commit or the next opening deletes them
-                self._counters.add(transactions=1, blocks_freed=len(self._orphans))
-                self._orphans = set()
+            with self._stepping:
+                self.standing = Standing(self.commit, tuple(s for s in self.segments if s.id in named))
+                if self._orphans:
+                    try:
+                        self._engine.commit({}, self._orphans)
+                    except StoreError:
+                        return  # nothing names them: the next commit or the next opening deletes them
+                    self._counters.add(transactions=1, blocks_freed=len(self._orphans))
+                    self._orphans = set()
 
     def _advance(
         self, before: Sequence[Commit], commit: Commit, state: Sequence[NDArray[np.uint8]], transaction_bytes: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from tiercache.store.segment import Segment
     from tiercache.store.store import Store
 
-TRIES = 32
-"""How often a reading begins anew before it gives up: each time a commit freed what it was at."""
+TRIES = 8
+"""How often commits may free what a reading is at; then the next one waits until the reading has ended."""
 
 Result = TypeVar("Result")
 
@@ -46,19 +47,19 @@ def steady(store: Store, read: Callable[[Standing], Result]) -> Result:
     """Return ``read`` of where the store stands; again, of where it stands then, where a commit freed what it read.
 
     What is freed is missing or has other bytes, so a reading that ends well is one of the commit that it began with.
-    Raises what ``read`` raises while the store stands still, and StoreError where it never does.
+    Commits go on beside it, but one that was disturbed ``TRIES`` times holds them off while it reads once more.
+    Raises what ``read`` raises while the store stands still.
     """
-    for _ in range(TRIES):
-        standing = store.standing
-        try:
-            return read(standing)
-        except CorruptStoreError:
-            if store.stands_at(standing):
-                raise
-    raise StoreError(
-        f"{store.label} freed what was read {TRIES} times in a row, by commits that it made meanwhile: read it from a "
-        "store that was opened with mode='r', which stays at its commit"
-    )
+    for tries in range(TRIES + 1):
+        last = tries == TRIES
+        with store._history.held() if last else nullcontext():
+            standing = store.standing
+            try:
+                return read(standing)
+            except CorruptStoreError:
+                if store.stands_at(standing) or last:
+                    raise
+    raise AssertionError
 
 
 def undisturbed(store: Store, standing: Standing, what: str, parts: Iterator[Result]) -> Iterator[Result]:
