@@ -20,6 +20,7 @@ _HOME = {
     "KeyIndex": "key_index",
     "KeyNumbers": "numbering",
     "KeySet": "key_index",
+    "NoGpuError": "cuda",
     "SortBuffers": "sorting",
     "UpdateBuffers": "update",
     "bag_gradients": "gradients",

@@ -11,13 +11,14 @@ TierCacheError
  ├─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
  └─ RankError        (a RuntimeError) ranks differ, one of them failed, or one ended or gave no answer
  CudaError            (a RuntimeError) a GPU cannot be used: says what was found and what to install
+ └─ NoGpuError       there is none: no driver, or one that shows no GPU
 
 All but TierCacheError itself and RankError are ValueErrors too, and KeyNotInPassError an IndexError in place of it.
 ExchangeWarning tells of files and state that an export or import leaves out. StoreError and its tree:
 `tiercache.store.errors`.
 """
 
-from tiercache.kernels.cuda import CudaError
+from tiercache.kernels.cuda import CudaError, NoGpuError
 from tiercache.store.errors import (
     CorruptBlockError,
     CorruptStoreError,
@@ -41,6 +42,7 @@ __all__ = [
     "ExtractionError",
     "FormatVersionError",
     "KeyNotInPassError",
+    "NoGpuError",
     "NotAStoreError",
     "PassSetError",
     "RankError",

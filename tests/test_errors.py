@@ -1,0 +1,21 @@
+"""What users catch, in one module."""
+
+from __future__ import annotations
+
+import tiercache.kernels
+from tiercache import errors
+
+
+def test_every_error_has_its_line_in_the_tree() -> None:
+    """Those of this package and its kernels; the store's have a tree of their own."""
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert issubclass(error, Exception)
+        if not error.__module__.startswith("tiercache.store"):
+            assert name in str(errors.__doc__)
+
+
+def test_a_missing_gpu_can_be_told_from_one_that_cannot_be_used() -> None:
+    """By the name that errors and kernels have for it."""
+    assert tiercache.kernels.NoGpuError is errors.NoGpuError
+    assert issubclass(errors.NoGpuError, errors.CudaError)
