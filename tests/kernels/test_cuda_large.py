@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.kernels.shim.device import device_for
 from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
 from tiercache.kernels import cuda_initial, cuda_pooling, cuda_sorting, cuda_update
+from tiercache.kernels.cuda_vectors import Vectors
+from tiercache.kernels.initial import CONSTANT, UNIFORM, ZEROS, initial_rows
+from tiercache.kernels.pooling import MEAN, SUM
+from tiercache.store.vectors import to_bits
 
 
 def test_rows_beyond_two_billion_elements_are_the_right_ones() -> None:
@@ -50,3 +55,39 @@ def test_places_beyond_two_billion_elements_of_output_and_gradient_are_the_right
     described, buffers = cuda_update.bag_gradients(device, out, place), cuda_update.UpdateBuffers(device)
     cuda_update.update_sgd(device, vectors, pairs, described, buffers, learning_rate=1.0)
     assert device.read(vectors).tolist() == [[0, 1, 2, 3], [0] * dim]
+
+
+@pytest.mark.parametrize("kind", [UNIFORM, CONSTANT, ZEROS])
+def test_initial_rows_go_to_slots_beyond_two_billion_elements(kind: int) -> None:
+    """The first and the last slots, over what stood there, and no other: float32, then 16 bits in as many bytes."""
+    device = device_for("reversed")
+    vectors, slots = device.large(NUM_SLOTS, DIM), device.place(LAST)
+    keys, wanted = np.array([1 << 40, -1, 0, 7]), np.empty((4, 2 * DIM), np.float32)
+    cuda_initial.fill_rows(device, 9.0, vectors, slots)
+    assert [device.read(vectors[slot]).tolist() for slot in LAST] == [[9.0] * DIM] * 4
+    initial_rows(keys, 5, 6, kind, -1.5, 2.5, wanted)
+    there = device.place(keys)
+    for out, right in (
+        (vectors, wanted[:, :DIM]),
+        (Vectors(vectors, 2 * DIM, "bfloat16"), to_bits(wanted, "bfloat16").view(np.float32)),
+    ):
+        cuda_initial.initial_rows(device, there, 5, 6, kind, -1.5, 2.5, out, slots)
+        assert [device.read(vectors[slot]).tobytes() for slot in LAST] == [row.tobytes() for row in right]
+    assert not device.read(vectors[6:1000]).any()
+    assert not device.read(vectors[-99:-1]).any()
+    assert not device.read(vectors[-1000:-100]).any()
+
+
+@pytest.mark.parametrize("mode", [SUM, MEAN])
+def test_gradients_of_weights_beyond_two_billion_elements_are_the_right_ones(mode: int) -> None:
+    """Of the last sample of a wide output, whose bag has the last row of a large table and the first."""
+    num_samples, width, col, device = 33, (1 << 31) // 32, (1 << 31) // 32 - DIM, device_for("random")
+    vectors, gradient = device.large(NUM_SLOTS, DIM), device.large(num_samples, width)
+    for i, slot in enumerate((NUM_SLOTS - 1, 0)):
+        cuda_initial.fill_rows(device, i + 2.0, vectors, device.place(np.array([slot], np.int32)))
+    blocks = gradient.reshape(-1, DIM)  # of which the last is the sample's
+    cuda_initial.fill_rows(device, 0.5, blocks, device.place(np.array([blocks.shape[0] - 1], np.int32)))
+    offsets, out = device.place(np.array([0] * num_samples + [2])), device.empty(2, np.float32)
+    slots, modes = device.place(np.array([NUM_SLOTS - 1, 0], np.int32)), np.array([mode], np.int8)
+    cuda_pooling.weight_gradient(device, vectors, slots, offsets, modes, np.array([col]), gradient, out)
+    assert device.read(out).tolist() == [DIM / (1 + mode), 1.5 * DIM / (1 + mode)]  # MEAN is 1, of two ids

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kernels.cases import use_threads
-from tests.kernels.shim.memory import reserved
+from tests.kernels.cases import same_bits, use_threads
+from tests.kernels.shim.memory import repeated, reserved
 from tiercache.kernels.gradients import one_id_gradients
-from tiercache.kernels.pooling import gather, pool_one
+from tiercache.kernels.initial import NORMAL, UNIFORM, initial_rows
+from tiercache.kernels.pooling import MEAN, SUM, gather, pool_one, weight_gradient
 from tiercache.kernels.rows import Pieces, pack, unpack
 from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.update import UpdateBuffers, update_adagrad
@@ -46,3 +47,27 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones(num_threads: int) -
         assert vectors[LAST, 0].tolist() == [3.5, 2.5, 1.5, 0.5]
     assert not vectors[6:1000].any()
     assert not vectors[-1000:-101].any()
+
+
+@pytest.mark.parametrize("kind", [UNIFORM, NORMAL])
+def test_initial_rows_beyond_two_billion_elements_are_the_right_ones(kind: int) -> None:
+    """The last row of 2^31 elements and more, as if it were made alone."""
+    dim = 1 << 20
+    keys, wanted = np.arange((1 << 31) // dim + 1) - 7, np.empty((1, dim), np.float32)
+    out = repeated(keys.size, dim)
+    initial_rows(keys, 5, 6, kind, 0.25, 0.5, out)
+    initial_rows(keys[-1:], 5, 6, kind, 0.25, 0.5, wanted)
+    assert same_bits(out[-1:], wanted)
+
+
+@pytest.mark.parametrize("mode", [SUM, MEAN])
+def test_gradients_of_weights_beyond_two_billion_elements_are_the_right_ones(mode: int) -> None:
+    """Of the last sample of a wide output, whose bag has the last row of a large table and the first."""
+    num_samples, width, col = 33, (1 << 31) // 32, (1 << 31) // 32 - DIM
+    vectors, gradient = reserved(NUM_SLOTS, DIM), reserved(num_samples, width)
+    vectors[[NUM_SLOTS - 1, 0]] = [[2], [3]]
+    gradient[-1, col:] = np.arange(DIM)
+    offsets, out = np.array([0] * num_samples + [2]), np.empty(2, np.float32)
+    modes, slots = np.array([mode], np.int8), np.array([NUM_SLOTS - 1, 0], np.int32)
+    weight_gradient(vectors, slots, np.array([0, 2]), offsets, modes, np.array([col]), gradient, out)
+    assert out.tolist() == [240 / (1 + mode), 360 / (1 + mode)]  # 0 to 15 add up to 120; MEAN is 1, of two ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _PAGE = mmap.PAGESIZE
 _RUBBISH = 0xA5
+_REPEATED = 48 << 20  # no power of two: the place that 32 bits would make of a far one is other memory
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [
@@ -34,6 +36,24 @@ def reserved(rows: int, width: int) -> NDArray[np.float32]:
     except OSError:
         pytest.skip("no address space to reserve")
     return np.frombuffer(memory, np.float32).reshape(rows, width)
+
+
+def repeated(rows: int, width: int) -> NDArray[np.float32]:
+    """Return an array (rows, width) of which every 48 MiB are the same memory: the last write to a place stays."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("maps memory as Linux does")
+    whole = reserved(rows, width)
+    file = os.memfd_create("repeated")
+    try:
+        os.ftruncate(file, _REPEATED)
+        for start in range(0, whole.nbytes, _REPEATED):
+            size = min(_REPEATED, whole.nbytes - start)
+            flags = mmap.MAP_SHARED | 0x10  # MAP_FIXED, which Python's mmap does not name
+            at = whole.ctypes.data + start
+            assert _LIBC.mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, 0) == at
+    finally:
+        os.close(file)
+    return whole
 
 
 class GuardedMemory:
