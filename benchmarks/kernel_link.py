@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.kernel_cases import PIECE_BYTES
 
 if TYPE_CHECKING:
-    from benchmarks.kernel_cases import Batch
+    from benchmarks.kernel_batch import Batch
     from benchmarks.kernel_machines import CudaMachine
 
 __all__ = ["over_link"]

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.kernel_cases import RATE
+from benchmarks.kernel_batch import RATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.kernel_cases import Batch
+    from benchmarks.kernel_batch import Batch
 
 __all__ = ["torch_step"]
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.kernel_cases import RATE
+from benchmarks.kernel_batch import RATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.kernel_cases import Batch
+    from benchmarks.kernel_batch import Batch
     from benchmarks.kernel_machines import Machine
 
 __all__ = ["our_step"]

@@ -7,11 +7,15 @@ GPU the CUDA kernels, by events; there a step of lookup, sort and update is also
 torch's optimizers. The goals are of one H200 at 65,536 samples: elsewhere there is no verdict.
 
 Bytes that must move (E lookups, D dim, U distinct rows of the zipf batch, P rows moved, state: floats of a row's
-optimizer state): gather 4 E + 8 E D; pool_one, one id a feature, 12 E + 8 E D (ids, slot map, slots); pool_sum, bags
-of two, 24 E + 6 E D; sort 12 E (slots in, pairs out, however often it goes over them); update_X 8 E + 4 E D + 8 U (D +
-state); sorted_update_X, with the sort, 4 E + 4 E D + 8 U (D + state); pack 16 P D + 8 P (rows of a vector and a state
-of D floats, slots, order); unpack 16 P D + 4 P; initial_rows 8 P + 4 P D, with slots 12 P + 4 P D; bucket 16 E (keys
-in, order and places out); index_build 24 bytes a key and 16 a place; index_find 28 E (key, one place, position).
+optimizer state): gather 4 E + 8 E D; pool_one, one id a feature, and pool_none, a vector an id, 12 E + 8 E D (ids, slot
+map, slots); bags of two: pool_sum 24 E + 6 E D, pool_mean 28 E + 6 E D (a factor for each entry), pool_max 24 E + 8 E D
+(which entry was largest), pool_weighted, a sum, 32 E + 6 E D (weights, factors), weight_gradient 12 E + 6 E D (slots,
+bags, gradients of weights); sort 12 E (slots in, pairs out, however often it goes over them); update_X 8 E + 4 E D +
+8 U (D + state); sorted_update_X, with the sort, 4 E + 4 E D + 8 U (D + state); pack 16 P D + 8 P (rows of a vector and
+a state of D floats, slots, order); unpack 16 P D + 4 P; initial_rows 8 P + 4 P D, with slots 12 P + 4 P D; bucket 16 E
+(keys in, order and places out); bucket_ids 14 E (ids, owners by local id); index_build, all tables by key set, 24 bytes
+a key and 16 a place; index_find 28 E (key, one place, position); index_insert, one table with positions, 28 bytes a key
+and 16 a place.
 Vectors of OPERATION_bf16 are bfloat16, of OPERATION_fp16 float16: 2 bytes for each of their D in place of 4, with state
 in float32; their updates read 8 bytes more a row, which decide how it is rounded.
 
@@ -35,7 +39,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.kernel_cases import DTYPES, FULL, QUICK, TINY, Batch, Case, Size, id_cases, row_cases
+from benchmarks.kernel_batch import DTYPES, FULL, QUICK, TINY, Batch, Case, Size
+from benchmarks.kernel_cases import id_cases, row_cases
 from benchmarks.kernel_link import over_link
 from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
 from benchmarks.kernel_steps import our_step
@@ -56,7 +61,7 @@ GOALS = (
 )
 LEAST_OVER = {
     "share_gather": ("gather",),
-    "share_pool": ("pool_one", "pool_sum"),
+    "share_pool": ("pool_one", "pool_none", "pool_sum", "pool_mean", "pool_max", "pool_weighted"),
     "share_pack": ("pack",),
     "share_unpack": ("unpack",),
     "share_update": ("update_sgd", "update_adagrad", "update_rowwise", "update_adam"),

@@ -121,6 +121,26 @@ def test_embedding_step_measures_every_contender_and_every_optimizer(tmp_path: P
     assert found["share_of_copy_bandwidth"] == min(shares)
 
 
+POOLS = ("pool_one", "pool_none", "pool_sum", "pool_mean", "pool_max", "pool_weighted")
+
+
+def bytes_of_lookups(entries: int, dim: int, number: int) -> dict[str, int]:
+    """Return the bytes that each lookup must move, of vectors with numbers of so many bytes; bags have two ids."""
+    one, bags, slots, to_step = 4 * dim * entries, entries // 2, 4 * entries, 8 * entries
+    rows, pooled, offsets, id_to_slot = number * dim * entries, 4 * dim * bags, 8 * bags, 3 * slots
+    of_bags = id_to_slot + to_step + offsets + rows + pooled
+    return {
+        "gather": slots + rows + one,
+        "pool_one": id_to_slot + rows + one,
+        "pool_none": id_to_slot + rows + one,
+        "pool_sum": of_bags,
+        "pool_mean": of_bags + 4 * entries,  # a factor
+        "pool_max": of_bags + 4 * dim * bags,  # the entry of each element
+        "pool_weighted": of_bags + 4 * entries + 4 * entries,  # weight and factor
+        "weight_gradient": slots + offsets + rows + pooled + 4 * entries,
+    }
+
+
 def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Path) -> None:
     """The smallest run on the CPU has a time, its bytes and a share for each, and gives no verdict here."""
     found = figures("benchmarks.kernels", tmp_path, "--device", "cpu")
@@ -128,22 +148,29 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
     updates = [
         f"{form}_{rule}" for form in ("update", "sorted_update") for rule in ("sgd", "adagrad", "rowwise", "adam")
     ]
-    moves = ("gather", "pool_one", "pool_sum", "sort", "pack", "unpack", "initial_rows")
-    for name in ["bucket", "index_build", "index_find", *(f"{n}_{d}" for n in (*moves, *updates) for d in (16, 32))]:
+    moves = (*POOLS, "gather", "weight_gradient", "pack", "unpack")
+    ids = ("bucket", "bucket_ids", "index_build", "index_find", "index_insert")
+    for name in [*ids, *(f"{n}_{d}" for n in (*moves, *updates, "sort", "initial_rows") for d in (16, 32))]:
         assert found[f"ms_{name}"] > 0
         assert found[f"share_{name}"] > 0
-    narrow = ("gather", "pool_one", "pool_sum", "pack", "unpack", *(f"update_{r}" for r in ("sgd", "adagrad", "adam")))
+    narrow = (*moves, *(f"update_{r}" for r in ("sgd", "adagrad", "adam")))
     for name in [f"{n}_{kind}_{d}" for n in narrow for kind in ("bf16", "fp16") for d in (16, 32)]:
         assert found[f"ms_{name}"] > 0
         assert found[f"share_{name}"] > 0
-    entries = found["num_samples"] * 26
-    assert found["bytes_gather_bf16_16"] == entries * (4 + 16 * (2 + 4))
+    entries, keys, places = found["num_samples"] * 26, 26 * 20, 1024
     assert found["bytes_update_adam_bf16_32"] == entries * (8 + 32 * 4) + found["distinct_rows"] * (8 + 2 * 32 * 10)
-    assert found["bytes_pack_32"] - found["bytes_pack_bf16_32"] == 2 * 300 * 32 * 2
-    assert found["share_gather_bf16"] == min(found[f"share_gather_bf16_{d}"] for d in (16, 32))
-    assert found["bytes_gather_16"] == entries * (4 + 2 * 16 * 4)
     assert found["bytes_update_adam_32"] == entries * (8 + 32 * 4) + found["distinct_rows"] * 2 * 3 * 32 * 4
-    assert found["share_pool"] == min(found[f"share_pool_{n}_{d}"] for n in ("one", "sum") for d in (16, 32))
+    assert [found[f"bytes_{name}"] for name in ids] == [
+        16 * entries, 14 * entries, 24 * keys + 16 * places, 28 * entries, 28 * keys + 16 * places,
+    ]  # fmt: skip
+    for tail, number in (("", 4), ("_bf16", 2), ("_fp16", 2)):
+        for dim in (16, 32):
+            wanted = bytes_of_lookups(entries, dim, number)
+            assert {name: found[f"bytes_{name}{tail}_{dim}"] for name in wanted} == wanted
+            assert found[f"bytes_pack{tail}_{dim}"] == 300 * (8 + 2 * dim * (number + 4))
+            assert found[f"bytes_unpack{tail}_{dim}"] == 300 * (4 + 2 * dim * (number + 4))
+    assert found["share_gather_bf16"] == min(found[f"share_gather_bf16_{d}"] for d in (16, 32))
+    assert found["share_pool"] == min(found[f"share_{n}_{d}"] for n in POOLS for d in (16, 32))
     sorted_updates = [
         found[f"share_sorted_update_{r}_{d}"] for r in ("sgd", "adagrad", "rowwise", "adam") for d in (16, 32)
     ]
@@ -155,8 +182,8 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
 def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path) -> None:
     """The dry form runs the CUDA sources by the shim, and compiles them where NVRTC is installed."""
     found = figures("benchmarks.kernels", tmp_path, "--dry")
-    assert found["operations_run_by_the_shim"] == 2 * (3 + 15 + 2 * 13 + 2)
-    assert found["kernels_run_by_the_shim"] >= 15
+    assert found["operations_run_by_the_shim"] == 2 * (5 + 20 + 2 * 18 + 2)
+    assert found["kernels_run_by_the_shim"] >= 27
     assert found.get("compiled_sm_90", 8) >= 8
     assert found["share_gather_verdict"] == "not measured"
 
