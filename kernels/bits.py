@@ -134,7 +134,7 @@ def _hash_records(data, width, seed, out):  # type: ignore[no-untyped-def]
 
 
 def xxh64(data: bytes, seed: int = 0) -> int:
-    """Return XXH64 of the bytes, an unsigned 64-bit integer."""
+    """Return XXH64 of the bytes, an unsigned 64-bit integer, whose values are published."""
     out = np.empty(1, np.uint64)
     _hash_spans(np.frombuffer(bytearray(data), np.uint8), np.array([0, len(data)]), np.uint64(seed), out)
     return int(out[0])

@@ -4,6 +4,9 @@ Legend: E entries, F features, W owners (ranks), L local ids. Entries are featur
 
 Owner r has the keys whose hash `mix(key ^ table id)` lies in [floor(r * 2^64 / W), floor((r + 1) * 2^64 / W)); an owner
 may also be looked up by local id. Within an owner, entries stay in batch order.
+
+Training asks `key_owners` alone: the unique rows that ranks exchange stand by owner already, in the order of their
+hashes. The others are for an exchange of every id (docs/design/0017-exchange.md).
 """
 
 import numpy as np

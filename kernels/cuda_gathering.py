@@ -15,7 +15,7 @@ from tiercache.kernels.arrays import expect
 from tiercache.kernels.cuda_vectors import by_width, rows_at
 from tiercache.kernels.launch import Device, View, access, launch_parts, on_device, part_struct, view
 
-__all__ = ["BadEntry", "Gathered", "check_ids", "gather", "gather_many", "map_slots"]
+__all__ = ["BadEntry", "Gathered", "gather", "gather_many", "map_slots"]
 
 IDS = (("ids", "p"), ("slot_of_local", "p"), ("slots", "p"), ("bad", "p"), ("base", "l"), ("limit", "l"), ("wide", "l"))
 GATHER_PART = part_struct(
@@ -99,28 +99,6 @@ def gather_many(device: Device, tables: Sequence[Gathered]) -> None:
         launch_parts(device, f"gathering.gather{suffix}", GATHER_PART, some, tasks)
 
 
-def _map(
-    device: Device,
-    ids: Any,
-    bases: NDArray[np.int64],
-    limits: NDArray[np.int64],
-    entry_starts: NDArray[np.int64],
-    local: View,
-    slots: int,
-    bad: BadEntry | None,
-) -> None:
-    seen, wide = view_ids(device, ids)
-    starts = expect("entry_starts", entry_starts, np.int64)
-    if starts.size != bases.size + 1 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > seen.size:
-        raise ValueError(f"{bases.size} features and {seen.size} ids do not fit entry starts {starts.tolist()}.")
-    parts, tasks = [], []
-    for base, limit, first, last in zip(bases, limits, starts[:-1], starts[1:], strict=True):
-        word = bad.address if bad is not None else 0
-        parts.append((seen.address, local.address, slots, word, base, limit, int(wide), first, last))
-        tasks.append(-(-int(last - first) // _MAP_TASK))
-    launch_parts(device, "gathering.map_slots", MAP_PART, parts, tasks)
-
-
 def map_slots(
     device: Device,
     ids: Any,
@@ -136,14 +114,15 @@ def map_slots(
     local = view(device, "slot_of_local", slot_of_local, np.int32)
     to = view(device, "slots", slots, np.int32, written=True)
     bases, limits = limits_of(bases, limits, local.size)
-    if to.size != view_ids(device, ids)[0].size:
-        raise ValueError(f"{to.size} slots cannot hold those of {view_ids(device, ids)[0].size} ids.")
-    _map(device, ids, bases, limits, entry_starts, local, to.address, bad)
-
-
-def check_ids(device: Device, ids: Any, entry_starts: NDArray[np.int64], limits: NDArray[np.int64]) -> int:
-    """Return the first entry whose id is not in [0, limit of its feature); -1 where all are. Waits for the device."""
-    bad = BadEntry(device)
-    limits = expect("limits", limits, np.int64)
-    _map(device, ids, np.zeros_like(limits), limits, entry_starts, View(0, (0,), None), 0, bad)
-    return bad.read()
+    seen, wide = view_ids(device, ids)
+    if to.size != seen.size:
+        raise ValueError(f"{to.size} slots cannot hold those of {seen.size} ids.")
+    starts = expect("entry_starts", entry_starts, np.int64)
+    if starts.size != bases.size + 1 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > seen.size:
+        raise ValueError(f"{bases.size} features and {seen.size} ids do not fit entry starts {starts.tolist()}.")
+    parts, tasks = [], []
+    for base, limit, first, last in zip(bases, limits, starts[:-1], starts[1:], strict=True):
+        word = bad.address if bad is not None else 0
+        parts.append((seen.address, local.address, to.address, word, base, limit, int(wide), first, last))
+        tasks.append(-(-int(last - first) // _MAP_TASK))
+    launch_parts(device, "gathering.map_slots", MAP_PART, parts, tasks)

@@ -85,6 +85,8 @@ class KeyIndex:
     def build(self, key_sets: Sequence[KeySet]) -> None:
         """Forget all keys, then take in key sets, with keys on the device: those of a pass, in one launch.
 
+        Where they do not all fit there beside the index, as in training: `clear`, and `extend` by stretches.
+
         Raises ValueError before anything is forgotten.
         """
         parts = self._parts_of(key_sets, 0)

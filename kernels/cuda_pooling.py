@@ -1,6 +1,7 @@
 """Lookup with pooling on a CUDA device: `pooling`, with the same meaning of every argument.
 
 Legend and promises as in `cuda_gathering`. Bits are those of the CPU's kernels: sums go over the entries in order.
+Training pools all groups by `pool_many`; `pool_one` and `pool_bags` are one group of it, with the CPU's arguments.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from tiercache.kernels.arrays import expect, same_length
 from tiercache.kernels.cuda_gathering import (
     IDS,
     BadEntry,
-    check_ids,
     gather,
     gather_many,
     limits_of,
@@ -29,7 +29,6 @@ __all__ = [
     "SUM",
     "BadEntry",
     "Bags",
-    "check_ids",
     "gather",
     "gather_many",
     "map_slots",

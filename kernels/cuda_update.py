@@ -3,8 +3,9 @@
 Legend: S slots, E entries, D dim, N samples, F features, T width of the gradient's rows.
 
 Each row's gradients are summed in batch order; above 256 entries the sum is that of the sums of stretches of 256, in
-order, so that many blocks share a hot row. The bits depend on the batch alone, and up to 256 entries a row they are
-those of the CPU's kernels.
+order, so that many blocks share a hot row. Training steps all groups by `update_many`; the others are one group of it,
+with the CPU's arguments. The bits depend on the batch alone, and up to 256 entries a row they are those of the CPU's
+kernels.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ static_assert(sizeof(GatherPart) == 56, "as GATHER_PART in cuda_gathering.py");
 
 struct MapPart {
     int64 first_task;  // a task is 256 entries
-    Ids ids;  // slots may be null: then ids are only checked
+    Ids ids;
     int64 first;
     int64 last;
 };
@@ -60,15 +60,12 @@ map_slots(const MapPart* parts, int64 num_parts, int64 num_tasks) {
         const int64 first = part.first + (task - part.first_task) * ENTRIES_OF_MAP_TASK + lane_id();
 #pragma unroll
         for (int i = 0; i < ENTRIES_OF_MAP_TASK; i += 32) {
-            if (first + i < part.last) {
-                const int slot = slot_of_entry(part.ids, first + i);
-                if (part.ids.slots) part.ids.slots[first + i] = slot;
-            }
+            if (first + i < part.last) part.ids.slots[first + i] = slot_of_entry(part.ids, first + i);
         }
     }
 }
 
-// Before ids are checked: no bad entry is known.
+// Before lookups: no bad entry is known.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) forget_bad(uint64* bad, int64 count) {
     for (int64 i = blockIdx.x * static_cast<int64>(blockDim.x) + threadIdx.x; i < count; i += 32 * num_warps()) {
         bad[i] = ~0ull;

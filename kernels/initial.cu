@@ -7,7 +7,6 @@
 #define ZEROS 0
 #define CONSTANT 1
 #define UNIFORM 2
-#define NORMAL 3
 
 struct NewRows {
     int64 first_task;  // a task is 32 rows
@@ -19,8 +18,8 @@ struct NewRows {
     int dim;
     int vec;  // elements of one access: 4 or 1
     int kind;
-    float a;  // the constant, the low end or the mean
-    float b;  // the span or the deviation
+    float a;  // the constant or the low end
+    float b;  // the span
     int is_half;
 };
 static_assert(sizeof(NewRows) == 72, "as NEW_PART in cuda_initial.py");
@@ -30,15 +29,10 @@ __device__ __forceinline__ Lanes<4> elements_of(const NewRows& part, int64 row, 
     if (part.kind == CONSTANT) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) lanes.v[i] = part.a;
-    } else if (part.kind != ZEROS) {
+    } else if (part.kind == UNIFORM) {
         const Words words = words_of_row(__ldg(part.keys + row), static_cast<uint32>(block), part.stream);
-        if (part.kind == UNIFORM) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) lanes.v[i] = part.a + unit_of(words.w[i]) * part.b;
-        } else {
-            normal_pair(words.w[0], words.w[1], part.a, part.b, lanes.v[0], lanes.v[1]);
-            normal_pair(words.w[2], words.w[3], part.a, part.b, lanes.v[2], lanes.v[3]);
-        }
+        for (int i = 0; i < 4; ++i) lanes.v[i] = part.a + unit_of(words.w[i]) * part.b;
     }
     return lanes;
 }

@@ -33,7 +33,7 @@ def _philox_one(counter, key, out):  # type: ignore[no-untyped-def]
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the four words of Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011)."""
+    """Return the four words of Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011), whose vectors are published."""
     out = np.empty(4, np.uint64)
     _philox_one(np.array(counter, np.uint64), np.array(key, np.uint64), out)
     return int(out[0]), int(out[1]), int(out[2]), int(out[3])
@@ -131,7 +131,7 @@ def initial_rows(
     """Write the initial vector of each key to `out` (n, dim).
 
     `kind` is ZEROS, CONSTANT (a), UNIFORM (low a, high b) or NORMAL (mean a, standard deviation b). A row depends only
-    on table, seed and key. All but NORMAL have the same bits on every device.
+    on table, seed and key. NORMAL is made here alone; the others have the same bits on every device.
     """
     keys = expect("keys", keys, np.int64)
     out = expect("out", out, np.float32, 2, written=True)

@@ -29,37 +29,3 @@ __device__ __forceinline__ Words words_of_row(int64 key, uint32 block, uint64 st
 #define TWO_TO_MINUS_24 5.9604644775390625e-08f
 
 __device__ __forceinline__ float unit_of(uint32 word) { return static_cast<float>(word >> 8) * TWO_TO_MINUS_24; }
-
-// The natural logarithm of a number in (0, 1].
-__device__ __forceinline__ float log_of(float x) {
-    const int pattern = __float_as_int(x) - 0x3F3504F3;  // mantissa from sqrt(1/2) to sqrt(2)
-    const float exponent = static_cast<float>(pattern >> 23);
-    const float mantissa = __uint_as_float(static_cast<uint32>((pattern & 0x7FFFFF) + 0x3F3504F3));
-    const float s = (mantissa - 1.0f) / (mantissa + 1.0f), z = s * s;
-    const float series =
-        z * (static_cast<float>(1.0 / 3) +
-             z * (static_cast<float>(1.0 / 5) + z * (static_cast<float>(1.0 / 7) + z * static_cast<float>(1.0 / 9))));
-    return exponent * static_cast<float>(0.6931471805599453) + 2.0f * (s + s * series);
-}
-
-// A pair of normal numbers by Box and Muller from two words.
-__device__ __forceinline__ void normal_pair(
-    uint32 first, uint32 second, float mean, float deviation, float& a, float& b) {
-    const float unit = static_cast<float>((first >> 8) + 1) * TWO_TO_MINUS_24;  // in (0, 1]
-    const float radius = deviation * __fsqrt_rn(-2.0f * log_of(unit));
-    const float quarters = unit_of(second) * 4.0f;
-    const int quarter = static_cast<int>(quarters + 0.5f);
-    const float x = (quarters - static_cast<float>(quarter)) * static_cast<float>(1.5707963267948966), z = x * x;
-    float sine = static_cast<float>(-1.0 / 6) +
-                 z * (static_cast<float>(1.0 / 120) +
-                      z * (static_cast<float>(-1.0 / 5040) + z * static_cast<float>(1.0 / 362880)));
-    sine = x + x * (z * sine);
-    float cosine = static_cast<float>(1.0 / 24) -
-                   z * (static_cast<float>(1.0 / 720) -
-                        z * (static_cast<float>(1.0 / 40320) - z * static_cast<float>(1.0 / 3628800)));
-    cosine = 1.0f - 0.5f * z + (z * z) * cosine;
-    const bool swapped = quarter & 1;
-    const float up = swapped ? cosine : sine, along = swapped ? sine : cosine;
-    a = mean + radius * ((quarter + 1) & 2 ? -along : along);
-    b = mean + radius * (quarter & 2 ? -up : up);
-}

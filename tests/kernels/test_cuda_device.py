@@ -341,8 +341,10 @@ def test_an_array_that_has_only_dlpack_is_taken_without_a_copy() -> None:
     out = device.place(np.zeros((3, 4), np.float32))
     cuda_gathering.gather(device, *(Exported(array) for array in (vectors, slots, out)))
     assert (out == 1).all()
-    ids = Exported(device.place(np.array([1, 2**32 + 1], np.int64)))
-    assert cuda_gathering.check_ids(device, ids, np.array([0, 2]), np.array([7])) == 1
+    ids, mapped = Exported(device.place(np.array([1, 2**32 + 1, 0], np.int64))), device.empty(3, np.int32)
+    local = device.place(np.array([6, 4], np.int32))
+    cuda_gathering.map_slots(device, ids, np.zeros(1, np.int64), np.array([0, 3]), Exported(local), Exported(mapped))
+    assert mapped.tolist() == [4, -1, 6]
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tests.kernels.test_rows import pieces_of
 from tests.kernels.test_vectors import DTYPES, F4, SEED, TABLE_ID, narrow
 from tiercache.kernels import cuda_initial, cuda_pooling, cuda_rows, gathering, initial, pooling, rows
 from tiercache.kernels.cuda_vectors import Vectors
+from tiercache.kernels.launch import launch_parts, view
 from tiercache.kernels.pooling import MAX, SUM
 from tiercache.store.vectors import from_bits, to_bits
 
@@ -188,18 +189,13 @@ def test_the_nearest_is_that_of_numpy(dtype: str) -> None:
     values = np.concatenate([np.array(AWKWARD, np.uint32), drawn, nan]).view(F4)
     values = values[~np.isnan(values) | (values.view(np.uint32) & 0x400000 != 0)]  # else Python makes NaN quiet
     device = device_for("forward")
-    tables = [
-        cuda_initial.NewRows(
-            device.place(np.zeros(1, np.int64)), 0, 0, initial.CONSTANT, value, 0.0,
-            Vectors(device.array((1, 2), F4), 3, dtype),
-        )
-        for value in values
-    ]  # fmt: skip
-    device.launches.clear()
-    cuda_initial.initial_many(device, tables)
-    assert device.launches == ["initial.initial_rows_narrow"]
-    found = np.array([bits_on(device, table.out)[0, 2] for table in tables])
-    assert np.array_equal(found, to_bits(values, dtype))
+    out, count = device.array((values.size, 2), F4), [1] * values.size
+    at = view(device, "out", out, F4, 2).address
+    parts = [
+        (0, 0, at + 8 * i, 1, 0, 3, 1, initial.CONSTANT, value, 0, dtype == "float16") for i, value in enumerate(values)
+    ]
+    launch_parts(device, "initial.initial_rows_narrow", cuda_initial.NEW_PART, parts, count)  # a row with each number
+    assert np.array_equal(bits_on(device, Vectors(out, 3, dtype))[:, 2], to_bits(values, dtype))
     device.close()
 
 
