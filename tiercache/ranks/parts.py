@@ -27,7 +27,7 @@ stops one whose rank 0 is gone while others of its ranks still write.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -45,7 +45,7 @@ from tiercache.store.opening import compare_tables
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tiercache.ranks.meeting import Meeting
     from tiercache.store import Commit, Store, Table
@@ -101,7 +101,7 @@ class Parts:
         """
         self = cls(Path(path), ranks)
         try:
-            with self._together(f"opening {self.label}"):
+            with self._ranks.patiently(f"opening {self.label}"):
                 wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
             found = self._hold()
             if found is None or found.cursor is None:
@@ -136,14 +136,14 @@ class Parts:
         """
         self = cls(Path(path), ranks)
         try:
-            with self._together(f"opening {self.label}"):
+            with self._ranks.patiently(f"opening {self.label}"):
                 wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
             found = self._hold()
             if found is None or found.cursor is None:
                 raise StateError(f"{self.label} has no commit yet: there is nothing to make parts of")
             self._check_record(found, wanted)
             self._delete(found)
-            with self._together("taking the old parts"):
+            with self._ranks.patiently("taking the old parts"):
                 self._take_old(found)
             self._begin(found, wanted)
         except BaseException:
@@ -189,7 +189,7 @@ class Parts:
         StoreFullError, on all ranks: the record before stands.
         """
         cursor, commit = Cursor(*cursor), self.store.commit
-        with self._together("publishing a commit"):
+        with self._ranks.patiently("publishing a commit"):
             self._check_commit(commit, cursor)
         assert commit is not None
         found = self._ranks.values([commit.id, *cursor])
@@ -231,7 +231,7 @@ class Parts:
             assert commit is not None
             self.publish(commit.cursor)
             return
-        with self._together("stepping back to the last commit of all ranks"):
+        with self._ranks.patiently("stepping back to the last commit of all ranks"):
             if self.cursor is None:
                 raise StateError(f"{self.label} has parts with a first commit and parts without: open it again")
             if self.ahead:
@@ -244,7 +244,7 @@ class Parts:
     def _hold(self) -> Record | None:
         """Take the right to write, as rank 0, and give all ranks the record."""
         found: Record | None = None
-        with self._together(f"opening {self.label}"):
+        with self._ranks.patiently(f"opening {self.label}"):
             if self._ranks.rank == 0:
                 check_place(self.path)
                 StoreDirectory(self.path).create()
@@ -260,7 +260,7 @@ class Parts:
     def _create(self, found: Record | None, wanted: Wanted) -> None:
         """Make the parts of a store without a commit."""
         record: Record | None = None
-        with self._together(f"making {self.label}"):
+        with self._ranks.patiently(f"making {self.label}"):
             if self._ranks.rank == 0:
                 record = wanted.record(self.path, found)
         record = self._told(record)
@@ -279,7 +279,7 @@ class Parts:
     def _make_part(self, record: Record, wanted: Wanted) -> None:
         rank = self._ranks.rank
         folder = record.folder(self.path, rank)
-        with self._together(f"making the parts of {self.label}"):
+        with self._ranks.patiently(f"making the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).make(folder)
             self._store = open_part(
                 folder, wanted.part_tables,
@@ -290,7 +290,7 @@ class Parts:
         """Open the part that is there, and step back to the commit of the record."""
         rank = self._ranks.rank
         self._check_record(found, wanted)
-        with self._together(f"opening {self.label}"):
+        with self._ranks.patiently(f"opening {self.label}"):
             if found.num_ranks != self._ranks.size:
                 raise StateError(
                     f"{self.label} has the parts of {found.num_ranks} ranks and {self._ranks.size} were started: "
@@ -303,7 +303,7 @@ class Parts:
         self._delete(found)
         record = wanted.moved(self.path, replace(found, obsolete=()))
         folder = record.folder(self.path, rank)
-        with self._together(f"opening the parts of {self.label}"):
+        with self._ranks.patiently(f"opening the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).check(folder, self.label)
             self._store = open_part(
                 folder, wanted.part_tables,
@@ -339,7 +339,7 @@ class Parts:
                 )
 
     def _check_record(self, found: Record, wanted: Wanted) -> None:
-        with self._together(f"opening {self.label}"):
+        with self._ranks.patiently(f"opening {self.label}"):
             compare_tables(found.tables, wanted.tables, self.label)
             if wanted.engine not in {None, found.engine} and wanted.placement == found.placement:
                 raise ValueError(
@@ -361,14 +361,14 @@ class Parts:
         """
         if not record.obsolete:
             return
-        with self._together(f"deleting old parts of {self.label}"):
+        with self._ranks.patiently(f"deleting old parts of {self.label}"):
             for part in record.obsolete:
                 delete_part(self.path / part, record.id)
         self._next = replace(record, obsolete=())
 
     def _write(self, record: Record) -> None:
         """Have rank 0 write the record; all return when it is on disk."""
-        with self._together(f"writing the record of {self.label}"):
+        with self._ranks.patiently(f"writing the record of {self.label}"):
             if self._ranks.rank == 0:
                 record.write(self.path)
         self.record = self._next = record
@@ -379,13 +379,3 @@ class Parts:
         """Return the commit of this part at which a record stands."""
         assert record.newest is not None
         return record.newest.parts[self._ranks.rank]
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Run the body on each rank, without a meeting inside; where one fails, all raise."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:  # whatever it is, the others wait
-            error = raised
-        self._ranks.agree(what, error)

@@ -81,16 +81,10 @@ def reshard(
     )  # fmt: skip
     try:
         with ExitStack() as stack:
-            copy: _Copy | None = None
-            error: Exception | None = None
-            try:
+            with ranks.patiently("reading the old parts"):
                 prepare_kernels()
                 old = stack.enter_context(ShardedStore.open(path))
                 copy = _Copy(old, opened.store, share, order_seed, reorganised=reorganised)
-            except Exception as raised:  # whatever it is, the others wait
-                error = raised
-            ranks.agree("reading the old parts", error)
-            assert copy is not None
             _check_room(copy.need, opened.store, ranks, store_budget)
             work_together(copy.run, ranks, "writing rows for other ranks")
         opened.publish(copy.start)
