@@ -104,7 +104,7 @@ class ShardedCache:
         with ranks.together("reading the budgets"):
             chosen = choose_device(ranks, device)
             asked = asked_words(placement)
-            budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget)
+            budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget, commit_every)
             if wire_dtype not in _WIRE_DTYPES:
                 raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
         check_same(
@@ -120,7 +120,6 @@ class ShardedCache:
                 "retention": retention,
                 "reorganised": reorganised,
                 "wire_dtype": wire_dtype,
-                "commit_every": commit_every,
                 "seed": int(seed),
                 "order_seed": None if order_seed is None else int(order_seed),
             },
@@ -152,6 +151,8 @@ class ShardedCache:
                 order_seed=order_seed,
                 progress=progress if ranks.rank == 0 else False,
             )
+        with closed_on_error(self, "_inner", "_beside", "_parts"):
+            self._parts.drop_older()  # nothing is refused any more
         self._groups = group_tables(passes.tables)
         self._wire_dtype = _WIRE_DTYPES[wire_dtype]
         self._uses, self._thread = Uses(), exchange_thread(self._processor.mover)
