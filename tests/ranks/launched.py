@@ -34,9 +34,16 @@ def exchange_for_ever(ranks: Ranks) -> None:
         ranks.exchange(send, sizes, sizes)
 
 
-def end_soon(by: signal.Signals) -> None:
+def work_for_ever(ranks: Ranks) -> None:
+    """Be at work, on rank 1 until something ends it; the others wait."""
+    with ranks.patiently("reading rows"):
+        if ranks.rank == 1:
+            threading.Event().wait()
+
+
+def end_soon(by: signal.Signals, seconds: float) -> None:
     """Send this process a signal in the midst of what it does."""
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), by)).start()
+    threading.Timer(seconds, lambda: os.kill(os.getpid(), by)).start()
 
 
 def talk(ranks: Ranks) -> None:
@@ -74,11 +81,12 @@ def main(how: str, timeout: float, folder: str = "") -> None:
         ranks.close()
         return
     if ranks.rank == 1:
-        end_soon(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        by = signal.SIGKILL if how.startswith("kill") else signal.SIGSTOP
+        end_soon(by, 1.5 * timeout if how.endswith("at work") else 0.5)
     say(rank=ranks.rank, process=os.getpid(), state="in step")
     begin = time.monotonic()
     try:
-        exchange_for_ever(ranks)
+        (work_for_ever if how.endswith("at work") else exchange_for_ever)(ranks)
     except RankError as error:
         cause = type(error.__cause__).__name__
         say(rank=ranks.rank, error=str(error), cause=cause, seconds=time.monotonic() - begin)

@@ -43,6 +43,8 @@ class _Agreeing:
             error = raised
         self.agree(what, error)
 
+    patiently = together
+
     def values(self, mine: Any) -> list[Any]:
         """Return what each rank brings."""
         raise NotImplementedError

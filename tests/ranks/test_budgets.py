@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import tiercache as tc
 from tests.ranks.trainings import CASES, ONE, assert_as_alone, dense_of, model_of, open_sharded, resident, stored
 from tests.training.cases import Case
 from tiercache.passes.row_budget import device_bytes
+from tiercache.ranks.record import Record
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -27,8 +29,10 @@ OPEN = "tests.ranks.test_budgets:opened"
 SENTENCES = {
     "device_budget": "but device_budget is 4 KiB",
     "host_budget": "host_budget is 1 bytes, but the dump of one",
+    "store_budget": "store_budget is 1 MiB, but the store needs",
+    "commit_every": "commit_every is 0: it must be at least 1 visit",
 }
-TOO_SMALL = {"device_budget": 4096, "host_budget": 1}
+TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "commit_every": 0}
 
 
 def opened(ranks: Ranks, folder: str, **options: Any) -> list[int]:
@@ -37,6 +41,14 @@ def opened(ranks: Ranks, folder: str, **options: Any) -> list[int]:
         commit = cache.store.commit
         assert commit is not None
         return list(commit.cursor)
+
+
+def needed(ranks: Ranks, folder: str, **options: Any) -> int:
+    """Open the store and leave; return the bytes that it needs."""
+    with open_sharded(ranks, ONE, folder, **options) as cache:
+        commit = cache.store.commit
+        assert commit is not None
+        return cache._inner.store_plan(commit.state_bytes).needed
 
 
 def trained_large(ranks: Ranks, folder: str, **options: Any) -> dict[str, Any]:
@@ -58,8 +70,9 @@ def placed(kind: str) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return the bytes of all files but the locks, which say who opened them last."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in {"lock.mdb", "writer.lock"}]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def trained(ranks_pool: RanksPool, folder: Path) -> None:
@@ -71,7 +84,7 @@ def trained(ranks_pool: RanksPool, folder: Path) -> None:
 def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
     """Every rank raises: one with an error of its own, each with the sentence."""
     assert all(error is not None and sentence in error[1] for error in errors), errors
-    assert "BudgetError" in [error[0] for error in errors if error is not None]
+    assert {"BudgetError", "ValueError"} & {error[0] for error in errors if error is not None}
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1, "row"), (2, "table")])
@@ -93,6 +106,48 @@ def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
         np.testing.assert_array_equal(keys, rows[name][0])
         for mine, other in zip(fields, rows[name][1], strict=True):
             np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
+
+
+@pytest.mark.parametrize("order_seed", [None, 5])
+def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small_for_them(
+    ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
+) -> None:
+    """As where they have rows of earlier passes, of which sizes alone do not tell: the store has its bytes again."""
+    CASES["one"].cut(tmp_path / "passes")
+    options: dict[str, Any] = {"folder": str(tmp_path), "placement": placed("row"), "order_seed": order_seed}
+    ranks_pool.run(2, TRAIN, case="one", **options)
+    (tmp_path / "passes").rename(tmp_path / "old")
+    Case(tables=ONE.tables, specs=ONE.specs, num_samples=32, data_seed=7).cut(tmp_path / "passes")
+    before = files_of(tmp_path / "model.tc")
+
+    options["reorganised"] = True
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    (needed,) = ranks_pool.run(1, "tests.ranks.test_budgets:needed", **options | {"folder": str(tmp_path / "copy")})
+    errors = ranks_pool.errors(1, OPEN, **options | {"store_budget": needed - 1})
+    assert_refused(errors, f"raise store_budget to {needed} bytes")
+    assert files_of(tmp_path / "model.tc") == before
+    assert ranks_pool.run(1, OPEN, **options | {"store_budget": needed}) == [[0, 0]]
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_commits_are_not_dropped_for_a_training_that_is_refused(
+    ranks_pool: RanksPool, tmp_path: Path, name: str
+) -> None:
+    """Opened with a smaller retention, or a larger one; one that is not refused drops them."""
+    trained(ranks_pool, tmp_path)
+    before = files_of(tmp_path / "model.tc")
+    options: dict[str, Any] = {"folder": str(tmp_path), "placement": placed("row")}
+
+    for retention in (1, 3):
+        errors = ranks_pool.errors(2, OPEN, **options, retention=retention, **{name: TOO_SMALL[name]})
+        assert_refused(errors, SENTENCES[name])
+        assert files_of(tmp_path / "model.tc") == before
+
+    for retention, kept in ((3, 2), (1, 1)):
+        assert ranks_pool.run(2, OPEN, **options, retention=retention) == [[8, 0]] * 2
+        assert Record.read(tmp_path / "model.tc").retention == retention  # type: ignore[union-attr]
+        with tc.ShardedStore.open(tmp_path / "model.tc") as store:
+            assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)][-kept:]
 
 
 @pytest.mark.parametrize("order_seed", [None, 5])

@@ -79,6 +79,16 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout() -> None:
         assert ranks[1].poll() is None
 
 
+@pytest.mark.parametrize(("how", "fate"), [("kill", "ended"), ("stop", "was stopped")])
+def test_a_rank_that_is_waited_for_ends_the_others_too(how: str, fate: str) -> None:
+    """It was at work for longer than the timeout before it was killed, or hung."""
+    with started(2, 2, f"{how} at work", timeout=3) as ranks:
+        _, last = said(ranks[0])
+        assert last["error"] == f"rank 1 (process {ranks[1].pid}) {fate} while rank 0 was reading rows{END}"
+        assert last["cause"] == "RuntimeError"
+        assert 3 < last["seconds"] < 30
+
+
 @pytest.mark.long
 def test_a_rank_that_never_comes_ends_the_others_within_the_timeout() -> None:
     """With what to check."""

@@ -236,7 +236,7 @@ def test_the_same_ranks_reorganise_within_their_store_budget(tmp_path: Path) -> 
     sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
     share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
     options: dict[str, Any] = {"engine": None, "parts": None, "reorganised": True, "order_seed": None}
-    with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but putting the store in the order of these"):
+    with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
         open_parts(path, share, Alone(), **options, budgets=budgets_of(100))
     with ShardedStore.open(path) as store:
         assert store.cursor == (3, 0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.ranks.test_death import END, free_port
-from tiercache.ranks import process_groups, watch
+from tiercache.ranks import devices, process_groups, watch
 from tiercache.ranks.peers import Peer
 from tiercache.ranks.watch import Board, Watch
 
@@ -232,4 +232,4 @@ def test_the_gpu_of_a_rank_is_that_of_its_number_or_the_only_one_it_sees(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_RANK", local)
-    assert str(process_groups.device_of("cuda")) == device
+    assert str(devices.device_of("cuda")) == device

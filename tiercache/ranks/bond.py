@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from tiercache.errors import RankError, StoreError, TierCacheError
-from tiercache.ranks.peers import blame
+from tiercache.ranks.call import elsewhere
+from tiercache.ranks.peers import blame, rank_names
 from tiercache.ranks.process_groups import each_within, is_loss
 from tiercache.ranks.watch import no_answer
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import NoReturn
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.ranks.call import Call
     from tiercache.ranks.peers import Peer
     from tiercache.ranks.watch import Board, Watch
 
@@ -60,6 +66,14 @@ class Bond:
         if self.watch is not None and sent.device.type != "cpu":
             self.watch.expect()
 
+    def check_call(self, call: Call, mine: NDArray[np.int64], came: NDArray[np.int64], what: str) -> None:
+        """Raise RankError, from now on, where frames say that other ranks are in another call."""
+        if found := elsewhere(call, mine, came):
+            others, words, advice = found
+            were = f"{rank_names(others)} {'were' if others[1:] else 'was'} {words}"
+            self.broken = f"{were} while rank {self._rank} was {what}: {advice}"
+            raise RankError(self.broken)
+
     def give_up(self, error: BaseException) -> None:
         """Do as `Ranks.give_up` says."""
         if isinstance(error, SystemExit) and not error.code:
@@ -103,6 +117,14 @@ class Bond:
         if self.watch is not None:  # so that this thread unwinds behind no transfer
             who = self.watch.lose(who)
         self.broken = f"{who} while rank {self._rank} was {what}: {ADVICE}"
+
+
+def raise_told(told: Sequence[bytes], what: str) -> None:
+    """Raise RankError with the first of the sentences, in JSON, that ranks told while ``what``; empty: all is well."""
+    failed = [rank for rank, words in enumerate(told) if words]
+    if failed:
+        also = f" (and {rank_names(failed[1:])} too)" if failed[1:] else ""
+        raise RankError(f"rank {failed[0]} failed while {what}{also}: {json.loads(told[failed[0]])}")
 
 
 def sentence_of(error: BaseException) -> str:

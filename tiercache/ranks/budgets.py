@@ -15,8 +15,13 @@ from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.visit_plan import Planner
 from tiercache.sizes import format_bytes, parse_bytes
+from tiercache.store.manifest import Manifest
 from tiercache.store.scratch_file import ScratchFile, scratch_in
 from tiercache.tiers.device_need import DeviceNeed
+from tiercache.tiers.segments import waiting_streams
+from tiercache.tiers.use_files import UseFiles
+from tiercache.training.matching import check_commit_every
+from tiercache.training.plans import Plans
 from tiercache.training.progress import prepare_kernels
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import Uses
     from tiercache.processors.processor import Mover
     from tiercache.ranks.shares import Share
+    from tiercache.store import Store
 
 __all__ = ["Budgets"]
 
@@ -37,15 +43,26 @@ class Budgets:
     host_budget: int
     eval_budget: int | None
     store_budget: int | None
+    commit_every: int = 1
+    """Visits between commits."""
 
     @classmethod
-    def parse(cls, device: int | str, host: int | str, evaluation: int | str | None, store: int | str | None) -> Self:
-        """Read sizes as people write them. Raises BudgetError."""
+    def parse(
+        cls,
+        device: int | str,
+        host: int | str,
+        evaluation: int | str | None,
+        store: int | str | None,
+        commit_every: int = 1,
+    ) -> Self:
+        """Read sizes as people write them. Raises BudgetError, and ValueError for a commit_every below 1."""
+        check_commit_every(commit_every)
         return cls(
             device_budget=parse_bytes(device),
             host_budget=parse_bytes(host),
             eval_budget=None if evaluation is None else parse_bytes(evaluation),
             store_budget=None if store is None else parse_bytes(store),
+            commit_every=commit_every,
         )
 
     @property
@@ -71,13 +88,24 @@ class Budgets:
         )
         return self.device_budget - mirrors
 
-    def check_host(self, share: Share, *, order_seed: int | None, folder: Path) -> None:
-        """Raise BudgetError where the host would be too small for a store that stands in the order of ``share``.
+    def check_plan(
+        self,
+        share: Share,
+        *,
+        order_seed: int | None,
+        folder: Path,
+        commits: int,
+        state_bytes: int = 0,
+        start: int | None = None,
+    ) -> None:
+        """Raise BudgetError where host or store would be too small for a store that stands in the order of ``share``.
 
-        Finds the uses of all keys, 8 bytes each, in a temporary file in ``folder``, unless the order is a seeded one.
+        The store is one that keeps so many commits of such a state and has the rows of ``share`` alone: what else it
+        has counts in ``check_store``. Finds the uses of all keys, 8 bytes each, in a temporary file in ``folder``. In a
+        seeded order the store's bytes are those of the epoch of visit ``start``, and not looked at where that is None.
         """
         positions, num_passes = _positions(share), len(share)
-        schedule = Schedule(num_passes=num_passes, pass_set_digest=share.digest, order_seed=order_seed)
+        schedule = _schedule(share, order_seed)
         budget = HostBudget.of(positions, self.host_budget, self.eval_budget)
         prepare_kernels(share.tables)
         with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
@@ -89,13 +117,35 @@ class Budgets:
                 keys_of = positions.keys_of(share)  # type: ignore[arg-type]
                 return find_uses(schedule, epoch, positions, keys_of, gaps.view(np.int32).reshape(2, total))
 
-            Planner(schedule, positions, uses_of, budget, start=0, within=False, commit_every=1, stored={})
+            planner = Planner(
+                schedule, positions, uses_of, budget,
+                start=0 if order_seed is None else start or 0, within=False, commit_every=self.commit_every, stored={},
+            )  # fmt: skip
+            if self.store_budget is not None and (order_seed is None or start is not None):
+                plan = planner.store_plan(Manifest.of((), {}), commits=commits, state_bytes=state_bytes)
+                plan.check(self.store_budget)
+
+    def check_store(self, share: Share, store: Store, *, order_seed: int | None) -> None:
+        """Raise BudgetError where a part that stands in the order of ``share`` would outgrow its budget."""
+        if self.store_budget is None:
+            return
+        positions, schedule = _positions(share), _schedule(share, order_seed)
+        budget = HostBudget.of(positions, self.host_budget, self.eval_budget, waiting_streams(store))
+        uses = UseFiles(schedule, positions, positions.keys_of(share), store.path)  # type: ignore[arg-type]
+        plans = Plans(
+            store, schedule, positions, uses.of, budget, commit_every=self.commit_every, store_budget=self.store_budget
+        )
+        plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
 
 
 def mirror_bytes(share: Share) -> int:
     """Return the bytes that the vectors of replicated tables take on every device."""
     copied = [table for table in share.whole.tables if share.placement.tables[table.name].kind == "replicate"]
     return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in share.whole.passes), default=0)
+
+
+def _schedule(share: Share, order_seed: int | None) -> Schedule:
+    return Schedule(num_passes=len(share), pass_set_digest=share.digest, order_seed=order_seed)
 
 
 def _positions(share: Share) -> Positions:

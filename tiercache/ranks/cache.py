@@ -104,7 +104,7 @@ class ShardedCache:
         with ranks.together("reading the budgets"):
             chosen = choose_device(ranks, device)
             asked = asked_words(placement)
-            budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget)
+            budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget, commit_every)
             if wire_dtype not in _WIRE_DTYPES:
                 raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
         check_same(
@@ -120,7 +120,6 @@ class ShardedCache:
                 "retention": retention,
                 "reorganised": reorganised,
                 "wire_dtype": wire_dtype,
-                "commit_every": commit_every,
                 "seed": int(seed),
                 "order_seed": None if order_seed is None else int(order_seed),
             },
@@ -138,7 +137,7 @@ class ShardedCache:
         )  # fmt: skip
         with closed_on_error(self, "_inner", "_beside", "_parts"):
             self._beside = ranks.beside()  # NCCL takes memory of the device for it: before the rows do
-        with closed_on_error(self, "_inner", "_beside", "_parts"), ranks.together("planning the budgets"):
+        with closed_on_error(self, "_inner", "_beside", "_parts"), ranks.patiently("planning the budgets"):
             self._inner = TierCache(
                 self._parts.store,
                 self._share,  # type: ignore[arg-type]
@@ -152,6 +151,8 @@ class ShardedCache:
                 order_seed=order_seed,
                 progress=progress if ranks.rank == 0 else False,
             )
+        with closed_on_error(self, "_inner", "_beside", "_parts"):
+            self._parts.drop_older()  # nothing is refused any more
         self._groups = group_tables(passes.tables)
         self._wire_dtype = _WIRE_DTYPES[wire_dtype]
         self._uses, self._thread = Uses(), exchange_thread(self._processor.mover)
@@ -196,7 +197,7 @@ class ShardedCache:
         begun = False
         try:
             while True:
-                with self.ranks.together("changing the rows of the visit"):
+                with self.ranks.patiently("changing the rows of the visit"):
                     visit = next(run, None)
                 if visit is None or not begun:  # else the writers may be at work: some parts have the next commit
                     self._record()
@@ -208,7 +209,7 @@ class ShardedCache:
                 if self._run is not run:
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
                 self._meet(Call.VISIT_END)
-                with self.ranks.together("writing the rows of the visit before"):
+                with self.ranks.patiently("writing the rows of the visit before"):
                     if self._maker.pending:
                         raise StateError(
                             f"visit {visit.index} ended between a backward and its step: step the optimizer, or call "
@@ -259,12 +260,12 @@ class ShardedCache:
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks."""
         self._meet(Call.COMMIT)
-        with self.ranks.together("committing inside a visit"):
+        with self.ranks.patiently("committing inside a visit"):
             if self._maker.pending:
                 raise StateError("commit() was called between backward and step: call step() or discard() first")
             self._inner.drain(staged=False)
         self._record()
-        with self.ranks.together("committing inside a visit"):
+        with self.ranks.patiently("committing inside a visit"):
             self._inner.commit()
         self._record()
 

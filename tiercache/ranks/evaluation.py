@@ -67,7 +67,7 @@ def evaluation_slices(
     """Cut every pass into slices for which no rank brings more than ``budget`` bytes of its rows, and bring them."""
     positions = Positions.of(share, rows_now.groups)  # type: ignore[arg-type]
     for source in share.passes:
-        with ranks.together("beginning a pass of an evaluation"):
+        with ranks.patiently("beginning a pass of an evaluation"):
             source.check_samples()
             owners = share.owners(source.index)
             found = {table.name: source.span(table.name) for table in share.tables}
@@ -75,10 +75,10 @@ def evaluation_slices(
             wanted = Wanted(source, positions, share.schema.features, spans)  # type: ignore[arg-type]
         first = 0
         while first < source.samples:
-            with ranks.together("cutting a slice of an evaluation"):
+            with ranks.patiently("cutting a slice of an evaluation"):
                 mine = wanted.cut(first, budget)
             last = ranks.least([mine])[0]
-            with ranks.together("reading the rows of an evaluation"):
+            with ranks.patiently("reading the rows of an evaluation"):
                 if last < mine:
                     wanted.end_at(first, last)
                 rows = bring_rows(rows_now, source, positions, wanted.used, processor)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def evaluation_slices(
 def unknown_rows(share: Share, rows_now: RowsNow, ranks: Ranks) -> dict[str, list[NDArray[np.float32]]]:
     """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
     mine: dict[str, list[list[float]]] = {}
-    with ranks.together("reading rows of keys out of the vocabulary"):
+    with ranks.patiently("reading rows of keys out of the vocabulary"):
         mine = _own_unknown_rows(share, rows_now)
     found = {name: fields for values in ranks.values(mine) for name, fields in values.items()}
     return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}

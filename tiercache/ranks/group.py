@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from tiercache.errors import RankError
-from tiercache.ranks.bond import Bond, first_line, sentence_of
-from tiercache.ranks.call import Call, elsewhere, framed, unframed
-from tiercache.ranks.peers import Peer, rank_names
+from tiercache.ranks.at_work import AT_WORK, AtWork
+from tiercache.ranks.bond import Bond, first_line, raise_told, sentence_of
+from tiercache.ranks.call import Call, framed, unframed
+from tiercache.ranks.devices import check_device, device_of
+from tiercache.ranks.peers import Peer
 from tiercache.ranks.pieces import bytes_of, check_size, target
-from tiercache.ranks.process_groups import END_SECONDS, device_of, end, launched, make_default, new_group, store_of
+from tiercache.ranks.process_groups import END_SECONDS, end, fill_each, launched, make_default, new_group, store_of
 from tiercache.ranks.watch import Board, Watch
 
 if TYPE_CHECKING:
@@ -68,6 +71,7 @@ class Ranks:
         self._host = host
         self._wires = wires
         self._owns_default = owns_default
+        self._work = AtWork(partial(self._sizes, AT_WORK), timeout)
         self._bond = bond = Bond(rank=self.rank, timeout=timeout, peers=peers, watch=watch)
         bond.board = board
         if not peers:
@@ -192,6 +196,7 @@ class Ranks:
         Not collective on the CPU. On the device, where nothing was lost or given up, it waits up to ``timeout`` seconds
         for all ranks to close, and as long for NCCL, which takes leave together; else it waits for no rank.
         """
+        self._work.end()
         host, wires, watch = self._host, self._wires, self._bond.watch
         together = watch is not None and host is not None and self._leaves_together(watch)
         self._host, self._wires, self._bond.watch = None, None, None
@@ -239,10 +244,7 @@ class Ranks:
             raise error from error.__cause__
         if error is not None:
             raise error
-        failed = [rank for rank, words in enumerate(told) if words]
-        if failed:
-            also = f" (and {rank_names(failed[1:])} too)" if failed[1:] else ""
-            raise RankError(f"rank {failed[0]} failed while {what}{also}: {json.loads(told[failed[0]])}")
+        raise_told(told, what)
 
     def meet(
         self, call: Call, what: str, numbers: Sequence[int] = (), error: BaseException | None = None
@@ -274,10 +276,18 @@ class Ranks:
             raise
         self.agree(what, error)
 
+    @contextmanager
+    def patiently(self, what: str) -> Iterator[None]:
+        """As ``together``, where the body may take longer than ``timeout`` on some ranks: on a slow disk. Collective.
+
+        The others wait for as long as it lives: one that ended or was stopped is given up as ever. The body has no
+        collective of these ranks.
+        """
+        with self.together(what), self._work.at(what) if self.size > 1 else nullcontext():
+            yield
+
     def values(self, mine: Any, what: str = "exchanging values") -> list[Any]:
         """Return every rank's value, in rank order; ``mine`` is what JSON can say (tuples arrive as lists)."""
-        if self.size == 1:
-            return [json.loads(json.dumps(mine))]
         return [json.loads(said) for said in self._all(json.dumps(mine).encode(), what)]
 
     def least(self, numbers: Sequence[int], what: str = "comparing numbers") -> list[int]:
@@ -305,20 +315,14 @@ class Ranks:
         if self.size == 1:
             return to
         frame, rest = framed(call, to)
-        came = self._transposed(frame, what)
-        if found := elsewhere(call, frame, came):
-            others, words, advice = found
-            were = f"{rank_names(others)} {'were' if others[1:] else 'was'} {words}"
-            self._bond.broken = f"{were} while rank {self.rank} was {what}: {advice}"
-            raise RankError(self._bond.broken)
+        self._bond.check_call(call, frame, came := self._transposed(frame, what), what)
         return unframed(came, self._transposed(rest, what) if rest.size else rest)
 
     def _transposed(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
-        sent = torch.from_numpy(to)
-        received = torch.empty_like(sent)
+        received = np.empty_like(to)
         with self._bond.collective(what):
-            dist.all_to_all_single(received, sent, group=self._host)
-        return received.numpy()
+            dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(to), group=self._host)
+        return received
 
     def exchange(
         self,
@@ -368,12 +372,18 @@ class Ranks:
         """Return every rank's bytes, in rank order; where nobody has any, one small collective is all it costs."""
         if self.size == 1:
             return [mine]
+        while AT_WORK in (sizes := self._sizes(len(mine), what)):
+            pass
+        said = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._gather(said, torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), sizes, self._host, what)
+        return [piece.numpy().tobytes() for piece in torch.split(said, sizes)]
+
+    def _sizes(self, mine: int, what: str) -> list[int]:
+        """Return the bytes that each rank has to say, `AT_WORK` of one that is at work."""
         told = torch.empty(self.size, dtype=torch.int64)
         with self._bond.collective(what):
-            dist.all_gather(list(torch.split(told, 1)), torch.tensor([len(mine)]), group=self._host)
-        said = torch.empty(int(told.sum()), dtype=torch.uint8)
-        self._gather(said, torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), told.tolist(), self._host, what)
-        return [piece.numpy().tobytes() for piece in torch.split(said, told.tolist())]
+            dist.all_gather(list(torch.split(told, 1)), torch.tensor([mine]), group=self._host)
+        return [int(size) for size in told]
 
     def _gather(
         self, gathered: Tensor, mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, what: str
@@ -382,19 +392,9 @@ class Ranks:
         pieces = torch.split(gathered, list(sizes))
         pieces[self.rank].copy_(mine)
         with self._bond.collective(what):
-            # a broadcast of each: Gloo's all-gather wants equal sizes
-            works = [
-                dist.broadcast(piece.view(torch.uint8), dist.get_global_rank(group, rank), group=group, async_op=True)
-                for rank, piece in enumerate(pieces)
-                if len(piece)
-            ]
-            for work in works:
-                work.wait()
+            fill_each(pieces, group)
             self._bond.expect(mine)
 
     def _wires_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        if tensor.device.type not in {"cpu", self.device.type}:
-            raise ValueError(
-                f"a tensor on {tensor.device} cannot travel between ranks on {self.device}: join with that device"
-            )
+        check_device(tensor, self.device)
         return self._host if tensor.device.type == "cpu" else self._wires

@@ -50,7 +50,7 @@ class RowLoader:
 
     def rows_now(self) -> RowsNow:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
-        with self._ranks.together("beginning to read rows as of now"):
+        with self._ranks.patiently("beginning to read rows as of now"):
             found = self._rows_now()
             if self._shares_unknown is None:
                 self._shares_unknown = self._has_unknown()
@@ -81,7 +81,7 @@ class RowLoader:
         came = ranks.exchange(sent, to.sum(axis=1).tolist(), told.sum(axis=1).tolist(), what=what).numpy()
         widths_W = np.array([[self._width(table, rank) for table in tables] for rank in range(ranks.size)], np.int64)
         here = widths_W[ranks.rank]
-        with ranks.together(what):
+        with ranks.patiently(what):
             if budget is not None and int((told.sum(axis=0) * here).sum()) * 4 > budget:
                 raise BudgetError(
                     f"the ranks ask rank {ranks.rank} for rows of "

@@ -17,7 +17,7 @@ from tiercache.training.reorganise import reorganise
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tiercache.passes.passset import PassSet
     from tiercache.processors.processor import Processor
@@ -97,37 +97,44 @@ def open_parts(
     """Open the parts of a sharded store, or make them; those of other ranks or another placement are written anew.
 
     Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
-    that ``budgets`` would not hold.
+    that ``budgets`` would not hold, but for what `Budgets.check_store` says alone. Commits beyond ``retention`` stay
+    until `Parts.drop_older`.
 
     Raises what `Parts.open` and `reshard` raise, and BudgetError.
     """
 
-    def check_host(folder: Path) -> None:
+    def check_plan(folder: Path, **options: int) -> None:
         if budgets is not None:
-            budgets.check_host(share, order_seed=order_seed, folder=folder)
+            budgets.check_plan(share, order_seed=order_seed, folder=folder, **options)
+
+    def check_store(store: Store) -> None:
+        if budgets is not None:
+            budgets.check_store(share, store, order_seed=order_seed)
 
     store_budget = None if budgets is None else budgets.store_budget
     found: Record | None = None
     with ranks.together("reading the record of the sharded store"):
         if ranks.rank == 0:
             found = Record.read(Path(path))
-    stands = None if found is None or found.cursor is None else [found.num_ranks, found.placement]
+    stands = None if found is None or found.cursor is None else [found.num_ranks, found.placement, found.retention]
     stands = ranks.values(stands)[0]
     placement = share.placement.to_record()
-    if stands is not None and stands != [ranks.size, placement]:
-        work_together(lambda _: check_host(Path(path)), ranks, _PLANNING)
+    if stands is not None and stands[:2] != [ranks.size, placement]:
+        commits = (retention or stands[2]) + 1  # of a part
+        work_together(lambda _: check_plan(Path(path), commits=commits), ranks, _PLANNING)
         return reshard(
             path, share, ranks,
             engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
-            store_budget=store_budget,
+            store_budget=store_budget, check=check_store,
         )  # fmt: skip
     opened = Parts.open(
-        path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts, retention=retention
-    )
+        path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts, retention=retention,
+        drop=False,
+    )  # fmt: skip
     if opened.store.commit is not None:
         try:
             follow = _Following(opened.store, share, order_seed, reorganised=reorganised)
-            work_together(lambda _: check_host(scratch_of(opened.store)) if follow.moves() else None, ranks, _PLANNING)
+            work_together(lambda _: follow.check(check_plan), ranks, _PLANNING)
             work_together(lambda _: follow.run(store_budget), ranks, "putting rows into another order")
             assert opened.store.commit is not None
             opened.publish(opened.store.commit.cursor)
@@ -156,6 +163,14 @@ class _Following:
             num_passes=len(self._share), pass_set_digest=self._share.digest, order_seed=self._order_seed
         )
         return self._store.commit.schedule_digest != schedule.digest
+
+    def check(self, check_plan: Callable[..., None]) -> None:
+        """Have the plan checked where rows have to move. Raises what it raises."""
+        store = self._store
+        assert store.commit is not None
+        if self.moves():
+            start, _ = self._start() or (0, 0)
+            check_plan(scratch_of(store), commits=store.retention, state_bytes=store.commit.state_bytes, start=start)
 
     def run(self, store_budget: int | None) -> None:
         """Move them. Raises what `reorganise` raises."""

@@ -27,7 +27,7 @@ stops one whose rank 0 is gone while others of its ranks still write.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -41,11 +41,10 @@ from tiercache.ranks.wanted import Wanted
 from tiercache.store import Cursor, StoreError
 from tiercache.store.directory import StoreDirectory, WriterLock
 from tiercache.store.history import keep, release
-from tiercache.store.opening import compare_tables
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tiercache.ranks.meeting import Meeting
     from tiercache.store import Commit, Store, Table
@@ -71,6 +70,9 @@ class Parts:
         self._ranks = ranks
         self._store: Store | None = None
         self._locks: list[WriterLock] = []
+        self._written: Record | None = None
+        self._retention: int | None = None
+        """What ``drop_older`` is to bring the record to."""
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -87,27 +89,30 @@ class Parts:
         parts: Sequence[str | os.PathLike[str]] | None = None,
         retention: int | None = None,
         max_bytes: int | None = None,
+        drop: bool = True,
     ) -> Parts:
         """Open the sharded store at ``path`` for writing, all parts at the commit of its record, or make it.
 
         tables: whole ones; part_tables: of this rank's part; placement: which rank has which rows, as plain JSON
         values. parts: for each rank the folder that its part is in, as ``part-G-R``; None: where the record has it,
         of a new store its own. engine, max_bytes: of each part, as in ``Store.open``. retention: commits to be kept;
-        None: as many as before, or 1; more than that are dropped now. Where nothing was ever committed, what is there
-        is made anew.
+        None: as many as before, or 1; more than that are dropped now, or where not ``drop`` by ``drop_older``. Where
+        nothing was ever committed, what is there is made anew.
 
         Raises, beside what ``Store.open`` raises, StateError for another number of ranks or another placement than
         the store's (``begin_generation`` is for those), and ValueError.
         """
         self = cls(Path(path), ranks)
         try:
-            with self._together(f"opening {self.label}"):
+            with self._ranks.patiently(f"opening {self.label}"):
                 wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
             found = self._hold()
             if found is None or found.cursor is None:
                 self._create(found, wanted)
             else:
                 self._take_up(found, wanted)
+            if drop:
+                self.drop_older()
         except BaseException:
             self.close()
             raise
@@ -136,20 +141,44 @@ class Parts:
         """
         self = cls(Path(path), ranks)
         try:
-            with self._together(f"opening {self.label}"):
+            with self._ranks.patiently(f"opening {self.label}"):
                 wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
             found = self._hold()
             if found is None or found.cursor is None:
                 raise StateError(f"{self.label} has no commit yet: there is nothing to make parts of")
             self._check_record(found, wanted)
             self._delete(found)
-            with self._together("taking the old parts"):
+            with self._ranks.patiently("taking the old parts"):
                 self._take_old(found)
             self._begin(found, wanted)
         except BaseException:
             self.close()
             raise
         return self
+
+    def drop_older(self) -> None:
+        """Keep as many commits from now on as ``open`` was asked for, and drop what is more. Collective."""
+        if self._retention is None:
+            return
+        record = replace(self.record, retention=self._retention).trimmed()
+        self._retention = None
+        if record != self._written:
+            self._write(record)
+        with self._ranks.patiently("dropping older commits"), suppress(StoreError):  # what stays goes with the next one
+            if len(self.store.commits) > record.retention + 1:  # something may have failed to drop them before
+                release(self.store)
+
+    def abandon(self) -> None:
+        """Delete the parts of a generation that was begun and not published, and close. Collective.
+
+        The store has then the bytes that it had before.
+        """
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self._delete(self.record)
+        self._write(self._next)
+        self.close()
 
     def close(self) -> None:
         """Give up the part; what was not published is lost. A second time does nothing."""
@@ -189,7 +218,7 @@ class Parts:
         StoreFullError, on all ranks: the record before stands.
         """
         cursor, commit = Cursor(*cursor), self.store.commit
-        with self._together("publishing a commit"):
+        with self._ranks.patiently("publishing a commit"):
             self._check_commit(commit, cursor)
         assert commit is not None
         found = self._ranks.values([commit.id, *cursor])
@@ -231,7 +260,7 @@ class Parts:
             assert commit is not None
             self.publish(commit.cursor)
             return
-        with self._together("stepping back to the last commit of all ranks"):
+        with self._ranks.patiently("stepping back to the last commit of all ranks"):
             if self.cursor is None:
                 raise StateError(f"{self.label} has parts with a first commit and parts without: open it again")
             if self.ahead:
@@ -244,7 +273,7 @@ class Parts:
     def _hold(self) -> Record | None:
         """Take the right to write, as rank 0, and give all ranks the record."""
         found: Record | None = None
-        with self._together(f"opening {self.label}"):
+        with self._ranks.patiently(f"opening {self.label}"):
             if self._ranks.rank == 0:
                 check_place(self.path)
                 StoreDirectory(self.path).create()
@@ -260,7 +289,7 @@ class Parts:
     def _create(self, found: Record | None, wanted: Wanted) -> None:
         """Make the parts of a store without a commit."""
         record: Record | None = None
-        with self._together(f"making {self.label}"):
+        with self._ranks.patiently(f"making {self.label}"):
             if self._ranks.rank == 0:
                 record = wanted.record(self.path, found)
         record = self._told(record)
@@ -279,7 +308,7 @@ class Parts:
     def _make_part(self, record: Record, wanted: Wanted) -> None:
         rank = self._ranks.rank
         folder = record.folder(self.path, rank)
-        with self._together(f"making the parts of {self.label}"):
+        with self._ranks.patiently(f"making the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).make(folder)
             self._store = open_part(
                 folder, wanted.part_tables,
@@ -290,20 +319,12 @@ class Parts:
         """Open the part that is there, and step back to the commit of the record."""
         rank = self._ranks.rank
         self._check_record(found, wanted)
-        with self._together(f"opening {self.label}"):
-            if found.num_ranks != self._ranks.size:
-                raise StateError(
-                    f"{self.label} has the parts of {found.num_ranks} ranks and {self._ranks.size} were started: "
-                    f"start {found.num_ranks}, or make parts for {self._ranks.size} first"
-                )
-            if found.placement != wanted.placement:
-                raise StateError(
-                    f"{self.label} has another placement than was given: give its own, or make parts for the other"
-                )
+        with self._ranks.patiently(f"opening {self.label}"):
+            wanted.check_ways(found, self.label)
         self._delete(found)
         record = wanted.moved(self.path, replace(found, obsolete=()))
         folder = record.folder(self.path, rank)
-        with self._together(f"opening the parts of {self.label}"):
+        with self._ranks.patiently(f"opening the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).check(folder, self.label)
             self._store = open_part(
                 folder, wanted.part_tables,
@@ -316,13 +337,12 @@ class Parts:
                 self._store.rollback(self._recorded(record))
         assert self._store is not None
         assert self._store.commit is not None
-        record = record.renewed(self._ranks.values(self._store.commit.id)).trimmed()
-        self.record = self._next = record
-        if record != found:
+        self._retention = record.retention
+        record = record.renewed(self._ranks.values(self._store.commit.id))
+        record = replace(record, retention=max(record.retention, found.retention))
+        self.record, self._next, self._written = record, record, found
+        if replace(record, retention=found.retention) != found:
             self._write(record)
-        if len(self._store.commits) > record.retention + 1:  # fewer are wanted now, or something failed to drop them
-            with suppress(StoreError):  # what stays goes with the next commit
-                release(self._store)
 
     def _check_commit(self, commit: Commit | None, cursor: Cursor) -> None:
         """Raise StateError where this part does not stand one commit after the record at most, at ``cursor``."""
@@ -339,13 +359,8 @@ class Parts:
                 )
 
     def _check_record(self, found: Record, wanted: Wanted) -> None:
-        with self._together(f"opening {self.label}"):
-            compare_tables(found.tables, wanted.tables, self.label)
-            if wanted.engine not in {None, found.engine} and wanted.placement == found.placement:
-                raise ValueError(
-                    f"{self.label} was made with engine {found.engine!r}, not {wanted.engine!r}: leave engine out, or "
-                    "give the path of a new store"
-                )
+        with self._ranks.patiently(f"opening {self.label}"):
+            wanted.check_record(found, self.label)
 
     def _take_old(self, found: Record) -> None:
         """Take the right to write to the old parts that fall to this rank: a training that goes on still has it."""
@@ -361,17 +376,17 @@ class Parts:
         """
         if not record.obsolete:
             return
-        with self._together(f"deleting old parts of {self.label}"):
+        with self._ranks.patiently(f"deleting old parts of {self.label}"):
             for part in record.obsolete:
                 delete_part(self.path / part, record.id)
         self._next = replace(record, obsolete=())
 
     def _write(self, record: Record) -> None:
         """Have rank 0 write the record; all return when it is on disk."""
-        with self._together(f"writing the record of {self.label}"):
+        with self._ranks.patiently(f"writing the record of {self.label}"):
             if self._ranks.rank == 0:
                 record.write(self.path)
-        self.record = self._next = record
+        self.record = self._next = self._written = record
         if self._store is not None and record.commits:
             keep(self._store, record.of_part(self._ranks.rank))
 
@@ -379,13 +394,3 @@ class Parts:
         """Return the commit of this part at which a record stands."""
         assert record.newest is not None
         return record.newest.parts[self._ranks.rank]
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Run the body on each rank, without a meeting inside; where one fails, all raise."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:  # whatever it is, the others wait
-            error = raised
-        self._ranks.agree(what, error)

@@ -40,15 +40,6 @@ def launched() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def device_of(device: str | torch.device) -> torch.device:
-    """Return the device with its number: "cuda" is the GPU of LOCAL_RANK, or the only one that this process sees."""
-    device = torch.device(device)
-    if str(device) == "cuda":  # no number said
-        only = torch.cuda.device_count() == 1  # as where CUDA_VISIBLE_DEVICES gives each process its own
-        return torch.device("cuda", 0 if only else int(os.environ.get("LOCAL_RANK", "0")))
-    return device
-
-
 def make_default(backend: str, timeout: float) -> None:
     """Make the default group of the processes that torchrun started. Collective."""
     patience = _patience(backend, timeout)
@@ -130,6 +121,17 @@ def _part_of_all(name: str, ranks: list[int], backend: str, timeout: timedelta) 
 
 def _patience(backend: str, timeout: float) -> timedelta:
     return timedelta(seconds=timeout + (SECOND_LINE_SECONDS if "nccl" in backend else 0.0))
+
+
+def fill_each(pieces: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Have every rank fill its piece on all others. Collective; Gloo's all-gather wants equal sizes."""
+    works = [
+        dist.broadcast(piece.view(torch.uint8), dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, piece in enumerate(pieces)
+        if len(piece)
+    ]
+    for work in works:
+        work.wait()
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -6,11 +6,12 @@ import shutil
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tiercache.errors import BudgetError, PassSetError
+from tiercache.errors import BudgetError, PassSetError, RankError
 from tiercache.passes.splitting import split_cursor, split_source
 from tiercache.planning.budget import gap_bytes
 from tiercache.planning.schedule import Schedule
@@ -20,7 +21,7 @@ from tiercache.ranks.placement import HASHES, Placement, hash_bounds
 from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.ranks.shares import share_digest
 from tiercache.sizes import format_bytes
-from tiercache.store import Cursor
+from tiercache.store import Cursor, StoreError
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.entering import enter
 from tiercache.store.scratch_file import scratch_of
@@ -56,6 +57,7 @@ def reshard(
     order_seed: int | None = None,
     reorganised: bool = False,
     store_budget: int | None = None,
+    check: Callable[[Store], None] | None = None,
 ) -> Parts:
     """Write the parts of a sharded store anew for the ranks and the placement of ``share``, and return them open.
 
@@ -66,10 +68,12 @@ def reshard(
     with ``reorganised`` any others are begun. engine, parts, retention: as in ``Parts.begin_generation``. Older
     commits go with the old parts.
 
-    One record makes the new parts the store's; killed before, the old ones stand, and what is half-made is deleted
-    on the next open. Old parts are deleted after. Each rank takes about 350 MiB of memory, and beside the old parts the
-    bytes of its new one and about as many of a temporary file in its folder: checked against the free bytes of its
-    disk, and the part against ``store_budget``, before anything is written.
+    ``check`` is given the new part and raises BudgetError where a training would outgrow it. One record makes the new
+    parts the store's; killed before, the old ones stand, and what is half-made is deleted on the next open. Where they
+    are refused they are deleted at once, and the store has the bytes it had. Old parts are deleted after. Each rank
+    takes about 350 MiB of memory, and beside the old parts the bytes of its new one and about as many of a temporary
+    file in its folder: checked against the free bytes of its disk, and the part against ``store_budget``, before any
+    row is written.
 
     Raises BudgetError, PassSetError for other passes than were trained, and for a place that split passes do not
     have, ValueError, and what ``Parts.begin_generation`` and ``Store.open`` raise: on all ranks.
@@ -81,18 +85,20 @@ def reshard(
     )  # fmt: skip
     try:
         with ExitStack() as stack:
-            copy: _Copy | None = None
-            error: Exception | None = None
-            try:
+            refused: list[Exception] = []
+            copies: list[_Copy] = []
+            with ranks.patiently("reading the old parts"):
                 prepare_kernels()
                 old = stack.enter_context(ShardedStore.open(path))
-                copy = _Copy(old, opened.store, share, order_seed, reorganised=reorganised)
-            except Exception as raised:  # whatever it is, the others wait
-                error = raised
-            ranks.agree("reading the old parts", error)
-            assert copy is not None
-            _check_room(copy.need, opened.store, ranks, store_budget)
+                make = partial(_Copy, old, opened.store, share, order_seed, reorganised=reorganised)
+                _note(refused, lambda: copies.append(make()))
+            _refuse(opened, ranks, "reading the old parts", refused)
+            copy = copies[0]
+            _check_room(copy.need, opened, ranks, store_budget)
             work_together(copy.run, ranks, "writing rows for other ranks")
+            if check is not None:
+                work_together(lambda _: _note(refused, partial(check, opened.store)), ranks, "planning the budgets")
+                _refuse(opened, ranks, "planning the budgets", refused)
         opened.publish(copy.start)
     except BaseException:
         opened.close()
@@ -261,26 +267,42 @@ def _start(old: ShardedStore, share: Share, order_seed: int | None, *, reorganis
     return Cursor(0, 0)
 
 
-def _check_room(need: Need, store: Store, ranks: Meeting, store_budget: int | None) -> None:
+def _note(refused: list[Exception], work: Callable[[], None]) -> None:
+    """Work, and note what is refused."""
+    try:
+        work()
+    except (BudgetError, PassSetError) as error:
+        refused.append(error)
+
+
+def _refuse(opened: Parts, ranks: Meeting, what: str, errors: Sequence[Exception]) -> None:
+    """Raise on all ranks where any has an error, when the new parts are deleted again."""
+    if any(ranks.values(bool(errors))):
+        with suppress(RankError, StoreError, OSError):  # what could not be deleted goes with the next opening
+            opened.abandon()
+        ranks.agree(what, *errors)
+
+
+def _check_room(need: Need, opened: Parts, ranks: Meeting, store_budget: int | None) -> None:
     """Raise BudgetError, with the numbers, where a new part exceeds its budget, or those of a disk its free bytes."""
-    folder = store.path
+    folder = opened.store.path
     assert folder is not None, "parts have folders"
     disk = f"{socket.gethostname()}:{folder.stat().st_dev}"
     told = ranks.values([disk, need.total, shutil.disk_usage(folder).free])
-    error: BudgetError | None = None
+    words = ""
     needed, free = sum(total for at, total, _ in told if at == disk), min(free for at, _, free in told if at == disk)
     if store_budget is not None and need.part > store_budget:
-        error = BudgetError(
+        words = (
             f"store_budget is {format_bytes(store_budget)}, but the part of rank {ranks.rank} would have "
             f"{format_bytes(need.part)} of {need.rows:,} rows: raise store_budget or start more ranks"
         )
     elif needed > free:
-        error = BudgetError(
+        words = (
             f"the new parts on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
             f"files, that of rank {ranks.rank} {format_bytes(need.part)} and {format_bytes(need.scratch)}, and "
             f"{format_bytes(free)} are free: free space there, or give folders on other disks with parts="
         )
-    ranks.agree("finding room for new parts", error)
+    _refuse(opened, ranks, "finding room for new parts", [BudgetError(words)] if words else [])
 
 
 class _OthersFailedError(Exception):

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.errors import StateError
 from tiercache.ranks.record import Record, part_name
 from tiercache.store import group_tables
-from tiercache.store.opening import ENGINES
+from tiercache.store.opening import ENGINES, compare_tables
 
 if TYPE_CHECKING:
     import os
@@ -61,6 +62,25 @@ class Wanted:
             obsolete=() if before is None else (*before.obsolete, *before.parts),
             first_commit=0 if before is None else before.next_commit,
         )
+
+    def check_record(self, found: Record, label: str) -> None:
+        """Raise TableMismatchError for a store of other tables, ValueError for one of another engine."""
+        compare_tables(found.tables, self.tables, label)
+        if self.engine not in {None, found.engine} and self.placement == found.placement:
+            raise ValueError(
+                f"{label} was made with engine {found.engine!r}, not {self.engine!r}: leave engine out, or give the "
+                "path of a new store"
+            )
+
+    def check_ways(self, found: Record, label: str) -> None:
+        """Raise StateError for a store that has the parts of other ranks, or of another placement."""
+        if found.num_ranks != self._num_ranks:
+            raise StateError(
+                f"{label} has the parts of {found.num_ranks} ranks and {self._num_ranks} were started: start "
+                f"{found.num_ranks}, or make parts for {self._num_ranks} first"
+            )
+        if found.placement != self.placement:
+            raise StateError(f"{label} has another placement than was given: give its own, or make parts for the other")
 
     def moved(self, path: Path, record: Record) -> Record:
         """Return the record with the folders and the retention that were asked for."""

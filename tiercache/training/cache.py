@@ -21,7 +21,7 @@ from tiercache.tiers.use_files import UseFiles
 from tiercache.training.ahead import Ahead
 from tiercache.training.commit_state import CommitState
 from tiercache.training.evaluation import Evaluation, RowsNow
-from tiercache.training.matching import check_features, check_schedule, check_tables
+from tiercache.training.matching import check_commit_every, check_features, check_schedule, check_tables
 from tiercache.training.plans import Plans
 from tiercache.training.progress import TrainingProgress, prepare_kernels
 from tiercache.training.raw_batch import RawKeys
@@ -83,8 +83,7 @@ class TierCache:
         Raises BudgetError where the plan exceeds a budget or the device, PassSetError where passes and store do not
         belong together, CudaError where the GPU cannot be used, ValueError for a commit_every below 1.
         """
-        if commit_every < 1:
-            raise ValueError(f"commit_every is {commit_every}: it must be at least 1 visit")
+        check_commit_every(commit_every)
         self._processor = processor = open_processor(device, store.tables)
         prepare_kernels(store.tables)
         share_threads()

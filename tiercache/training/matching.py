@@ -64,3 +64,9 @@ def check_environment(commit: Commit, here: dict[str, Any]) -> None:
             "another CPU can change the last bits of dense layers",
             stacklevel=5,
         )
+
+
+def check_commit_every(visits: int) -> None:
+    """Raise ValueError where there are not visits between commits."""
+    if visits < 1:
+        raise ValueError(f"commit_every is {visits}: it must be at least 1 visit")

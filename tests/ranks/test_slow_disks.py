@@ -1,0 +1,146 @@
+"""A rank whose disk is slower than the timeout is waited for: it tells the others that it lives."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from tests.ranks.trainings import ONE, dense_of, model_of, open_sharded, stored
+from tests.training.cases import Case
+from tiercache.errors import RankError
+from tiercache.ranks import part_folder
+from tiercache.ranks.group import Ranks
+from tiercache.store.testing import SlowEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks.pool import RanksPool
+    from tiercache.store.opening import Opened
+
+TIMEOUT, HITCH = 3.0, 5.0
+"""Seconds."""
+WIDE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=512, num_keys=2000, pass_rows=128, batch=64)
+"""More rows than the host holds: some are read at every switch."""
+BODIES = "tests.ranks.test_slow_disks:"
+
+
+class Hitching(SlowEngine):
+    """Is slow once whenever its seconds are set."""
+
+    def read(self, *arguments: Any) -> None:
+        """Read, and be fast from then on."""
+        super().read(*arguments)
+        self.read_seconds = 0.0
+
+    def write(self, *arguments: Any, **options: Any) -> None:
+        """Write, and be fast from then on."""
+        super().write(*arguments, **options)
+        self.write_seconds = 0.0
+
+    def commit(self, *arguments: Any, **options: Any) -> None:
+        """Commit, and be fast from then on."""
+        super().commit(*arguments, **options)
+        self.commit_seconds = 0.0
+
+
+def told_at_work(ranks: Ranks) -> list[str]:
+    """Return a list that grows whenever this rank tells that it is at work."""
+    tell, told = ranks._work._tell, list[str]()
+
+    def noted(what: str) -> None:
+        told.append(what)
+        tell(what)
+
+    ranks._work._tell = noted
+    return told
+
+
+def trained(_: Ranks, folder: str, slow: str | None) -> dict[str, Any]:
+    """Train, with a commit inside visit 3; on rank 1 something of the disk takes longer than the timeout in visit 2."""
+    case, engines = WIDE, list[Hitching]()
+    criterion, open_engine = nn.BCEWithLogitsLoss(), part_folder.open_engine
+
+    def opened(*arguments: Any, **options: Any) -> Opened:
+        found = open_engine(*arguments, **options)
+        found.engine = made = Hitching(found.engine)
+        engines.append(made)
+        return found
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Ranks.join(timeout=TIMEOUT if slow else 60.0) as ranks,
+    ):
+        patch.setattr(part_folder, "open_engine", opened)
+        told = told_at_work(ranks)
+        with open_sharded(ranks, case, folder, host_budget="100KiB") as cache:
+            model, optimizer = model_of(cache, case)
+            for visit in cache.passes(epochs=case.epochs):
+                if slow and visit.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
+                    cache._inner.drain()
+                    setattr(engines[-1], f"{slow}_seconds", HITCH)
+                for number, batch in enumerate(visit.batches(case.batch, shuffle=case.shuffle)):
+                    (criterion(model(batch), batch.label) * batch.weight).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if visit.index == 3 and number == 0:
+                        cache.commit()
+            left = 0.0 if slow is None else getattr(engines[-1], f"{slow}_seconds")
+            return dense_of(model) | {"told": len(told), "left": left, "read": sum(r.rows_read for r in cache.reports)}
+
+
+def fails_late(_: Ranks) -> None:
+    """Rank 1 fails when it was at work for longer than the timeout."""
+    with Ranks.join(timeout=TIMEOUT) as ranks, ranks.patiently("reading rows"):
+        if ranks.rank == 1:
+            time.sleep(HITCH)
+            raise OSError("the disk is gone")
+
+
+def works_twice(_: Ranks) -> list[Any]:
+    """Work for longer than the timeout, one rank after the other and then both at once; talk on."""
+    with Ranks.join(timeout=TIMEOUT / 3) as ranks:
+        told = told_at_work(ranks)
+        for seconds in ([1.5, 0.0], [0.0, 1.5], [1.5, 2.0]):
+            with ranks.patiently("reading rows"):
+                time.sleep(seconds[ranks.rank])
+        return [len(told) > 2, ranks.values(ranks.rank)]
+
+
+@pytest.mark.parametrize("slow", ["read", "write", "commit"])
+def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, slow: str) -> None:
+    """At a switch, where a dump is written, and at a commit inside a visit: the rows end with the same bits."""
+    found = {}
+    for name in (None, slow):
+        folder = tmp_path / str(name)
+        WIDE.cut(folder / "passes")
+        found[name] = ranks_pool.run(2, BODIES + "trained", folder=str(folder), slow=name)
+
+    for fast, late in zip(found[None], found[slow], strict=True):
+        assert fast["read"] == late["read"] > 0
+        assert late["left"] == 0
+        for one in fast.keys() - {"told", "left", "read"}:
+            np.testing.assert_array_equal(fast[one], late[one])
+    assert found[slow][1]["told"] >= 2
+    rows = stored(tmp_path / "None")
+    for table, (keys, fields) in stored(tmp_path / slow).items():
+        np.testing.assert_array_equal(keys, rows[table][0])
+        for mine, other in zip(fields, rows[table][1], strict=True):
+            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
+
+
+def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:
+    """With its sentence, when it comes."""
+    assert ranks_pool.errors(2, BODIES + "fails_late") == [
+        (RankError.__name__, "rank 1 failed while reading rows: OSError: the disk is gone"),
+        ("OSError", "the disk is gone"),
+    ]
+
+
+def test_ranks_that_are_slow_in_turn_and_at_once_wait_for_each_other(ranks_pool: RanksPool) -> None:
+    """And are in step behind it."""
+    assert ranks_pool.run(2, BODIES + "works_twice") == [[True, [0, 1]]] * 2
