@@ -106,12 +106,14 @@ class _OnDevice:
 
 
 class CudaMachine(_OnDevice):
-    """GPU 0 on the default stream; time by CUDA events."""
+    """GPU 0, on the default stream but for what is done `beside`; time by CUDA events."""
 
     def __init__(self) -> None:
-        super().__init__(cuda.open_device())
+        self._pointer = 0
+        super().__init__(cuda.open_device(stream=lambda: self._pointer))
         self.device.prepare()
         self._cupy = importlib.import_module("cupy")
+        self._beside = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
         self.name = self._cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
         self._clock = GpuClock(self._cupy)
 
@@ -138,6 +140,22 @@ class CudaMachine(_OnDevice):
             runtime.memcpyAsync(pinned.ptr, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, 0)
         else:
             runtime.memcpyAsync(array.data.ptr, pinned.ptr, array.nbytes, runtime.memcpyHostToDevice, 0)
+
+    def beside(self, *calls: Callable[[], Any]) -> None:
+        """Do two calls at once, each on a stream of its own, behind what was begun and before what comes next."""
+        cupy = self._cupy.cuda
+        begun = cupy.Event(disable_timing=True)
+        begun.record(cupy.Stream.null)
+        for stream, call in zip(self._beside, calls, strict=True):
+            stream.wait_event(begun)
+            self._pointer = stream.ptr
+            try:
+                call()
+            finally:
+                self._pointer = 0
+            done = cupy.Event(disable_timing=True)
+            done.record(stream)
+            cupy.Stream.null.wait_event(done)
 
     def forget(self) -> None:
         """Give what no array needs back to the GPU: torch has a pool of its own."""

@@ -24,9 +24,10 @@ share_sorted_update, share_pack and share_unpack are the least over dims (and po
 share_gather_bf16 and the others of those ends, which have no goal. The update has the same goal without the sort and
 with it. ms_torch_OPTIMIZER_DIM, ms_step_OPTIMIZER_DIM; speedup_vs_torch is the least over dims of Adagrad. On a GPU
 link_share_rows_to_host_DIM and _from_host_DIM: packing P vectors into pinned host memory and unpacking them, as a share
-of the link's own copy; and host_ms_X beside each ms_X: what Python takes to launch it, which ms_X does not hold (calls
-are queued behind copies), with the GPU's time where a call waits for it. A step goes at the slower of both, and so do
-those of speedup_vs_torch.
+of the link's own copy; link_share_rows_both_ways_DIM: one beside the other, as a share of both copies one after the
+other, so that 2 is the most; and host_ms_X beside each ms_X: what Python takes to launch it, which ms_X does not hold
+(calls are queued behind copies), with the GPU's time where a call waits for it. A step goes at the slower of both, and
+so do those of speedup_vs_torch.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def _table(record: dict[str, Any], size: Size) -> Table:
         table.add_row(name, _cell(record, name), *("" for _ in size.dims[1:]))
     for name in (n.removesuffix(of_dims[0]) for n in names if n.endswith(of_dims[0])):
         table.add_row(name, *(_cell(record, f"{name}_{dim}") for dim in size.dims))
-    for way in ("to_host", "from_host"):
+    for way in ("to_host", "from_host", "both_ways"):
         shares = [record.get(f"link_share_rows_{way}_{dim}") for dim in size.dims]
         if None not in shares:
             table.add_row(f"rows {way.replace('_', ' ')}, of the link", *(f"{share:.2f}" for share in shares))

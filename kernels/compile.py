@@ -135,7 +135,7 @@ def _find_uses() -> None:
 
 def _switch() -> None:
     switch.stable_order_by_gap(np.ones(2, np.int32), 2, _I4.copy())
-    switch.assign_slots(_I4, _I4, _I4, np.zeros(8, np.int32), _I4.copy())
+    switch.assign_slots(_I4, _I4, _I4, _I4, _I4, np.zeros(8, np.int32), _I4.copy())
     switch.take(_I4, _I4, _I4.copy())
     switch.count_gaps(_I4, 2, np.zeros(3, np.int64))
     switch.permutation(0, _I8.copy())

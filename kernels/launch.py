@@ -147,9 +147,9 @@ def source(name: str) -> str:
     return "\n".join(expand(f"{name}.cu"))
 
 
-def blocks_for(device: Device, warps: int) -> int:
+def blocks_for(device: Device, warps: int, per_processor: int = _BLOCKS_PER_PROCESSOR) -> int:
     """Return how many blocks share out the work of `warps` warps; kernels loop where these are fewer."""
-    return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_processors * _BLOCKS_PER_PROCESSOR))
+    return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_processors * per_processor))
 
 
 def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = None) -> tuple[int, int]:
@@ -165,11 +165,13 @@ def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = Non
 
 
 def launch_parts(
-    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument
-) -> None:
+    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument,
+    per_processor: int = _BLOCKS_PER_PROCESSOR,
+) -> None:  # fmt: skip
     """Launch a kernel over the tasks of several parts; `dtype` is the parts' struct without its first field.
 
-    Every part begins with its first task, which is filled in here.
+    Every part begins with its first task, which is filled in here. Of blocks there are at most so many for each
+    processor of the device.
     """
     firsts = np.cumsum([0, *tasks])
     if firsts[-1] == 0:
@@ -177,7 +179,7 @@ def launch_parts(
     table = np.array([(first, *part) for first, part in zip(firsts[:-1], parts, strict=True)], dtype)
     held = view(device, "parts", device.put(table.view(np.uint8)), np.uint8)  # until the launch is behind what frees it
     num_tasks = int(firsts[-1])
-    device.launch(kernel, blocks_for(device, num_tasks), (held.address, len(parts), num_tasks, *more))
+    device.launch(kernel, blocks_for(device, num_tasks, per_processor), (held.address, len(parts), num_tasks, *more))
 
 
 def part_struct(*fields: tuple[str, str]) -> "np.dtype[Any]":

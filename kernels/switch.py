@@ -30,31 +30,28 @@ def _stable_order_by_gap(gap_K, limit, counts, order_K):  # type: ignore[no-unty
 
 
 @serial
-def _assign_slots(old_slots, old_next_gap, new_prev_gap, spare_slots, new_slots):  # type: ignore[no-untyped-def]
-    num_spare = spare_slots[-1]
+def _assign_slots(old_slots, old_next_gap, dump_order, new_prev_gap, load_order, spare_slots, new_slots):  # type: ignore[no-untyped-def]
     kept = 0
-    for i in range(old_slots.size):
-        if old_next_gap[i] == 1:
-            kept += 1
-        else:
-            spare_slots[num_spare] = old_slots[i]
-            num_spare += 1
-    old = 0
-    met = 0
-    for j in range(new_prev_gap.size):
-        if new_prev_gap[j] == 1:
-            while old < old_slots.size and old_next_gap[old] != 1:
-                old += 1
-            if old == old_slots.size:
-                return -1
-            new_slots[j] = old_slots[old]
-            old += 1
-            met += 1
-        else:
+    while kept < load_order.size and new_prev_gap[load_order[kept]] == 1:
+        if kept == dump_order.size or old_next_gap[dump_order[kept]] != 1:
+            return -1
+        new_slots[load_order[kept]] = old_slots[dump_order[kept]]
+        kept += 1
+    if kept < dump_order.size and old_next_gap[dump_order[kept]] == 1:
+        return -1
+    num_spare, departed = spare_slots[-1], kept
+    for i in range(kept, load_order.size):
+        if num_spare > 0:
             num_spare -= 1
-            new_slots[j] = spare_slots[num_spare]
+            new_slots[load_order[i]] = spare_slots[num_spare]
+        else:
+            new_slots[load_order[i]] = old_slots[dump_order[departed]]
+            departed += 1
+    for i in range(departed, dump_order.size):
+        spare_slots[num_spare] = old_slots[dump_order[i]]
+        num_spare += 1
     spare_slots[-1] = num_spare
-    return kept if met == kept else -1
+    return kept
 
 
 @serial
@@ -100,22 +97,29 @@ def stable_order_by_gap(gap_K: NDArray[np.int32], limit: int, order_K: NDArray[n
 def assign_slots(
     old_slots: NDArray[np.int32],
     old_next_gap: NDArray[np.int32],
+    dump_order: NDArray[np.int32],
     new_prev_gap: NDArray[np.int32],
+    load_order: NDArray[np.int32],
     spare_slots: NDArray[np.int32],
     new_slots: NDArray[np.int32],
 ) -> int:
-    """Give the rows of the next visit their slots: kept rows stay, the others take what departs, then spares.
+    """Give the rows of the next visit their slots: kept rows stay, the others take spares, then what departs.
 
-    old_slots (K,): slots of the visit now on the device; old_next_gap (K,): 1 means kept. new_prev_gap (K',): 1 means
-    kept; new_slots (K',) is written. Kept rows meet in the same order on both sides. spare_slots is a stack of slots
-    in no use, filled from index 0; its used length comes in as `spare_slots[-1]` and goes out there. Returns the
-    number of kept rows, or -1 where the two sides differ.
+    old_slots (K,): slots of the visit now on the device; old_next_gap (K,): 1 means kept; dump_order (K,): its rows
+    by next gap, so that kept ones come first. new_prev_gap (K',): 1 means kept; load_order (K',): the next visit's
+    rows, kept ones first, in the order in which they meet those of dump_order; new_slots (K',) is written. The others
+    take spare slots as long as there are any, then those of departing rows in dump order: what is loaded first goes
+    where nothing was, or where what stood is dumped first. spare_slots is a stack of slots in no use, filled from
+    index 0; its used length comes in as `spare_slots[-1]` and goes out there; with those that depart there must be one
+    for each row. Returns the number of kept rows, or -1 where the two sides differ.
     """
     return int(
         _assign_slots(
             expect("old_slots", old_slots, np.int32),
             expect("old_next_gap", old_next_gap, np.int32),
+            expect("dump_order", dump_order, np.int32),
             expect("new_prev_gap", new_prev_gap, np.int32),
+            expect("load_order", load_order, np.int32),
             expect("spare_slots", spare_slots, np.int32, written=True),
             expect("new_slots", new_slots, np.int32, written=True),
         )

@@ -10,7 +10,8 @@ import torch
 import tiercache as tc
 from tests.training.cases import SPECS, Case, table
 from tiercache.errors import BudgetError
-from tiercache.processors.cpu_processor import CpuMover, CpuProcessor
+from tiercache.processors.cpu_mover import CpuMover
+from tiercache.processors.cpu_processor import CpuProcessor
 from tiercache.ranks import cache as cache_module
 from tiercache.ranks.group import Ranks
 from tiercache.ranks.opening import choose_device

@@ -1,127 +1,29 @@
 """A GPU on the CPU: whole trainings run the CUDA sources through the shim.
 
-Its memory is guarded, host memory must be locked before kernels see it, and what is done on the stream of moves is done
-as late as a GPU might: when somebody waits for it, or something comes behind it on the training's stream.
+Its memory is guarded, host memory must be locked before kernels see it, and what is done on other streams than the
+training's is done as late as a GPU might.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tests.kernels.shim.device import ShimDevice
-from tests.kernels.shim.memory import _LIBC, GuardedMemory
-from tiercache.processors.cpu_processor import Done
+from tests.training.shim_streams import LateKernels, Mark
+from tiercache.processors.cpu_mover import Done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-    from numpy.typing import DTypeLike, NDArray
+    from numpy.typing import NDArray
 
 _NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64, torch.uint8: np.uint8}
-
-
-class _LentMemory(GuardedMemory):
-    """Arrays that come back when nobody refers to them: a training makes many."""
-
-    def __init__(self, *, at_end: bool) -> None:
-        super().__init__(at_end=at_end)
-        self._lock = threading.RLock()  # batches are made on threads of their own
-
-    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array full of rubbish."""
-        with self._lock:
-            flat = super().empty((int(np.prod(shape, dtype=np.int64)),), dtype)
-            block = self._blocks[-1]
-        if flat.size:
-            weakref.finalize(flat.base, self._come_back, block)  # what all its views refer to
-        return flat.reshape(shape)
-
-    def _come_back(self, block: tuple[int, int, int, int]) -> None:
-        with self._lock:
-            if block in self._blocks:
-                self._blocks.remove(block)
-                _LIBC.munmap(block[0], block[1])
-
-
-class _Kernels(ShimDevice):
-    """Launches as they come, or later."""
-
-    def __init__(self, order: str) -> None:
-        super().__init__(order)
-        self.memory = _LentMemory(at_end=order != "reversed")
-        self.deferred: list[Callable[[], object]] = []
-        self.deferring = False
-        self._lock = threading.RLock()
-        self._tables: OrderedDict[bytes, NDArray[Any]] = OrderedDict()
-        self._needed: list[NDArray[Any]] = []  # by launches that were deferred
-
-    def put(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Keep the recent ones, as a GPU does."""
-        key = array.tobytes()
-        if key not in self._tables:
-            self._tables[key] = self.place(array)
-            if len(self._tables) > 64:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        self.need(self._tables[key])
-        return self._tables[key]
-
-    def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of rubbish; a stream takes memory back in order, so it stays until all is done."""
-        array = super().empty(size, dtype)
-        self.need(array)
-        return array
-
-    def need(self, array: NDArray[Any]) -> None:
-        """Keep an array that was made on another stream for what is deferred there."""
-        if self.deferring:
-            self._needed.append(array)
-
-    def read(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Wait for all that was begun."""
-        self.catch_up()
-        return array.copy()
-
-    def adopt(self, array: Any) -> NDArray[Any]:
-        """See a tensor's memory."""
-        return array.detach().numpy() if isinstance(array, torch.Tensor) else np.from_dlpack(array)
-
-    def do(self, work: Callable[[], object]) -> None:
-        """Do something on the stream that is current."""
-        with self._lock:
-            if self.deferring and threading.current_thread() is threading.main_thread():
-                self.deferred.append(work)
-            else:
-                self.catch_up()
-                work()
-
-    def catch_up(self) -> None:
-        """Do what was deferred."""
-        with self._lock:
-            while self.deferred:
-                self.deferred.pop(0)()
-            if not self.deferring and threading.current_thread() is threading.main_thread():
-                self._needed.clear()  # else what is needed may be of a launch that is yet to be deferred
-
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
-        """Run a kernel, now or later."""
-        self.do(lambda: ShimDevice.launch(self, kernel, blocks, arguments, shared_bytes))
-
-
-class _Mark:
-    def __init__(self, kernels: _Kernels) -> None:
-        self._kernels = kernels
-
-    def wait(self) -> None:
-        """Have everything done."""
-        self._kernels.catch_up()
 
 
 class ShimGpu:
@@ -131,10 +33,9 @@ class ShimGpu:
     device = torch.device("cpu")
 
     def __init__(self, order: str = "forward", free_bytes: int = 1 << 30) -> None:
-        self.kernels, self.free_bytes = _Kernels(order), free_bytes
+        self.kernels, self.free_bytes = LateKernels(order, self._reaches), free_bytes
         self.locked: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
-        self._moved: list[tuple[int, int]] = []  # host memory that may still be in use
         self._thread = threading.local()
         self._deliveries: list[Callable[[], object]] = []
         self._received = 0
@@ -201,20 +102,19 @@ class ShimGpu:
                 self._deliveries.pop(0)()
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
-        """Wait for all that was begun."""
-        self.kernels.catch_up()
+        """Wait for the current stream."""
+        self.kernels.finish()
         return tensor.clone().numpy()
 
     def address_of(self, array: NDArray[np.float32]) -> int:
         """Refuse what a GPU could not reach."""
-        begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
-        reach = {**self.locked, **self._pinned}
-        inside = any(address <= begin and end <= address + size for address, size in reach.items())
-        assert inside, "a kernel is given host memory that is not locked"
-        if not self.kernels.deferred:
-            self._moved.clear()
-        self._moved.append((begin, end))
+        begin = array.ctypes.data
+        assert self._reaches(begin, array.nbytes), "a kernel is given host memory that is not locked"
         return begin
+
+    def _reaches(self, begin: int, num_bytes: int = 1) -> bool:
+        reach = {**self.locked, **self._pinned}
+        return any(address <= begin and begin + num_bytes <= address + size for address, size in reach.items())
 
     def room(self) -> tuple[int, int]:
         """What the test says."""
@@ -226,30 +126,44 @@ class ShimGpu:
         self.locked[address] = num_bytes
 
     def unlock(self, address: int) -> None:
-        """Refuse what is not locked, and what the moves may still use."""
+        """Refuse what is not locked, and what moves still use."""
         last = address + self.locked.pop(address)
-        moved = self._moved if self.kernels.deferred else []
-        assert not any(begin < last and address < end for begin, end in moved), (
-            "rows may still move through these pages"
-        )
+        assert not self.kernels.still_move(address, last), "rows still move through these pages"
+
+    def dumping(self) -> AbstractContextManager[None]:
+        """Do it late."""
+        return self.kernels.on(self.kernels.dumps, behind_training=True)
+
+    def dumped(self) -> Mark:
+        """Return the end of what was begun."""
+        return Mark(self.kernels, self.kernels.dumps)
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Defer what is done inside."""
-        self.kernels.deferring = True
+    def loading(self) -> Iterator[None]:
+        """Do it late, and before dumps where it is not held behind them."""
         try:
-            yield
+            with self.kernels.on(self.kernels.loads, behind_training=True):
+                yield
         finally:
-            self.kernels.deferring = False
+            self.kernels.hold_training(self.kernels.loads, self.kernels.dumps)
+
+    def behind(self, dumped: Mark) -> None:
+        """Have loads wait."""
+        with self.kernels.on(self.kernels.loads, behind_training=False):
+            self.kernels.do(dumped.wait)
+
+    def loaded(self) -> Mark:
+        """Return the end of what was begun."""
+        return Mark(self.kernels, self.kernels.loads)
 
     @contextmanager
     def searching(self) -> Iterator[None]:
-        """Defer what is done inside: as on the stream of moves, though a GPU would let searches go before moves."""
-        deferring, self.kernels.deferring = self.kernels.deferring, True
+        """Do it late."""
         try:
-            yield
+            with self.kernels.on(self.kernels.searches, behind_training=False):
+                yield
         finally:
-            self.kernels.deferring = deferring
+            self.kernels.hold_training(self.kernels.searches)
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -267,10 +181,6 @@ class ShimGpu:
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Nothing: memory comes back when nobody refers to it."""
-
-    def mark(self) -> _Mark:
-        """Return a moment that `wait` reaches."""
-        return _Mark(self.kernels)
 
     def trained(self) -> Done:
         """Return a moment that is over: steps are done when they are launched."""

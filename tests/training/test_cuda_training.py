@@ -33,7 +33,8 @@ from tests.training.cases import (
 )  # fmt: skip
 from tests.training.devices import DEVICE, cuda_device, shim
 from tests.training.raw import key_sets, train_raw
-from tests.training.shim_gpu import ShimGpu, _Mark
+from tests.training.shim_gpu import ShimGpu
+from tests.training.shim_streams import Mark
 from tests.training.test_missing_keys import missing_some
 from tests.training.test_parity import INITIALIZERS, OPTIMIZERS, Stop, cases
 from tiercache.errors import BudgetError, CudaError
@@ -304,7 +305,7 @@ def test_a_writer_that_does_not_wait_for_the_pack_is_caught(tmp_path: Path, monk
     case = replace(KILLED_CASE, epochs=1)
     passes = case.cut(tmp_path / "passes")
     expected = result_of_resident(cache := tc.ResidentCache(passes, device=shim()), train(cache, case))
-    monkeypatch.setattr(_Mark, "wait", lambda _: None)
+    monkeypatch.setattr(Mark, "wait", lambda _: None)
 
     def train_and_compare() -> None:
         with open_store(tmp_path / "x", case, "memory") as store:

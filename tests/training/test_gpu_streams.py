@@ -36,7 +36,7 @@ class Stream:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Put stand-ins for torch's streams and events in place; return what they note."""
     log: list[str] = []
-    training, names = Stream("training", log), iter(("moves", "deliveries", "exchanges"))
+    training, names = Stream("training", log), iter(("dumps", "loads", "deliveries", "exchanges"))
 
     class Event:
         def __init__(self, *, blocking: bool = False) -> None:
@@ -78,26 +78,35 @@ def gpu_1() -> CudaGpu:
 
 def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) -> None:
     """By events of the streams alone: the training thread does not wait, also where the work inside fails."""
-    gpu, kernels = gpu_1(), "kernels"
-    order = [
-        "moves waits for training", "current is moves", kernels, "current is training", "training waits for moves",
+    gpu = gpu_1()
+    with gpu.dumping():
+        log.append("pack")
+    dumped = gpu.dumped()
+    with gpu.loading():
+        log.append("unpack to spare slots")
+        gpu.behind(dumped)
+        log.append("unpack to slots of rows that were dumped")
+    assert log == [
+        "dumps waits for training", "current is dumps", "pack", "current is training", "event on dumps",
+        "loads waits for training", "current is loads", "unpack to spare slots", "loads waits for event on dumps",
+        "unpack to slots of rows that were dumped", "current is training",
+        "training waits for loads", "training waits for dumps",
     ]  # fmt: skip
-    with gpu.moving():
-        log.append(kernels)
-    assert log == order
-    gpu.mark().wait()
-    assert log[len(order) :] == ["event on moves", "thread sleeps until the event on moves"]
     log.clear()
-    with pytest.raises(KeyError), gpu.moving():
+    dumped.wait()
+    gpu.loaded().wait()
+    awaited = "thread sleeps until the event on"
+    assert log == [f"{awaited} dumps", "event on loads", f"{awaited} loads"]
+    with pytest.raises(KeyError), gpu.loading():
         raise KeyError
-    assert log[-1] == "training waits for moves"
+    assert log[-2:] == ["training waits for loads", "training waits for dumps"]
 
 
 def test_who_asks_for_the_end_of_the_training_sleeps_until_its_stream_is_there(log: list[str]) -> None:
     """That of its steps, not of moves: and the thread takes no core from others."""
     gpu = gpu_1()
     trained = CudaProcessor(gpu).mover.trained()
-    with gpu.moving():
+    with gpu.dumping(), gpu.loading():
         pass
     del log[1:]
     trained.wait()

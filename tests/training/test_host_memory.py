@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache.planning.budget import PAGE_BYTES
-from tiercache.processors.cpu_processor import CpuMover
+from tiercache.processors.cpu_mover import CpuMover
 from tiercache.tiers import host_memory, host_region
 from tiercache.tiers.host_memory import HostMemory
 

@@ -21,9 +21,9 @@ def on_the_device(mover: Mover, region: HostRegion) -> np.ndarray[tuple[int, ...
     slots, pieces = mover.indices(ROWS), mover.pieces(WIDTH)
     slots[:] = np.arange(ROWS)
     pieces.add(0, np.array([ROWS]), np.array([0]), region.data.view(np.float32))
-    with mover.moving():
+    with mover.loading():
         mover.unpack(there.fields, mover.place(slots, there.slots), pieces)
-        mover.mark().wait()
+        mover.loaded().wait()
         return mover.read(there.fields[0], slice(None)).copy()
 
 

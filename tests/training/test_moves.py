@@ -14,7 +14,8 @@ import tiercache as tc
 from tests.training.cases import Case, Spec, assert_same_bits, open_store, result_of, table, tiered, train
 from tests.training.shim_gpu import ShimGpu
 from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
-from tiercache.processors.cpu_processor import CpuMover, CpuProcessor
+from tiercache.processors.cpu_mover import CpuMover
+from tiercache.processors.cpu_processor import CpuProcessor
 from tiercache.processors.cuda_processor import CudaProcessor
 from tiercache.store.stream import Range, Stream
 from tiercache.tiers.host_memory import HostMemory
@@ -108,7 +109,7 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
             data = [cache._processor.mover.scratch(int(size)) for size in stream.block_bytes_B]
             for blocks in together:
                 packer.pack(0, order, packer.target(stream, blocks[0], [data[b] for b in blocks]))
-                cache._processor.mover.mark().wait()
+                cache._processor.mover.dumped().wait()
             assert gpu.copied - before == 4 * stream.rows
             found.append(np.concatenate(data))
         assert np.array_equal(found[0], found[1])

@@ -26,7 +26,8 @@ from tests.training.cases import (
     train,
 )
 from tiercache.planning.visit_plan import Planner, VisitPlan
-from tiercache.processors.cpu_processor import CpuMover, CpuProcessor
+from tiercache.processors.cpu_mover import CpuMover
+from tiercache.processors.cpu_processor import CpuProcessor
 from tiercache.tiers import report, transfer
 from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.host_tier import HostTier
@@ -148,13 +149,13 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
     passes, unpack, write = CASE.cut(tmp_path / "passes"), Unpacker.unpack, Transfer._write
     loading, seen = threading.Event(), list[bool]()
 
-    def slow(self: Unpacker, layout: Any, held_G: Any) -> Any:
+    def slow(self: Unpacker, layout: Any, held_G: Any, departed_G: Any) -> Any:
         loading.set()
         try:
             time.sleep(SLOW)  # long enough for the writer to begin
             if layout.staged.plan.visit == 3:
                 raise MemoryError("no memory to load visit 3")
-            return unpack(self, layout, held_G)
+            return unpack(self, layout, held_G, departed_G)
         finally:
             loading.clear()
 
@@ -225,9 +226,13 @@ class QueueingMover(CpuMover):
 
         return SimpleNamespace(wait=wait)
 
-    def mark(self) -> Any:
+    def dumped(self) -> Any:
         """Return what is reached behind all steps."""
-        return self.reach("moved", 1.0)
+        return self.reach("dumped", 1.0)
+
+    def loaded(self) -> Any:
+        """Return what is reached behind all steps."""
+        return self.reach("loaded", 1.0)
 
     def trained(self) -> Any:
         """Return what is reached with the last step."""

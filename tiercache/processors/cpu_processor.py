@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.key_index import bytes_for
 from tiercache.kernels.pooling import (
     MAX,
@@ -20,8 +20,7 @@ from tiercache.kernels.pooling import (
     spread_one,
     weight_gradient,
 )
-from tiercache.kernels.rounding import make_rounding, set_streams
-from tiercache.kernels.rows import Pieces, pack, unpack
+from tiercache.kernels.rounding import make_rounding
 from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.unique import mark_slots
 from tiercache.kernels.update import (
@@ -36,10 +35,10 @@ from tiercache.kernels.update import (
     update_sgd,
 )
 from tiercache.processors.buffers import POOL
+from tiercache.processors.cpu_mover import CpuMover
 from tiercache.processors.delivery import HostDelivery
 from tiercache.processors.entries import SortedSlots
 from tiercache.processors.host_key_index import HostKeyIndex
-from tiercache.processors.processor import RowArrays
 from tiercache.processors.runs import Run, runs_of
 from tiercache.store.table import SGD, Adagrad, Adam, RowWiseAdagrad
 
@@ -50,114 +49,11 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.processors.entries import Array, Entries, GroupStep, Pending, Wanted
-    from tiercache.processors.processor import Layout
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
 _FROM_0 = np.zeros(1, dtype=np.int64)
 _MANY_IDS = 1 << 18
-
-
-class Done:
-    """A moment that is over: nothing runs behind anybody's back on a CPU."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class CpuMover:
-    """Moves rows within host memory: nothing is locked, staged or waited for."""
-
-    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
-        """Allocate zeros, whose pages come when they are used."""
-        return [
-            RowArrays(
-                tuple(aligned_zeros(n.rows, width) for width in n.widths), NONE_I4, NONE_I4, NONE_I8,
-                np.zeros(n.rows, np.uint64) if n.rounded else NONE_U8,
-            )
-            for n in layouts
-        ]  # fmt: skip
-
-    def bytes_of(self, layouts: Sequence[Layout]) -> int:
-        """Return the bytes of fields and streams."""
-        return sum(n.rows * (4 * sum(n.widths) + 8 * n.rounded) for n in layouts)
-
-    def lock(self, address: int, num_bytes: int) -> None:
-        """Nothing: all pages are the processor's."""
-
-    def unlock(self, address: int) -> None:
-        """Nothing, likewise."""
-
-    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return fresh memory."""
-        return np.empty(num_bytes, dtype=np.uint8)
-
-    def moving(self) -> AbstractContextManager[None]:
-        """Nothing: calls are done when they return."""
-        return nullcontext()
-
-    def mark(self) -> Done:
-        """Return a moment that is over."""
-        return Done()
-
-    def trained(self) -> Done:
-        """Return a moment that is over."""
-        return Done()
-
-    def indices(self, count: int) -> NDArray[np.int32]:
-        """Return fresh memory."""
-        return np.empty(count, dtype=np.int32)
-
-    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
-        """Return the indices as they are."""
-        return indices
-
-    def pieces(self, row_floats: int) -> Pieces:
-        """Return the kernel's pieces."""
-        return Pieces(row_floats)
-
-    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Any) -> None:
-        """Do it on all cores."""
-        pack(fields, slots, order, pieces)
-
-    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Any) -> None:
-        """Do it on all cores."""
-        unpack(fields, slots, pieces)
-
-    def generates(self, table: Table) -> bool:
-        """No: the reader thread makes new rows ahead of time."""
-        return False
-
-    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
-                 keys_there: Array | None) -> None:  # fmt: skip
-        """Never called."""
-        raise AssertionError("the reader makes the rows of a CPU")
-
-    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
-                  keys_there: Array | None) -> None:  # fmt: skip
-        """Write them in place, reading keys as they come."""
-        set_streams(streams, slots, keys, table.table_id, table.seed ^ table.first_column)
-
-    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
-        """Write in place; zeros of a fresh array are there already."""
-        if slots is not None:
-            field[slots] = value
-        elif value:
-            field.fill(value)
-
-    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
-        """Have them made in place, in one part."""
-        fill(rows, slice(0, rows.shape[0]))
-
-    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
-        """Index the field."""
-        return np.asarray(field[slots])
-
-    def rest(self) -> None:
-        """Return at once."""
-
-    def enter_thread(self) -> None:
-        """Nothing: all threads use it."""
 
 
 class CpuProcessor:

@@ -85,16 +85,14 @@ class CudaMover:
             at += _aligned(num_bytes)
             return mine
 
-        return [
-            RowArrays(
-                tuple(cut(n.rows, width, torch.float32).view(n.rows, width) for width in n.widths),
-                cut(n.positions, 1, torch.int32),
-                cut(n.positions, 1, torch.int32),
-                cut(n.positions, 1, torch.int64),
-                cut(n.rows if n.rounded else 0, 1, torch.uint64),
-            )
-            for n in layouts
-        ]
+        def cut_all(n: Layout) -> RowArrays:
+            fields = tuple(cut(n.rows, width, torch.float32).view(n.rows, width) for width in n.widths)
+            slots, load_slots = (cut(n.positions, 1, torch.int32) for _ in range(2))
+            keys = cut(n.positions, 1, torch.int64)  # of new rows, which are made when all others have departed
+            streams = cut(n.rows if n.rounded else 0, 1, torch.uint64)
+            return RowArrays(fields, slots, load_slots, keys, keys.view(torch.int32), streams)
+
+        return [cut_all(n) for n in layouts]
 
     def _allocate(self, num_bytes: int) -> torch.Tensor | None:
         """Return so many bytes, None where they cannot be had."""
@@ -118,13 +116,25 @@ class CudaMover:
         scratch: NDArray[np.uint8] = self._gpu.pinned((num_bytes,), torch.uint8).numpy()
         return scratch
 
-    def moving(self) -> AbstractContextManager[None]:
-        """Work on the stream of moves."""
-        return self._gpu.moving()
+    def dumping(self) -> AbstractContextManager[None]:
+        """Work on the stream of dumps."""
+        return self._gpu.dumping()
 
-    def mark(self) -> Mark:
+    def dumped(self) -> Mark:
         """Record an event on it."""
-        return self._gpu.mark()
+        return self._gpu.dumped()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Work on the stream of loads."""
+        return self._gpu.loading()
+
+    def behind(self, dumped: Mark) -> None:
+        """Have it wait for an event."""
+        self._gpu.behind(dumped)
+
+    def loaded(self) -> Mark:
+        """Record an event on it."""
+        return self._gpu.loaded()
 
     def trained(self) -> Mark:
         """Record an event on the current stream."""
@@ -149,11 +159,11 @@ class CudaMover:
 
     def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Any) -> None:
         """Launch it once for all fields and pieces."""
-        cuda_rows.pack(self._gpu.kernels, fields, slots, order, pieces.there)
+        cuda_rows.pack(self._gpu.kernels, fields, slots, order, pieces.there, over_link=True)
 
     def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Any) -> None:
         """Launch it once for all fields and pieces."""
-        cuda_rows.unpack(self._gpu.kernels, fields, slots, pieces.there)
+        cuda_rows.unpack(self._gpu.kernels, fields, slots, pieces.there, over_link=True)
 
     def generates(self, table: Table) -> bool:
         """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms, nor for column slices."""

@@ -83,8 +83,27 @@ class Gpu(Protocol):
         """Undo a ``lock``. Any thread."""
         ...
 
-    def moving(self) -> AbstractContextManager[None]:
-        """Work inside is done on the stream of moves: behind the current stream's, which then waits for it."""
+    def dumping(self) -> AbstractContextManager[None]:
+        """Work inside is done on the stream of dumps: behind the current stream's, which does not wait for it."""
+        ...
+
+    def dumped(self) -> Mark:
+        """Return the present end of the stream of dumps."""
+        ...
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Work inside is done on the stream of loads: behind the current stream's, beside that of dumps.
+
+        The current stream then waits for both.
+        """
+        ...
+
+    def behind(self, dumped: Mark) -> None:
+        """Have the stream of loads wait for a mark of that of dumps."""
+        ...
+
+    def loaded(self) -> Mark:
+        """Return the present end of the stream of loads."""
         ...
 
     def searching(self) -> AbstractContextManager[None]:
@@ -96,10 +115,6 @@ class Gpu(Protocol):
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Have the memory of a tensor made in a search stay its own until the current stream is done with it."""
-        ...
-
-    def mark(self) -> Mark:
-        """Return the present end of the stream of moves."""
         ...
 
     def trained(self) -> Mark:
@@ -161,6 +176,10 @@ class _Event:
         """Wait without the GIL and without a core."""
         self._event.synchronize()  # synchronize!
 
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream wait; no thread does."""
+        stream.wait_event(self._event)
+
 
 class CudaGpu:
     """A GPU of this machine; make it with `open_gpu`.
@@ -174,7 +193,9 @@ class CudaGpu:
         self.device = torch.device("cuda", index)
         self.kernels = CurrentKernels(kernels, self.device)
         self.name = torch.cuda.get_device_name(index)
-        self._moves = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # two, so that rows leave while others come: a link has a lane each way
+        self._dumps = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._loads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # its few blocks go before those of a step, so that the thread which waits for them waits for no step
         self._searches = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._deliveries = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -224,15 +245,36 @@ class CudaGpu:
         self.kernels.unlock(address)
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Order both streams by events; no thread waits."""
+    def dumping(self) -> Iterator[None]:
+        """Order it behind the current stream by an event; no thread waits."""
+        self._dumps.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(self._dumps):
+            yield
+
+    def dumped(self) -> _Event:
+        """Record an event."""
+        return _Event(self._dumps)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Order the three streams by events; no thread waits."""
         current = torch.cuda.current_stream(self.device)
-        self._moves.wait_stream(current)
+        self._loads.wait_stream(current)
         try:
-            with torch.cuda.device(self.device), torch.cuda.stream(self._moves):
+            with torch.cuda.device(self.device), torch.cuda.stream(self._loads):
                 yield
         finally:
-            current.wait_stream(self._moves)
+            current.wait_stream(self._loads)
+            current.wait_stream(self._dumps)
+
+    def behind(self, dumped: Mark) -> None:
+        """Order the two streams by the event."""
+        assert isinstance(dumped, _Event)
+        dumped.hold(self._loads)
+
+    def loaded(self) -> _Event:
+        """Record an event."""
+        return _Event(self._loads)
 
     @contextmanager
     def searching(self) -> Iterator[None]:
@@ -247,10 +289,6 @@ class CudaGpu:
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Tell torch's allocator."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
-
-    def mark(self) -> _Event:
-        """Record an event."""
-        return _Event(self._moves)
 
     def trained(self) -> _Event:
         """Record an event."""
@@ -302,8 +340,9 @@ class CudaGpu:
         return wait
 
     def rest(self) -> None:
-        """Wait for the streams of moves, of searches, of deliveries and of exchanges and for the current one."""
-        self._moves.synchronize()  # synchronize!
+        """Wait for all streams of ours, and for the current one."""
+        self._dumps.synchronize()  # synchronize!
+        self._loads.synchronize()  # synchronize!
         self._searches.synchronize()  # synchronize!
         self._deliveries.synchronize()  # synchronize!
         self._exchanges.synchronize()  # synchronize!

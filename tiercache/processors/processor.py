@@ -43,10 +43,12 @@ class RowArrays(NamedTuple):
     """(rows, words) float32 each."""
     slots: Array
     """(positions,) int32 for the slots of a visit; empty where they are used from host memory."""
-    order: Array
-    """(positions,) int32 for the order of one move; empty likewise."""
+    load_slots: Array
+    """(positions,) int32 for the slots of rows that are loaded; empty likewise."""
     keys: Array
     """(positions,) int64 for keys on their way; empty likewise."""
+    dump_order: Array
+    """(positions,) int32 for the order of rows that are dumped, in the memory of ``keys``; empty likewise."""
     streams: Array
     """(rows,) uint64 of the row in each slot, where vectors are rounded; else empty."""
 
@@ -104,12 +106,29 @@ class Mover(Protocol):
         """Return host memory that pieces may lie in."""
         ...
 
-    def moving(self) -> AbstractContextManager[None]:
-        """Begin what moves rows: after all steps so far, and before all that come behind the ``with``."""
+    def dumping(self) -> AbstractContextManager[None]:
+        """Begin what moves rows to host memory: after all steps so far. The next steps must come behind a `loading`,
+        or behind a wait for `dumped`.
+        """
         ...
 
-    def mark(self) -> Mark:
-        """Return the present moment of the moving."""
+    def dumped(self) -> Mark:
+        """Return the present end of the dumping."""
+        ...
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Begin what moves rows to slots, or makes them there: after all steps so far, but beside what is dumped.
+
+        All that comes behind the ``with`` comes behind it and behind the dumping.
+        """
+        ...
+
+    def behind(self, dumped: Mark) -> None:
+        """Have what is loaded from here on in a `loading` come behind a mark of the dumping."""
+        ...
+
+    def loaded(self) -> Mark:
+        """Return the present end of the loading."""
         ...
 
     def trained(self) -> Mark:

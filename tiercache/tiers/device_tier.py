@@ -36,6 +36,11 @@ class Placement:
     load_K: NDArray[np.int32]
     """In the order of loading (kept rows, then segment by segment, then generated rows): positions first, then, once
     ``settle`` was called, their slots; empty after the load."""
+    free: int
+    """Places from the first in the order of loading whose slots are theirs, or nobody's: the others' are those of the
+    visit before that depart, in dump order."""
+    departing: int
+    """Rows of the visit before that are not kept."""
 
     def settle(self) -> None:
         """Turn positions in the order of loading into slots, in place."""
@@ -88,21 +93,24 @@ class DeviceTier:
             prev_gap = uses.prev_gap[plan.pass_index][span]
             rows = span.stop - span.start
             slots, order = self._mover.indices(rows), self._mover.indices(rows)
-            if before is None or before_uses is None or before_pass is None:
-                nothing = np.empty(0, dtype=np.int32)
-                kept = assign_slots(nothing, nothing, np.zeros(rows, dtype=np.int32), self._spare_G[g], slots)
-            else:
-                old = before_uses.next_gap[before_pass][self._positions.span(before_pass, g)]
-                kept = assign_slots(before[g].slots_K, old, prev_gap, self._spare_G[g], slots)
-            assert kept == plan.kept_G[g], f"visit {plan.visit} keeps {kept} rows, planned {plan.kept_G[g]}"
             if plan.within:
                 order[:] = np.arange(rows, dtype=np.int32)
             else:
                 limit = min(plan.longest_wait + 1, uses.longest)
                 stable_order_by_gap(prev_gap, limit, order)
+            spare = int(self._spare_G[g][-1])
+            if before is None or before_uses is None or before_pass is None:
+                none, nothing_kept = np.empty(0, dtype=np.int32), np.zeros(rows, dtype=np.int32)
+                departing, taken = 0, (none, none, none, nothing_kept)
+            else:
+                old = before_uses.next_gap[before_pass][self._positions.span(before_pass, g)]
+                departing = old.size - plan.kept_G[g]
+                taken = before[g].slots_K, old, before[g].dump_order_K, prev_gap
+            kept = assign_slots(*taken, order, self._spare_G[g], slots)
+            assert kept == plan.kept_G[g], f"visit {plan.visit} keeps {kept} rows, planned {plan.kept_G[g]}"
             dump_order = self._mover.indices(rows)
             stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)
-            placements.append(Placement(slots, dump_order, order))
+            placements.append(Placement(slots, dump_order, order, min(rows, kept + spare), departing))
         return placements
 
     def show(self, placements: list[Placement]) -> None:

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.processors.processor import Pieces
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import Placement
     from tiercache.tiers.host_region import HostRegion
     from tiercache.tiers.host_tier import HostTier
-    from tiercache.tiers.packing import Packer, Target, Unpacker
+    from tiercache.tiers.packing import Packer, Part, Unpacker
 
 
 class DumpRoom(NamedTuple):
@@ -29,7 +28,7 @@ class DumpRoom(NamedTuple):
     """Their positions."""
     regions: list[HostRegion]
     """Their blocks."""
-    target: Target
+    target: list[Part]
 
 
 class Room(NamedTuple):
@@ -37,7 +36,7 @@ class Room(NamedTuple):
 
     dumps: list[DumpRoom]
     """Where the visit that ends goes, by group."""
-    held_G: list[Pieces]
+    held_G: list[list[Part]]
     """What the visit that begins takes from blocks of earlier dumps."""
 
 

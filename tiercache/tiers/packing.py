@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
     from tiercache.processors.entries import Array
-    from tiercache.processors.processor import Mover, Pieces
+    from tiercache.processors.processor import Mark, Mover, Pieces
     from tiercache.store.stream import Stream
-    from tiercache.tiers.device_tier import DeviceTier
+    from tiercache.tiers.device_tier import DeviceTier, Placement
     from tiercache.tiers.host_tier import HostTier
     from tiercache.tiers.staging import Staged
 
@@ -29,19 +30,30 @@ _KEY_ROWS = 1 << 17
 """Whose keys are looked up at once, if that is more than a block: each look-up gives the interpreter away."""
 
 
-class Target(NamedTuple):
-    """Where rows [first, last) of a stream go."""
+_PART_BYTES = 32 << 20
+"""Of what is moved by one launch: rows leave for these while others come, in half a millisecond over a fast link."""
+
+
+class Part(NamedTuple):
+    """What one launch moves: of rows that are dumped [first, last), of those that are loaded some before ``last``."""
 
     first: int
     last: int
     pieces: Pieces
 
 
+class Departed(NamedTuple):
+    """Rows of a group that are dumped from the first one to before ``last``, once a mark has passed."""
+
+    last: int
+    packed: Mark
+
+
 class StagedLayout(NamedTuple):
     """What was staged, and where it lies, by group."""
 
     staged: Staged
-    rows_G: list[Pieces]
+    rows_G: list[list[Part]]
     vectors_G: list[Pieces]
 
 
@@ -53,30 +65,33 @@ class Packer:
     ) -> None:
         self._device, self._mover, self._positions, self._keys_of = device, mover, positions, keys_of
 
-    def target(self, stream: Stream, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> Target:
+    def target(self, stream: Stream, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Part]:
         """Lay out the pieces of neighbouring blocks, given by their bytes. Any thread."""
-        pieces, cuts = self._mover.pieces(stream.row_bytes // 4), stream.block_piece_B[first_block:][: len(blocks) + 1]
-        *first_row, last = stream.piece_first_row_P[cuts].tolist()
-        first = first_row[0] if first_row else last
-        of_blocks = zip(first_row, pairwise(cuts.tolist()), blocks, strict=True)
-        _add_runs(pieces, [_Run(row - first, stream, low, high, data) for row, (low, high), data in of_blocks])
-        return Target(first, last, pieces)
+        cuts = stream.block_piece_B[first_block:][: len(blocks) + 1]
+        first_row = stream.piece_first_row_P[cuts].tolist()
+        of_blocks = zip(first_row, pairwise(cuts.tolist()), blocks, strict=False)
+        return _parts(
+            self._mover,
+            stream.row_bytes // 4,
+            [_Run(row, stream, low, high, data) for row, (low, high), data in of_blocks],
+        )
 
-    def pack(self, group: int, order: NDArray[np.int32] | None, target: Target) -> None:
+    def pack(self, group: int, order: NDArray[np.int32] | None, target: Sequence[Part]) -> list[Departed]:
         """Fill blocks; ``order`` has the positions of the stream's rows.
 
         None: rows stand in the order of their positions. Of an order what these blocks have comes to the device, and
-        no more. The bytes are there when a mark that is taken behind this call has passed.
+        no more. The bytes are there when the last mark has passed.
         """
-        first, last, pieces = target
-        if first == last:
-            return
-        arrays, slots = self._device.arrays_G[group], self._device.slots_G[group]
-        with self._mover.moving():
-            if order is None:
-                self._mover.pack(arrays.fields, slots[first:last], NONE_I4, pieces)
-            else:
-                self._mover.pack(arrays.fields, slots, self._mover.place(order[first:last], arrays.order), pieces)
+        arrays, slots, departed = self._device.arrays_G[group], self._device.slots_G[group], []
+        with self._mover.dumping():
+            for first, last, pieces in target:
+                if order is None:
+                    self._mover.pack(arrays.fields, slots[first:last], NONE_I4, pieces)
+                else:
+                    mine = self._mover.place(order[first:last], arrays.dump_order)
+                    self._mover.pack(arrays.fields, slots, mine, pieces)
+                departed.append(Departed(last, self._mover.dumped()))
+        return departed
 
     def keys(
         self, pass_index: int, group: int, order: NDArray[np.int32] | None, stream: Stream
@@ -115,7 +130,7 @@ class Unpacker:
         self._device, self._mover, self._host = device, mover, host
         self._positions, self._keys_of = positions, keys_of
 
-    def lay_out_held(self, plan: VisitPlan | None) -> list[Pieces]:
+    def lay_out_held(self, plan: VisitPlan | None) -> list[list[Part]]:
         """Lay out what a visit takes from host blocks, by group; None: nothing. By who may use the host tier."""
         runs_G: list[list[_Run]] = [[] for _ in self._positions.groups]
         if plan is not None:
@@ -140,38 +155,53 @@ class Unpacker:
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
         return StagedLayout(staged, self._laid_out(runs_G), vectors_G)
 
-    def _laid_out(self, runs_G: list[list[_Run]]) -> list[Pieces]:
-        pieces_G = [self._mover.pieces(group.row_bytes // 4) for group in self._positions.groups]
-        for pieces, runs in zip(pieces_G, runs_G, strict=True):
-            _add_runs(pieces, runs)
-        return pieces_G
+    def _laid_out(self, runs_G: list[list[_Run]]) -> list[list[Part]]:
+        groups = self._positions.groups
+        return [
+            _parts(self._mover, group.row_bytes // 4, runs, apart=True)
+            for group, runs in zip(groups, runs_G, strict=True)
+        ]
 
-    def unpack(self, layout: StagedLayout, held_G: list[Pieces]) -> list[Array]:
-        """Load what host memory has of a visit's rows; return the slots of all, by group. Waits for no step."""
+    def unpack(
+        self, layout: StagedLayout, held_G: list[list[Part]], departed_G: Sequence[Sequence[Departed]]
+    ) -> list[Array]:
+        """Load what host memory has of a visit's rows; return the slots of all, by group. Waits for no step.
+
+        departed_G: what was dumped of the visit before. Rows go to its slots as soon as its rows have left them.
+        """
         staged, mover, slots_G = layout.staged, self._mover, []
         plan = staged.plan
         first_G = [kept + sum(n.rows for n in plan.loads if n.group == g) for g, kept in enumerate(plan.kept_G)]
-        with mover.moving():
+        with mover.loading():
             for g, (arrays, group) in enumerate(zip(self._device.arrays_G, self._positions.groups, strict=True)):
-                slots = mover.place(staged.placements[g].load_K, arrays.order)
-                mover.unpack(arrays.fields, slots, held_G[g])
-                mover.unpack(arrays.fields, slots, layout.rows_G[g])
+                placement, departed = staged.placements[g], departed_G[g]
+                slots = mover.place(placement.load_K, arrays.load_slots)
+                for part in sorted([*held_G[g], *layout.rows_G[g]], key=_last_row):
+                    self._await_departed(placement, departed, part.last)
+                    mover.unpack(arrays.fields, slots, part.pieces)
+                self._await_departed(placement, departed, placement.load_K.size)
                 mover.unpack(arrays.fields[:1], slots, layout.vectors_G[g])
                 for state, value in zip(arrays.fields[1:], initial_values(group), strict=True):
                     mover.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
                 slots_G.append(slots)
         return slots_G
 
+    def _await_departed(self, placement: Placement, departed: Sequence[Departed], last: int) -> None:
+        """Have what comes next come behind the dump of rows in whose slots rows before ``last`` are loaded."""
+        if last > placement.free:
+            dumped = departed[-1].last - placement.departing + last - placement.free
+            self._mover.behind(departed[bisect_left(departed, dumped, key=_last_row)].packed)
+
     def show(self, staged: Staged, slots_G: list[Array]) -> None:
         """Make what the keys say of rows in their slots, and show all; what was staged is free behind it."""
         mover, plan = self._mover, staged.plan
-        with mover.moving():
+        with mover.loading():
             for due in staged.keys:
                 arrays, mine = self._device.arrays_G[due.group], slice(due.first_row, due.first_row + due.keys.size)
                 mover.generate(due.table, due.keys, arrays.fields[0], slots_G[due.group][mine], arrays.keys)
             self._device.show(staged.placements)
             self._device.note_keys(plan.pass_index, self._keys_of)
-        mover.mark().wait()
+        mover.loaded().wait()
 
 
 class _Run(NamedTuple):
@@ -183,12 +213,37 @@ class _Run(NamedTuple):
     high: int
     data: NDArray[np.uint8]
 
+    @property
+    def last(self) -> int:
+        """The place behind its rows."""
+        rows = self.stream.piece_first_row_P
+        return self.first + int(rows[self.high] - rows[self.low])
 
-def _add_runs(pieces: Pieces, runs: Sequence[_Run]) -> None:
+
+def _last_row(of: Part | Departed) -> int:
+    return of.last
+
+
+def _parts(mover: Mover, row_floats: int, runs: Sequence[_Run], *, apart: bool = False) -> list[Part]:
+    """Return the runs, which stand in the order of moving, in as many parts as their bytes ask for.
+
+    Rows of a part are counted from its first one, or, where rows of others stand ``apart`` between, from 0.
+    """
+    parts, some, num_bytes = list[Part](), list[_Run](), 0
+    for run in [*(run for run in runs if run.low < run.high), None]:
+        if some and (run is None or num_bytes + run.data.nbytes > _PART_BYTES):
+            first, pieces = some[0].first, mover.pieces(row_floats)
+            _add_runs(pieces, some, 0 if apart else first)
+            parts.append(Part(first, some[-1].last, pieces))
+            some, num_bytes = [], 0
+        if run is not None:
+            some.append(run)
+            num_bytes += run.data.nbytes
+    return parts
+
+
+def _add_runs(pieces: Pieces, runs: Sequence[_Run], before: int) -> None:
     """Add all at once: a visit has many, and each call takes the interpreter from the training."""
-    runs = [run for run in runs if run.low < run.high]
-    if not runs:
-        return
     rows = np.concatenate([run.stream.piece_rows_P[run.low : run.high] for run in runs])
     cuts, begin = np.zeros(len(runs) + 1, np.int64), np.zeros(rows.size, np.int64)
     np.cumsum([run.high - run.low for run in runs], out=cuts[1:])
@@ -196,4 +251,4 @@ def _add_runs(pieces: Pieces, runs: Sequence[_Run]) -> None:
     begin -= begin[cuts[:-1]].repeat(cuts[1:] - cuts[:-1])
     data = [run.data.view(np.float32) for run in runs]
     row_floats = runs[0].stream.row_bytes // 4
-    pieces.add_each(np.array([run.first for run in runs]), rows, begin * row_floats, data, cuts)
+    pieces.add_each(np.array([run.first - before for run in runs]), rows, begin * row_floats, data, cuts)

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import Planner, VisitPlan
-    from tiercache.processors.processor import Mark, Mover, Pieces
+    from tiercache.processors.processor import Mark, Mover
     from tiercache.store import Segment, Store
     from tiercache.tiers.device_tier import DeviceTier, Placement
     from tiercache.tiers.dump_room import DumpRoom
     from tiercache.tiers.host_memory import HostMemory
-    from tiercache.tiers.packing import StagedLayout
+    from tiercache.tiers.packing import Departed, Part, StagedLayout
     from tiercache.tiers.preparing import Prepared
 
 StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
@@ -92,8 +92,10 @@ class Transfer:
         self._room: Future[Room] | None = None
         self._thinned: Future[None] | None = None
         """The host tier without what the last load took; by the reader, before it stages anything."""
-        self._held_G: list[Pieces] = []
+        self._held_G: list[list[Part]] = []
         """What the next load takes from host blocks."""
+        self._departed_G: list[list[Departed]] = []
+        """What was dumped of the visit before it."""
         self._failure: BaseException | None = None
         self.plan: VisitPlan | None = None
         self.placements: list[Placement] = []
@@ -118,6 +120,7 @@ class Transfer:
         self._prepare_next()
         self._stage_next()
         self._held_G = self._unpacker.lay_out_held(None)
+        self._departed_G = [[] for _ in self._held_G]
         self._load(self._mover.trained())
         self._stage_next()
         self._make_room()
@@ -155,7 +158,7 @@ class Transfer:
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
         self._following = self._prepared = self._staging = self._writing = self._thinned = self._room = None
-        self._held_G, self._preparer, self._failure = [], None, None
+        self._held_G, self._departed_G, self._preparer, self._failure = [], [], None, None
         self.plan, self.report, self.placements = None, None, []
         self.host.clear()
         self.device.clear()
@@ -216,7 +219,7 @@ class Transfer:
                 for b, keys in enumerate(self._packer.keys(plan.pass_index, g, None, stream)):
                     data = scratch[: int(stream.block_bytes_B[b])]
                     self._packer.pack(g, None, self._packer.target(stream, b, [data]))
-                    self._mover.mark().wait()
+                    self._mover.dumped().wait()
                     yield g, b, data, keys
 
         def write() -> None:
@@ -257,10 +260,9 @@ class Transfer:
         self.check()
         with report.timing("pack"):
             dumps, self._held_G = room.result()
-            for g, (_, order, _, target) in enumerate(dumps):
-                self._packer.pack(g, order, target)
+            self._departed_G = [self._packer.pack(g, order, target) for g, (_, order, _, target) in enumerate(dumps)]
         self._room = None
-        return partial(self._write, plan, dumps, self._mover.mark(), state, report)
+        return partial(self._write, plan, dumps, self._mover.dumped(), state, report)
 
     def _write(
         self,
@@ -351,11 +353,11 @@ class Transfer:
         self.report = report = VisitReport.of(plan, staged)
         report.wait_seconds["store"] = waited
         with report.timing("unpack"):
-            slots_G = self._unpacker.unpack(layout, self._held_G)
+            slots_G = self._unpacker.unpack(layout, self._held_G, self._departed_G)
         trained.wait()
         with report.timing("unpack"):
             self._unpacker.show(staged, slots_G)
-            self._prepared, self._staging, self._held_G = None, None, []
+            self._prepared, self._staging, self._held_G, self._departed_G = None, None, [], []
             self._release(staged)
         self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.visit - 1)
         for placement in staged.placements:

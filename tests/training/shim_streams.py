@@ -1,0 +1,193 @@
+"""Streams of a GPU on the CPU: what is done on one of them is done as late as a GPU might.
+
+That is when somebody waits for it, or when something comes that was told to come behind it; and of two streams that
+wait for nothing of each other, the one that was begun last goes first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict, deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tests.kernels.shim.device import ShimDevice
+from tests.training.shim_memory import LentMemory
+from tiercache.kernels.cuda_rows import PIECE_PART
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+
+class Late(NamedTuple):
+    """Something to do, and the host memory that it reads or writes."""
+
+    work: Callable[[], object]
+    host: list[int]
+
+
+class LateStream:
+    """Work in order, done when it is asked for."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Late] = deque()
+        self.needed: list[NDArray[Any]] = []
+        self._done = 0
+
+    @property
+    def end(self) -> int:
+        """How much was given to it so far."""
+        return self._done + len(self.waiting)
+
+    def run_to(self, end: int) -> None:
+        """Do what was given to it first."""
+        while self._done < end:
+            self._done += 1
+            self.waiting.popleft().work()
+
+
+class LateKernels(ShimDevice):
+    """Launches of the training as they come, others later."""
+
+    def __init__(self, order: str, reaches: Callable[[int], bool]) -> None:
+        super().__init__(order)
+        self.memory = LentMemory(at_end=order != "reversed")
+        self.dumps, self.loads, self.searches = LateStream(), LateStream(), LateStream()
+        self.lock = threading.RLock()
+        self._current: LateStream | None = None
+        self._awaited: list[tuple[LateStream, int]] = []
+        """What the training's next work comes behind."""
+        self._reaches = reaches
+        self._tables: OrderedDict[bytes, NDArray[Any]] = OrderedDict()
+
+    @property
+    def deferring(self) -> bool:
+        """Whether another stream than the training's is current."""
+        return self._current is not None
+
+    def put(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Keep the recent ones, as a GPU does."""
+        key = array.tobytes()
+        if key not in self._tables:
+            self._tables[key] = self.place(array)
+            if len(self._tables) > 64:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        self.need(self._tables[key])
+        return self._tables[key]
+
+    def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array of rubbish; a stream takes memory back in order, so it stays until all is done."""
+        array = super().empty(size, dtype)
+        self.need(array)
+        return array
+
+    def need(self, array: NDArray[Any]) -> None:
+        """Keep an array for what the current stream does with it later."""
+        if self._current is not None:
+            self._current.needed.append(array)
+
+    def read(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Wait for the current stream."""
+        self.finish()
+        return array.copy()
+
+    def adopt(self, array: Any) -> NDArray[Any]:
+        """See a tensor's memory."""
+        return array.detach().numpy() if isinstance(array, torch.Tensor) else np.from_dlpack(array)
+
+    @contextmanager
+    def on(self, stream: LateStream, *, behind_training: bool) -> Iterator[None]:
+        """Give what is done inside to a stream."""
+        before, self._current = self._current, stream
+        if behind_training:
+            awaited = list(self._awaited)  # its own work is done
+            stream.waiting.append(Late(lambda: self._run(awaited), []))
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def hold_training(self, *streams: LateStream) -> None:
+        """Have the training's next work come behind what these were given."""
+        self._awaited += [(stream, stream.end) for stream in streams]
+
+    def do(self, work: Callable[[], object], host: Sequence[int] = ()) -> None:
+        """Do something on the stream that is current; threads beside the training's wait for all."""
+        with self.lock:
+            here = threading.current_thread() is threading.main_thread()
+            if here and self._current is not None:
+                self._current.waiting.append(Late(work, list(host)))
+            elif here:
+                self.finish()
+                work()
+            else:
+                self.catch_up()
+                work()
+
+    def finish(self) -> None:
+        """Do what was given to the current stream, or what the training comes behind."""
+        with self.lock:
+            if self._current is not None:
+                self._current.run_to(self._current.end)
+            else:
+                awaited, self._awaited = self._awaited, []
+                self._run(awaited)
+                self._let_go()
+
+    def catch_up(self) -> None:
+        """Do all that was begun."""
+        with self.lock:
+            self._awaited = []
+            self._run([(stream, stream.end) for stream in (self.loads, self.dumps, self.searches)])
+            self._let_go()
+
+    def _run(self, awaited: list[tuple[LateStream, int]]) -> None:
+        for stream, end in awaited:
+            stream.run_to(end)
+
+    def _let_go(self) -> None:
+        for stream in (self.loads, self.dumps, self.searches):
+            if not stream.waiting and stream is not self._current:  # else of a launch that is yet to be given to it
+                stream.needed.clear()
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
+        """Run a kernel, now or later; the host memory of rows that it moves must be there then."""
+        host = _host_memory(*arguments[:2]) if kernel in ("rows.pack", "rows.unpack") else []
+
+        def work() -> None:
+            assert all(self._reaches(address) for address in host), "a kernel moves rows in pages that are not locked"
+            ShimDevice.launch(self, kernel, blocks, arguments, shared_bytes)
+
+        self.do(work, host)
+
+    def still_move(self, begin: int, last: int) -> bool:
+        """Return whether something that was begun and is not done reads or writes these host addresses."""
+        with self.lock:
+            streams = self.loads, self.dumps, self.searches
+            return any(begin <= at < last for stream in streams for late in stream.waiting for at in late.host)
+
+
+def _host_memory(table: float, count: float) -> list[int]:
+    """Return where the pieces of a move begin."""
+    held = (ctypes.c_uint8 * (int(count) * PIECE_PART.itemsize)).from_address(int(table))
+    begins: list[int] = np.frombuffer(held, PIECE_PART)["data"].tolist()
+    return begins
+
+
+class Mark:
+    """The end of a stream as it was."""
+
+    def __init__(self, kernels: LateKernels, stream: LateStream) -> None:
+        self._kernels, self.stream, self.end = kernels, stream, stream.end
+
+    def wait(self) -> None:
+        """Have it done so far."""
+        with self._kernels.lock:
+            self.stream.run_to(self.end)
