@@ -299,7 +299,7 @@ def ask_wrongly(ranks: Ranks, name: str, folder: str, *, bad_rank: int, number: 
             visit._visit.source.read = wrong  # type: ignore[method-assign]
         said = ["", ""]
         try:
-            next(visit.batches(entry.batch))
+            tc.TieredEmbeddingBag(cache)(next(visit.batches(entry.batch)))  # a rank alone is told at the lookup
         except (IndexError, tc.TierCacheError) as error:
             said = [type(error).__name__, str(error)]
         visit._visit.source.read = read  # type: ignore[method-assign]

@@ -97,7 +97,7 @@ def test_ranks_train_as_one_process(ranks_pool: RanksPool, tmp_path: Path, alone
         assert sum(part["read"] for part in parts) > 0, "no row ever left host memory"
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["", ", bfloat16 rows", ", float16 rows"])
 def test_where_no_sum_is_rounded_all_bits_are_those_of_one_process(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, dtype: str, size: int
@@ -111,14 +111,18 @@ def test_where_no_sum_is_rounded_all_bits_are_those_of_one_process(
     assert_as_alone(parts, tmp_path, alone(entry), tolerance=0, first=0)
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-def test_two_runs_on_two_ranks_end_with_the_same_bits(ranks_pool: RanksPool, tmp_path: Path, wire_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "wire_dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "float16"), (4, "float32")]
+)
+def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
+    ranks_pool: RanksPool, tmp_path: Path, size: int, wire_dtype: str
+) -> None:
     """Lookups, gradients of weights, dense weights, rows and states, with everything at once."""
     runs = []
     for name in ("one", "other"):
         folder = tmp_path / name
         known("everything at once").cut(folder / "passes")
-        parts = ranks_pool.run(2, BODY, name="everything at once", folder=str(folder), wire_dtype=wire_dtype)
+        parts = ranks_pool.run(size, BODY, name="everything at once", folder=str(folder), wire_dtype=wire_dtype)
         dense = [value for part in parts for name, value in part.items() if name.startswith("dense.")]
         found = [one for what in ("outputs", "weights") for batch in of_all_ranks(parts, what) for one in batch]
         runs.append(found + dense + [field for _, fields in stored(folder).values() for field in fields])
@@ -140,7 +144,7 @@ def test_a_wire_of_16_bits_loses_no_more_than_its_bits(
         assert_as_alone(parts, tmp_path, alone(entry), tolerance=lost / 8, first=lost / 8)
 
 
-@pytest.mark.parametrize(("size", "bad_rank", "number"), [(2, 0, -1), (3, 2, 40), (4, 1, 1 << 30)])
+@pytest.mark.parametrize(("size", "bad_rank", "number"), [(1, 0, 40), (2, 0, -1), (3, 2, 40), (4, 1, 1 << 30)])
 def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int, bad_rank: int, number: int
 ) -> None:
@@ -185,7 +189,7 @@ def test_a_loop_that_is_left_open_ends_without_a_word(ranks_pool: RanksPool, tmp
     assert told == [[], []]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_keys_of_32_and_of_64_bits_are_the_same_rows(ranks_pool: RanksPool, tmp_path: Path, size: int) -> None:
     """Columns of both types look into one table; ranks find its rows by the same hashes."""
     entry, rng = known("keys of 32 and of 64 bits"), np.random.default_rng(3)
