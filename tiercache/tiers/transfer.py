@@ -230,7 +230,7 @@ class Transfer:
         try:
             write()  # here, as packing is for the training thread
         except BaseException as error:
-            self._failure = error
+            self._failure = error  # its frames hold the scratch, which the device may still write to, until we rest
             raise
 
     # -- dump ---------------------------------------------------------------------------------------------
