@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 
 from tiercache.store.block_file import BlockFile, Place
+from tiercache.store.directory import WriterLock
 from tiercache.store.engine import Contents
 from tiercache.store.errors import (
     BlockReadError,
@@ -28,7 +29,9 @@ from tiercache.store.errors import (
 )
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
 from tiercache.store.gate import Gate
-from tiercache.store.lmdb_file import LmdbFile
+from tiercache.store.lmdb_file import LmdbFile, Meta
+from tiercache.store.lmdb_head import HEAD, check_newest, create_head, read_head, write_head
+from tiercache.store.manifest import COMMIT
 from tiercache.store.write_queue import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -41,7 +44,8 @@ if TYPE_CHECKING:
     from tiercache.store.engine import Block, Form, Source, Wanted
 
 DATA, BLOCKS = "data.mdb", "blocks.bin"
-_BLOCK, _FREED, _RECORD = b"b", b"f", b"r"
+_BLOCK, _FREED, _RECORD, _NUMBER = b"b", b"f", b"r", b"t"
+"""The first byte of a key: a block's place, places freed, a record. The transaction's own number has no other byte."""
 _PLACE = struct.Struct("<QQ")
 _TRANSACTION = struct.Struct(">Q")
 _NO_TRANSACTION = 1 << 64
@@ -54,10 +58,19 @@ class LmdbEngine:
 
     fields_apart = False
 
-    def __init__(self, path: Path, *, create: bool, readonly: bool = False, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        create: bool,
+        readonly: bool = False,
+        max_bytes: int | None = None,
+        lock: WriterLock | None = None,
+    ) -> None:
         """Open it; ``max_bytes`` bounds the file of blocks (None: the file system does).
 
         With ``readonly`` it stays at the commit that is newest now, and keeps its blocks from being written over.
+        Else it holds the one right to write until it is closed: ``lock``, or one that it takes itself.
         Raises CorruptStoreError before the first access through the map, and StoreInUseError.
         """
         self.path = path
@@ -70,13 +83,20 @@ class LmdbEngine:
             self._data.unlink()  # a creation that was killed before LMDB's first write
         if not create:
             self._check_files()
-        self._env = self._open(create)
+        self._lock = lock
+        if not readonly and lock is None:
+            self._lock = WriterLock(path)
+        try:
+            self._env = self._open(create)
+        except BaseException:
+            self._release()
+            raise
         try:
             self._env.reader_check()  # readers that died must not fill the table
             if not readonly:
                 self._env.sync(True)  # a commit that is seen is durable before what it freed is written over
-            self._first = self._begin_checked()
-            self._gate.advance(self._first.id())
+            self._first, meta, named = self._begin_checked()
+            self._gate.advance(meta.transaction)
             is_read = self._gate.is_read
             self._file = BlockFile(path / BLOCKS, readonly=readonly, max_bytes=max_bytes, is_read=is_read)
             # All places by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
@@ -86,18 +106,35 @@ class LmdbEngine:
             self._freed: dict[int, list[Place]] = {}
             self._replaced: list[Place] = []
             self._settled: list[int] = []
+            self._named = _NO_TRANSACTION if named is None else max(named)
+            """The newest transaction in HEAD; no other may follow one that is not there."""
             try:
-                self._read_places()
+                has_commits = self._read_places()
+                if named is None and self._file.size and not has_commits:
+                    raise CorruptStoreError(
+                        f"{path} has blocks, no commit and no {HEAD} that tells whether it had one: "
+                        "restore the store from a copy"
+                    )
+                held = self._held_places()
                 if not readonly:
+                    self._file.occupy(held)
                     self._first.abort()
+                    if named is None:
+                        create_head(path, meta)
+                        self._named = meta.transaction
+                    self._name_transaction()
             except BaseException:
                 self._file.close()
                 raise
         except lmdb.Error as error:
             self._env.close()
+            self._release()
             raise self._translate(error) from error
-        except BaseException:
+        except BaseException as error:
             self._env.close()
+            self._release()
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise full_disk(path, error, ROOM_FOR_RECORDS) from error
             raise
 
     # -- the seam ----------------------------------------------------------------------------------------
@@ -155,6 +192,7 @@ class LmdbEngine:
         number, done = _NO_TRANSACTION, False
         try:
             with self._writing():
+                self._name_transaction()
                 self._env.reader_check()  # readers that died must not keep places from being used again
                 self._settle()
                 if fresh:
@@ -167,6 +205,7 @@ class LmdbEngine:
                             txn.delete(_RECORD + name.encode())
                         else:
                             txn.put(_RECORD + name.encode(), data)
+                    txn.put(_NUMBER, _TRANSACTION.pack(number))
                 done = True
         finally:
             # An interrupt may come when the transaction is done, or when nothing of it is.
@@ -178,6 +217,8 @@ class LmdbEngine:
                 self._fresh, self._replaced, self._settled = {}, [], []
             elif not done:
                 self._places.update(dropped)
+        with self._writing():
+            self._name_transaction()
         if shrink:
             with self._writing():
                 self._settle()
@@ -190,12 +231,15 @@ class LmdbEngine:
             try:
                 if not self._readonly:
                     with self._env.begin() as txn:
-                        return Contents({name.decode(): bytes(value) for name, value in _items(txn, _RECORD)}, blocks)
+                        return Contents(dict(_records(txn)), blocks)
                 with self._one_at_a_time:
-                    records = {name.decode(): bytes(value) for name, value in _items(self._first, _RECORD)}
-                    return Contents(records, blocks)
+                    return Contents(dict(_records(self._first)), blocks)
             except lmdb.Error as error:
                 raise self._translate(error) from error
+            except UnicodeDecodeError as error:
+                raise CorruptStoreError(
+                    f"{self._data} has a record named {error.object!r}: restore the store from a copy"
+                ) from error
 
     def close(self) -> None:
         """Close environment and file, once reads and writes in other threads have ended."""
@@ -205,6 +249,11 @@ class LmdbEngine:
             self._first.abort()
         self._file.close()
         self._env.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     # -- opening -----------------------------------------------------------------------------------------
 
@@ -236,46 +285,71 @@ class LmdbEngine:
         for path in (self._data, self.path / BLOCKS):
             if not path.exists():
                 raise CorruptStoreError(f"{path} is missing: restore the store from a copy")
+        self._newest_meta()
+
+    def _newest_meta(self) -> Meta:
         file = LmdbFile(str(self._data))
         try:
-            file.metas()
+            return file.metas()[0]
         finally:
             file.close()
 
-    def _begin_checked(self) -> lmdb.Transaction[bytes]:
-        """Begin a read transaction, and check that all it can touch lies within the file: then its map is safe."""
+    def _begin_checked(self) -> tuple[lmdb.Transaction[bytes], Meta, dict[int, int] | None]:
+        """Begin a read transaction, and check that all it can touch lies within the file: then its map is safe.
+
+        Returns its root and what HEAD names, which was checked against it: LMDB shows an older transaction where the
+        newest root is damaged.
+        """
         file = LmdbFile(str(self._data))
         try:
             for _ in range(1000):  # a writer may go on meanwhile
+                before = read_head(self.path)
                 txn = self._env.begin()
                 for meta in file.metas():
                     if meta.transaction == txn.id():
                         file.check(meta)
-                        return txn
+                        after = read_head(self.path)
+                        number = txn.get(_NUMBER)
+                        written = number if number is None else int.from_bytes(number, "big")
+                        check_newest(self._data, meta, written, before, after)
+                        return txn, meta, after
                 txn.abort()
         finally:
             file.close()
         raise CorruptStoreError(f"{self._data} is damaged (its roots disagree): restore the store from a copy")
 
-    def _read_places(self) -> None:
-        """Take up places of blocks and places that were freed, checked against the file and each other.
+    def _read_places(self) -> bool:
+        """Take up places of blocks and places that were freed; return whether there are commits.
 
         Freed places may lie beyond the end, however far: what is free there leaves the file before the next commit
         says so. Nobody needs that part of them, and it must not make the file longer.
         """
         size = self._file.size
         most = Place(0, size).pages
+        has_commits = False
         try:
-            for name, value in _items(self._first, _BLOCK):
-                self._places[name] = Place(*_PLACE.unpack(value))
-            for name, value in _items(self._first, _FREED):
-                self._freed[_TRANSACTION.unpack(name)[0]] = [
-                    Place(offset, min(size, most - offset))
-                    for offset, size in _PLACE.iter_unpack(value)
-                    if offset < most
-                ]
+            with self._first.cursor() as cursor:
+                for key in cursor.iternext(values=False):
+                    kind, name = key[:1], key[1:]
+                    if kind == _BLOCK:
+                        self._places[name] = Place(*_PLACE.unpack(cursor.value()))
+                    elif kind == _FREED:
+                        self._freed[_TRANSACTION.unpack(name)[0]] = [
+                            Place(offset, min(size, most - offset))
+                            for offset, size in _PLACE.iter_unpack(cursor.value())
+                            if offset < most
+                        ]
+                    elif kind == _RECORD:
+                        has_commits = has_commits or name.startswith(COMMIT.encode())
+                    elif key != _NUMBER:
+                        raise CorruptStoreError(f"{self._data} has an entry {key!r}: restore the store from a copy")
         except struct.error as error:
             raise CorruptStoreError(f"{self._data} is damaged ({error}): restore the store from a copy") from error
+        return has_commits
+
+    def _held_places(self) -> list[Place]:
+        """Return all places that are not free, in order, checked against the file and each other."""
+        size = self._file.size
         end = max((place.offset + place.size for place in self._places.values()), default=0)
         held = sorted([*self._places.values(), *(place for places in self._freed.values() for place in places)])
         held = [place for place in held if place.size]
@@ -286,8 +360,7 @@ class LmdbEngine:
             )
         if any(a.offset + a.pages > b.offset or b.offset % PAGE_BYTES for a, b in pairwise([Place(0, 0), *held])):
             raise CorruptStoreError(f"{self._data} names places that overlap: restore the store from a copy")
-        if not self._readonly:
-            self._file.occupy(held)
+        return held
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -306,6 +379,19 @@ class LmdbEngine:
             txn.delete(_FREED + _TRANSACTION.pack(number))
         if freed:
             txn.put(_FREED + _TRANSACTION.pack(txn.id()), b"".join(_PLACE.pack(*place) for place in freed))
+
+    def _name_transaction(self) -> None:
+        """Have HEAD name the newest transaction, if it does not yet."""
+        newest = int(self._env.info()["last_txnid"])
+        if self._named == newest:
+            return
+        try:
+            write_head(self.path, self._newest_meta())
+        except OSError as error:
+            raise StoreError(
+                f"{self.path / HEAD} cannot be written ({error}): mend that and open the store again"
+            ) from error
+        self._named = newest
 
     def _sync(self) -> None:
         """Make all blocks durable; where that failed once, later success says nothing of what was lost."""
@@ -365,10 +451,10 @@ class LmdbEngine:
         return StoreError(f"{self._data} cannot be used ({error}): mend that and open the store again")
 
 
-def _items(txn: lmdb.Transaction[bytes], kind: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield keys after their first byte, which is ``kind``, with their values."""
+def _records(txn: lmdb.Transaction[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Yield all records by name."""
     with txn.cursor() as cursor:
-        found = cursor.set_range(kind)
-        while found and cursor.key()[:1] == kind:
-            yield cursor.key()[1:], cursor.value()
+        found = cursor.set_range(_RECORD)
+        while found and cursor.key()[:1] == _RECORD:
+            yield cursor.key()[1:].decode(), cursor.value()
             found = cursor.next()

@@ -15,6 +15,8 @@ import os
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
+import google_crc32c
+
 from tiercache.store.errors import CorruptStoreError
 
 if TYPE_CHECKING:
@@ -27,17 +29,29 @@ _META = struct.Struct("<IIQQ")
 _TREE = struct.Struct("<IHHQQQQQ")
 _NODE = struct.Struct("<HHHH")
 _BRANCH, _LEAF, _META_PAGE = 0x01, 0x02, 0x08
+_META_BYTES = _PAGE.size + _META.size + 2 * _TREE.size + 16
+_PLAIN_KEYS, _INTEGER_KEYS = 0x00, 0x08
 _LARGE = 0x01
 _DEEPEST = 32
+
+
+class Tree(NamedTuple):
+    """One of the two trees of a root."""
+
+    flags: int
+    entries: int
+    root: int
 
 
 class Meta(NamedTuple):
     """One of the two roots of the file."""
 
     page_bytes: int
-    free_root: int
-    main_root: int
+    free: Tree
+    main: Tree
     transaction: int
+    checksum: int
+    """CRC32C of all that LMDB keeps in its page."""
 
 
 class Value(NamedTuple):
@@ -65,39 +79,57 @@ class LmdbFile:
         return os.fstat(self.handle).st_size
 
     def metas(self) -> list[Meta]:
-        """Return the roots that can be read, the newest first. Raises CorruptStoreError where there is none."""
-        first = self._meta(0)
-        page_bytes = 4096 if first is None else first.page_bytes
-        found = [meta for meta in (first, self._meta(page_bytes)) if meta is not None]
-        if not found or self.size < 2 * page_bytes:
-            raise self._corrupt(f"has {self.size:,} bytes and not its two roots in them")
+        """Return both roots, the newest first. Raises CorruptStoreError where one is not what LMDB writes."""
+        first = self._meta(0, 0)
+        found = [first, self._meta(1, first.page_bytes)]
+        if found[1].page_bytes != first.page_bytes:
+            raise self._corrupt(f"has roots with pages of {first.page_bytes} and of {found[1].page_bytes} bytes")
         return sorted(found, key=lambda meta: meta.transaction, reverse=True)
 
     def values(self, meta: Meta) -> Iterator[Value]:
         """Yield the places of all values, in the order of their keys. Raises CorruptStoreError."""
-        return self._walk(meta, meta.main_root, _DEEPEST, set())
+        return self._walk(meta, meta.main.root, _DEEPEST, set())
 
     def check(self, meta: Meta) -> None:
-        """Check that all values, and the list of free pages, lie within the file. Raises CorruptStoreError."""
-        for root in (meta.main_root, meta.free_root):
-            for _ in self._walk(meta, root, _DEEPEST, set()):
-                pass
+        """Check that all values, and the list of free pages, lie within the file, as many as ``meta`` counts.
 
-    def _meta(self, offset: int) -> Meta | None:
-        data = os.pread(self.handle, _PAGE.size + _META.size + 2 * _TREE.size + 16, offset)
-        if len(data) < _PAGE.size + _META.size + 2 * _TREE.size + 16:
-            return None
+        Raises CorruptStoreError.
+        """
+        for tree, flags in ((meta.main, _PLAIN_KEYS), (meta.free, _INTEGER_KEYS)):
+            if tree.flags != flags:
+                raise self._corrupt(f"has a tree with flags {tree.flags:#06x}, not {flags:#06x}")
+            count, before = 0, b""
+            for key, _, _ in self._walk(meta, tree.root, _DEEPEST, set()):
+                order = key[::-1] if flags == _INTEGER_KEYS else key
+                if count and order <= before:
+                    raise self._corrupt(f"has a tree whose entry {count} is out of order")
+                count, before = count + 1, order
+            if count != tree.entries:
+                raise self._corrupt(f"has a tree of {count:,} entries where its root counts {tree.entries:,}")
+
+    def _meta(self, page: int, offset: int) -> Meta:
+        data = os.pread(self.handle, _META_BYTES, offset)
+        if len(data) < _META_BYTES:
+            raise self._corrupt(f"has {self.size:,} bytes and not its two roots in them")
         magic, version, _, _ = _META.unpack_from(data, _PAGE.size)
         if magic != _MAGIC or not _PAGE.unpack_from(data)[2] & _META_PAGE:
-            return None
+            raise self._corrupt(f"has something else where root {page} should be")
         if version != _VERSION:
             raise self._corrupt(f"has LMDB's data version {version}, not {_VERSION}")
         at = _PAGE.size + _META.size
         free, main = _TREE.unpack_from(data, at), _TREE.unpack_from(data, at + _TREE.size)
         (transaction,) = struct.unpack_from("<Q", data, at + 2 * _TREE.size + 8)
         if free[0] < 512 or free[0] & (free[0] - 1) or free[0] > 1 << 16:
-            return None
-        return Meta(page_bytes=free[0], free_root=free[-1], main_root=main[-1], transaction=transaction)
+            raise self._corrupt(f"has pages of {free[0]} bytes")
+        if transaction and transaction % 2 != page:
+            raise self._corrupt(f"has transaction {transaction} at root {page}, where LMDB does not put it")
+        return Meta(
+            page_bytes=free[0],
+            free=Tree(free[1], free[6], free[7]),
+            main=Tree(main[1], main[6], main[7]),
+            transaction=transaction,
+            checksum=google_crc32c.value(data),
+        )
 
     def _walk(self, meta: Meta, number: int, levels: int, seen: set[int]) -> Iterator[Value]:
         """Yield what stands below a page; ``seen`` are the pages of the tree so far, as one that loops has no end."""

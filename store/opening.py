@@ -28,16 +28,13 @@ class Opened:
     engine: Engine
     contents: Contents
     tables: tuple[Table, ...]
-    lock: WriterLock | None
     of: History | None = None
     """The history of the store whose engine it is and which closes it, for a store at one of its commits."""
 
     def close(self) -> None:
-        """Give both up."""
+        """Give the engine up, and with it the right to write."""
         if self.of is None:
             self.engine.close()
-        if self.lock is not None:
-            self.lock.release()
 
 
 ENGINES = {"lmdb": "data.mdb", "zarr": "manifests"}
@@ -106,7 +103,7 @@ def _open_path(
         kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)
         if not found:
             _check_alone(path, kind)
-        opened = _engine(kind)(path, create=not found, readonly=mode == "r", max_bytes=max_bytes)
+        opened = _engine(kind)(path, create=not found, readonly=mode == "r", max_bytes=max_bytes, lock=lock)
         contents = opened.contents()
         if not found and commit_ids(contents.records):
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
@@ -119,7 +116,7 @@ def _open_path(
         if lock is not None:
             lock.release()
         raise
-    return Opened(engine=opened, contents=contents, tables=known, lock=lock)
+    return Opened(engine=opened, contents=contents, tables=known)
 
 
 def _default(tables: tuple[Table, ...] | None) -> str:
@@ -166,7 +163,7 @@ def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, 
     if fresh and (tables is None or mode == "r"):
         raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
     known = _tables_of(engine, contents, tables, store, fresh=fresh)
-    return Opened(engine=engine, contents=contents, tables=known, lock=None)
+    return Opened(engine=engine, contents=contents, tables=known)
 
 
 def _tables_of(

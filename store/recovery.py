@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tiercache.store.engine import Contents
     from tiercache.store.table import Group
 
+_RECORD = re.compile(f"{TABLES}|({COMMIT}|{SEGMENT})(0|[1-9][0-9]{{0,18}})", re.ASCII)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
@@ -35,6 +37,8 @@ def recover(contents: Contents, groups: Sequence[Group], store: str, *, at: int 
 
     Raises CommitMissingError, CorruptStoreError and CorruptBlockError, which call the store ``store``.
     """
+    if unknown := [name for name in contents.records if _RECORD.fullmatch(name) is None]:
+        raise CorruptStoreError(f"{store} has a record named {unknown[0]!r}: restore it from a copy")
     ids = commit_ids(contents.records)
     if at is not None:
         if at not in ids:

@@ -100,7 +100,7 @@ class Store:
         Raises CommitMissingError.
         """
         self._check_open()
-        opened = replace(self._opened, lock=None, of=self._opened.of or self._history)
+        opened = replace(self._opened, of=self._opened.of or self._history)
         return Store(opened, self.path, "r", commit, None)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import google_crc32c
 import numpy as np
 
 from tiercache.store.blocks import CHANGED
+from tiercache.store.directory import WriterLock
 from tiercache.store.engine import Contents
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 from tiercache.store.full_disk import ROOM_FOR_RECORDS
@@ -48,17 +49,31 @@ class ZarrEngine:
 
     fields_apart = True
 
-    def __init__(self, store: Any, *, create: bool, readonly: bool = False, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        store: Any,
+        *,
+        create: bool,
+        readonly: bool = False,
+        max_bytes: int | None = None,
+        lock: WriterLock | None = None,
+    ) -> None:
         """Open it at its newest manifest; ``store`` is a path or a store object of Zarr.
 
         With ``readonly`` it stays there: on a local disk a writer keeps what that commit names, elsewhere a block that
         was deleted meanwhile is an error. The commit may be one whose name in its folder is not durable yet: where the
-        power goes before the writer's ``commit`` returns, it may be gone. ``max_bytes`` bounds the bytes of blocks.
-        Raises CorruptStoreError.
+        power goes before the writer's ``commit`` returns, it may be gone. Else it holds, on a local disk, the one right
+        to write until it is closed: ``lock``, or one that it takes itself. ``max_bytes`` bounds the bytes of blocks.
+        Raises CorruptStoreError, and StoreInUseError.
         """
         self._objects, self._readonly, self._max_bytes = Objects(store), readonly, max_bytes
         root = self._objects.root
         self._label = f"the store at {root}" if root is not None else f"the store in {self._objects.store}"
+        self._lock = lock
+        if root is not None and create:
+            root.mkdir(parents=True, exist_ok=True)
+        if root is not None and not readonly and lock is None and root.is_dir():
+            self._lock = WriterLock(root)
         self._unsynced, self._gate = False, Gate(self._label)
         readers = None if root is None else root / "readers"
         self._mark = ReaderMark(readers) if readonly and readers is not None else None
@@ -83,8 +98,9 @@ class ZarrEngine:
                 self._take_up(listed)
         except BaseException:
             self._writer.close()
-            if self._mark is not None:
-                self._mark.release()
+            for held in (self._mark, self._lock):
+                if held is not None:
+                    held.release()
             raise
 
     # -- the seam ----------------------------------------------------------------------------------------
@@ -217,8 +233,9 @@ class ZarrEngine:
         self._writer.close()
         if self._objects.spares is not None:
             self._objects.spares.shrink()
-        if self._mark is not None:
-            self._mark.release()
+        for held in (self._mark, self._lock):
+            if held is not None:
+                held.release()
 
     # -- opening -----------------------------------------------------------------------------------------
 

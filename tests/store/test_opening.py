@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -139,6 +140,44 @@ def test_a_second_writer_in_this_process_is_refused(tmp_path: Path) -> None:
         assert caught.value.pid == os.getpid()
         with pytest.raises(StoreInUseError, match="already open in this process"):
             Store.open(tmp_path, mode="r")
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from tiercache.store import Store
+from tiercache.store.{module} import {engine}
+engine = {engine}(Path(sys.argv[1]), create=False)
+store = Store.open(None, engine=engine)
+print('open', flush=True)
+sys.stdin.read()
+"""
+"""Opens an engine's instance for writing and holds it."""
+
+
+@pytest.mark.parametrize(("module", "engine"), [("zarr_engine", "ZarrEngine"), ("lmdb_engine", "LmdbEngine")])
+def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: Path, module: str, engine: str) -> None:
+    """Instances of an engine hold the lock too: in this process and another, and against stores opened by path."""
+    engine_of: Any = getattr(import_module(f"tiercache.store.{module}"), engine)
+    Store.open(tmp_path, tables=[one()], engine=module.removesuffix("_engine")).close()
+    with Store.open(None, engine=engine_of(tmp_path, create=False)):
+        for second in (lambda: engine_of(tmp_path, create=False), lambda: Store.open(tmp_path)):
+            with pytest.raises(StoreInUseError, match="is being written by process") as caught:
+                second()
+            assert caught.value.pid == os.getpid()
+    command = [sys.executable, "-c", HOLDER.format(module=module, engine=engine), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"open\n"
+        for second in (lambda: engine_of(tmp_path, create=False), lambda: Store.open(tmp_path)):
+            with pytest.raises(StoreInUseError, match="is being written by process") as caught:
+                second()
+            assert caught.value.pid == holder.pid
+        engine_of(tmp_path, create=False, readonly=True).close()
+        holder.kill()
+        holder.wait()
+    engine_of(tmp_path, create=False).close()
+    Store.open(tmp_path).close()
 
 
 def test_a_failed_opening_gives_the_lock_back(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_spares_go_back_to_the_disk(engine: ZarrEngine, tmp_path: Path, how: str
     elif how == "close":
         engine.close()
     else:
+        engine._lock.release()  # as the end of its process does
         (tmp_path / "spare" / "77").write_bytes(bytes(SIZE))
         ZarrEngine(tmp_path, create=False).close()
     assert spares(tmp_path) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiercache as tc
-from tests.training.cases import tiered
+from tests.training.cases import Net, tiered
 from tests.training.test_bad_input import CASE, one_sentence, passes, store, tracked
 from tiercache.errors import BudgetError, StateError
 from tiercache.store import MemoryEngine
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.training.cases import Net
     from tiercache.training.cache import TierCache
 
 __all__ = ["passes", "store"]  # fixtures
@@ -74,6 +73,53 @@ def test_gradients_left_at_the_end_of_a_visit_are_refused(cache: TierCache, pass
     model(batch).sum().backward()
     with one_sentence(StateError, "between backward and step", "step()", "discard()"):
         next(visits)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassSet, resident: bool) -> None:
+    """Not when the visit has ended: the optimizer steps, and rows would not."""
+    new = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
+    trained: Any = tc.ResidentCache(passes) if resident else tiered(new, passes)
+    model = Net(trained, CASE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    visits = trained.passes(epochs=2)
+    batches = next(visits).batches(16)
+    model(next(batches)).sum().backward()
+    optimizer.step()
+    batch = next(batches)
+    with one_sentence(StateError, "no optimizer is tracked", "track(optimizer=...)", "step() after each backward"):
+        model(batch)
+    with torch.no_grad():
+        model(batch)  # leaves no gradients
+    trained.step()
+    for batch in batches:  # rows are stepped by hand, also every other batch
+        model(batch).sum().backward()
+        model(batch).sum().backward()
+        trained.step()
+    visits.close()
+    trained.close()
+
+
+def test_a_second_cache_on_a_store_in_training_is_refused(
+    cache: TierCache, store: tc.Store, passes: tc.PassSet
+) -> None:
+    """Both would commit to it; when the first has ended, or is closed, the store is free."""
+    tracked(cache)
+    with tiered(store, passes) as other:
+        tracked(other)
+        visits = cache.passes(epochs=2)
+        next(visits)
+        with one_sentence(StateError, "is being trained by another TierCache", "end its loop", "close it"):
+            next(other.passes(epochs=2))
+        with one_sentence(StateError, "is being trained by another TierCache"):
+            tiered(store, passes)
+        visits.close()
+        visits = other.passes(epochs=2)
+        next(visits)
+        other.close()
+    visits = cache.passes(epochs=2)
+    next(visits)
+    visits.close()
 
 
 def test_a_commit_before_the_first_batch_is_refused(cache: TierCache) -> None:

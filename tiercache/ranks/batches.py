@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tiercache.errors import StateError
 from tiercache.ranks.bags import cut_bags
 from tiercache.ranks.batch_ids import BatchIds
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import make_batch
-from tiercache.training.row_optimizer import RowGradients
+from tiercache.training.row_optimizer import NOBODY_STEPS, RowGradients
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
@@ -139,6 +140,8 @@ class BatchMaker:
         self._thread = thread
         self.due: list[Due] = []
         """Batches made since the last step, in order."""
+        self.is_stepped = False
+        """Whether an optimizer is tracked, or a step was taken."""
 
     def make(self, source: Pass, places: NDArray[np.int64], name: str, **options: Any) -> Batch:
         """Make a batch, as ``_ask`` describes it."""
@@ -244,6 +247,7 @@ class BatchMaker:
         groups, exchanged = self._exchange.answer(asked)  # first: it knows whether the pass is still open
         pooled = self._pooling.answer(bags) if bags else None
         gradients = RowGradients(len(groups))
+        gradients.is_stepped = self.is_stepped
         view = RowView(groups, gradients if trained else None, asked.where, self._processor)
         elsewhere = pooled.features if pooled else {}
         batch = finish(view, ids=self.named(asked.ids, elsewhere), pooled=elsewhere)
@@ -266,6 +270,8 @@ class BatchMaker:
         return coming
 
     def _received(self, coming: Coming) -> Batch:
+        if not self.is_stepped and self.pending:
+            raise StateError(NOBODY_STEPS)
         return self._brought(coming).receive()
 
     def _read(

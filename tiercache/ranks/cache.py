@@ -180,7 +180,7 @@ class ShardedCache:
         }
         self._hooks.check(objects)
         self._inner.dense.track(objects)
-        self._hooks.follow(objects)
+        self._maker.is_stepped |= self._hooks.follow(objects)
 
     def passes(self, epochs: int) -> Iterator[ShardedVisit]:
         """Yield the visits up to the end of epoch ``epochs``, from the last commit of all ranks on.
@@ -230,6 +230,7 @@ class ShardedCache:
         """
         if self._visit is None:
             raise StateError("step() was called outside a visit: step inside the loop over passes()")
+        self._maker.is_stepped = True
         optimizer = self._inner.optimizer
         for due in self._maker.take_due():
             self._exchange.gradients_of(due.exchanged, due.gradients, optimizer.gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from tiercache.tiers.report import VisitReport
     from tiercache.training.batch import Batch
     from tiercache.training.uses import Use
+
+_TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[TierCache]] = weakref.WeakKeyDictionary()
+"""The cache that is in a loop over its passes, by the store that it commits to."""
 
 
 class TierCache:
@@ -88,6 +92,7 @@ class TierCache:
         prepare_kernels(store.tables)
         share_threads()
         self.store, self.pass_set = store, passes
+        self._check_alone()
         check_tables(store, passes)
         self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
         check_schedule(store, passes, self._schedule)
@@ -135,7 +140,7 @@ class TierCache:
         self._check_open()
         self._hooks.check(objects)
         self.dense.track(objects)
-        self._hooks.follow(objects)
+        self.optimizer.gradients.is_stepped |= self._hooks.follow(objects)
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits (one epoch and one visit more where not said) without training them."""
@@ -152,6 +157,7 @@ class TierCache:
         the end of visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         """
         self._check_open()
+        self._check_alone()
         run = self._run = object()
         self._end_visit()
         self._transfer.stop()
@@ -168,6 +174,7 @@ class TierCache:
         visits = range(cursor[0], end)
         total = self._schedule.samples_left(cursor[0], epochs, [one.samples for one in self.pass_set.passes])
         progress = self._progress = TrainingProgress(total, shown=self._shown)
+        _TRAINED_BY[self.store] = weakref.ref(self)
         try:
             for index in visits:
                 visit = self._begin_visit(index, first_sample)
@@ -193,6 +200,7 @@ class TierCache:
             if self._run is run:
                 self._end_visit()
                 self._transfer.stop()
+                _TRAINED_BY.pop(self.store, None)
 
     def step(self) -> None:
         """Apply the pending row gradients: each row of the batches since the last step is updated once.
@@ -284,6 +292,8 @@ class TierCache:
         Whatever asks the cache for rows from then on raises StateError; reports can be read.
         """
         self._run, self._closed = None, True  # a loop that was left open finds nothing to end when it is collected
+        if self._trained_by() is self:
+            del _TRAINED_BY[self.store]
         with ExitStack() as last:
             for close in (self._processor.drop_scratch, self._raw.close, self._transfer.close, self._hooks.remove):
                 last.callback(close)  # the last one first
@@ -344,6 +354,17 @@ class TierCache:
     def host_bytes_peak(self) -> int:
         """The most bytes of rows the host held so far."""
         return self._memory.peak_bytes
+
+    def _trained_by(self) -> TierCache | None:
+        return _TRAINED_BY.get(self.store, lambda: None)()
+
+    def _check_alone(self) -> None:
+        """Raise StateError where another cache is in a loop over its passes of the same store."""
+        if self._trained_by() not in {None, self}:
+            raise StateError(
+                f"{self.store.label} is being trained by another TierCache: end its loop over passes(), or close it, "
+                "before another one trains"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,6 +10,7 @@ from torch import nn
 
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
+from tiercache.training.scaled_loss import check_unscaled, watch_scalers
 from tiercache.training.uses import Use
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class TieredEmbeddingBag(nn.Module):
         weights: by feature, one float32 tensor (ids,), differentiable; they take the place of the data's own.
         Raises IndexError for ids that are not of the visit, RuntimeError where the visit has ended.
         """
+        watch_scalers()
         batch.rows.check()
         given, processor = dict(weights or {}), batch.rows.processor
         for name, weight in given.items():
@@ -198,6 +200,7 @@ class TieredEmbedding(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Look up all features of ``batch``."""
+        watch_scalers()
         batch.rows.check()
         check_brought(batch, self.features)
         if not self.features:
@@ -228,6 +231,7 @@ class _PooledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        check_unscaled()
         processor: Processor = ctx.processor
         grad = processor.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
@@ -252,6 +256,7 @@ class _RowFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        check_unscaled()
         for (lookup, feature), grad in zip(ctx.features, grads, strict=True):
             if grad is not None:
                 lookup.backward(feature, ctx.processor.array(grad))

@@ -73,11 +73,17 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
     return entries
 
 
+def _check_stepped(batch: Batch) -> None:
+    if batch.rows.gradients is not None and torch.is_grad_enabled():
+        batch.rows.gradients.check_stepped()
+
+
 class PooledLookup:
     """Forward and backward of one part with pooling. Lives from forward to backward."""
 
     def __init__(self, part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> None:
         self.part, self.batch = part, batch
+        _check_stepped(batch)
         self.entries = read_entries(part, batch, weights)
         self.entries.trained = batch.rows.gradients is not None and torch.is_grad_enabled()
 
@@ -132,6 +138,7 @@ class RowLookup:
 
     def __init__(self, part: FeaturePart, batch: Batch) -> None:
         self.part, self.batch = part, batch
+        _check_stepped(batch)
         self.entries = read_entries(part, batch, {})
 
     @property

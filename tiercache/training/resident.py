@@ -119,7 +119,7 @@ class ResidentCache:
     def track(self, **objects: Any) -> None:
         """Step rows when a tracked torch optimizer steps."""
         self._check_open()
-        self._hooks.follow(objects)
+        self.optimizer.gradients.is_stepped |= self._hooks.follow(objects)
 
     def passes(self, epochs: int) -> Iterator[Visit]:
         """Yield the visits up to the end of epoch ``epochs``, from the first not trained yet."""

@@ -17,16 +17,28 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
     from tiercache.tiers.rows import GroupRows
 
+NOBODY_STEPS = (
+    "row gradients of an earlier batch are pending, but no optimizer is tracked and step() was never called, so no row "
+    "would be trained: call track(optimizer=...) before the loop, or step() after each backward"
+)
+
 
 class RowGradients:
     """What backward leaves for the step, by group, in the order of the backward calls."""
 
     def __init__(self, num_groups: int) -> None:
         self.pending: list[list[Pending]] = [[] for _ in range(num_groups)]
+        self.is_stepped = False
+        """Whether an optimizer is tracked, or a step was taken: else nobody may ever step them."""
 
     def add(self, group: int, pending: Pending) -> None:
         """Add the gradient of one lookup."""
         self.pending[group].append(pending)
+
+    def check_stepped(self) -> None:
+        """Raise StateError where gradients wait for a step that nobody takes; called before another lookup."""
+        if not self.is_stepped and any(self.pending):
+            raise StateError(NOBODY_STEPS)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -69,6 +81,7 @@ class RowOptimizer:
     def step(self, rows: Sequence[GroupRows]) -> None:
         """Apply the pending gradients to ``rows`` and drop them. Without any, only the step is counted."""
         self.steps += 1
+        self.gradients.is_stepped = True
         every = zip(self._groups, rows, self.gradients.pending, self.learning_rates, strict=True)
         due = [GroupStep(group, mine, pending, rate) for group, mine, pending, rate in every if pending]
         self._processor.step(due, self.steps)

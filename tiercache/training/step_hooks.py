@@ -29,9 +29,10 @@ class StepHooks:
                 "the other's state in an object of your own"
             )
 
-    def follow(self, objects: dict[str, Any]) -> None:
-        """Follow the optimizers among ``objects``."""
+    def follow(self, objects: dict[str, Any]) -> bool:
+        """Follow the optimizers among ``objects``; returns whether any is followed now."""
         self._hooks += [found.register_step_post_hook(self._call) for found in _optimizers(objects)]
+        return bool(self._hooks)
 
     def _call(self, *_: object) -> None:
         step = self._step()
