@@ -143,7 +143,7 @@ class Net(nn.Module):
 
     def __init__(self, cache: tc.TierCache | tc.ResidentCache, width: int) -> None:
         super().__init__()
-        self.bag = tc.TieredEmbeddingBag(cache)
+        self.bag = tc.EmbeddingBagCollection(cache.schema)
         self.bias = nn.Parameter(torch.zeros(1))
         self.dense = dense_part(self.bag.out_features, width) if width else None
 

@@ -45,7 +45,7 @@ class Training:
         torch.manual_seed(1)
         self.model, self._loss_of = Net(cache, width), nn.BCEWithLogitsLoss()
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=DENSE_RATE)
-        cache.track(model=self.model, optimizer=self._optimizer)
+        cache.register(model=self.model, optimizer=self._optimizer)
         self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=size.epochs + 1))
         self.rest_seconds = 0.0
 

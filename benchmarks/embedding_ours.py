@@ -74,7 +74,7 @@ class Ours:
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
         whole = _WholeTables(shape, optimizer, ids_BFN)
         self._cache = tc.ResidentCache(cast("tc.PassSet", whole))
-        self._bag = tc.TieredEmbeddingBag(self._cache)
+        self._bag = tc.EmbeddingBagCollection(self._cache.schema)
         self._visits = self._cache.passes(epochs=1)
         visit = next(self._visits)
         self._batches = list(visit.batches(shape.num_samples))

@@ -101,7 +101,7 @@ class Net(nn.Module):
 
     def __init__(self, cache: TierCache) -> None:
         super().__init__()
-        self.bag = tc.TieredEmbeddingBag(cache, mode={"seen": "mean"})
+        self.bag = tc.EmbeddingBagCollection(cache.schema, mode={"seen": "mean"})
         self.top = nn.Sequential(nn.Linear(self.bag.out_features + 1, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
@@ -220,5 +220,5 @@ def _tracked(cache: TierCache) -> tuple[Net, torch.optim.Optimizer, torch.optim.
     model = Net(cache)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.9)
-    cache.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    cache.register(model=model, optimizer=optimizer, scheduler=scheduler)
     return model, optimizer, scheduler

@@ -182,7 +182,7 @@ class Net(nn.Module):
 
     def __init__(self, cache: Any, layers: tuple[int, ...]) -> None:
         super().__init__()
-        self.bag = tc.TieredEmbeddingBag(cache)
+        self.bag = tc.EmbeddingBagCollection(cache.schema)
         widths = (self.bag.out_features + NUM_NUMERICAL, *layers)
         parts: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):

@@ -13,8 +13,6 @@ import tiercache as tc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiercache.training.embedding import RowSource
-
 
 class FlightsModel(nn.Module):
     """Bottom layers turn the dense features into one more vector; every pair of vectors gives a dot product.
@@ -22,12 +20,12 @@ class FlightsModel(nn.Module):
     The first number of every vector also adds to the logit as it is, so that a key counts from its first step on.
     """
 
-    def __init__(self, cache: RowSource) -> None:
+    def __init__(self, schema: tc.Schema) -> None:
         super().__init__()
-        self.embeddings = tc.TieredEmbeddingBag(cache)
+        self.embeddings = tc.EmbeddingBagCollection(schema)
         (dim,) = set(self.embeddings.dims)
         num_vectors = len(self.embeddings.dims) + 1
-        self.bottom = _layers([len(cache.schema.dense), 32, dim])
+        self.bottom = _layers([len(schema.dense), 32, dim])
         self.top = _layers([num_vectors * dim + num_vectors * (num_vectors - 1) // 2, 64, 32])
         self.out = nn.Linear(32, 1)
         self.register_buffer("pairs", torch.triu_indices(num_vectors, num_vectors, 1), persistent=False)

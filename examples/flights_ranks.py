@@ -50,11 +50,11 @@ def open_ranks(store: Path, passes: tc.PassSet, settings: Settings, ranks: tc.Ra
 def train(cache: tc.ShardedCache, settings: Settings, steps: int | None = None) -> nn.Module:
     """Train from the last commit to the last epoch, or so many steps and a commit."""
     torch.manual_seed(settings.seed)
-    model: nn.Module = FlightsModel(cache).to(cache.device)
+    model: nn.Module = FlightsModel(cache.schema).to(cache.device)
     if cache.ranks.size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-    cache.track(model=model, optimizer=optimizer)
+    cache.register(model=model, optimizer=optimizer)
     criterion, done = nn.BCEWithLogitsLoss(), 0
     for visit in cache.passes(epochs=settings.epochs):
         for batch in visit.batches(settings.batch, shuffle=True):

@@ -68,9 +68,9 @@ class Training:
     def begin(cls, cache: Any, settings: Settings) -> Training:
         """Make a model whose first weights the seed decides, and track it."""
         torch.manual_seed(settings.seed)
-        model = FlightsModel(cache)
+        model = FlightsModel(cache.schema)
         optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-        cache.track(model=model, optimizer=optimizer)
+        cache.register(model=model, optimizer=optimizer)
         return cls(cache, model, optimizer, settings)
 
     def run(self, after_batch: Callable[[Any, int, float], None] = lambda visit, samples, loss: None) -> None:

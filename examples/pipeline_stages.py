@@ -63,9 +63,9 @@ def train_in_stages(folder: Path, passes: tc.PassSet, ranks: tc.Ranks) -> list[f
     check_micro_batches(passes, batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=ranks.size)
     losses = np.zeros((EPOCHS, 0)).tolist()
     with tc.ShardedCache(folder / "model.tc", passes, ranks=ranks, **BUDGETS) as cache:
-        bag, mine = tc.TieredEmbeddingBag(cache), stages()[ranks.rank].to(ranks.device)
+        bag, mine = tc.EmbeddingBagCollection(cache.schema), stages()[ranks.rank].to(ranks.device)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-        cache.track(stage=mine, optimizer=optimizer)
+        cache.register(bag=bag, stage=mine, optimizer=optimizer)
         stage = PipelineStage(mine, ranks.rank, ranks.size, ranks.device)
         schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.BCEWithLogitsLoss())
         first, last = StageInput(ranks), ranks.size - 1
@@ -88,9 +88,9 @@ def train_in_stages(folder: Path, passes: tc.PassSet, ranks: tc.Ranks) -> list[f
 def train_whole(passes: tc.PassSet) -> list[float]:
     """Train the same model on one process, all in memory."""
     cache = tc.ResidentCache(passes)
-    bag, dense = tc.TieredEmbeddingBag(cache), nn.Sequential(*stages())
+    bag, dense = tc.EmbeddingBagCollection(cache.schema), nn.Sequential(*stages())
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
-    cache.track(model=dense, optimizer=optimizer)
+    cache.register(model=dense, optimizer=optimizer)
     criterion, losses = nn.BCEWithLogitsLoss(), np.zeros((EPOCHS, 0)).tolist()
     for visit in cache.passes(epochs=EPOCHS):
         for batch in visit.batches(BATCH):

@@ -37,7 +37,7 @@ batches = [KeyBatch.of(schema, {"f": rng.integers(0, 50, 32)}, label=rng.integer
 passes = write_pass_set(sys.argv[1] + "/passes", schema, batches)
 with tc.Store.open(sys.argv[1] + "/model.tc", tables=schema.tables) as store:
     with tc.TierCache(store, passes, device_budget="1MiB", host_budget="4MiB") as cache:
-        bag = tc.TieredEmbeddingBag(cache)
+        bag = tc.EmbeddingBagCollection(cache.schema)
         for visit in cache.passes(epochs=2):
             for batch in visit.batches(8):
                 bag(batch).sum().backward()

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from tiercache.store.table import Zeros as Zeros
     from tiercache.training.batch import Batch as Batch
     from tiercache.training.cache import TierCache as TierCache
-    from tiercache.training.embedding import TieredEmbedding as TieredEmbedding
-    from tiercache.training.embedding import TieredEmbeddingBag as TieredEmbeddingBag
+    from tiercache.training.embedding import EmbeddingBagCollection as EmbeddingBagCollection
+    from tiercache.training.embedding import EmbeddingCollection as EmbeddingCollection
     from tiercache.training.reorganise import reorganise as reorganise
     from tiercache.training.resident import ResidentCache as ResidentCache
     from tiercache.training.visit import Visit as Visit
@@ -71,8 +71,8 @@ _HOME = {
     "Table": "store.table",
     "TierCache": "training.cache",
     "TierCacheError": "errors",
-    "TieredEmbedding": "training.embedding",
-    "TieredEmbeddingBag": "training.embedding",
+    "EmbeddingCollection": "training.embedding",
+    "EmbeddingBagCollection": "training.embedding",
     "Uniform": "store.table",
     "Visit": "training.visit",
     "Zeros": "store.table",
@@ -92,6 +92,8 @@ __all__ = [
     "Batch",
     "Constant",
     "Dense",
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
     "Feature",
     "Normal",
     "PassSet",
@@ -109,8 +111,6 @@ __all__ = [
     "Table",
     "TierCache",
     "TierCacheError",
-    "TieredEmbedding",
-    "TieredEmbeddingBag",
     "Uniform",
     "Visit",
     "Zeros",

@@ -129,10 +129,10 @@ class Model(nn.Module):
         modes = {spec.name: spec.mode for spec in pooled}
         self.weighted = [spec.name for spec in pooled if spec.weighted and entry.input == "data"]
         self.bags = [
-            tc.TieredEmbeddingBag(cache, list(modes), mode=modes, weighted=self.weighted)
+            tc.EmbeddingBagCollection(cache.schema, list(modes), mode=modes, weighted=self.weighted)
             for _ in range(1 + entry.twice)
         ]
-        self.single = tc.TieredEmbedding(cache, list(entry.singles))
+        self.single = tc.EmbeddingCollection(cache.schema, list(entry.singles))
         self.factors = nn.Parameter(torch.linspace(0.5, 1.5, len(self.weighted))) if self.weighted else None
         self.top = nn.Linear(self.bags[0].out_features + 1, 1)
         self.exact = entry.exact
@@ -173,7 +173,7 @@ def tracked(cache: Any, entry: Entry, size: int) -> tuple[Model, nn.Module, torc
     model = Model(cache, entry)
     trained = DistributedDataParallel(model) if size > 1 else model
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.5)
-    cache.track(model=model, optimizer=optimizer)
+    cache.register(model=model, optimizer=optimizer)
     return model, trained, optimizer
 
 
@@ -271,7 +271,7 @@ def evaluate(ranks: Ranks, name: str, folder: str, *, at: list[int], schedule: s
 
 def looked_up(cache: Any, entry: Entry, tests: tc.PassSet, **options: Any) -> dict[str, Any]:
     """Return the vectors of an evaluation by batch, those of this rank's samples, and how many slices there were."""
-    bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in entry.specs})
+    bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in entry.specs})
     slices, found = 0, []
     for piece in cache.evaluation(tests):
         slices += 1
@@ -299,7 +299,8 @@ def ask_wrongly(ranks: Ranks, name: str, folder: str, *, bad_rank: int, number: 
             visit._visit.source.read = wrong  # type: ignore[method-assign]
         said = ["", ""]
         try:
-            tc.TieredEmbeddingBag(cache)(next(visit.batches(entry.batch)))  # a rank alone is told at the lookup
+            bag = tc.EmbeddingBagCollection(cache.schema)
+            bag(next(visit.batches(entry.batch)))  # a rank alone is told at the lookup
         except (IndexError, tc.TierCacheError) as error:
             said = [type(error).__name__, str(error)]
         visit._visit.source.read = read  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from tiercache.ranks.shares import Share
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Batch
-from tiercache.training.embedding import TieredEmbedding, TieredEmbeddingBag
+from tiercache.training.embedding import EmbeddingBagCollection, EmbeddingCollection
 from tiercache.training.row_optimizer import RowGradients
 
 if TYPE_CHECKING:
@@ -118,15 +118,11 @@ class Model:
     def __init__(self, case: Case, options: Options, groups: Any) -> None:
         self.schema, self.groups = case.schema, groups
         specs = [spec for spec in case.specs if not options.only or spec.name in options.only]
-        self._bag = TieredEmbeddingBag(self, [s.name for s in specs], mode={s.name: s.mode for s in specs})
-        self._single = (
-            TieredEmbedding(self, [s.name for s in specs if s.hotness == "fixed"]) if options.single else None
-        )
+        modes, fixed = {s.name: s.mode for s in specs}, [s.name for s in specs if s.hotness == "fixed"]
+        self._bag = EmbeddingBagCollection(self.schema, list(modes), mode=modes)
+        self._single = EmbeddingCollection(self.schema, fixed) if options.single else None
         self._integers = case.integers
         self._weighted = [spec.name for spec in specs if spec.weighted and not options.pooled]
-
-    def looks_up(self, use: object) -> None:
-        """Nothing: what is pooled is said to the exchange."""
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss, the pooled output and the weights, whose gradients are wanted."""
@@ -250,6 +246,7 @@ def train_alone(passes: tc.PassSet, case: str, **given: Any) -> dict[str, Any]:
     """Train a case in one process that exchanges nothing."""
     options = Options(**given)
     cache = tc.ResidentCache(passes)
+    cache.optimizer.gradients.is_stepped = True  # by hand, and not after each backward
     model = Model(CASES[case], options, cache.groups)
     outputs, gradients = [], []
     for visit in cache.passes(options.epochs):
@@ -330,7 +327,7 @@ def ask_for_nothing(ranks: Ranks, folder: str) -> list[int]:
     _, rows = next(training.visits())
     samples = passes.passes[0].read(np.arange(0 if ranks.rank % 2 else 8))
     batch, exchanged = training.batch(samples, samples.ids, 1.0, "batch 0 of visit 0")
-    out = TieredEmbeddingBag(Model(MIXED, Options(), training.groups), ["one", "plain", "mean"])(batch)
+    out = EmbeddingBagCollection(Model(MIXED, Options(), training.groups).schema, ["one", "plain", "mean"])(batch)
     out.sum().backward()
     training.step([(exchanged, batch.rows)], rows)
     return list(out.shape)

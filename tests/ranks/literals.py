@@ -77,7 +77,8 @@ def train(ranks: Ranks, folder: str) -> dict[str, Any]:
         path = Path(folder) / f"{way}.tc"
         with tc.ShardedCache(path, passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
             by_rule = [f"by {name}" for name in RULES]
-            bag = tc.TieredEmbeddingBag(cache, ["id", "sum", "mean", *by_rule], mode={"mean": "mean"})
+            bag = tc.EmbeddingBagCollection(cache.schema, ["id", "sum", "mean", *by_rule], mode={"mean": "mean"})
+            cache.register(bag=bag)
             for visit in cache.passes(epochs=1):
                 for batch in visit.batches(4):
                     out = bag(batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +53,8 @@ class Model(nn.Module):
         modes = {spec.name: spec.mode for spec in CASE.specs}
         left, right = ["user", "word", "friend", "title", "item"], ["more", "tag", "place"]
         left_modes = {name: modes[name] for name in left}
-        self.left = tc.TieredEmbeddingBag(cache, left, mode=left_modes, weighted=left if by_rows else ())
-        self.right = tc.TieredEmbeddingBag(cache, right, weighted=right if by_rows else ())
+        self.left = tc.EmbeddingBagCollection(cache.schema, left, mode=left_modes, weighted=left if by_rows else ())
+        self.right = tc.EmbeddingBagCollection(cache.schema, right, weighted=right if by_rows else ())
         self.top = nn.Linear(self.left.out_features + self.right.out_features + 1, 1)
         self.step = 0
 
@@ -89,7 +88,7 @@ def train(
         inner = Model(cache, by_rows=by_rows)
         model = DistributedDataParallel(inner) if ranks.size > 1 else inner
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        cache.track(model=model, optimizer=optimizer)
+        cache.register(model=model, optimizer=optimizer)
         held = 0
         for visit in cache.passes(epochs=2):
             if micro_batches is None:
@@ -122,7 +121,8 @@ def weigh(ranks: Ranks, folder: str, *, announced: bool) -> list[Any]:
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     with tc.ShardedCache(Path(folder) / "weighed.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
-        bag = tc.TieredEmbeddingBag(cache, ["title", "more"], weighted=["title"] if announced else ())
+        bag = tc.EmbeddingBagCollection(cache.schema, ["title", "more"], weighted=["title"] if announced else ())
+        cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
             batch = next(visit.batches(8))
             weights = torch.ones(4 * 6, requires_grad=True)
@@ -137,7 +137,8 @@ def ask_for_ids(ranks: Ranks, folder: str, *, names: list[str]) -> dict[str, Any
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     with tc.ShardedCache(Path(folder) / "asked.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
-        bag = tc.TieredEmbeddingBag(cache, ["user", "more"])
+        bag = tc.EmbeddingBagCollection(cache.schema, ["user", "more"])
+        cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
             batch = next(visit.batches(8))
             said = []
@@ -153,10 +154,8 @@ def ask_for_ids(ranks: Ranks, folder: str, *, names: list[str]) -> dict[str, Any
     raise AssertionError("there was no visit")
 
 
-def modules_come_and_go(ranks: Ranks, folder: str) -> list[list[list[str]]]:
-    """Return the features of batches, with rows and pooled, as modules are made, copied and thrown away."""
-    import copy
-
+def modules_are_registered(ranks: Ranks, folder: str) -> list[list[list[str]]]:
+    """Return the features of batches, with rows and pooled, as modules are registered."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     found = []
@@ -170,19 +169,14 @@ def modules_come_and_go(ranks: Ranks, folder: str) -> list[list[list[str]]]:
                 return batch
 
             note()
-            bag = tc.TieredEmbeddingBag(cache, ["user", "more"])
-            note()
-            mean = tc.TieredEmbeddingBag(cache, ["more"], mode="mean")
-            note()
-            mean = copy.deepcopy(mean)
-            gc.collect()
-            note()
-            del mean
-            gc.collect()
+            bag = tc.EmbeddingBagCollection(cache.schema, ["user", "more"])
+            cache.register(bag=bag)
             batch = note()
+            cache.register(mean=tc.EmbeddingBagCollection(cache.schema, ["more"], mode="mean"))
+            note()
             assert torch.equal(bag(batch), bag(batch))
             with pytest.raises(ValueError, match="without the rows of feature 'more'"):
-                tc.TieredEmbedding(cache, ["more"])(batch)
+                tc.EmbeddingCollection(cache.schema, ["more"])(batch)
             return found
     raise AssertionError("there was no visit")
 
@@ -192,7 +186,8 @@ def have_a_wrong_id(ranks: Ranks, folder: str, *, input_: str) -> None:
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     with tc.ShardedCache(Path(folder) / "wrong.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
-        bag = tc.TieredEmbeddingBag(cache, ["title"], mode="mean")
+        bag = tc.EmbeddingBagCollection(cache.schema, ["title"], mode="mean")
+        cache.register(bag=bag)
         owner = cache.placement.tables["words"].slices[0].rank
         for visit in cache.passes(epochs=1):
             source = visit._visit.source
@@ -214,6 +209,9 @@ def differ(ranks: Ranks, folder: str, *, what: str) -> None:
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     with tc.ShardedCache(Path(folder) / "differ.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
-        bag = tc.TieredEmbeddingBag(cache, ["more"], mode="sum" if ranks.rank and what == "modes" else "mean")
+        bag = tc.EmbeddingBagCollection(
+            cache.schema, ["more"], mode="sum" if ranks.rank and what == "modes" else "mean"
+        )
+        cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
             bag(next(visit.batches(8 + ranks.rank * (what == "sizes"), input="model")))

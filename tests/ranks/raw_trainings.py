@@ -102,7 +102,9 @@ def run(
 ) -> dict[str, Any]:
     """Train on the samples of one rank; until a commit behind batch ``stop``, (visit, batch), where said."""
     criterion, evaluated, most = nn.BCEWithLogitsLoss(), [], 0
-    single = tc.TieredEmbedding(cache, ["user", "item"]) if evaluates else None
+    single = tc.EmbeddingCollection(cache.schema, ["user", "item"]) if evaluates else None
+    if single is not None:
+        cache.register(single=single)
     for visit in cache.passes(epochs=CASE.epochs):
         every = batches_of(samples, visit.pass_index, visit.start_sample, CASE.batch)
         for number, arguments in enumerate(every, visit.start_batch):
@@ -145,7 +147,7 @@ def train(ranks: Ranks, folder: str, *, on_shim: bool = False, **options: Any) -
         if ranks.size > 1:
             model = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
-        cache.track(model=model, optimizer=optimizer)
+        cache.register(model=model, optimizer=optimizer)
         found = run(cache, samples, model, optimizer, rank=ranks.rank, size=ranks.size, **how)
         assert cache.device_bytes <= 4 << 20
         launches = sorted(set(options["device"]._gpu.kernels.launches)) if on_shim else []
@@ -232,7 +234,8 @@ def evaluate_unknown(ranks: Ranks, folder: str, *, asked: list[int]) -> dict[str
     """Train passes that have the out-of-vocabulary row; then look up keys that no pass has, as many as the rank."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     with tc.ShardedCache(Path(folder) / "model.tc", passes, ranks=ranks, placement={"a": "row"}, **OPTIONS) as cache:
-        rows = tc.TieredEmbedding(cache)
+        rows = tc.EmbeddingCollection(cache.schema)
+        cache.register(rows=rows)
         for visit in cache.passes(epochs=1):
             for batch in visit.batches(4):
                 (rows(batch)["a"].sum() * batch.weight).backward()

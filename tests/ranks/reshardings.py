@@ -63,7 +63,7 @@ def visit_to(
         torch.manual_seed(seed)
         model = Net(cache, case)
         optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-        cache.track(model=model, optimizer=optimizer)
+        cache.register(model=model, optimizer=optimizer)
         for visit in cache.passes(epochs=10):
             if parts is not None:
                 cache.drain()
@@ -87,7 +87,7 @@ def visit_to(
 def let_through(store: Store, share: Share, visit_end: int, order_seed: int | None = None) -> None:
     """Bring a rank's rows through the visits before ``visit_end``, untrained, with the dense state as it is."""
     with tiered(store, share, order_seed=order_seed) as cache:
-        cache.track(model=Kept(), optimizer=Kept())
+        cache.register(model=Kept(), optimizer=Kept())
         for visit in cache.passes(epochs=10):
             if visit.index == visit_end:
                 break

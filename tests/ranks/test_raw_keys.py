@@ -64,7 +64,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Resul
                 torch.manual_seed(1)
                 model = Net(cache, CASE)
                 optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
-                cache.track(model=model, optimizer=optimizer)
+                cache.register(model=model, optimizer=optimizer)
                 how = {"missing": missing, "evaluates": evaluates, "reweighs": reweighs}
                 found = raw_trainings.run(cache, samples, model, optimizer, **how)
                 known[way] = result_of(store, passes, model), found

@@ -61,7 +61,7 @@ def model_of(cache: tc.ShardedCache, case: Case) -> tuple[nn.Module, torch.optim
     if cache.ranks.size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-    cache.track(model=model, optimizer=optimizer)
+    cache.register(model=model, optimizer=optimizer)
     return model, optimizer
 
 
@@ -158,7 +158,7 @@ def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Res
     torch.manual_seed(1)
     model = Net(cache, case)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-    cache.track(model=model, optimizer=optimizer)
+    cache.register(model=model, optimizer=optimizer)
     criterion, done = nn.BCEWithLogitsLoss(), 0
     for visit in cache.passes(epochs=case.epochs):
         for batch in visit.batches(case.batch, shuffle=case.shuffle):

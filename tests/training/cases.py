@@ -148,7 +148,7 @@ class Net(nn.Module):
 
     def __init__(self, cache: Any, case: Case) -> None:
         super().__init__()
-        self.bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in case.specs})
+        self.bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in case.specs})
         self.top = nn.Linear(self.bag.out_features + 1, 1)
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
@@ -191,7 +191,7 @@ def train(
     torch.manual_seed(seed)
     model = Net(cache, case).to(cache.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-    cache.track(model=model, optimizer=optimizer)
+    cache.register(model=model, optimizer=optimizer)
     run(cache, case, model, optimizer, epochs=epochs, each_batch=each_batch)
     return model
 

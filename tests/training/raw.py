@@ -114,6 +114,6 @@ def train_raw(cache: Any, case: Case, samples: tc.PassSet, *, seed: int = 1, **o
     torch.manual_seed(seed)
     model = Net(cache, case).to(cache.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-    cache.track(model=model, optimizer=optimizer)
+    cache.register(model=model, optimizer=optimizer)
     run_raw(cache, case, samples, model, optimizer, **options)
     return model

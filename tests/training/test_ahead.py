@@ -149,7 +149,7 @@ def test_other_ids_than_those_that_were_joined_are_joined_anew(passes: tc.PassSe
     """A batch whose ids were replaced looks up what it has, and weights of one's own take the data's place."""
     for device in DEVICES.values():
         cache = resident(passes, device=device())
-        bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in SPECS})
+        bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in SPECS})
         visits = cache.passes(epochs=1)
         batches = list(next(visits).batches(20, ahead=2))
         again = [bag(batch).detach().clone() for batch in batches]
@@ -168,7 +168,7 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassSet, tmp_path
         found = []
         for ahead in (0, 2):
             with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes, device=device()) as cache:
-                bag = tc.TieredEmbeddingBag(cache)
+                bag = tc.EmbeddingBagCollection(cache.schema)
                 visits = cache.passes(epochs=1)
                 visit, outs = next(visits), []
                 one, two = (visit.batches(25, ahead=ahead) for _ in range(2))
@@ -241,7 +241,7 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(
     for ahead in (0, 2):
         visits, visit = one_visit(passes, device)
         cache = visits.gi_frame.f_locals["self"]
-        bag = tc.TieredEmbeddingBag(cache, ["g", "h"], mode="mean")
+        bag = tc.EmbeddingBagCollection(cache.schema, ["g", "h"], mode="mean")
         for batch in visit.batches(10, ahead=ahead):
             if visit.samples_done == 50:
                 with pytest.raises(IndexError) as caught:

@@ -69,7 +69,7 @@ def tracked(cache: Any, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
     """Track the model and optimizer that the store was trained with."""
     model = Net(cache, CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
-    cache.track(model=model, optimizer=optimizer, **more)
+    cache.register(model=model, optimizer=optimizer, **more)
     return model, optimizer
 
 
@@ -188,7 +188,7 @@ def test_training_on_a_store_open_for_reading_is_refused(tmp_path: Path, passes:
             next(cache.passes(epochs=2))
 
 
-# -- track() -----------------------------------------------------------------------------------------------------
+# -- register() --------------------------------------------------------------------------------------------------
 
 
 class Holder:
@@ -221,7 +221,7 @@ def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
         tiered(store, passes) as cache,
         one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"),
     ):
-        cache.track(extra=Holder(make()))
+        cache.register(extra=Holder(make()))
 
 
 @pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
@@ -229,8 +229,8 @@ def test_an_object_without_state_is_refused_when_it_is_tracked(
     store: tc.Store, passes: tc.PassSet, make: Callable[[], Any]
 ) -> None:
     """What has no state_dict cannot be tracked."""
-    with tiered(store, passes) as cache, one_sentence(StateError, "track(extra=...)", "state_dict"):
-        cache.track(extra=make())
+    with tiered(store, passes) as cache, one_sentence(StateError, "register(extra=...)", "state_dict"):
+        cache.register(extra=make())
 
 
 def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
@@ -255,14 +255,14 @@ def test_two_tracked_optimizers_are_refused(store: tc.Store, passes: tc.PassSet)
     """Rows step once for each step, so one optimizer leads."""
     with tiered(store, passes) as cache:
         model, _ = tracked(cache)
-        with one_sentence(StateError, "two optimizers", "track one"):
-            cache.track(second=torch.optim.SGD(model.parameters(), lr=0.1))
+        with one_sentence(StateError, "two optimizers", "give one"):
+            cache.register(second=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_tracking_other_names_than_the_last_commit_is_refused_on_resume(store: tc.Store, passes: tc.PassSet) -> None:
     """The error names both sets of names."""
     with tiered(store, passes) as cache:
-        cache.track(network=Net(cache, CASE))
+        cache.register(network=Net(cache, CASE))
         with one_sentence(StateError, "model, optimizer", "network", "same names"):
             next(cache.passes(epochs=2))
 
@@ -272,6 +272,6 @@ def test_tracking_a_model_of_another_shape_is_refused_on_resume(store: tc.Store,
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
         model.top = nn.Linear(model.bag.out_features + 1, 2)
-        cache.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
         with one_sentence(StateError, "'model'", "top.weight", "size mismatch"):
             next(cache.passes(epochs=2))

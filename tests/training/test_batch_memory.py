@@ -68,8 +68,11 @@ class Lookups:
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.bag = tc.TieredEmbeddingBag(cache, ["f", "g", "h"], mode={"g": "max", "h": "mean"})
-        self.weighted, self.single = tc.TieredEmbeddingBag(cache, ["i"]), tc.TieredEmbedding(cache)
+        self.bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g", "h"], mode={"g": "max", "h": "mean"})
+        self.weighted, self.single = (
+            tc.EmbeddingBagCollection(cache.schema, ["i"]),
+            tc.EmbeddingCollection(cache.schema),
+        )
 
     def step(self, batch: tc.Batch) -> None:
         """Train a batch."""
@@ -138,7 +141,7 @@ def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(passes: tc.PassSet,
 def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(passes: tc.PassSet, device: str) -> None:
     """So are the rows of its slice, though somebody keeps a batch of it."""
     cache, before = resident(passes, device=DEVICES[device]()), left()
-    bag = tc.TieredEmbeddingBag(cache, ["f", "g"])
+    bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g"])
     with (
         tc.Store.open(None, tables=CASE.tables, engine=tc.store.MemoryEngine()) as store,
         tc.TierCache(
@@ -216,7 +219,7 @@ def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
 def test_an_output_may_be_changed_in_place(passes: tc.PassSet, device: str) -> None:
     """As a ReLU with ``inplace=True`` does behind a module of ours; gradients are those of another output."""
     cache = resident(passes, device=DEVICES[device]())
-    bag, single = tc.TieredEmbeddingBag(cache, ["f", "h"]), tc.TieredEmbedding(cache, ["f"])
+    bag, single = tc.EmbeddingBagCollection(cache.schema, ["f", "h"]), tc.EmbeddingCollection(cache.schema, ["f"])
     visits = cache.passes(epochs=1)
     batch = next(next(visits).batches(20))
     sums = []

@@ -69,7 +69,7 @@ def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
     """Return a model that looks up in a cache and an optimizer whose steps the rows follow."""
     model = Net(cache, CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cache.track(model=model, optimizer=optimizer)
+    cache.register(model=model, optimizer=optimizer)
     return model, optimizer
 
 
@@ -173,7 +173,7 @@ def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(passes: tc.Pass
     batches = visit.batches(8)
     batch = next(batches)
     asked: list[Any] = [
-        partial(next, visits), cache.rows_now, cache.step, partial(cache.track, model=model),
+        partial(next, visits), cache.rows_now, cache.step, partial(cache.register, model=model),
         lambda: next(cache.passes(epochs=3)),
     ]  # fmt: skip
     if kind == "tiered":

@@ -104,7 +104,7 @@ def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) ->
     """16 bytes at its making, nothing for lookups and the step; ids when somebody reads them, once, read-only."""
     passes, gpu = write_passes(tmp_path / "keys"), WatchedGpu()
     cache = tc.ResidentCache(passes, device=CudaProcessor(gpu))
-    bag, single = tc.TieredEmbeddingBag(cache), tc.TieredEmbedding(cache, ["pair", "c"])
+    bag, single = tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingCollection(cache.schema, ["pair", "c"])
     for visit in cache.passes(epochs=1):
         for _ in range(2):
             gpu.came_back.clear()
@@ -133,7 +133,7 @@ def test_a_missing_key_on_cuda_is_the_error_of_a_cpu_and_trains_nothing(tmp_path
         for device in ("cpu", cuda_device()):
             store = tc.Store.open(None, tables=TABLES, engine=MemoryEngine())
             with store, tiered(store, passes, device=device) as cache:
-                bag = tc.TieredEmbeddingBag(cache)
+                bag = tc.EmbeddingBagCollection(cache.schema)
                 for visit in cache.passes(epochs=1):
                     bag(visit.batch(own_keys(visit.pass_index))).sum().backward()
                     cache.step()
@@ -206,7 +206,7 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
                     check_ids(passes, visit, keys[0])
                 assert ("key_index.find" in gpu.kernels.launches) == indexed
                 assert cache.device_bytes == rows + full * indexed
-                out = tc.TieredEmbeddingBag(cache)(visit.batch({"a": keys[0][:9], "b": keys[0][:27:3] + 1}))
+                out = tc.EmbeddingBagCollection(cache.schema)(visit.batch({"a": keys[0][:9], "b": keys[0][:27:3] + 1}))
                 expected = np.concatenate([cache.rows_now().fields("a", keys[0][:9])[0],
                                            cache.rows_now().fields("b", keys[0][:27:3] + 1)[0]], 1)  # fmt: skip
                 np.testing.assert_array_equal(out.detach().numpy(), expected)

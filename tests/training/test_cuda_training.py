@@ -161,11 +161,11 @@ def test_an_evaluation_of_raw_keys_on_cuda_sees_rows_as_of_now(tmp_path: Path) -
         if (visit, batch) != (1, 0):
             return
         made = cache.evaluation_batch(asked)
-        vectors, now = tc.TieredEmbedding(cache)(made), cache.rows_now()
+        vectors, now = tc.EmbeddingCollection(cache.schema)(made), cache.rows_now()
         np.testing.assert_array_equal(vectors["f"].detach().cpu().numpy(), now.fields("a", keys)[0])
         found = vectors["h"].detach().cpu().numpy().reshape(keys.size, 3, 3)
         np.testing.assert_array_equal(found, np.stack([now.fields("b", keys)[0]] * 3, 1))
-        assert not tc.TieredEmbeddingBag(cache, ["g"], mode="max")(made).abs().sum().item()
+        assert not tc.EmbeddingBagCollection(cache.schema, ["g"], mode="max")(made).abs().sum().item()
         seen += 1
 
     with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=cuda_device()) as cache:
@@ -256,12 +256,15 @@ def test_a_training_on_cuda_that_was_killed_goes_on_to_the_same_bits(tmp_path: P
 
 
 def test_single_vectors_and_weights_have_the_gradients_of_a_cpu(tmp_path: Path) -> None:
-    """TieredEmbedding, and weights given as tensors beside the data's own, in one step with accumulation."""
+    """EmbeddingCollection, and weights given as tensors beside the data's own, in one step with accumulation."""
     case = Case(tables=(table("a", 8), table("b", 3)), specs=SPECS, num_samples=32, pass_rows=32)
     passes, seen = case.cut(tmp_path / "passes"), []
     for device in ("cpu", cuda_device("random")):
         cache = tc.ResidentCache(passes, device=device)
-        single, bag = tc.TieredEmbedding(cache), tc.TieredEmbeddingBag(cache, ["g", "i"], mode={"g": "mean"})
+        single, bag = (
+            tc.EmbeddingCollection(cache.schema),
+            tc.EmbeddingBagCollection(cache.schema, ["g", "i"], mode={"g": "mean"}),
+        )
         weight_grads = []
         for visit in cache.passes(epochs=1):
             for batch in visit.batches(8):
@@ -289,7 +292,7 @@ def test_evaluation_on_cuda_sees_the_rows_of_a_cpu(tmp_path: Path) -> None:
 
         def each_batch(visit: int, batch: int, outs: list[torch.Tensor] = outs) -> None:
             if (visit, batch) == (2, 0):
-                bag = tc.TieredEmbeddingBag(cache)
+                bag = tc.EmbeddingBagCollection(cache.schema)
                 outs.extend(bag(b).detach().cpu() for part in cache.evaluation(others) for b in part.batches(16))
 
         with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=device) as cache:
@@ -388,7 +391,7 @@ def test_nothing_of_cuda_is_imported_before_a_gpu_is_asked_for() -> None:
     """Neither by the import of the package, nor by its names, nor by a cache on a CPU."""
     script = (
         "import sys, tiercache as tc\n"
-        "assert tc.TierCache and tc.ResidentCache and tc.TieredEmbeddingBag\n"
+        "assert tc.TierCache and tc.ResidentCache and tc.EmbeddingBagCollection\n"
         "from tiercache.processors.opening import open_processor\n"
         "open_processor('cpu', ())\n"
         "print([name for name in sys.modules if 'cupy' in name or name.startswith('tiercache.kernels.cuda_')])"

@@ -78,7 +78,7 @@ def test_an_evaluation_looks_up_what_training_sees(tmp_path: Path, dtype: str) -
                 t.name: dict(zip(memory.keys(t.name).tolist(), memory.fields(t.name)[0], strict=True))
                 for t in memory.tables
             }
-            vectors = tc.TieredEmbedding(cache)
+            vectors = tc.EmbeddingCollection(cache.schema)
             for piece in cache.evaluation(others):
                 source = others.passes[piece.pass_index]
                 for part in piece.batches(20):

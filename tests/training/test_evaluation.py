@@ -90,7 +90,7 @@ def resident_rows(passes: tc.PassSet, moments: list[tuple[int, int]]) -> dict[tu
 
 def assert_rows_as_of(cache: TierCache, others: tc.PassSet, now: Rows) -> None:
     """Every vector that an evaluation looks up is the one of ``now``, or the initial one; pooling sums them."""
-    vectors, bag, samples = tc.TieredEmbedding(cache), tc.TieredEmbeddingBag(cache), 0
+    vectors, bag, samples = tc.EmbeddingCollection(cache.schema), tc.EmbeddingBagCollection(cache.schema), 0
     tables = {t.name: t for t in others.tables}
     for piece in cache.evaluation(others):
         source = others.passes[piece.pass_index]
@@ -217,7 +217,7 @@ def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_traine
         unknown = 0
         for piece in cache.evaluation(others):
             for batch in piece.batches(64):
-                found = tc.TieredEmbedding(cache)(batch)["f"].detach().cpu().numpy()
+                found = tc.EmbeddingCollection(cache.schema)(batch)["f"].detach().cpu().numpy()
                 for row, local in zip(found, batch.ids["f"].ids.tolist(), strict=True):
                     key = int(others.passes[piece.pass_index].keys("a")[local])
                     unknown += key not in rows

@@ -209,7 +209,7 @@ def test_a_commit_waits_for_the_gpus_that_have_dense_state_and_for_no_other(monk
     )
     monkeypatch.setattr(torch.cuda, "stream", using)
     kept, dense = Kept(), DenseState(CpuProcessor())
-    dense.track({"kept": kept})
+    dense.register({"kept": kept})
     monkeypatch.setattr(dense_state, "_save", lambda _: done.append("saved") or b"")
     dense.capture()()
     assert done == ["saved"]

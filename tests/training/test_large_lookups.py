@@ -92,7 +92,7 @@ def test_rows_beside_missing_keys_are_trained_to_the_same_bits(
     for stream_bytes in (gathering.STREAM_BYTES, 1 << 40):
         monkeypatch.setattr(gathering, "STREAM_BYTES", stream_bytes)
         cache = resident(passes, device="cpu")
-        bag = tc.TieredEmbeddingBag(cache)
+        bag = tc.EmbeddingBagCollection(cache.schema)
         visits = cache.passes(epochs=1)
         visit = next(visits)
         for _ in range(2):

@@ -75,7 +75,7 @@ def raw_batches(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[list[in
 def visited(batches: list[dict[str, Any]], cache: Any) -> Any:
     """Train visit 0 by its own keys and return visit 1."""
     visits = cache.passes(epochs=1)
-    bag = tc.TieredEmbeddingBag(cache)
+    bag = tc.EmbeddingBagCollection(cache.schema)
     bag(next(visits).batch(batches[0])).sum().backward()
     cache.step()
     return visits, next(visits)
@@ -116,7 +116,7 @@ def test_missing_keys_read_what_a_dict_says_and_train_nothing(
                 held, visit = visited([own_keys(0)], cache)
             batch = visit.batch(keys, missing=missing)
             assert batch.num_samples == len(lists["one"])
-            vectors = tc.TieredEmbedding(cache)(batch)
+            vectors = tc.EmbeddingCollection(cache.schema)(batch)
             check_vectors(vectors, lists, rows)
             check_step(cache, visit, keys, lists, rows, missing, mode)
             del held
@@ -140,7 +140,7 @@ def check_step(
 ) -> None:
     """Pool and step, and compare with torch's own pooling of the dict's rows; then look the same batch up again."""
     batch = visit.batch(keys, missing=missing)
-    bag = tc.TieredEmbeddingBag(cache, mode=mode)
+    bag = tc.EmbeddingBagCollection(cache.schema, mode=mode)
     weights = {t.name: torch.tensor(np.array(list(rows[t.name].values())), requires_grad=True) for t in TABLES}
     order = {t.name: {key: i for i, key in enumerate(rows[t.name])} for t in TABLES}
     outs = []
@@ -167,7 +167,7 @@ def check_step(
             key: after[i].numpy() if key in PASS_KEYS[1] else rows[spec.name][key]
             for key, i in order[spec.name].items()
         }
-    again = tc.TieredEmbedding(cache)(batch)
+    again = tc.EmbeddingCollection(cache.schema)(batch)
     for feature in SCHEMA.features:
         got = again[feature.name].detach().cpu().numpy().reshape(-1, again[feature.name].shape[-1])
         at = 0
@@ -287,7 +287,9 @@ def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_p
     trained = np.array([1, -2, 77, 5])  # pass 0 has two of them, pass 2 the last
     keys = own | {"one": trained, "pair": np.stack([trained, trained], 1)}
     for expected in ([2, 2], [2, 2]):
-        found.append(tc.TieredEmbedding(cache)(visit.batch(keys, missing="load"))["one"].detach().cpu().numpy())
+        found.append(
+            tc.EmbeddingCollection(cache.schema)(visit.batch(keys, missing="load"))["one"].detach().cpu().numpy()
+        )
         assert counts == expected, "two tables of one field each have missing keys that were trained"
         counts.clear()
     assert np.array_equal(*found)
@@ -295,7 +297,7 @@ def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_p
     assert np.array_equal(found[0][3], initial_row(TABLES[0], 5))
     early = cache.rows_now()
     visit = next(visits)
-    bag = tc.TieredEmbeddingBag(cache)
+    bag = tc.EmbeddingBagCollection(cache.schema)
     bag(visit.batch(own_keys(2))).sum().backward()
     cache.step()
     counts.clear()
@@ -315,7 +317,7 @@ def test_a_table_trained_with_an_out_of_vocabulary_row_reads_it_for_keys_never_t
             visits = kind.passes(epochs=2)
             visit = next(visits)
             batch = visit.batch({"f": [10**9, 10**9 + 1]}, missing="load")
-            found.append(tc.TieredEmbedding(kind)(batch)["f"].detach().cpu().numpy())
+            found.append(tc.EmbeddingCollection(kind.schema)(batch)["f"].detach().cpu().numpy())
         assert np.array_equal(found[0], found[1])
         assert np.array_equal(found[0][0], found[0][1])
         assert not np.array_equal(found[0][0], initial_row(case.tables[0], 10**9))

@@ -87,7 +87,7 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassSet, r
     model(next(batches)).sum().backward()
     optimizer.step()
     batch = next(batches)
-    with one_sentence(StateError, "no optimizer is tracked", "track(optimizer=...)", "step() after each backward"):
+    with one_sentence(StateError, "the cache has no optimizer", "optimizer=...", "step() after each backward"):
         model(batch)
     with torch.no_grad():
         model(batch)  # leaves no gradients
@@ -209,24 +209,24 @@ def test_batches_of_no_samples_are_refused(cache: TierCache) -> None:
 
 def test_an_unknown_feature_is_refused(cache: TierCache) -> None:
     """The error names the features there are."""
-    for module in (tc.TieredEmbeddingBag, tc.TieredEmbedding):
+    for module in (tc.EmbeddingBagCollection, tc.EmbeddingCollection):
         with one_sentence(ValueError, "no feature 'typo'", "f, g, h"):
-            module(cache, ["f", "typo"])
+            module(cache.schema, ["f", "typo"])
         with one_sentence(ValueError, "'f' was given twice"):
-            module(cache, ["f", "f"])
+            module(cache.schema, ["f", "f"])
 
 
 def test_an_unknown_mode_is_refused(cache: TierCache) -> None:
     """The error names the modes there are; a mode for a feature that is not looked up is a typing error."""
     with one_sentence(ValueError, "'f'", "'median'", "sum, mean, max"):
-        tc.TieredEmbeddingBag(cache, mode={"f": "median"})
+        tc.EmbeddingBagCollection(cache.schema, mode={"f": "median"})
     with one_sentence(ValueError, "mode was given for 'typo'", "f, g, h"):
-        tc.TieredEmbeddingBag(cache, mode={"typo": "mean"})
+        tc.EmbeddingBagCollection(cache.schema, mode={"typo": "mean"})
 
 
 def test_weights_of_another_shape_or_feature_are_refused(cache: TierCache) -> None:
     """One weight for each id of the batch, for a feature that is looked up."""
-    bag = tc.TieredEmbeddingBag(cache, ["f"])
+    bag = tc.EmbeddingBagCollection(cache.schema, ["f"])
     visits, batch = first_batch(cache)
     ids = batch.ids["f"].num_ids
     for shape in ((ids + 1,), (ids, 1)):
@@ -241,7 +241,7 @@ def test_weights_of_another_shape_or_feature_are_refused(cache: TierCache) -> No
 
 def test_max_takes_no_weights(cache: TierCache) -> None:
     """A weighted maximum is no definition of ours."""
-    bag = tc.TieredEmbeddingBag(cache, ["f"], mode="max")
+    bag = tc.EmbeddingBagCollection(cache.schema, ["f"], mode="max")
     visits, batch = first_batch(cache)
     with one_sentence(ValueError, "'f' has weights and is pooled by max", "sum or mean"):
         bag(batch, weights={"f": torch.ones(batch.ids["f"].num_ids)})

@@ -82,7 +82,7 @@ def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp
         visits = cache.passes(epochs=1)
         batch = next(next(visits).batches(100))
         gpu.kernels.launches.clear()
-        vectors = tc.TieredEmbedding(cache)(batch)
+        vectors = tc.EmbeddingCollection(cache.schema)(batch)
         launches = [kernel for kernel in gpu.kernels.launches if kernel.startswith("gathering.")]
         for name in ("f", "g"):
             (vectors[name] ** 2).sum().backward()

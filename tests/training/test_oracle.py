@@ -60,12 +60,12 @@ def compare(
     torch.manual_seed(0)
     with tc.Store.open(None, tables=case.tables, engine=MemoryEngine()) as store:
         with tiered(store, passes) as cache:
-            bag = tc.TieredEmbeddingBag(cache, mode={spec.name: spec.mode for spec in case.specs})
-            vectors, oracle = tc.TieredEmbedding(cache), Oracle(case, passes, cache.device)
+            bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in case.specs})
+            vectors, oracle = tc.EmbeddingCollection(cache.schema), Oracle(case, passes, cache.device)
             top = nn.Linear(bag.out_features + 1, 1).to(cache.device)
             others = copy.deepcopy(top)
             ours, theirs = (torch.optim.SGD(part.parameters(), lr=case.dense_lr) for part in (top, others))
-            cache.track(top=top, optimizer=ours)
+            cache.register(top=top, optimizer=ours)
             for visit in cache.passes(epochs=case.epochs):
                 if visit.index == 2:
                     cache.set_learning_rate(later_rate)

@@ -255,7 +255,7 @@ def test_two_modules_in_one_step_add_their_gradients(tmp_path: Path, mode: str, 
     results = []
     for modules in (1, 2):
         cache = resident(passes)
-        bags = [tc.TieredEmbeddingBag(cache, mode=mode) for _ in range(modules)]
+        bags = [tc.EmbeddingBagCollection(cache.schema, mode=mode) for _ in range(modules)]
         for visit in cache.passes(epochs=1):
             for batch in visit.batches(16):
                 outs = [bag(batch) for bag in bags]

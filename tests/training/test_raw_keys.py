@@ -166,7 +166,7 @@ def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
     cache = resident(passes)
     visits = cache.passes(epochs=1)
     visit = next(visits)
-    bag = tc.TieredEmbeddingBag(cache)
+    bag = tc.EmbeddingBagCollection(cache.schema)
     rows = {key: initial_row(TABLES[0], key) for key in (1, 2, 3)}
     for form, bags in (
         (np.array([1, 3], np.int32), [[1], [3]]),
@@ -245,7 +245,7 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
     with open_store(tmp_path / "model.tc", case, engine) as store, tiered(store, passes) as cache:
 
         def check(now: Rows) -> None:
-            found = tc.TieredEmbedding(cache)(cache.evaluation_batch(keys))
+            found = tc.EmbeddingCollection(cache.schema)(cache.evaluation_batch(keys))
             for feature in SCHEMA.features:
                 spec = next(t for t in TABLES if t.name == feature.table)
                 expected = [now[spec.name].get(key, initial_row(spec, key)) for key in asked.tolist()]
@@ -256,7 +256,7 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
 
         check({t.name: {} for t in TABLES})
         memory = resident(passes)
-        bags = [tc.TieredEmbeddingBag(cache), tc.TieredEmbeddingBag(memory)]
+        bags = [tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingBagCollection(memory.schema)]
         for visits in zip(cache.passes(epochs=2), memory.passes(epochs=2), strict=True):
             for kind, bag, visit in zip((cache, memory), bags, visits, strict=True):
                 bag(visit.batch(own_keys(visit.pass_index))).sum().backward()
@@ -278,7 +278,7 @@ def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path
             tc.reorganise(store, passes)
             with tiered(store, passes) as cache:
                 before = {t.name: cache.rows_now().fields(t.name, np.array([1, 5, 1000]))[0] for t in TABLES}
-                bag = tc.TieredEmbeddingBag(cache)
+                bag = tc.EmbeddingBagCollection(cache.schema)
                 for visit in cache.passes(epochs=1):
                     keys = {t: passes.passes[visit.pass_index].keys(t) for t in "abc"}
                     n = keys["a"].size

@@ -263,7 +263,7 @@ def test_a_store_inside_a_visit_is_not_reorganised(tmp_path: Path) -> None:
         with tiered(store, one) as cache:
             torch.manual_seed(1)
             model = Net(cache, case).to(cache.device)
-            cache.track(model=model)
+            cache.register(model=model)
             for visit in cache.passes(epochs=1):
                 batch = next(iter(visit.batches(8)))
                 nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()

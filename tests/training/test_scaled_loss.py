@@ -108,7 +108,7 @@ def test_lookups_that_are_not_pooled_are_refused_too(store: tc.Store, passes: tc
     """One vector for each id."""
     with tiered(store, passes) as cache:
         tracked(cache)
-        module = tc.TieredEmbedding(cache, [CASE.specs[0].name])
+        module = tc.EmbeddingCollection(cache.schema, [CASE.specs[0].name])
         visits = cache.passes(epochs=2)
         batch = next(next(visits).batches(16))
         loss = module(batch)[CASE.specs[0].name].sum()

@@ -114,7 +114,7 @@ def test_dense_state_counts_before_the_first_batch(passes: tc.PassSet) -> None:
         budget = needed(store, passes)
         with tiered(store, passes, store_budget=budget) as cache:
             dense = torch.nn.Linear(512, 512)
-            cache.track(model=dense, optimizer=torch.optim.Adam(dense.parameters()))
+            cache.register(model=dense, optimizer=torch.optim.Adam(dense.parameters()))
             with pytest.raises(BudgetError, match=r"MiB of dense state"):
                 next(cache.passes(epochs=1))
         assert store.commit is None or store.commit.id == 0
@@ -126,7 +126,7 @@ def test_the_state_of_an_optimizer_is_counted_before_it_is_there() -> None:
     for make in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
         optimizer = make(model.parameters(), lr=0.1)
         state = DenseState(CpuProcessor())
-        state.track({"model": model, "optimizer": optimizer})
+        state.register({"model": model, "optimizer": optimizer})
         most = state.most_bytes()
         model(torch.ones(1, 100)).sum().backward()
         optimizer.step()

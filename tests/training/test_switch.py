@@ -350,7 +350,7 @@ def test_a_failure_leaves_no_memory_behind(
             torch.manual_seed(1)
             model = Net(cache, CASE)
             optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
-            cache.track(model=model, optimizer=optimizer)
+            cache.register(model=model, optimizer=optimizer)
             monkeypatch.setattr(HostMemory, "take", taking)
             monkeypatch.setattr(HostMemory, "give_back", giving)
             monkeypatch.setattr(owner, method, fail)

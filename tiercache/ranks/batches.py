@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from tiercache.errors import StateError
 from tiercache.ranks.bags import cut_bags
 from tiercache.ranks.batch_ids import BatchIds
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import make_batch
+from tiercache.training.embedding import poolings
 from tiercache.training.row_optimizer import NOBODY_STEPS, RowGradients
 from tiercache.training.threads import share_threads
 
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from tiercache.ranks.pooling import AskedBags, PooledBatch, Pooling
     from tiercache.schema import Schema
     from tiercache.training.batch import Batch, Pooled
-    from tiercache.training.uses import Uses
 
 SCHEDULES = ("interleaved", "simple")
 
@@ -128,13 +129,13 @@ class BatchMaker:
         exchange: RowExchange,
         pooling: Pooling,
         schema: Schema,
-        uses: Uses,
+        modules: Sequence[nn.Module],
         processor: Processor,
         thread: ThreadPoolExecutor,
     ) -> None:
-        """uses: features that no module looks up are not brought."""
+        """modules: features that none of these looks up are not brought."""
         self._ranks, self._exchange, self._pooling, self._processor = ranks, exchange, pooling, processor
-        self._uses = uses
+        self._modules = modules
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._weighted = {feature.name for feature in schema.features if feature.weights is not None}
         self._thread = thread
@@ -178,7 +179,7 @@ class BatchMaker:
         """
         parts_W = parts_of(places, self._ranks.size)
         read_W = [part if part.size else places[:1] for part in parts_W]
-        mine, modes = parts_W[self._ranks.rank], self._uses.modes(self._tables)
+        mine, modes = parts_W[self._ranks.rank], poolings(self._modules, self._tables)
         samples: Samples | None = None
         own: list[dict[str, FeatureIds]] | None = [{} for _ in read_W] if by_model else None
         if error is None:
@@ -211,7 +212,7 @@ class BatchMaker:
         self, ids: Mapping[str, FeatureIds], num_samples: int, name: str, finish: Callable[..., Batch],
         lacking: Collection[str],
     ) -> Coming:  # fmt: skip
-        modes = self._uses.modes(self._tables)
+        modes = poolings(self._modules, self._tables)
         whole = {
             feature: mode
             for feature, mode in modes.items()
@@ -259,7 +260,7 @@ class BatchMaker:
 
     def used(self) -> Collection[str]:
         """Return the features that some module looks up; all where there is no module."""
-        return self._uses.modes(self._tables)
+        return poolings(self._modules, self._tables)
 
     def _brought(self, coming: Coming) -> Coming:
         """Return it when it was brought, as it may have been before."""

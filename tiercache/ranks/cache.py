@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import StateError
@@ -28,8 +29,7 @@ from tiercache.store.table import group_tables
 from tiercache.training.cache import TierCache
 from tiercache.training.matching import check_features, check_tables
 from tiercache.training.row_optimizer import changed_rates
-from tiercache.training.step_hooks import StepHooks
-from tiercache.training.uses import Uses
+from tiercache.training.step_hooks import StepHooks, named_objects
 
 if TYPE_CHECKING:
     import os
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.training.batch import Batch
-    from tiercache.training.uses import Use
     from tiercache.training.visit import Visit
 
 
@@ -67,6 +66,8 @@ class ShardedCache:
         passes: PassSet,
         *,
         ranks: Ranks,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         device: str | Processor | None = None,
         device_budget: int | str,
         host_budget: int | str,
@@ -155,7 +156,9 @@ class ShardedCache:
             self._parts.drop_older()  # nothing is refused any more
         self._groups = group_tables(passes.tables)
         self._wire_dtype = _WIRE_DTYPES[wire_dtype]
-        self._uses, self._thread = Uses(), exchange_thread(self._processor.mover)
+        self._modules: list[nn.Module] = []
+        """What looks rows up."""
+        self._thread = exchange_thread(self._processor.mover)
         self._exchange, self._pooling, self._maker = self._new_maker(passes.schema)
         self._loader = RowLoader(self._share, self._inner.rows_now, ranks)
         self._raw = RawBatches(
@@ -165,13 +168,16 @@ class ShardedCache:
         self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None
         self._run: Iterator[Visit] | None = None
+        with closed_on_error(self, "_inner", "_beside", "_parts"):
+            self.register(**named_objects(model=model, optimizer=optimizer))
 
     # -- training -----------------------------------------------------------------------------------------
 
-    def track(self, **objects: Any) -> None:
+    def register(self, **objects: Any) -> None:
         """Commit the state of these objects with the rows, and step rows when an optimizer among them steps.
 
-        As `TierCache.track`; every part keeps the state. Of a DistributedDataParallel the model in it is kept, so that
+        As `TierCache.register`; every part keeps the state. Of modules it takes note of what they look up: that is
+        brought with each batch, and nothing else. Of a DistributedDataParallel the model in it is kept, so that
         another number of ranks, or one without it, goes on from the commit. Not collective.
         """
         objects = {
@@ -179,7 +185,8 @@ class ShardedCache:
             for name, value in objects.items()
         }
         self._hooks.check(objects)
-        self._inner.dense.track(objects)
+        self._inner.dense.register(objects)
+        self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self._maker.is_stepped |= self._hooks.follow(objects)
 
     def passes(self, epochs: int) -> Iterator[ShardedVisit]:
@@ -359,10 +366,6 @@ class ShardedCache:
         """Bytes on this rank's device of rows, slot maps and mirrors, and of an index of raw keys once there is one."""
         return self._inner.device_bytes + self._exchange.mirror_bytes + self._raw.index_bytes
 
-    def looks_up(self, use: Use) -> None:
-        """Take note of what a module looks up: that is brought with each batch, and nothing else. Not collective."""
-        self._uses.add(use)
-
     @property
     def device(self) -> torch.device:
         """Where this rank's rows are trained."""
@@ -375,7 +378,7 @@ class ShardedCache:
         exchange_of = RowsHere if rows_are_here(ranks, self._groups, self._inner.groups) else RowExchange
         exchange = exchange_of(ranks, processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
         pooling = Pooling(exchange, processor, schema.features)
-        maker = BatchMaker(self.ranks, exchange, pooling, schema, self._uses, processor, self._thread)
+        maker = BatchMaker(self.ranks, exchange, pooling, schema, self._modules, processor, self._thread)
         return exchange, pooling, maker
 
     def _meet(self, call: Call) -> None:

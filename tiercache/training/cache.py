@@ -26,7 +26,7 @@ from tiercache.training.matching import check_commit_every, check_features, chec
 from tiercache.training.plans import Plans
 from tiercache.training.progress import TrainingProgress, prepare_kernels
 from tiercache.training.raw_batch import RawKeys
-from tiercache.training.step_hooks import StepHooks
+from tiercache.training.step_hooks import StepHooks, named_objects
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
+    from torch import nn
 
     from tiercache.passes.passset import PassSet
     from tiercache.planning.store_plan import StorePlan
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.training.batch import Batch
-    from tiercache.training.uses import Use
 
 _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[TierCache]] = weakref.WeakKeyDictionary()
 """The cache that is in a loop over its passes, by the store that it commits to."""
@@ -63,6 +63,8 @@ class TierCache:
         store: Store,
         passes: PassSet,
         *,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         device: str | Processor = "cpu",
         device_budget: int | str,
         host_budget: int | str,
@@ -75,12 +77,13 @@ class TierCache:
     ) -> None:
         """Plan the budgets.
 
-        device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too. device_budget: bytes
-        ("64MiB") there for rows and slot maps, and for an index of raw keys where they leave room. host_budget: bytes
-        of anonymous memory for dump, staging, cached rows, one write transaction and evaluation. eval_budget: bytes of
-        it reserved for rows of evaluation passes; a sixteenth where not given. store_budget: bytes that the store may
-        come to take, checked here and, with the dense state, before training; it stops no write, as Store.open's
-        max_bytes does.
+        model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on; see
+        ``register``. device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too.
+        device_budget: bytes ("64MiB") there for rows and slot maps, and for an index of raw keys where they leave room.
+        host_budget: bytes of anonymous memory for dump, staging, cached rows, one write transaction and evaluation.
+        eval_budget: bytes of it reserved for rows of evaluation passes; a sixteenth where not given. store_budget:
+        bytes that the store may come to take, checked here and, with the dense state, before training; it stops no
+        write, as Store.open's max_bytes does.
         commit_every: visits between commits. seed: of the shuffling of batches. order_seed: None trains the passes of
         every epoch in their order, a number in a seeded one. progress: whether a bar shows; None: on a terminal.
 
@@ -126,20 +129,21 @@ class TierCache:
         """One report for each visit trained by this object, the last one unfinished while it runs."""
         self.plan()  # a budget that cannot hold says so here, not in the middle of a run
         self._plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
+        self.register(**named_objects(model=model, optimizer=optimizer))
 
     # -- before training ----------------------------------------------------------------------------------
 
-    def track(self, **objects: Any) -> None:
+    def register(self, **objects: Any) -> None:
         """Commit the state of these objects with the rows, and step rows when an optimizer among them steps.
 
-        Objects have ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers. A tracked torch
+        Objects have ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers. A registered torch
         optimizer's ``step()`` applies the pending row gradients after its own work; without one call ``step``
         yourself. Random generators of torch, numpy and random are part of every commit. Raises StateError for
         state that cannot be stored.
         """
         self._check_open()
         self._hooks.check(objects)
-        self.dense.track(objects)
+        self.dense.register(objects)
         self.optimizer.gradients.is_stepped |= self._hooks.follow(objects)
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
@@ -321,9 +325,6 @@ class TierCache:
     def schema(self) -> Any:
         """The schema of the pass set."""
         return self.pass_set.schema
-
-    def looks_up(self, use: Use) -> None:
-        """Nothing: all rows of a visit are here, whatever modules look up."""
 
     @property
     def device(self) -> torch.device:

@@ -47,12 +47,12 @@ class DenseState:
         self._processor = processor
         self._objects: dict[str, Stateful] = {}
 
-    def track(self, objects: dict[str, Any]) -> None:
+    def register(self, objects: dict[str, Any]) -> None:
         """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise StateError(
-                    f"track({name}=...) got a {type(value).__name__}, which has no state_dict and load_state_dict: "
+                    f"register({name}=...) got a {type(value).__name__}, which has no state_dict and load_state_dict: "
                     "pass a module, an optimizer, a scheduler, or an object with these two methods"
                 )
             state = value.state_dict()
@@ -61,15 +61,15 @@ class DenseState:
                 _load(_save(state))
             except Exception as error:
                 raise StateError(
-                    f"the state of track({name}=...) cannot be stored and read back safely ({_line(error)}): keep only "
-                    "tensors, numbers, strings, lists, tuples and dictionaries in its state_dict"
+                    f"the state of register({name}=...) cannot be stored and read back safely ({_line(error)}): keep "
+                    "only tensors, numbers, strings, lists, tuples and dictionaries in its state_dict"
                 ) from error
         self._objects.update(objects)
 
     def capture(self) -> Callable[[], bytes]:
         """Clone the state as it is now; the returned function serialises the clone, on any thread.
 
-        Raises StateError for what cannot be stored: what an object keeps may have changed since ``track``.
+        Raises StateError for what cannot be stored: what an object keeps may have changed since ``register``.
         """
         version, numbers, gauss = random.getstate()
         kind, words, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
@@ -113,8 +113,8 @@ class DenseState:
         stored, tracked = set(state["objects"]), set(self._objects)
         if stored != tracked:
             raise StateError(
-                f"the last commit holds the state of {_names(stored)}, but track() was given {_names(tracked)}: "
-                "track the same objects under the same names"
+                f"the last commit holds the state of {_names(stored)}, but register() was given {_names(tracked)}: "
+                "register the same objects under the same names"
             )
         for name, value in self._objects.items():
             try:
@@ -122,7 +122,7 @@ class DenseState:
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateError(
                     f"the state that the last commit holds for {name!r} does not fit the {type(value).__name__} "
-                    f"given to track() ({_line(error)}): give the same object as before, or begin a new store"
+                    f"given to register() ({_line(error)}): give the same object as before, or begin a new store"
                 ) from error
         torch.set_rng_state(state["torch"])
         if "device" in state:

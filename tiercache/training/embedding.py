@@ -1,20 +1,20 @@
-"""The embedding modules: TieredEmbeddingBag (pooled) and TieredEmbedding (one vector for each id)."""
+"""The embedding modules: EmbeddingBagCollection (pooled) and EmbeddingCollection (one vector for each id)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from tiercache.store.table import group_tables
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.training.scaled_loss import check_unscaled, watch_scalers
-from tiercache.training.uses import Use
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tiercache.processors.processor import Processor
     from tiercache.schema import Feature, Schema
@@ -22,26 +22,10 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Batch
 
 
-class RowSource(Protocol):
-    """What a module asks of a cache: TierCache, ResidentCache and ShardedCache have it."""
-
-    @property
-    def schema(self) -> Schema:
-        """The features and their tables."""
-        ...
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The tables by row layout."""
-        ...
-
-    def looks_up(self, use: Use) -> None:
-        """Take note of what a module looks up, for as long as ``use`` lives."""
-        ...
-
-
-class TieredEmbeddingBag(nn.Module):
+class EmbeddingBagCollection(nn.Module):
     """Looks up features and pools each: (N, sum of dims), features side by side in the order given.
+
+    schema: that of the dataset. The module exists without a cache, and is bound to one by being given to it.
 
     mode: "sum", "mean" or "max", for all features or by feature name. Per-id weights multiply the vectors before
     pooling ("mean" still divides by the number of ids; "max" takes none); an empty bag is zeros. It has no
@@ -56,14 +40,14 @@ class TieredEmbeddingBag(nn.Module):
 
     def __init__(
         self,
-        cache: RowSource,
+        schema: Schema,
         features: Sequence[str] | None = None,
         *,
         mode: str | Mapping[str, str] = "sum",
         weighted: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.features, self.dims, specs = _choose(cache, features)
+        self.features, self.dims, specs = _choose(schema, features)
         modes = {name: mode if isinstance(mode, str) else mode.get(name, "sum") for name in self.features}
         if not isinstance(mode, str) and (unknown := [name for name in mode if name not in modes]):
             raise ValueError(
@@ -80,11 +64,11 @@ class TieredEmbeddingBag(nn.Module):
         """Columns of the output."""
         cols = np.concatenate([[0], np.cumsum(self.dims)]).astype(np.int64)
         self._cols = {name: int(cols[i]) for i, name in enumerate(self.features)}
-        self._specs, self._modes, self._groups = specs, modes, cache.groups
+        self._specs, self._modes, self._groups = specs, modes, group_tables(schema.ordered_tables)
         self._anchor = torch.zeros((), requires_grad=True)
         self._parts: dict[tuple[frozenset[str], frozenset[str]], list[FeaturePart]] = {}
-        self._use = Use({name: None if name in weighted else chosen for name, chosen in modes.items()})
-        cache.looks_up(self._use)
+        self.pooling = {name: None if name in weighted else chosen for name, chosen in modes.items()}
+        """By feature, how it is pooled; None where its rows are needed."""
 
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Look up all features of ``batch``: float32 (N, ``out_features``).
@@ -169,20 +153,20 @@ class TieredEmbeddingBag(nn.Module):
         )
 
 
-class TieredEmbedding(nn.Module):
+class EmbeddingCollection(nn.Module):
     """Looks up one vector for each id, without pooling.
 
     The output is a dictionary by feature: (N, dim) where a sample has one id, (N, length, dim) for a fixed list,
     (ids, dim) for a ragged one, whose offsets are in ``batch.ids[feature].offsets``. Weights of the data are not
-    applied. Not for sums over many ids: TieredEmbeddingBag never makes the single vectors.
+    applied. Not for sums over many ids: EmbeddingBagCollection never makes the single vectors.
     """
 
-    def __init__(self, cache: RowSource, features: Sequence[str] | None = None) -> None:
+    def __init__(self, schema: Schema, features: Sequence[str] | None = None) -> None:
         super().__init__()
-        self.features, self.dims, self._specs = _choose(cache, features)
-        members: dict[int, list[str]] = {}
+        self.features, self.dims, self._specs = _choose(schema, features)
+        groups, members = group_tables(schema.ordered_tables), dict[int, list[str]]()
         for name in self.features:
-            members.setdefault(_group_of(cache.groups, self._specs[name].table), []).append(name)
+            members.setdefault(_group_of(groups, self._specs[name].table), []).append(name)
         self._parts = [
             FeaturePart(
                 group=group,
@@ -195,8 +179,7 @@ class TieredEmbedding(nn.Module):
             for group, names in members.items()
         ]
         self._anchor = torch.zeros((), requires_grad=True)
-        self._use = Use(dict.fromkeys(self.features))
-        cache.looks_up(self._use)
+        self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Look up all features of ``batch``."""
@@ -263,15 +246,31 @@ class _RowFunction(torch.autograd.Function):
         return None, None, None
 
 
-def _choose(cache: RowSource, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
-    specs = {feature.name: feature for feature in cache.schema.features}
+def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:
+    """Return how each feature that some of ``modules`` looks up is pooled, in the order of ``features``.
+
+    None: in several ways, or its rows are needed. Without any embedding module all are looked up, by their rows.
+    """
+    asked: dict[str, set[str | None]] = {}
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
+                for name, mode in part.pooling.items():
+                    asked.setdefault(name, set()).add(mode)
+    if not asked:
+        return dict.fromkeys(features)
+    return {name: next(iter(asked[name])) if len(asked[name]) == 1 else None for name in features if name in asked}
+
+
+def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
+    specs = {feature.name: feature for feature in schema.features}
     names = list(specs) if features is None else list(features)
     for name in names:
         if name not in specs:
             raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
         if names.count(name) > 1:
             raise ValueError(f"feature {name!r} was given twice: name each feature once")
-    dims = {table.name: table.dim for group in cache.groups for table in group.tables}
+    dims = {table.name: table.dim for table in schema.tables}
     return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
 
 

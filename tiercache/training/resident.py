@@ -21,7 +21,7 @@ from tiercache.training.held_keys import HeldKeys
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
-from tiercache.training.step_hooks import StepHooks
+from tiercache.training.step_hooks import StepHooks, named_objects
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
 
@@ -30,22 +30,29 @@ if TYPE_CHECKING:
 
     import torch
     from numpy.typing import NDArray
+    from torch import nn
 
     from tiercache.passes.passset import PassSet
     from tiercache.processors.processor import Processor
     from tiercache.store.table import Table
-    from tiercache.training.uses import Use
 
 
 class ResidentCache:
     """Rows of all passes in arrays on the device: no store, no budgets, no commits.
 
     Trains the same batches as a TierCache with the same seeds, to the same bits. For tables that fit, and to
-    measure what the tiers cost. ``track`` and ``passes`` work as there, but nothing is saved.
+    measure what the tiers cost. ``register`` and ``passes`` work as there, but nothing is saved.
     """
 
     def __init__(
-        self, passes: PassSet, *, device: str | Processor = "cpu", seed: int = 0, order_seed: int | None = None
+        self,
+        passes: PassSet,
+        *,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        device: str | Processor = "cpu",
+        seed: int = 0,
+        order_seed: int | None = None,
     ) -> None:
         self._processor = open_processor(device, passes.tables)
         prepare_kernels(passes.tables)
@@ -83,6 +90,7 @@ class ResidentCache:
         self._visit: Visit | None = None
         self._trained = 0
         self._closed = False
+        self.register(**named_objects(model=model, optimizer=optimizer))
 
     def _number(self, g: int) -> int:
         """Number the keys of a group over all passes and return how many there are."""
@@ -116,8 +124,8 @@ class ResidentCache:
             if group.dtype != "float32":
                 mover.note_keys(table, keys, arrays.streams[mine], None, None)
 
-    def track(self, **objects: Any) -> None:
-        """Step rows when a tracked torch optimizer steps."""
+    def register(self, **objects: Any) -> None:
+        """Step rows when an optimizer among these objects steps; nothing is saved."""
         self._check_open()
         self.optimizer.gradients.is_stepped |= self._hooks.follow(objects)
 
@@ -257,9 +265,6 @@ class ResidentCache:
     def groups(self) -> tuple[Any, ...]:
         """The groups of tables with the same row layout."""
         return self._groups
-
-    def looks_up(self, use: Use) -> None:
-        """Nothing: all rows are here, whatever modules look up."""
 
     @property
     def schema(self) -> Any:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tiercache.tiers.rows import GroupRows
 
 NOBODY_STEPS = (
-    "row gradients of an earlier batch are pending, but no optimizer is tracked and step() was never called, so no row "
-    "would be trained: call track(optimizer=...) before the loop, or step() after each backward"
+    "row gradients of an earlier batch are pending, but the cache has no optimizer and step() was never called, so no "
+    "row would be trained: give the cache the optimizer (optimizer=...) before the loop, or step() after each backward"
 )
 
 
@@ -29,7 +29,7 @@ class RowGradients:
     def __init__(self, num_groups: int) -> None:
         self.pending: list[list[Pending]] = [[] for _ in range(num_groups)]
         self.is_stepped = False
-        """Whether an optimizer is tracked, or a step was taken: else nobody may ever step them."""
+        """Whether the cache has an optimizer, or a step was taken: else nobody may ever step them."""
 
     def add(self, group: int, pending: Pending) -> None:
         """Add the gradient of one lookup."""

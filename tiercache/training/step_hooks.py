@@ -25,7 +25,7 @@ class StepHooks:
         """Raise StateError where ``objects`` would make it two optimizers."""
         if len(_optimizers(objects)) + len(self._hooks) > 1:
             raise StateError(
-                "track() was given two optimizers, and rows step when the optimizer does: track one, and keep "
+                "register() was given two optimizers, and rows step when the optimizer does: give one, and keep "
                 "the other's state in an object of your own"
             )
 
@@ -44,6 +44,17 @@ class StepHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def named_objects(**given: Any) -> dict[str, Any]:
+    """Return objects by the names they are registered with: "model", or "model0", "model1" where several were given."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, list | tuple):
+            found |= {f"{name}{i}": one for i, one in enumerate(value)}
+        elif value is not None:
+            found[name] = value
+    return found
 
 
 def _optimizers(objects: dict[str, Any]) -> list[torch.optim.Optimizer]:
