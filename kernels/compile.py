@@ -166,7 +166,7 @@ def _read_samples() -> None:
     words, starts, ids = np.zeros(8, np.int32), _I8[:1], _I4.copy()
     samples.gather_rows(words, starts, 16, _I8, np.empty((2, 2), np.int32))
     samples.gather_columns(words, starts, 16, _I8, 2, _I8, np.empty((2, 2), np.int32))
-    samples.gather_offsets(np.zeros(4, np.int64), starts, 16, _I8, _I8.copy(), np.empty(3, np.int64))
+    samples.gather_offsets(np.zeros(4, np.int64), starts, starts, 16, _I8, _I8.copy(), np.empty(3, np.int64))
     samples.gather_lists(words, starts, 16, _I8, _I8, np.zeros(3, np.int64), np.empty(0, np.int32))
     samples.permute(ids, _I4)
     samples.permute_columns(np.zeros((2, 2), np.int32), _I4, _I8)

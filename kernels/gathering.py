@@ -145,12 +145,13 @@ def _check_ids(ids, entry_starts, limits):  # type: ignore[no-untyped-def]
     for f in range(limits.size):
         limit = np.uint32(min(limits[f], np.int64(2147483648)))
         worst = np.uint32(0)
-        for e in range(entry_starts[f], entry_starts[f + 1]):
-            worst = max(worst, np.uint32(ids[e]))  # a negative id is a very large one
+        part = ids[entry_starts[f] : entry_starts[f + 1]]  # a loop from 0 on is vectorized: no index is below 0
+        for e in range(part.size):
+            worst = max(worst, np.uint32(part[e]))  # a negative id is a very large one
         if worst >= limit:
-            for e in range(entry_starts[f], entry_starts[f + 1]):
-                if np.uint32(ids[e]) >= limit:
-                    return e
+            for e in range(part.size):
+                if np.uint32(part[e]) >= limit:
+                    return entry_starts[f] + e
     return np.int64(-1)
 
 

@@ -47,13 +47,18 @@ def _gather_columns(words, starts, shift, samples, width, columns, out):  # type
 
 
 @serial
-def _gather_offsets(longs, starts, shift, samples, begins, offsets):  # type: ignore[no-untyped-def]
+def _gather_offsets(longs, starts, counts, shift, samples, begins, offsets):  # type: ignore[no-untyped-def]
     mask = (1 << shift) - 1
     offsets[0] = 0
     for i in range(samples.size):
-        at = starts[samples[i] >> shift] + (samples[i] & mask)
-        begins[i] = longs[at]
-        offsets[i + 1] = offsets[i] + longs[at + 1] - longs[at]
+        batch = samples[i] >> shift
+        at = starts[batch] + (samples[i] & mask)
+        begin, end = longs[at], longs[at + 1]
+        if not 0 <= begin <= end <= counts[batch]:
+            return i
+        begins[i] = begin
+        offsets[i + 1] = offsets[i] + end - begin
+    return -1
 
 
 @serial
@@ -118,20 +123,27 @@ def gather_columns(
 def gather_offsets(
     longs: NDArray[np.int64],  # (file,) the file as 64-bit words
     starts: NDArray[np.int64],  # (C,) where the offsets of each batch begin
+    counts: NDArray[np.int64],  # (C,) values of each batch
     shift: int,
     samples: NDArray[np.int64],  # (n,)
     begins: NDArray[np.int64],  # (n,) written: where each list begins in its batch's values
     offsets: NDArray[np.int64],  # (n + 1,) written: offsets of the gathered lists
-) -> None:
-    """Read where lists begin and lay them out one after another."""
-    _gather_offsets(
+) -> int:
+    """Read where lists begin and lay them out one after another.
+
+    Return the first of the n whose list does not lie within its batch's values, -1 where all do.
+    """
+    same_length(starts=starts, counts=counts)
+    bad = _gather_offsets(
         expect("longs", longs, np.int64),
         expect("starts", starts, np.int64),
+        expect("counts", counts, np.int64),
         shift,
         expect("samples", samples, np.int64),
         expect("begins", begins, np.int64, written=True),
         expect("offsets", offsets, np.int64, written=True),
     )
+    return int(bad)
 
 
 def gather_lists(

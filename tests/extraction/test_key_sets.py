@@ -75,7 +75,7 @@ def test_a_changed_key_set_is_found(tmp_path: Path) -> None:
     at = data.index((5).to_bytes(8, "little"))
     data[at] = 6
     path.write_bytes(data)
-    with pytest.raises(PassSetError, match=r"pass 1 of .* was changed"):
+    with pytest.raises(PassSetError, match=r"pass 1: the key set .* is not what was extracted"):
         tc.PassSet.open(written.path).verify()
 
 

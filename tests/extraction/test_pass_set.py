@@ -96,6 +96,102 @@ def test_a_whole_set_verifies_and_a_changed_byte_is_found(small: PassSet) -> Non
         PassSet.open(small.path).verify()
 
 
+def change(path: Path, at: int, value: int, size: int = 8) -> None:
+    """Write another number into a file; what was mapped of it stays."""
+    data = bytearray(path.read_bytes())
+    data[at : at + size] = value.to_bytes(size, "little", signed=True)
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_a_changed_key_set_is_named_when_it_is_first_opened(small: PassSet, has_digest: bool) -> None:
+    """By its digest alone, or with the samples where the set was made without theirs: that one opens when whole."""
+    if not has_digest:
+        record = json.loads((small.path / "passes.json").read_text())
+        for one in record["passes"]:
+            del one["samples_digest"]
+        (small.path / "passes.json").write_text(json.dumps(record))
+    passes, path = PassSet.open(small.path), small.path / "pass-00001.keys.arrow"
+    count = int(passes.passes[1].counts("a")[0])
+    at = path.read_bytes().index(passes.passes[1].counts("a").tobytes())
+    change(path, at, count + 1)
+    where = "pass-00001.keys.arrow" + ("" if has_digest else " or its sub-dataset")
+    with pytest.raises(PassSetError, match=f"pass 1: the key set .*{where} is not what was extracted .*: extract"):
+        PassSet.open(small.path).passes[1].keys("b")
+    change(path, at, count)
+    assert PassSet.open(small.path).passes[1].keys("b").tolist() == passes.passes[1].keys("b").tolist()
+
+
+def test_numbers_of_the_manifest_are_those_of_the_files(small: PassSet) -> None:
+    """Rows and samples of a pass are in no digest of the manifest: whoever opens the file that has others says so."""
+    path = small.path / "passes.json"
+    record = json.loads(path.read_text())
+    record["passes"][0]["samples"] += 1
+    record["passes"][1]["rows"]["a"] -= 1
+    path.write_text(json.dumps(record))
+    passes = PassSet.open(small.path).passes
+    with pytest.raises(
+        PassSetError, match=r"pass 0: .*samples.arrow has 100 samples, and passes.json says 101: extract"
+    ):
+        passes[0].check_samples()
+    with pytest.raises(
+        PassSetError, match=r"pass 1: .*keys.arrow has (\d+) keys of table 'a', and .* says \d+: extract"
+    ):
+        passes[1].keys("b")
+    del record["passes"][1]["rows"]["unused"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(PassSetError, match="the rows of a pass are of the tables b, a: extract"):
+        PassSet.open(small.path)
+
+
+def test_an_id_outside_its_key_set_is_named(small: PassSet) -> None:
+    """Negative or too large, of features with one id and of lists; others are read without the feature."""
+    file, rows = small.passes[0].samples_file, {name: small.passes[0].rows(name) for name in "ab"}
+    regions = {part.column.name: part.offset for part in file.regions() if not part.is_offsets}
+    for at, size, feature, name in [
+        (regions["ids"] + 4, 4, "b", "b"),
+        (regions["ids"] + 8, 4, "a", "a"),
+        (regions["ids:pair"], 4, "pair", "b"),
+        (regions["ids:tags"], 4, "tags", "a"),
+    ]:
+        whole = file.path.read_bytes()
+        for bad in (-1, rows[name], (1 << 31) - 1):
+            change(file.path, at, bad, size)
+            one = PassSet.open(small.path).passes[0]
+            said = f"pass 0: feature '{feature}' has the id {bad} in {file.path}, and table '{name}' has ids 0 to "
+            with pytest.raises(PassSetError, match=f"{said}{rows[name] - 1}: extract"):
+                one.read(np.arange(100))
+            others = {f.name for f in small.schema.features} - {feature}
+            assert one.read(np.arange(100), features=others).ids.keys() == others
+        file.path.write_bytes(whole)
+
+
+def test_a_list_outside_its_record_batch_is_named(small: PassSet) -> None:
+    """One that ends before it begins, begins below 0 or ends behind the values; samples beside it are read."""
+    file = small.passes[0].samples_file
+    part = next(part for part in file.regions() if part.is_offsets)
+    whole = file.path.read_bytes()
+    offsets = np.frombuffer(whole, np.int64, part.num_bytes // 8, part.offset)
+    size = int(offsets[-1])
+    for bad in (-1, int(offsets[9]) + size, 1 << 62, -(1 << 63)):
+        change(file.path, part.offset + 8 * 10, bad)
+        one = PassSet.open(small.path).passes[0]
+        said = (
+            f"pass 0: feature 'tags' of sample 9 in {file.path} has the values {offsets[9]} to {bad}, and its record "
+        )
+        with pytest.raises(PassSetError, match=f"{said}batch has {size}: extract"):
+            one.read(np.array([3, 9, 4]))
+        with pytest.raises(PassSetError, match=f"of sample 10 .* has the values {bad} to {offsets[11]},"):
+            one.read(np.arange(10, 12))
+        assert one.read(np.array([8, 11])).num_samples == 2
+    change(file.path, part.offset + 8 * 100, size + 1)
+    with pytest.raises(
+        PassSetError, match=f"pass 0: the samples in {file.path} cannot be read: weights:tags has other"
+    ):
+        PassSet.open(small.path).passes[0].check_samples()
+
+
 @pytest.mark.parametrize("name", ["pass-00000.samples.arrow", "pass-00001.keys.arrow"])
 def test_a_truncated_or_missing_file_is_named_on_open(small: PassSet, name: str) -> None:
     """Open checks the size of every file before anything is read."""

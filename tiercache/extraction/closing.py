@@ -11,8 +11,8 @@ import numpy as np
 from tiercache.kernels.samples import permute, permute_columns
 from tiercache.passes.durable import publish, sync
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
-from tiercache.passes.manifest import PassRecord, keys_name, samples_name
-from tiercache.passes.passset import pass_digest
+from tiercache.passes.manifest import keys_name, samples_name
+from tiercache.passes.passset import record_pass
 from tiercache.passes.samples_file import SamplesFile
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.extraction.numbering import OpenPass
+    from tiercache.passes.manifest import PassRecord
     from tiercache.passes.samples_file import Region
 
 __all__ = ["close_pass"]
@@ -50,12 +51,7 @@ def close_pass(open_pass: OpenPass, out: Path, index: int) -> PassRecord:
     final = (out / samples_name(index), out / keys_name(index))
     publish(open_pass.path, final[0])
     publish(keys_path, final[1])
-    return PassRecord(
-        samples=open_pass.samples,
-        rows=rows,
-        digest=pass_digest(samples_digest, KeySet(final[1], tables)),
-        sizes={path.name: path.stat().st_size for path in final},
-    )
+    return record_pass(open_pass.samples, samples_digest, KeySet(final[1], tables), *final)
 
 
 def _rewrite(open_pass: OpenPass, positions: NDArray[np.int32], first: dict[str, int]) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 
 from tiercache.errors import PassSetError
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
-from tiercache.passes.manifest import MANIFEST, Manifest, PassRecord, keys_name, samples_name
-from tiercache.passes.passset import PassSet, pass_digest
+from tiercache.passes.manifest import MANIFEST, Manifest, keys_name, samples_name
+from tiercache.passes.passset import PassSet, record_pass
 from tiercache.passes.sample_layout import SampleLayout
 from tiercache.passes.samples import FeatureIds, Samples
 from tiercache.passes.samples_file import SamplesFile
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.passes.keybatch import KeyBatch
+    from tiercache.passes.manifest import PassRecord
     from tiercache.schema import Schema
 
 __all__ = ["write_pass", "write_pass_set"]
@@ -65,9 +66,5 @@ def write_pass(directory: Path, index: int, schema: Schema, batch: KeyBatch) -> 
     writer.append(Samples(batch.label, batch.dense, np.empty((0, batch.num_samples), np.int32), ids))
     writer.finish()
     write_key_set(keys_path, schema.ordered_tables, columns)
-    return PassRecord(
-        samples=batch.num_samples,
-        rows={table.name: int(keys.size) for table, (keys, _) in zip(schema.ordered_tables, columns, strict=True)},
-        digest=pass_digest(SamplesFile(samples_path, layout).digest(), KeySet(keys_path, schema.ordered_tables)),
-        sizes={path.name: path.stat().st_size for path in (samples_path, keys_path)},
-    )
+    key_set = KeySet(keys_path, schema.ordered_tables)
+    return record_pass(batch.num_samples, SamplesFile(samples_path, layout).digest(), key_set, samples_path, keys_path)

@@ -11,8 +11,8 @@ from tiercache.errors import PassSetError
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.passes.keybatch import NULL_KEY
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
-from tiercache.passes.manifest import MANIFEST, Manifest, PassRecord, keys_name
-from tiercache.passes.passset import NO_SAMPLES, PassSet, pass_digest
+from tiercache.passes.manifest import MANIFEST, Manifest, keys_name
+from tiercache.passes.passset import NO_SAMPLES, PassSet, record_pass
 from tiercache.schema import Feature, Schema, nearest
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.passes.manifest import PassRecord
     from tiercache.store.table import Table
 
 __all__ = ["as_keys", "write_key_sets"]
@@ -89,13 +90,7 @@ def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any])
     path = directory / keys_name(index)
     columns = (_column(table, f"pass {index}", keys.get(table.name, ())) for table in tables)
     write_key_set(path, tables, columns)
-    key_set = KeySet(path, tables)
-    return PassRecord(
-        samples=0,
-        rows={table.name: key_set.rows(table.name) for table in tables},
-        digest=pass_digest(NO_SAMPLES, key_set),
-        sizes={path.name: path.stat().st_size},
-    )
+    return record_pass(0, NO_SAMPLES, KeySet(path, tables), path)
 
 
 def _column(table: Table, where: str, given: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -46,6 +46,8 @@ class PassRecord:
     """Over sub-dataset and key set."""
     sizes: dict[str, int]
     """Bytes of its files, by name."""
+    samples_digest: str | None = None
+    """Over its sub-dataset, so that the key set can be checked alone; None in sets that were made without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +103,10 @@ class Manifest:
                 raise ValueError("it is no pass set")
             if record["version"] != _VERSION:
                 raise ValueError(f"it has version {record['version']}, this tiercache reads {_VERSION}")
+            schema = Schema.from_record(record["schema"])
             manifest = cls(
-                schema=Schema.from_record(record["schema"]),
-                passes=tuple(_checked(PassRecord(**p)) for p in record["passes"]),
+                schema=schema,
+                passes=tuple(_checked(PassRecord(**p), schema) for p in record["passes"]),
                 options=dict(record["options"]),
                 inputs=tuple(record["inputs"]),
                 rare_bytes=record["rare_bytes"],
@@ -117,16 +120,18 @@ class Manifest:
         return manifest
 
 
-def _checked(record: PassRecord) -> PassRecord:
+def _checked(record: PassRecord, schema: Schema) -> PassRecord:
     """Return a pass as a file described it. Raises ValueError or TypeError where it is none, or has files elsewhere."""
     _check_number(record.samples, "the samples of a pass")
-    if not isinstance(record.digest, str):
-        raise TypeError(f"the digest of a pass is {record.digest!r}"[:80])
+    if not isinstance(record.digest, str) or not isinstance(record.samples_digest, str | None):
+        raise TypeError(f"the digests of a pass are {record.samples_digest!r} and {record.digest!r}"[:80])
     for what, numbers in (("rows", record.rows), ("sizes", record.sizes)):
         if not isinstance(numbers, dict):
             raise TypeError(f"the {what} of a pass are {numbers!r}"[:80])
         for name, number in numbers.items():
             _check_number(number, f"{name!r} in the {what} of a pass")
+    if record.rows.keys() != {table.name for table in schema.tables}:
+        raise ValueError(f"the rows of a pass are of the tables {', '.join(record.rows)}"[:80])
     for name in record.sizes:
         if "/" in name or "\0" in name or name in {"", ".", ".."}:
             raise ValueError(f"it names the file {name!r}, which is none of its folder")

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tiercache.errors import PassSetError
+from tiercache.kernels.gathering import check_ids
 from tiercache.passes.keyset import KeySet
-from tiercache.passes.manifest import RARE_KEYS, Manifest, keys_name, samples_name
+from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, PassRecord, keys_name, samples_name
 from tiercache.passes.sample_layout import SampleLayout
 from tiercache.passes.samples_file import SamplesFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.passes.manifest import PassRecord
     from tiercache.passes.samples import SampleBuffers, Samples
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
-__all__ = ["NO_SAMPLES", "Pass", "PassSet", "pass_digest"]
+__all__ = ["NO_SAMPLES", "Pass", "PassSet", "record_pass"]
 
 NO_SAMPLES = ""
 """What stands for the digest of the sub-dataset of a pass that has a key set alone."""
@@ -32,7 +35,8 @@ NO_SAMPLES = ""
 class Pass:
     """One pass: a mapped sub-dataset and its key set, each opened at first use and held until ``close``.
 
-    A pass of ``write_key_sets`` has a key set alone.
+    A pass of ``write_key_sets`` has a key set alone. Damaged files raise PassSetError: a key set by its digest, when it
+    is first opened; samples by their number, when they are opened, and by the offsets and ids of each read.
     """
 
     def __init__(self, directory: Path, index: int, record: PassRecord, layout: SampleLayout) -> None:
@@ -47,21 +51,37 @@ class Pass:
         self._layout = layout
         self._samples_file: SamplesFile | None = None
         self._key_set: KeySet | None = None
+        self._is_checked = False
 
     @property
     def key_set(self) -> KeySet:
         """Its unique keys, mapped."""
         if self._key_set is None:
-            path = self._directory / keys_name(self.index)
-            self._key_set = KeySet(path, self._layout.schema.ordered_tables)
+            with self._named():
+                key_set = KeySet(self._directory / keys_name(self.index), self._layout.schema.ordered_tables)
+            if not self._is_checked:
+                self._check(key_set)
+                self._is_checked = True
+            self._key_set = key_set
         return self._key_set
 
     @property
     def samples_file(self) -> SamplesFile:
         """Its sub-dataset, mapped. Raises PassSetError where there is none."""
-        self.check_samples()
+        if not self.has_samples:
+            raise PassSetError(
+                f"pass {self.index} of {self._directory} has a key set and no samples: give the keys of each batch to "
+                "Visit.batch"
+            )
         if self._samples_file is None:
-            self._samples_file = SamplesFile(self._directory / samples_name(self.index), self._layout)
+            with self._named():
+                file = SamplesFile(self._directory / samples_name(self.index), self._layout)
+            if file.num_samples != self.samples:
+                raise PassSetError(
+                    f"pass {self.index}: {file.path} has {file.num_samples:,} samples, and {MANIFEST} says "
+                    f"{self.samples:,}: extract the pass set again"
+                )
+            self._samples_file = file
         return self._samples_file
 
     @property
@@ -70,12 +90,8 @@ class Pass:
         return samples_name(self.index) in self._record.sizes
 
     def check_samples(self) -> None:
-        """Raise PassSetError where it has a key set alone."""
-        if not self.has_samples:
-            raise PassSetError(
-                f"pass {self.index} of {self._directory} has a key set and no samples: give the keys of each batch to "
-                "Visit.batch"
-            )
+        """Raise PassSetError where it has a key set alone, or a sub-dataset that cannot be read."""
+        _ = self.samples_file
 
     def rows(self, table: str) -> int:
         """Return the number of unique keys of a table; opens nothing."""
@@ -96,8 +112,15 @@ class Pass:
         *,
         features: Collection[str] | None = None,
     ) -> Samples:
-        """Read the samples at ``indices``, in their order (``SamplesFile.read``)."""
-        return self.samples_file.read(indices, into, features=features)
+        """Read the samples at ``indices``, in their order (``SamplesFile.read``).
+
+        Raises PassSetError for an id that is no place in the key set of its table.
+        """
+        file = self.samples_file
+        with self._named():
+            samples = file.read(indices, into, features=features)
+        self._check_ids(samples, file.path)
+        return samples
 
     def prefetch(self) -> None:
         """Ask the kernel to read the sub-dataset ahead; returns at once."""
@@ -110,6 +133,47 @@ class Pass:
     def num_bytes(self) -> int:
         """Return the bytes of its files."""
         return sum(self._record.sizes.values())
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have errors of its files begin with its name."""
+        try:
+            yield
+        except PassSetError as error:
+            raise PassSetError(f"pass {self.index}: {error}") from error
+
+    def _check(self, key_set: KeySet) -> None:
+        """Raise PassSetError for a key set that is not what was extracted."""
+        for table, rows in self._record.rows.items():
+            if key_set.rows(table) != rows:
+                raise PassSetError(
+                    f"pass {self.index}: the key set {key_set.path} has {key_set.rows(table):,} keys of table "
+                    f"{table!r}, and {MANIFEST} says {rows:,}: extract the pass set again"
+                )
+        samples = self._record.samples_digest if self.has_samples else NO_SAMPLES
+        seen = _pass_digest(self.samples_file.digest() if samples is None else samples, key_set)
+        if seen != self.digest:
+            either = "" if samples is not None else " or its sub-dataset"
+            raise PassSetError(
+                f"pass {self.index}: the key set {key_set.path}{either} is not what was extracted (the digest of the "
+                f"pass is {seen[:8]}, and {self.digest[:8]} was written): extract the pass set again"
+            )
+
+    def _check_ids(self, samples: Samples, path: Path) -> None:
+        singles = [feature for feature in self._layout.singles if feature.name in samples.ids]
+        parts = [(singles, samples.singles.reshape(-1))]  # in one call: there may be many
+        lists = (feature for feature in self._layout.schema.lists if feature.name in samples.ids)
+        parts += [([feature], samples.ids[feature.name].ids) for feature in lists]
+        for features, ids in parts:
+            each = ids.size // max(1, len(features))
+            limits = np.array([self.rows(feature.table) for feature in features], np.int64)
+            bad = check_ids(ids, np.arange(limits.size + 1) * each, limits)
+            if bad >= 0:
+                feature, limit = features[bad // each], int(limits[bad // each])
+                raise PassSetError(
+                    f"pass {self.index}: feature {feature.name!r} has the id {ids[bad]} in {path}, and table "
+                    f"{feature.table!r} has ids 0 to {limit - 1}: extract the pass set again"
+                )
 
 
 class PassSet:
@@ -176,7 +240,7 @@ class PassSet:
         """Read everything and raise PassSetError for the first pass whose content is not what was extracted."""
         for item in self.passes:
             samples = item.samples_file.digest() if item.has_samples else NO_SAMPLES
-            if pass_digest(samples, item.key_set) != item.digest:
+            if _pass_digest(samples, item.key_set) != item.digest:
                 raise PassSetError(f"pass {item.index} of {self.path} was changed: extract the pass set again")
 
     def __iter__(self) -> Iterator[Pass]:
@@ -189,10 +253,18 @@ class PassSet:
         return f"PassSet({str(self.path)!r}, {len(self)} passes, {self.samples:,} samples)"
 
 
-def pass_digest(samples_digest: str, key_set: KeySet) -> str:
-    """Return the digest of a pass from that of its sub-dataset and its key set."""
-    import hashlib
+def record_pass(samples: int, samples_digest: str, key_set: KeySet, *paths: Path) -> PassRecord:
+    """Return what a manifest says of a pass whose sub-dataset has this digest, and whose files are at ``paths``."""
+    return PassRecord(
+        samples=samples,
+        rows={table.name: key_set.rows(table.name) for table in key_set.tables},
+        digest=_pass_digest(samples_digest, key_set),
+        sizes={path.name: path.stat().st_size for path in paths},
+        samples_digest=samples_digest,
+    )
 
+
+def _pass_digest(samples_digest: str, key_set: KeySet) -> str:
     return hashlib.sha256(f"{samples_digest}\0{key_set.digest()}".encode()).hexdigest()
 
 

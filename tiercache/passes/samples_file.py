@@ -58,14 +58,16 @@ class SamplesFile:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             reader = pa.ipc.open_file(pa.py_buffer(self._map))
+            is_ours = reader.schema.equals(layout.arrow_schema)
+            self._words = np.frombuffer(self._map, np.int32, count=len(self._map) // 4)
+            self._longs = np.frombuffer(self._map, np.int64, count=len(self._map) // 8)
+            self.batch_sizes = np.zeros(reader.num_record_batches, np.int64)
+            self._places = self._find(reader) if is_ours else {}
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise PassSetError(f"the samples in {path} cannot be read: {error}: extract the pass set again") from error
-        if not reader.schema.equals(layout.arrow_schema):
+            seen = str(error).replace("\n", " ")
+            raise PassSetError(f"the samples in {path} cannot be read: {seen}: extract the pass set again") from error
+        if not is_ours:
             raise PassSetError(f"the samples in {path} are of another schema: extract the pass set again")
-        self._words = np.frombuffer(self._map, np.int32, count=len(self._map) // 4)
-        self._longs = np.frombuffer(self._map, np.int64, count=len(self._map) // 8)
-        self.batch_sizes = np.zeros(reader.num_record_batches, np.int64)
-        self._places = self._find(reader)
         self.num_samples = int(self.batch_sizes.sum())
 
     def read(
@@ -78,7 +80,8 @@ class SamplesFile:
         """Read the samples at ``indices`` (n,), in their order; each may stand any number of times.
 
         features: those whose ids are read, all where not given. The arrays are fresh, or lie in ``into`` and are valid
-        until the next read into it. Raises IndexError for an index below 0 or past the last sample.
+        until the next read into it. Raises IndexError for an index below 0 or past the last sample, PassSetError for
+        lists that do not lie one behind the other within the values of their record batch.
         """
         indices = np.ascontiguousarray(indices, dtype=np.int64)
         if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
@@ -160,7 +163,16 @@ class SamplesFile:
             weights = fixed[weights_name].reshape(-1) if weights_name in fixed else None
             return FeatureIds(fixed[f"ids:{name}"].reshape(-1), offsets, weights)
         begins = buffers.array("begins", (indices.size,), np.int64)
-        gather_offsets(self._longs, self._places[f"ids:{name}"].offsets >> 3, BATCH_SHIFT, indices, begins, offsets)
+        lists = self._places[f"ids:{name}"]
+        counts = lists.value_bytes >> 2
+        bad = gather_offsets(self._longs, lists.offsets >> 3, counts, BATCH_SHIFT, indices, begins, offsets)
+        if bad >= 0:
+            batch, sample = divmod(int(indices[bad]), BATCH_SAMPLES)
+            first, last = self._longs[(lists.offsets[batch] >> 3) + sample :][:2]
+            raise PassSetError(
+                f"feature {name!r} of sample {indices[bad]} in {self.path} has the values {first} to {last}, and its "
+                f"record batch has {counts[batch]}: extract the pass set again"
+            )
         parts = {}
         for column in (f"ids:{name}", weights_name):
             if column in self._places:
@@ -171,22 +183,34 @@ class SamplesFile:
         return FeatureIds(parts[f"ids:{name}"], offsets, weights)
 
     def _find(self, reader: Any) -> dict[str, _Places]:
-        base, num_batches = pa.py_buffer(self._map).address, reader.num_record_batches
+        """Find all numbers. Raises ValueError where some would not lie in the file: nothing looks again."""
+        num_batches = reader.num_record_batches
         places = {
             c.name: _Places(c, *(np.zeros(num_batches, np.int64) for _ in range(3))) for c in self._layout.columns
         }
         for index in range(num_batches):
             batch = reader.get_batch(index)
-            self.batch_sizes[index] = batch.num_rows
-            if batch.num_rows != BATCH_SAMPLES and index + 1 < num_batches:
-                raise PassSetError(f"{self.path} has a short record batch: extract the pass set again")
+            rows = self.batch_sizes[index] = batch.num_rows
+            if not 0 < rows <= BATCH_SAMPLES or (rows < BATCH_SAMPLES and index + 1 < num_batches):
+                raise ValueError(f"record batch {index} of {num_batches} has {rows} samples")
             for array, place in zip(batch.columns, places.values(), strict=True):
                 buffers = array.buffers()
                 if place.column.width is None:
-                    place.offsets[index] = buffers[1].address - base
-                    place.value_bytes[index] = 4 * int(self._longs[(place.offsets[index] >> 3) + batch.num_rows])
+                    place.offsets[index] = self._place(buffers[1], 8 * (rows + 1))
+                    size = 4 * int(self._longs[(place.offsets[index] >> 3) + rows])
+                    ids = places[f"ids:{place.column.feature}"]  # their offsets are the weights' too
+                    if ids is not place and size != ids.value_bytes[index]:
+                        raise ValueError(f"{place.column.name} has other lists than {ids.column.name}")
                 else:
-                    place.value_bytes[index] = 4 * batch.num_rows * place.column.width
-                if place.value_bytes[index]:
-                    place.values[index] = buffers[-1].address - base
+                    size = 4 * rows * place.column.width
+                if size:
+                    place.values[index] = self._place(buffers[-1], size)
+                place.value_bytes[index] = size
         return places
+
+    def _place(self, buffer: Any, num_bytes: int) -> int:
+        """Return where so many bytes of a buffer begin in the file; ValueError where they are not all there."""
+        first = -1 if buffer is None else buffer.address - pa.py_buffer(self._map).address
+        if not 0 <= first <= first + num_bytes <= len(self._map) or first % 8:
+            raise ValueError(f"{num_bytes} bytes at {first} are not within its {len(self._map)} bytes")
+        return first

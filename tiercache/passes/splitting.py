@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,8 +15,8 @@ import numpy as np
 from tiercache.errors import BudgetError, PassSetError
 from tiercache.passes.durable import publish, sync
 from tiercache.passes.keyset import KeySet, write_key_set
-from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, PassRecord, keys_name, samples_name
-from tiercache.passes.passset import PassSet, pass_digest
+from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
+from tiercache.passes.passset import PassSet, record_pass
 from tiercache.passes.row_budget import RowBudget
 from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
 from tiercache.passes.samples_file import SamplesFile
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.passes.manifest import PassRecord
     from tiercache.passes.passset import Pass
     from tiercache.schema import Schema
 
@@ -287,20 +288,15 @@ def _write(
     write_key_set(parts[1], tables, columns)
     publish(parts[0], samples_path)
     publish(parts[1], keys_path)
-    return PassRecord(
-        samples=high - low,
-        rows={table.name: int(counts[table.name].size) for table in tables},
-        digest=pass_digest(SamplesFile(samples_path, old.layout).digest(), KeySet(keys_path, tables)),
-        sizes={path.name: path.stat().st_size for path in (samples_path, keys_path)},
-    )
+    samples_digest = SamplesFile(samples_path, old.layout).digest()
+    return record_pass(high - low, samples_digest, KeySet(keys_path, tables), samples_path, keys_path)
 
 
 def _link(old: PassSet, source: Pass, directory: Path, index: int) -> PassRecord:
     """Take a pass over as it is, as pass ``index`` of the new set."""
     names = {samples_name(source.index): samples_name(index), keys_name(source.index): keys_name(index)}
     sizes = {mine: _bring(old.path / theirs, directory / mine) for theirs, mine in names.items()}
-    rows = {table.name: source.rows(table.name) for table in old.tables}
-    return PassRecord(samples=source.samples, rows=rows, digest=source.digest, sizes=sizes)
+    return replace(old.manifest.passes[source.index], sizes=sizes)
 
 
 def _bring(source: Path, target: Path) -> int:
