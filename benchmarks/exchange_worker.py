@@ -17,11 +17,11 @@ import torch
 
 import tiercache as tc
 from benchmarks.zipf import Zipf
+from tiercache.dist.communicator import communicator_of
 from tiercache.passes.samples import FeatureIds
 from tiercache.processors.entries import GroupStep
 from tiercache.processors.opening import open_processor
 from tiercache.ranks.exchange import RowExchange
-from tiercache.ranks.group import Ranks
 from tiercache.ranks.owners import Owners, find_owners
 from tiercache.ranks.placement import Placement, TablePlacement
 from tiercache.store.hashing import mix
@@ -35,6 +35,7 @@ from tiercache.training.row_optimizer import RowGradients, RowOptimizer
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.exchange import Exchanged
 
 
@@ -65,7 +66,7 @@ NUM_BATCHES = 4
 class Rank:
     """One rank's rows and batches."""
 
-    def __init__(self, ranks: Ranks, shape: Shape) -> None:
+    def __init__(self, ranks: AnyCommunicator, shape: Shape) -> None:
         self.ranks, self.shape = ranks, shape
         rate = tc.SGD(learning_rate=0.01)
         self.tables = tuple(
@@ -157,7 +158,7 @@ class Rank:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""
         me, size = self.ranks.rank, self.ranks.size
         send = [0 if r == me else int(times * exchanged.request.counts_WS[r].sum()) for r in range(size)]
-        receive = [int(n) for n in self.ranks.counts(np.array(send, dtype=np.int64)[:, None])[:, 0]]
+        receive = [int(n) for n in self.ranks.exchange_splits(np.array(send, dtype=np.int64)[:, None])[:, 0]]
         dim = self.shape.dim
         kinds = (
             (1, torch.int32, send, receive),
@@ -172,7 +173,7 @@ class Rank:
 
         def run() -> None:
             for call in calls:
-                self.ranks.exchange(*call)
+                self.ranks.all_to_all(*call)
 
         run()
         self.ranks.barrier()
@@ -191,7 +192,8 @@ def main() -> None:
     """Be one rank."""
     shape, turns, warm_up = SHAPES[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    ranks = Ranks.join(timeout=120)
+    torch.distributed.init_process_group("gloo")
+    ranks = communicator_of()
     rank = Rank(ranks, shape)
     times: dict[str, list[float]] = {}
     sent, least = 0, {"once": 0, "each": 0}
@@ -209,7 +211,7 @@ def main() -> None:
             least = {name: least[name] + counted[name] for name in least}
             for name, value in seconds.items():
                 times.setdefault(name, []).append(value)
-    told = ranks.values({"seconds": times, "sent": sent, **least})
+    told = ranks.all_gather_object({"seconds": times, "sent": sent, **least})
     if ranks.rank == 0:
         print(json.dumps(told), flush=True)
     ranks.close()

@@ -1,8 +1,8 @@
 """The flights of the demo on several devices: torchrun --nproc-per-node 2 -m examples.flights_ranks [--quick].
 
 Every rank trains its part of each batch, and its share of the rows stands in its own part of the store. What differs
-from the demo's loop on one device: ``Ranks.join``, ``ShardedCache``, ``DistributedDataParallel`` and the weight of the
-loss. It prints the area under the curve, and a digest of all rows that two runs on as many ranks share.
+from the demo's loop on one device: ``init_process_group``, ``ShardedCache``, ``DistributedDataParallel`` and the weight
+of the loss. It prints the area under the curve, and a digest of all rows that two runs on as many ranks share.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,10 +40,10 @@ def prepare(folder: Path, size: Size, first: int | None) -> None:
     tc.extract(flights.test, SCHEMA, folder / "test-passes", device_budget="1GiB", pass_by="file", **options)
 
 
-def open_ranks(store: Path, passes: tc.PassSet, settings: Settings, ranks: tc.Ranks) -> tc.ShardedCache:
+def open_ranks(store: Path, passes: tc.PassSet, settings: Settings, device: str = "cpu") -> tc.ShardedCache:
     """Return a cache within the budgets of the settings, for each rank."""
     return tc.ShardedCache(
-        store, passes, ranks=ranks, device_budget=settings.device_budget, host_budget=settings.host_budget,
+        store, passes, device=device, device_budget=settings.device_budget, host_budget=settings.host_budget,
         eval_budget=settings.eval_budget, seed=settings.seed,
     )  # fmt: skip
 
@@ -51,7 +52,7 @@ def train(cache: tc.ShardedCache, settings: Settings, steps: int | None = None) 
     """Train from the last commit to the last epoch, or so many steps and a commit."""
     torch.manual_seed(settings.seed)
     model: nn.Module = FlightsModel(cache.schema).to(cache.device)
-    if cache.ranks.size > 1:
+    if cache.communicator.size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     cache.register(model=model, optimizer=optimizer)
@@ -79,7 +80,8 @@ def area(cache: tc.ShardedCache, model: nn.Module, test: tc.PassSet, batch_size:
             mine = (batch for batch in piece.batches(batch_size))
             found += [torch.stack([model(batch), batch.label], dim=1).cpu() for batch in mine if batch.weight]
     flat = torch.cat(found).reshape(-1)
-    scores, labels = cache.ranks.gather(flat, cache.ranks.values(flat.numel())).reshape(-1, 2).numpy().T
+    ranks = cache.communicator
+    scores, labels = ranks.all_gather(flat, ranks.all_gather_object(flat.numel())).reshape(-1, 2).numpy().T
     return area_under_curve(scores, labels)
 
 
@@ -106,20 +108,22 @@ def main() -> None:
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
     settings = size.settings
-    with tc.Ranks.join(device=options.device) as ranks:
-        with ranks.together("preparing the flights"):
-            if ranks.rank == 0 and not (options.folder / "test-passes" / "passes.json").exists():
-                prepare(options.folder, size, options.first)
-        passes, test = (tc.PassSet.open(options.folder / name) for name in (PASSES, "test-passes"))
-        store = options.folder / options.store
-        with open_ranks(store, passes, settings, ranks) as cache:
-            model = train(cache, settings)
-            score = area(cache, model, test, settings.batch)
-        if ranks.rank == 0:
-            record = {"ranks": ranks.size, "area": score, "rows": digest(store)}
-            print(f"{ranks.size} ranks: area under the curve {score:.4f}, rows {record['rows'][:16]}")
-            if options.json:
-                options.json.write_text(json.dumps(record))
+    dist.init_process_group()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank == 0 and not (options.folder / "test-passes" / "passes.json").exists():
+        prepare(options.folder, size, options.first)
+    dist.barrier()
+    passes, test = (tc.PassSet.open(options.folder / name) for name in (PASSES, "test-passes"))
+    store = options.folder / options.store
+    with open_ranks(store, passes, settings, options.device) as cache:
+        model = train(cache, settings)
+        score = area(cache, model, test, settings.batch)
+    if rank == 0:
+        record = {"ranks": ranks, "area": score, "rows": digest(store)}
+        print(f"{ranks} ranks: area under the curve {score:.4f}, rows {record['rows'][:16]}")
+        if options.json:
+            options.json.write_text(json.dumps(record))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -58,11 +59,12 @@ def stages() -> list[nn.Module]:
     ]
 
 
-def train_in_stages(folder: Path, passes: tc.PassSet, ranks: tc.Ranks) -> list[float]:
+def train_in_stages(folder: Path, passes: tc.PassSet, device: str) -> list[float]:
     """Train on all ranks, a stage on each; return each epoch's mean loss, on the last stage."""
-    check_micro_batches(passes, batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=ranks.size)
+    check_micro_batches(passes, batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=dist.get_world_size())
     losses = np.zeros((EPOCHS, 0)).tolist()
-    with tc.ShardedCache(folder / "model.tc", passes, ranks=ranks, **BUDGETS) as cache:
+    with tc.ShardedCache(folder / "model.tc", passes, device=device, **BUDGETS) as cache:
+        ranks = cache.communicator
         bag, mine = tc.EmbeddingBagCollection(cache.schema), stages()[ranks.rank].to(ranks.device)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         cache.register(bag=bag, stage=mine, optimizer=optimizer)
@@ -108,22 +110,25 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where everything goes; a temporary folder where not given")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: each rank on the GPU of its LOCAL_RANK")
     options = parser.parse_args()
-    with tc.Ranks.join(device=options.device) as ranks, tempfile.TemporaryDirectory() as made:
-        folder = options.folder or Path(ranks.values(made)[0])
-        with ranks.together("preparing the data"):
-            if ranks.rank == 0:
-                folder.mkdir(exist_ok=True)
-                prepare(folder)
+    dist.init_process_group()
+    rank, stages = dist.get_rank(), dist.get_world_size()
+    with tempfile.TemporaryDirectory() as made:
+        folders = [made]
+        dist.broadcast_object_list(folders, src=0)
+        folder = options.folder or Path(folders[0])
+        if rank == 0:
+            folder.mkdir(exist_ok=True)
+            prepare(folder)
+        dist.barrier()
         passes = tc.PassSet.open(folder / "passes")
-        losses = train_in_stages(folder, passes, ranks)
-        if ranks.rank == ranks.size - 1:
+        losses = train_in_stages(folder, passes, options.device)
+        if rank == stages - 1:
             whole = train_whole(passes)
-            print(
-                f"in {ranks.size} stages: {losses[0]:.4f} to {losses[-1]:.4f}; whole: {whole[0]:.4f} to {whole[-1]:.4f}"
-            )
+            print(f"in {stages} stages: {losses[0]:.4f} to {losses[-1]:.4f}; whole: {whole[0]:.4f} to {whole[-1]:.4f}")
             if not np.allclose(losses, whole, atol=1e-4):
                 raise SystemExit("the losses differ")
-        ranks.barrier()
+        dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

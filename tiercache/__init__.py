@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tiercache.passes.passset import PassSet as PassSet
     from tiercache.passes.splitting import split_passes as split_passes
     from tiercache.ranks.cache import ShardedCache as ShardedCache
-    from tiercache.ranks.group import Ranks as Ranks
     from tiercache.ranks.placement import Placement as Placement
     from tiercache.ranks.placement_rules import PlacementCosts as PlacementCosts
     from tiercache.ranks.placement_rules import PlacementRules as PlacementRules
@@ -60,7 +59,6 @@ _HOME = {
     "Placement": "ranks.placement",
     "PlacementCosts": "ranks.placement_rules",
     "PlacementRules": "ranks.placement_rules",
-    "Ranks": "ranks.group",
     "ResidentCache": "training.resident",
     "RowWiseAdagrad": "store.table",
     "Schema": "schema",
@@ -100,7 +98,6 @@ __all__ = [
     "Placement",
     "PlacementCosts",
     "PlacementRules",
-    "Ranks",
     "ResidentCache",
     "RowWiseAdagrad",
     "Schema",

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tiercache.dist.communicator import AnyCommunicator, communicator_of
+from tiercache.dist.consistency import check_same
 from tiercache.errors import BudgetError, RankError
-from tiercache.ranks.call import Call
-from tiercache.ranks.facts import check_same
-from tiercache.ranks.group import Ranks
 from tiercache.ranks.pipeline import StageInput
 from tiercache.training.batch import Batch
 
@@ -25,17 +24,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def who(ranks: Ranks) -> list[int]:
+def who(ranks: AnyCommunicator) -> list[int]:
     """Say who this is."""
     return [ranks.rank, ranks.size]
 
 
-def tell(ranks: Ranks) -> list[Any]:
+def tell(ranks: AnyCommunicator) -> list[Any]:
     """Tell each other a value of many kinds."""
-    return ranks.values({"rank": ranks.rank, "words": "é" * ranks.rank, "list": list(range(ranks.rank)), "none": None})
+    return ranks.all_gather_object(
+        {"rank": ranks.rank, "words": "é" * ranks.rank, "list": list(range(ranks.rank)), "none": None}
+    )
 
 
-def uneven_exchange(ranks: Ranks, dtype: str, silent: bool = False) -> list[Any]:
+def uneven_exchange(ranks: AnyCommunicator, dtype: str, silent: bool = False) -> list[Any]:
     """Send ``3 s + r`` elements from rank s to rank r, each element 16 s + r; nothing from rank 0 where ``silent``."""
 
     def size(source: int, target: int) -> int:
@@ -46,52 +47,52 @@ def uneven_exchange(ranks: Ranks, dtype: str, silent: bool = False) -> list[Any]
     receive_sizes = [size(source, ranks.rank) for source in range(ranks.size)]
     send = torch.tensor([16 * ranks.rank + target for target in range(ranks.size) for _ in range(send_sizes[target])])
     send = send.to(kind)
-    received = ranks.exchange(send, send_sizes, receive_sizes)
+    received = ranks.all_to_all(send, send_sizes, receive_sizes)
     into = torch.empty(sum(receive_sizes), dtype=kind)
-    again = ranks.exchange(send, send_sizes, receive_sizes, into)
+    again = ranks.all_to_all(send, send_sizes, receive_sizes, into)
     assert again is into
     assert torch.equal(again, received)
     assert received.dtype == kind
     return received.to(torch.float64).tolist()
 
 
-def nothing_at_all(ranks: Ranks) -> list[int]:
+def nothing_at_all(ranks: AnyCommunicator) -> list[int]:
     """Exchange and gather where nobody has anything."""
     none = torch.empty(0, dtype=torch.float32)
     zeros = [0] * ranks.size
-    return [len(ranks.exchange(none, zeros, zeros)), len(ranks.gather(none, zeros))]
+    return [len(ranks.all_to_all(none, zeros, zeros)), len(ranks.all_gather(none, zeros))]
 
 
-def uneven_gather(ranks: Ranks, dtype: str, sizes: list[int]) -> list[float]:
+def uneven_gather(ranks: AnyCommunicator, dtype: str, sizes: list[int]) -> list[float]:
     """Gather ``sizes[r]`` elements of value r + 1 from every rank r."""
     mine = torch.full((sizes[ranks.rank],), ranks.rank + 1).to(getattr(torch, dtype))
-    gathered = ranks.gather(mine, sizes)
+    gathered = ranks.all_gather(mine, sizes)
     assert gathered.dtype == mine.dtype
     return gathered.to(torch.float64).tolist()
 
 
-def counts(ranks: Ranks) -> NDArray[np.int64]:
+def counts(ranks: AnyCommunicator) -> NDArray[np.int64]:
     """Send [sender, receiver, a number beyond 32 bits] to every rank."""
     to = [[ranks.rank, target, 2**40 + ranks.rank] for target in range(ranks.size)]
-    return ranks.counts(np.array(to, dtype=np.int64))
+    return ranks.exchange_splits(np.array(to, dtype=np.int64))
 
 
-def least(ranks: Ranks) -> list[int]:
+def least(ranks: AnyCommunicator) -> list[int]:
     """Compare two numbers, one of which is least here and the other on the last rank."""
-    return ranks.least([ranks.rank, -(2**40) * ranks.rank])
+    return ranks.all_reduce_min([ranks.rank, -(2**40) * ranks.rank])
 
 
-def two_threads(ranks: Ranks) -> list[float]:
+def two_threads(ranks: AnyCommunicator) -> list[float]:
     """On even ranks a thread's exchanges begin before those of the main thread, on odd ranks after they ended."""
-    other = ranks.beside()
+    other = ranks.clone()
     ones = torch.ones(ranks.size)
     one_each = [1] * ranks.size
     sums: dict[str, float] = {}
 
-    def exchange(name: str, on: Ranks, scale: float) -> None:
+    def exchange(name: str, on: AnyCommunicator, scale: float) -> None:
         total = torch.zeros(ranks.size)
         for step in range(20):
-            total += on.exchange(ones * scale * step, one_each, one_each)
+            total += on.all_to_all(ones * scale * step, one_each, one_each)
         sums[name] = float(total.sum())
 
     thread = threading.Thread(target=exchange, args=("beside", other, 2.0))
@@ -106,7 +107,7 @@ def two_threads(ranks: Ranks) -> list[float]:
     return [sums["main"], sums["beside"]]
 
 
-def dense_layers(ranks: Ranks) -> list[float]:
+def dense_layers(ranks: AnyCommunicator) -> list[float]:
     """Train one step of a layer in DistributedDataParallel between exchanges; return its weights."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
@@ -118,28 +119,7 @@ def dense_layers(ranks: Ranks) -> list[float]:
     return [float(each) for each in weight.grad.flatten()]
 
 
-def numbers(ranks: Ranks, where: str) -> Any:
-    """Meet with numbers, rank 1 with an error or in another call; then talk on."""
-    said: list[Any] = []
-    for _ in range(2):
-        try:
-            if ranks.rank == 1 and where == "other call":
-                ranks.meet(Call.COMMIT, "committing", [1, 2, 3])
-            if ranks.rank == 1 and where == "other numbers":
-                ranks.counts(np.zeros((ranks.size, 50), np.int64), "counting", Call.RAW_BATCH)
-            error = KeyError("no room") if (ranks.rank, where) == (1, "failed") else None
-            said.append(ranks.meet(Call.RAW_BATCH, "counting", [3 * ranks.rank, 7], error).tolist())
-        except (KeyError, RankError) as raised:
-            said.append([type(raised).__name__, str(raised)])
-    return [said, ranks.values(ranks.rank)]
-
-
-def many_counts(ranks: Ranks) -> NDArray[np.int64]:
-    """Send more counts than one message has room for."""
-    return ranks.counts(np.arange(ranks.size * 100, dtype=np.int64).reshape(ranks.size, 100) + 1000 * ranks.rank)
-
-
-def gives_back_too_early(ranks: Ranks) -> list[Any]:
+def gives_back_too_early(ranks: AnyCommunicator) -> list[Any]:
     """Give gradients of collected vectors back before their backward and behind it, on each rank of its samples."""
     outputs = torch.full((2 + ranks.rank, 3), 1.0, requires_grad=True)
     stage, said = StageInput(ranks), ""
@@ -155,33 +135,26 @@ def gives_back_too_early(ranks: Ranks) -> list[Any]:
     return [said, outputs.grad.sum().item()]
 
 
-def fails_in_the_body(ranks: Ranks, who: list[int], kind: str) -> Any:
-    """Fail on some ranks inside of ``together``, before the collective that the others go on to."""
-    with ranks.together("opening the store"):
+def fails_in_the_body(ranks: AnyCommunicator, who: list[int], kind: str) -> Any:
+    """Fail on some ranks inside of ``raise_on_all``, before the collective that the others go on to."""
+    with ranks.raise_on_all("opening the store"):
         if ranks.rank in who:
             raise {"BudgetError": BudgetError, "KeyError": KeyError, "OSError": OSError}[kind](f"no room {ranks.rank}")
-    return ranks.values("went on")
+    return ranks.all_gather_object("went on")
 
 
-def fails_inside_of_the_inside(ranks: Ranks) -> Any:
-    """An agreement inside an agreement: the outer one is reached by all."""
-    with ranks.together("training"), ranks.together("reading rows"):
-        if ranks.rank == 0:
-            raise BudgetError("no room")
-
-
-def goes_on_after_an_error(ranks: Ranks) -> list[Any]:
+def goes_on_after_an_error(ranks: AnyCommunicator) -> list[Any]:
     """After an error that all agreed on, the same ranks still talk."""
     try:
         fails_in_the_body(ranks, [0], "OSError")
     except (OSError, RuntimeError) as error:
-        return ranks.values(type(error).__name__)
+        return ranks.all_gather_object(type(error).__name__)
     return []
 
 
-def keeps_its_cause(ranks: Ranks) -> None:
+def keeps_its_cause(ranks: AnyCommunicator) -> None:
     """Rank 0's own error has a cause, and it is alone with it."""
-    with ranks.together("reading"):
+    with ranks.raise_on_all("reading"):
         if ranks.rank == 0:
             try:
                 raise KeyError("inner")
@@ -189,14 +162,14 @@ def keeps_its_cause(ranks: Ranks) -> None:
                 raise BudgetError("outer") from inner
 
 
-def leaves_early(ranks: Ranks) -> None:
+def leaves_early(ranks: AnyCommunicator) -> None:
     """Rank 0 ends with an error of its own, outside of any agreement, while the others wait for it."""
     if ranks.rank == 0:
         raise ValueError("on my own")
     ranks.barrier("waiting for rank 0")
 
 
-def talks_after_leaving(ranks: Ranks) -> None:
+def talks_after_leaving(ranks: AnyCommunicator) -> None:
     """Use ranks that were closed."""
     ranks.barrier()
     ranks.close()
@@ -204,27 +177,7 @@ def talks_after_leaving(ranks: Ranks) -> None:
     ranks.barrier()
 
 
-def repeats_after_a_break(ranks: Ranks) -> list[str]:
-    """Rank 0 leaves; the others try twice."""
-    said: list[str] = []
-    if ranks.rank == 0:
-        return said
-    for _ in range(2):
-        try:
-            ranks.barrier("waiting")
-        except RuntimeError as error:
-            said.append(str(error))
-    return said
-
-
-def breaks_inside(ranks: Ranks) -> None:
-    """Rank 0 leaves while the others are inside of an agreement."""
-    if ranks.rank > 0:
-        with ranks.together("training"):
-            ranks.barrier("reading")
-
-
-def compare(ranks: Ranks, by_rank: list[dict[str, Any]], version: str | None = None) -> None:
+def compare(ranks: AnyCommunicator, by_rank: list[dict[str, Any]], version: str | None = None) -> None:
     """Compare facts; the last rank has another version of the package where one is given."""
     import tiercache
 
@@ -237,29 +190,38 @@ def compare(ranks: Ranks, by_rank: list[dict[str, Any]], version: str | None = N
         tiercache.__version__ = kept
 
 
-def joins_a_part(ranks: Ranks) -> list[Any]:
-    """Ranks 1 and above join a group of their own, and groups beside it, again and again; rank 1 has one more."""
-    mine = list(range(1, ranks.size))
-    group: Any = dist.new_group(mine)
+def waits_for_different_things(ranks: AnyCommunicator) -> None:
+    """Rank 1 exchanges splits for something else."""
+    ranks.exchange_splits(
+        np.zeros((ranks.size, 2), np.int64), "stepping rows" if ranks.rank == 1 else "asking for rows"
+    )
+
+
+def joins_a_part(ranks: AnyCommunicator) -> list[Any]:
+    """Ranks 1 and above talk in a group of their own, again and again."""
+    group: Any = dist.new_group(list(range(1, ranks.size)))
     if ranks.rank == 0:
         try:
-            Ranks.join(group=group)
-        except RuntimeError as error:
+            communicator_of(group)
+        except RankError as error:
             return [str(error)]
     told = []
     for turn in range(2):
-        inner = Ranks.join(group=group, timeout=20)
-        told.append(inner.values(ranks.rank))
-        if ranks.rank == 1:
-            dist.new_group([1], use_local_synchronization=True)
-        for _ in range(3):
-            with inner.beside() as beside:
-                told.append(beside.values(ranks.rank + turn))
+        inner = communicator_of(group)
+        told.append(inner.all_gather_object(ranks.rank))
+        other = inner.clone()
+        told.append(other.all_gather_object(ranks.rank + turn))
+        other.close()
         inner.close()
     return [inner.rank, inner.size, told]
 
 
-def hangs(ranks: Ranks) -> None:
+def is_on_cuda(_: AnyCommunicator) -> None:
+    """Ask for ranks on GPUs."""
+    communicator_of(device="cuda:0")
+
+
+def hangs(ranks: AnyCommunicator) -> None:
     """Rank 1 sleeps for longer than the test waits."""
     sys.stderr.write("about to hang\n")
     if ranks.rank == 1:
@@ -267,7 +229,7 @@ def hangs(ranks: Ranks) -> None:
     ranks.barrier()
 
 
-def dies(ranks: Ranks) -> None:
+def dies(ranks: AnyCommunicator) -> None:
     """Rank 1 is killed."""
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 WAYS = ("row", "replicate", "column", "table")
 
@@ -225,22 +225,22 @@ def known(name: str | dict[str, Any]) -> Entry:
     return ENTRIES[name] if isinstance(name, str) else random_entry(name)
 
 
-def open_cache(ranks: Ranks, entry: Entry, folder: str, **given: Any) -> tc.ShardedCache:
+def open_cache(ranks: AnyCommunicator, entry: Entry, folder: str, **given: Any) -> tc.ShardedCache:
     """Open the sharded store of an entry, with the smallest host budget where it asks for that."""
     options: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB", **entry.options, **given}
     options["placement"] = entry.placement(entry, ranks.size)
     passes, path = tc.PassSet.open(Path(folder) / "passes"), Path(folder) / "model.tc"
     if options["host_budget"] == "smallest":
         try:
-            tc.ShardedCache(path, passes, ranks=ranks, **options | {"host_budget": 1})
+            tc.ShardedCache(path, passes, **options | {"host_budget": 1})
         except tc.TierCacheError as error:
             found = re.search(r"raise host_budget to (\d+) bytes", str(error))
-            options["host_budget"] = max(ranks.values(int(found[1]) if found else 0))
-    return tc.ShardedCache(path, passes, ranks=ranks, **options)
+            options["host_budget"] = max(ranks.all_gather_object(int(found[1]) if found else 0))
+    return tc.ShardedCache(path, passes, **options)
 
 
 def train(
-    ranks: Ranks, name: str | dict[str, Any], folder: str, *, until: int | None = None, **given: Any
+    ranks: AnyCommunicator, name: str | dict[str, Any], folder: str, *, until: int | None = None, **given: Any
 ) -> dict[str, Any]:
     """Train an entry on every rank, up to the end of its last epoch or of epoch ``until``."""
     entry = known(name)
@@ -253,7 +253,7 @@ def train(
     return found
 
 
-def evaluate(ranks: Ranks, name: str, folder: str, *, at: list[int], schedule: str) -> dict[str, Any]:
+def evaluate(ranks: AnyCommunicator, name: str, folder: str, *, at: list[int], schedule: str) -> dict[str, Any]:
     """Train an entry and look the evaluation set up behind some steps; return what was found by step and batch."""
     entry, found = known(name), {}
     tests = tc.PassSet.open(Path(folder) / "tests")
@@ -281,7 +281,7 @@ def looked_up(cache: Any, entry: Entry, tests: tc.PassSet, **options: Any) -> di
     return {"slices": slices, "vectors": found}
 
 
-def ask_wrongly(ranks: Ranks, name: str, folder: str, *, bad_rank: int, number: int) -> dict[str, Any]:
+def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int, number: int) -> dict[str, Any]:
     """Have one rank look up a local id that its pass does not have, then train as if nothing had been."""
     entry = known(name)
     with open_cache(ranks, entry, folder) as cache:
@@ -307,7 +307,7 @@ def ask_wrongly(ranks: Ranks, name: str, folder: str, *, bad_rank: int, number: 
         return run(cache, entry, ranks.size, ready=ready) | {"said": said}
 
 
-def leave_a_loop(ranks: Ranks, name: str, folder: str) -> list[str]:
+def leave_a_loop(ranks: AnyCommunicator, name: str, folder: str) -> list[str]:
     """Close a cache within a loop over its passes; return what is complained of when the loop is collected."""
     found: list[str] = []
     before, sys.unraisablehook = sys.unraisablehook, lambda unraisable: found.append(str(unraisable.exc_value))
@@ -322,7 +322,7 @@ def leave_a_loop(ranks: Ranks, name: str, folder: str) -> list[str]:
     return found
 
 
-def refused(ranks: Ranks, name: str, folder: str, *, what: str) -> None:
+def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> None:
     """Do what is refused, on all ranks."""
     entry = known(name)
     wrong: dict[str, Any] = {
@@ -334,7 +334,7 @@ def refused(ranks: Ranks, name: str, folder: str, *, what: str) -> None:
     }
     if what in wrong:
         passes, options = tc.PassSet.open(Path(folder) / "passes"), {"device_budget": "1MiB", "host_budget": "9MiB"}
-        tc.ShardedCache(Path(folder) / "model.tc", passes, ranks=ranks, **options | wrong[what])
+        tc.ShardedCache(Path(folder) / "model.tc", passes, **options | wrong[what])
     with open_cache(ranks, entry, folder) as cache:
         if what == "a step before any visit":
             cache.step()

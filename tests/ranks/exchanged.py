@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.samples import FeatureIds, Samples
-    from tiercache.ranks.group import Ranks
 
 SPECS = (
     Spec(name="one", table="adagrad"),
@@ -143,7 +143,7 @@ class Model:
 class Training:
     """One rank's rows in memory, exchanged for batches of all ranks' samples."""
 
-    def __init__(self, ranks: Ranks, passes: tc.PassSet, placement: Placement, options: Options) -> None:
+    def __init__(self, ranks: AnyCommunicator, passes: tc.PassSet, placement: Placement, options: Options) -> None:
         self.ranks, self.share, self.options = ranks, Share(passes, placement, ranks.rank), options
         self.cache = tc.ResidentCache(self.share, device=shim() if options.shim else "cpu")
         self.groups = group_tables(passes.tables)
@@ -211,7 +211,7 @@ def share_of(samples: NDArray[np.int64], rank: int, size: int) -> tuple[NDArray[
     return (mine, size * mine.size / samples.size) if mine.size else (samples[:1], 0.0)
 
 
-def train(ranks: Ranks, folder: str, case: str, kind: str, **given: Any) -> dict[str, Any]:
+def train(ranks: AnyCommunicator, folder: str, case: str, kind: str, **given: Any) -> dict[str, Any]:
     """Train a case on every rank; return rows, outputs and gradients of weights."""
     options = Options(**given)
     passes = tc.PassSet.open(Path(folder))
@@ -296,7 +296,7 @@ def whole_outputs(parts: list[dict[str, Any]]) -> list[NDArray[np.float32]]:
     return [np.concatenate([part["outputs"][i] for part in parts]) for i in range(len(parts[0]["outputs"]))]
 
 
-def ask_for(ranks: Ranks, folder: str, bad_rank: int, id_: int, kind: str) -> None:
+def ask_for(ranks: AnyCommunicator, folder: str, bad_rank: int, id_: int, kind: str) -> None:
     """Make a batch in which one rank has an id that no table has."""
     passes = tc.PassSet.open(Path(folder))
     training = Training(ranks, passes, placement_of(kind, MIXED, ranks.size), Options())
@@ -310,7 +310,7 @@ def ask_for(ranks: Ranks, folder: str, bad_rank: int, id_: int, kind: str) -> No
     training.batch(samples, ids, 1.0, "batch 7 of visit 0")
 
 
-def fail_before(ranks: Ranks, folder: str, bad_rank: int) -> None:
+def fail_before(ranks: AnyCommunicator, folder: str, bad_rank: int) -> None:
     """Make a batch for which one rank could not read its samples."""
     passes = tc.PassSet.open(Path(folder))
     training = Training(ranks, passes, placement_of("row", MIXED, ranks.size), Options())
@@ -320,7 +320,7 @@ def fail_before(ranks: Ranks, folder: str, bad_rank: int) -> None:
     training.exchange.ask(ids, training.tables, "batch 0 of visit 0", error)
 
 
-def ask_for_nothing(ranks: Ranks, folder: str) -> list[int]:
+def ask_for_nothing(ranks: AnyCommunicator, folder: str) -> list[int]:
     """Make a batch in which odd ranks have no ids at all, and a step of it."""
     passes = tc.PassSet.open(Path(folder))
     training = Training(ranks, passes, placement_of("all", MIXED, ranks.size), Options())

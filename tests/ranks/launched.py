@@ -1,97 +1,84 @@
-"""A rank of its own process, as torchrun starts it: ``python -m tests.ranks.launched HOW TIMEOUT [FOLDER]``.
-
-It prints "in step" when all ranks have joined, and at the end what it knows as one line of JSON.
-"""
+"""A rank of its own process, as torchrun starts it: ``python -m tests.ranks.launched [FOLDER] [--talk] [--kill N]``."""
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
 import os
 import signal
 import sys
-import threading
-import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.ranks import trainings
+from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError
-from tiercache.ranks.group import Ranks
 
-BYTES = 1 << 20
+if TYPE_CHECKING:
+    from tiercache.dist.communicator import AnyCommunicator
 
-
-def say(**words: object) -> None:
-    """Print a line of JSON in one write: several processes may share the output."""
-    sys.stdout.write(json.dumps(words) + "\n")
-    sys.stdout.flush()
+DENSE = "dense.json"
+"""What rank 0 says of its dense weights at the end."""
 
 
-def exchange_for_ever(ranks: Ranks) -> None:
-    """Exchange a megabyte with everybody until something ends it."""
-    send = torch.ones(ranks.size * BYTES, dtype=torch.uint8)
-    sizes = [BYTES] * ranks.size
-    while True:
-        ranks.exchange(send, sizes, sizes)
-
-
-def work_for_ever(ranks: Ranks) -> None:
-    """Be at work, on rank 1 until something ends it; the others wait."""
-    with ranks.patiently("reading rows"):
-        if ranks.rank == 1:
-            threading.Event().wait()
-
-
-def end_soon(by: signal.Signals, seconds: float) -> None:
-    """Send this process a signal in the midst of what it does."""
-    threading.Timer(seconds, lambda: os.kill(os.getpid(), by)).start()
-
-
-def talk(ranks: Ranks) -> None:
-    """Exchange and agree once; then rank 0 fails and everybody hears of it."""
-    received = ranks.exchange(torch.full((ranks.size,), ranks.rank), [1] * ranks.size, [1] * ranks.size)
+def talk(ranks: AnyCommunicator) -> None:
+    """Exchange and agree once; rank 0 fails and everybody hears of it, and says so in a line of JSON."""
+    received = ranks.all_to_all(torch.full((ranks.size,), ranks.rank), [1] * ranks.size, [1] * ranks.size)
     sentence = ""
     try:
-        with ranks.together("opening the store"):
+        with ranks.raise_on_all("opening the store"):
             if ranks.rank == 0:
                 raise OSError("no such disk")
     except (OSError, RankError) as error:
         sentence = str(error)
-    say(rank=ranks.rank, local=os.environ["LOCAL_RANK"], received=received.tolist(), sentence=sentence)
+    words = {"rank": ranks.rank, "local": os.environ["LOCAL_RANK"], "received": received.tolist(), "sentence": sentence}
+    sys.stdout.write(json.dumps(words) + "\n")  # in one write: several processes share the output
+    sys.stdout.flush()
 
 
-def train(ranks: Ranks, folder: str) -> None:
-    """Train a case, whose passes are in the folder."""
-    from tests.ranks import trainings
+def kill_at(step: int) -> None:
+    """Have this process killed behind so many steps of its optimizer."""
+    done: list[None] = []
 
-    trainings.train(ranks, "one", folder)
+    def count(*_: object) -> None:
+        done.append(None)
+        if len(done) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_post_hook(count)
 
 
-def main(how: str, timeout: float, folder: str = "") -> None:
-    """Join and do what ``how`` says."""
+def digest(weights: dict[str, object]) -> dict[str, str]:
+    """Return a digest of each of them."""
+    return {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in weights.items() if name != "commit"}  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Be one rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--talk", action="store_true")
+    parser.add_argument("--kill", type=int)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    try:
-        ranks = Ranks.join(timeout=timeout)
-    except RankError as error:
-        say(error=str(error))
-        return
-    if how == "talk":
+    dist.init_process_group("gloo")
+    ranks = communicator_of()
+    if options.talk:
         talk(ranks)
-        if folder:
-            train(ranks, folder)
-        ranks.close()
-        return
-    if ranks.rank == 1:
-        by = signal.SIGKILL if how.startswith("kill") else signal.SIGSTOP
-        end_soon(by, 1.5 * timeout if how.endswith("at work") else 0.5)
-    say(rank=ranks.rank, process=os.getpid(), state="in step")
-    begin = time.monotonic()
-    try:
-        (work_for_ever if how.endswith("at work") else exchange_for_ever)(ranks)
-    except RankError as error:
-        cause = type(error.__cause__).__name__
-        say(rank=ranks.rank, error=str(error), cause=cause, seconds=time.monotonic() - begin)
+    if options.kill and ranks.rank == 1:
+        kill_at(options.kill)
+    if options.folder:
+        found = trainings.train(ranks, "one", str(options.folder))
+        if ranks.rank == 0:
+            (options.folder / DENSE).write_text(json.dumps(digest(found)))
     ranks.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])
+    main()

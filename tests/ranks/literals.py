@@ -17,7 +17,7 @@ from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 
 if TYPE_CHECKING:
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 RULES = {
     "sgd": tc.SGD(learning_rate=1.0),
@@ -69,13 +69,13 @@ def cut(folder: Path) -> tc.PassSet:
     )  # fmt: skip
 
 
-def train(ranks: Ranks, folder: str) -> dict[str, Any]:
+def train(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
     """Train with all tables placed in each way; return by way the outputs of the second pass."""
     passes, found = tc.PassSet.open(Path(folder) / "passes"), {}
     for way in WAYS:
         placement = Placement(ranks.size, {one.name: placed(way, ranks.size) for one in passes.tables})
         path = Path(folder) / f"{way}.tc"
-        with tc.ShardedCache(path, passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+        with tc.ShardedCache(path, passes, placement=placement, **OPTIONS) as cache:
             by_rule = [f"by {name}" for name in RULES]
             bag = tc.EmbeddingBagCollection(cache.schema, ["id", "sum", "mean", *by_rule], mode={"mean": "mean"})
             cache.register(bag=bag)

@@ -19,14 +19,14 @@ SECONDS = 60.0
 
 
 class _Agreeing:
-    """What a meeting needs beside ``values``."""
+    """What a meeting needs beside ``all_gather_object``."""
 
     rank: int
     size: int
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
         """Raise where any rank brings an error."""
-        told = self.values(None if error is None else str(error))
+        told = self.all_gather_object(None if error is None else str(error))
         if error is not None:
             raise error
         for rank, sentence in enumerate(told):
@@ -34,7 +34,7 @@ class _Agreeing:
                 raise RankError(f"rank {rank} failed while {what}: {sentence}")
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def raise_on_all(self, what: str) -> Iterator[None]:
         """Run the body on each rank, without a meeting inside; where one fails, all raise."""
         error: Exception | None = None
         try:
@@ -43,21 +43,9 @@ class _Agreeing:
             error = raised
         self.agree(what, error)
 
-    patiently = together
-
-    def values(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any) -> list[Any]:
         """Return what each rank brings."""
         raise NotImplementedError
-
-
-class Alone(_Agreeing):
-    """The only rank."""
-
-    rank, size = 0, 1
-
-    def values(self, mine: Any) -> list[Any]:
-        """Return it."""
-        return [mine]
 
 
 class _Threads(_Agreeing):
@@ -67,7 +55,7 @@ class _Threads(_Agreeing):
         self.rank, self.size = rank, len(shared)
         self._shared, self._barrier = shared, barrier
 
-    def values(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any) -> list[Any]:
         """Return what each rank brings."""
         try:
             self._barrier.wait()
@@ -102,7 +90,7 @@ class Processes(_Agreeing):
         for one in sockets:
             one.settimeout(SECONDS)
 
-    def values(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any) -> list[Any]:
         """Return what each rank brings. Raises RankError where one is gone."""
         try:
             if self.rank == 0:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from tests.ranks.sharded_world import divide_anew, opened, placement_on, take
 
 if TYPE_CHECKING:
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 
-def train(ranks: Ranks, path: str, commits: int, turn: int = 0) -> list[int]:
+def train(ranks: AnyCommunicator, path: str, commits: int, turn: int = 0) -> list[int]:
     """Make so many commits; returns where they end."""
     parts, world = opened(Path(path), ranks, turn)
     with parts:
@@ -21,6 +21,6 @@ def train(ranks: Ranks, path: str, commits: int, turn: int = 0) -> list[int]:
         return list(parts.cursor)
 
 
-def divide(ranks: Ranks, path: str) -> None:
+def divide(ranks: AnyCommunicator, path: str) -> None:
     """Make parts for these ranks."""
     divide_anew(Path(path), ranks, placement_on(ranks.size, 1), lambda **_: None)

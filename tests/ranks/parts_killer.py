@@ -41,7 +41,7 @@ from tiercache.store import Cursor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tiercache.ranks.meeting import Meeting
+    from tiercache.dist.communicator import AnyCommunicator
 
 PATIENCE_SECONDS = 60.0
 FIRST, LAST = Cursor(2), Cursor(4)
@@ -84,7 +84,7 @@ class Teller:
             self.phase = PHASES[1]
 
 
-def walk(path: Path, ranks: Meeting, teller: Teller, engine: str) -> None:
+def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
     """Make the store or take it up, and go on to the end; divided anew in the middle."""
     record = Record.read(path)
     ranks.agree("reading the record")
@@ -321,7 +321,7 @@ def examine(path: Path, num_ranks: int, engine: str, begun: Any, done: Any, tell
             found += [f"as it was left, {problem}" for problem in problems(store)]
     turn = 0 if record is None else turn_of(record)
 
-    def open_all(ranks: Meeting) -> list[int]:
+    def open_all(ranks: AnyCommunicator) -> list[int]:
         parts, _ = opened(path, ranks, turn, engine=engine)
         with parts:
             commit = parts.store.commit

@@ -201,7 +201,7 @@ def serve(rank: int, pipe: Connection, port: int, log: str) -> None:
 def _run(rank: int, size: int, run: int, store: TCPStore, body: str, limit: float, arguments: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import communicator_of
 
     module, name = body.split(":")
     patience = limit * PATIENCE
@@ -214,7 +214,8 @@ def _run(rank: int, size: int, run: int, store: TCPStore, body: str, limit: floa
         timeout=timedelta(seconds=patience),
     )
     try:
-        ranks = Ranks.join(timeout=patience)
+        dist.distributed_c10d.default_pg_timeout = timedelta(seconds=patience)
+        ranks = communicator_of()
         try:
             return function(ranks, **arguments)
         finally:

@@ -16,7 +16,7 @@ from tests.ranks.trainings import OPTIONS, dense_of
 from tests.training.cases import Case, Spec, table
 
 if TYPE_CHECKING:
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 CASE = Case(
     tables=(
@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 
 def train(
-    ranks: Ranks,
+    ranks: AnyCommunicator,
     folder: str,
     name: str,
     *,
@@ -84,7 +84,7 @@ def train(
     placement = dict.fromkeys([one.name for one in CASE.tables], kind)
     given = {} if input_ == "data" else {"input": input_}
     pooled: set[str] = set()
-    with tc.ShardedCache(Path(folder) / name, passes, ranks=ranks, placement=placement, **OPTIONS | options) as cache:
+    with tc.ShardedCache(Path(folder) / name, passes, placement=placement, **OPTIONS | options) as cache:
         inner = Model(cache, by_rows=by_rows)
         model = DistributedDataParallel(inner) if ranks.size > 1 else inner
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -116,11 +116,11 @@ def train(
     return {"pooled": sorted(pooled), "bytes": sent, "vectors": found} | dense_of(model)
 
 
-def weigh(ranks: Ranks, folder: str, *, announced: bool) -> list[Any]:
+def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
     """Give weights to a feature that its owner pools where that was not announced."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.ShardedCache(Path(folder) / "weighed.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "weighed.tc", passes, placement=placement, **OPTIONS) as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title", "more"], weighted=["title"] if announced else ())
         cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
@@ -132,11 +132,11 @@ def weigh(ranks: Ranks, folder: str, *, announced: bool) -> list[Any]:
     raise AssertionError("there was no visit")
 
 
-def ask_for_ids(ranks: Ranks, folder: str, *, names: list[str]) -> dict[str, Any]:
+def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dict[str, Any]:
     """Return what a batch says of ids that it does not have, and what of it is a dict's all the same."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.ShardedCache(Path(folder) / "asked.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "asked.tc", passes, placement=placement, **OPTIONS) as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["user", "more"])
         cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
@@ -154,12 +154,12 @@ def ask_for_ids(ranks: Ranks, folder: str, *, names: list[str]) -> dict[str, Any
     raise AssertionError("there was no visit")
 
 
-def modules_are_registered(ranks: Ranks, folder: str) -> list[list[list[str]]]:
+def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[list[str]]]:
     """Return the features of batches, with rows and pooled, as modules are registered."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     found = []
-    with tc.ShardedCache(Path(folder) / "modules.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "modules.tc", passes, placement=placement, **OPTIONS) as cache:
         for visit in cache.passes(epochs=1):
             batches = visit.batches(8)
 
@@ -181,11 +181,11 @@ def modules_are_registered(ranks: Ranks, folder: str) -> list[list[list[str]]]:
     raise AssertionError("there was no visit")
 
 
-def have_a_wrong_id(ranks: Ranks, folder: str, *, input_: str) -> None:
+def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None:
     """Make a batch in which the last rank reads an id that the table of a pooled feature does not have."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.ShardedCache(Path(folder) / "wrong.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "wrong.tc", passes, placement=placement, **OPTIONS) as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title"], mode="mean")
         cache.register(bag=bag)
         owner = cache.placement.tables["words"].slices[0].rank
@@ -204,11 +204,11 @@ def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
     return samples
 
 
-def differ(ranks: Ranks, folder: str, *, what: str) -> None:
+def differ(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
     """Have ranks with input by model look different features up, or make batches of different sizes."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.ShardedCache(Path(folder) / "differ.tc", passes, ranks=ranks, placement=placement, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "differ.tc", passes, placement=placement, **OPTIONS) as cache:
         bag = tc.EmbeddingBagCollection(
             cache.schema, ["more"], mode="sum" if ranks.rank and what == "modes" else "mean"
         )

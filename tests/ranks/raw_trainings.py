@@ -22,7 +22,7 @@ from tiercache.errors import KeyNotInPassError, RankError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 CASE = replace(BAGS, num_samples=81, pass_rows=40, batch=14, shuffle=False)
 """Passes of 40, 40 and 1 samples, in batches of 14, 14 and 12; of the last one only one rank has any."""
@@ -135,13 +135,13 @@ def run(
     return dense_of(model) | {"evaluated": evaluated, "index_bytes": most}
 
 
-def train(ranks: Ranks, folder: str, *, on_shim: bool = False, **options: Any) -> dict[str, Any]:
+def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **options: Any) -> dict[str, Any]:
     """Train a sharded store by the raw keys of this rank's samples; by the CUDA kernels, on the shim, where said."""
     how = {name: options.pop(name) for name in ("deal", "missing", "stop", "evaluates", "reweighs") if name in options}
     place = Path(folder)
     samples, keys = tc.PassSet.open(place / "passes"), tc.PassSet.open(place / "keys")
     options |= {"device": shim()} if on_shim else {}
-    with tc.ShardedCache(place / "raw.tc", keys, ranks=ranks, **OPTIONS | options) as cache:
+    with tc.ShardedCache(place / "raw.tc", keys, **OPTIONS | options) as cache:
         torch.manual_seed(1)
         model: nn.Module = Net(cache, CASE)
         if ranks.size > 1:
@@ -154,10 +154,10 @@ def train(ranks: Ranks, folder: str, *, on_shim: bool = False, **options: Any) -
         return found | {"room": cache._inner.device_bytes, "launches": launches}
 
 
-def missing_on_one_rank(ranks: Ranks, folder: str) -> list[Any]:
+def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
     """Have rank 1 bring a key that the pass lacks; then all go on with another batch."""
     samples, keys = (tc.PassSet.open(Path(folder) / name) for name in ("passes", "keys"))
-    with tc.ShardedCache(Path(folder) / "raw.tc", keys, ranks=ranks, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
         visits = cache.passes(epochs=1)
         visit = next(visits)
@@ -181,19 +181,15 @@ def missing_on_one_rank(ranks: Ranks, folder: str) -> list[Any]:
         return [error, *done, visit.batches_done]
 
 
-def misuse(ranks: Ranks, folder: str, *, what: str) -> None:
+def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
     """Have rank 1 leave the batches of a visit before rank 0 does, or use it another way."""
     samples, keys = (tc.PassSet.open(Path(folder) / name) for name in ("passes", "keys"))
-    with tc.ShardedCache(Path(folder) / "raw.tc", keys, ranks=ranks, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model, last = Net(cache, CASE), ranks.rank == 1
         for visit in cache.passes(epochs=1):
             for number, arguments in enumerate(batches_of(samples, visit.pass_index, 0, CASE.batch)):
                 mine, others = dealt(arguments, 0, 3)
                 if last and number == 1:
-                    if what == "ends":
-                        break
-                    if what == "commits":
-                        cache.commit()
                     if what == "evaluates":
                         cache.evaluation_batch(mine)
                     if what == "leaves":
@@ -204,10 +200,10 @@ def misuse(ranks: Ranks, folder: str, *, what: str) -> None:
                 cache.step()
 
 
-def nothing_at_all(ranks: Ranks, folder: str) -> list[Any]:
+def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
     """Make batches of which no rank has a sample."""
     keys = tc.PassSet.open(Path(folder) / "keys")
-    with tc.ShardedCache(Path(folder) / "raw.tc", keys, ranks=ranks, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
         visits = cache.passes(epochs=1)
         visit = next(visits)
@@ -224,16 +220,16 @@ def nothing_at_all(ranks: Ranks, folder: str) -> list[Any]:
                 cache.evaluation_batch(None) is None]  # fmt: skip
 
 
-def train_samples(ranks: Ranks, folder: str, **options: Any) -> dict[str, Any]:
+def train_samples(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
     """Train the same samples from their passes."""
     trainings.CASES["raw"] = CASE
     return {name: value for name, value in trainings.train(ranks, "raw", folder, **options).items() if name != "commit"}
 
 
-def evaluate_unknown(ranks: Ranks, folder: str, *, asked: list[int]) -> dict[str, Any]:
+def evaluate_unknown(ranks: AnyCommunicator, folder: str, *, asked: list[int]) -> dict[str, Any]:
     """Train passes that have the out-of-vocabulary row; then look up keys that no pass has, as many as the rank."""
     passes = tc.PassSet.open(Path(folder) / "passes")
-    with tc.ShardedCache(Path(folder) / "model.tc", passes, ranks=ranks, placement={"a": "row"}, **OPTIONS) as cache:
+    with tc.ShardedCache(Path(folder) / "model.tc", passes, placement={"a": "row"}, **OPTIONS) as cache:
         rows = tc.EmbeddingCollection(cache.schema)
         cache.register(rows=rows)
         for visit in cache.passes(epochs=1):

@@ -139,7 +139,7 @@ class Killer:
                 parts.publish((TRAINED, 0))
                 if ranks.rank == 0:
                     let_through(parts.store, share, TRAINED + 1)
-                ranks.values(None)
+                ranks.all_gather_object(None)
 
         def third(ranks: Processes, teller: Teller) -> None:
             seen: Counter[str] = Counter()
@@ -252,7 +252,7 @@ class Killer:
 
     def _open(self, path: Path, ranks: Processes, placement: Placement, parts: Sequence[Path] | None) -> None:
         opened(path, ranks, placement, parts).close()
-        ranks.values(None)
+        ranks.all_gather_object(None)
 
     def _check_names(self, path: Path, where: str) -> None:
         """Note what is beside the parts of the record, in the store's folder and on the disks."""

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tests.ranks.meeting import Alone, meet
+from tests.ranks.meeting import meet
 from tests.training.cases import Case, Kept, Net, Spec, table, tiered
+from tiercache.dist.communicator import communicator_of
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 from tiercache.ranks.resharding import reshard
@@ -95,7 +96,7 @@ def let_through(store: Store, share: Share, visit_end: int, order_seed: int | No
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
     """Run a body on threads, each a rank, and raise what the first raised."""
-    found = meet(size, body) if size > 1 else [body(Alone())]
+    found = meet(size, body) if size > 1 else [body(communicator_of())]
     for one in found:
         if isinstance(one, Exception):
             raise one
@@ -111,6 +112,8 @@ def made(path: Path, passes: tc.PassSet, placement: Placement, ranks: Any, **opt
 def sharded(path: Path, case: Case, passes: tc.PassSet, cursor: tuple[int, int], engine: str = "zarr") -> None:
     """Train a sharded store of one rank."""
     alone = Share(passes, ways(1, 0), 0)
-    with Parts.open(path, case.tables, alone.tables, alone.placement.to_record(), Alone(), engine=engine) as parts:
+    with Parts.open(
+        path, case.tables, alone.tables, alone.placement.to_record(), communicator_of(), engine=engine
+    ) as parts:
         visit_to(parts.store, alone, case, cursor, seed=1, parts=parts)
         parts.publish(cursor)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.ranks.meeting import Meeting
+    from tiercache.dist.communicator import AnyCommunicator
 
 TABLES = (
     Table(name="item", dim=8, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-1.0, high=1.0)),
@@ -115,7 +115,9 @@ def take(parts: Parts, world: PartWorld, note: Callable[..., None] = lambda **_:
     note(done=after)
 
 
-def divide_anew(path: Path, ranks: Meeting, placement: Placement, note: Callable[..., None], **options: object) -> None:
+def divide_anew(
+    path: Path, ranks: AnyCommunicator, placement: Placement, note: Callable[..., None], **options: object
+) -> None:
     """Make parts of another placement; the new ones have the rows that the old ones have."""
     tables = part_tables(TABLES, placement, ranks.rank)
     record = placement.to_record()
@@ -135,7 +137,7 @@ def divide_anew(path: Path, ranks: Meeting, placement: Placement, note: Callable
         note(done=cursor)
 
 
-def opened(path: Path, ranks: Meeting, turn: int = 0, **options: object) -> tuple[Parts, PartWorld]:
+def opened(path: Path, ranks: AnyCommunicator, turn: int = 0, **options: object) -> tuple[Parts, PartWorld]:
     """Open or make the sharded store."""
     placement = placement_on(ranks.size, turn)
     tables = part_tables(TABLES, placement, ranks.rank)

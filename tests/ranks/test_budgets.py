@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks.pool import RanksPool
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 LARGE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=3000, num_keys=1 << 20, batch=250, epochs=2, shuffle=False)
 ROW_BYTES = device_bytes(group_tables(LARGE.tables)[0])
@@ -35,26 +35,26 @@ SENTENCES = {
 TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "commit_every": 0}
 
 
-def opened(ranks: Ranks, folder: str, **options: Any) -> list[int]:
+def opened(ranks: AnyCommunicator, folder: str, **options: Any) -> list[int]:
     """Open the store and leave; return where it stands."""
-    with open_sharded(ranks, ONE, folder, **options) as cache:
+    with open_sharded(ONE, folder, **options) as cache:
         commit = cache.store.commit
         assert commit is not None
         return list(commit.cursor)
 
 
-def needed(ranks: Ranks, folder: str, **options: Any) -> int:
+def needed(ranks: AnyCommunicator, folder: str, **options: Any) -> int:
     """Open the store and leave; return the bytes that it needs."""
-    with open_sharded(ranks, ONE, folder, **options) as cache:
+    with open_sharded(ONE, folder, **options) as cache:
         commit = cache.store.commit
         assert commit is not None
         return cache._inner.store_plan(commit.state_bytes).needed
 
 
-def trained_large(ranks: Ranks, folder: str, **options: Any) -> dict[str, Any]:
+def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
     """Train the large case and return the dense weights."""
     criterion = nn.BCEWithLogitsLoss()
-    with open_sharded(ranks, LARGE, folder, **options) as cache:
+    with open_sharded(LARGE, folder, **options) as cache:
         model, optimizer = model_of(cache, LARGE)
         for visit in cache.passes(epochs=LARGE.epochs):
             for batch in visit.batches(LARGE.batch, shuffle=False):

@@ -162,11 +162,11 @@ def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
                 with pytest.raises(StoreInUseError, match=r"the store at .*/s is being written by process"):
                     tc.rollback_sharded(path, 2)
                 parts.close()
-            ranks.values(None)
+            ranks.all_gather_object(None)
             if ranks.rank == 0:
                 with pytest.raises(StoreInUseError, match=r"the store at .*/part-0-1 is being written by process"):
                     tc.rollback_sharded(path, 2)
-            ranks.values(None)
+            ranks.all_gather_object(None)
 
     assert meet(2, body) == [None] * 2
     assert kept(path) == [2, 3]

@@ -19,7 +19,7 @@ from tiercache.ranks.pipeline import check_micro_batches
 
 if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 ROOT = Path(__file__).parents[2]
 FLIGHTS = 12_000
@@ -28,14 +28,14 @@ needs_flights = pytest.mark.skipif(
 )
 
 
-def fly(ranks: Ranks, folder: str, store: str, steps: int | None = None) -> list[Any]:
+def fly(_: AnyCommunicator, folder: str, store: str, steps: int | None = None) -> list[Any]:
     """Train the flights on these ranks; return the area under the curve and the digest of all rows."""
     from examples import flights_ranks
     from examples.flights_size import QUICK
 
     place, settings = Path(folder), QUICK.settings
     passes, test = (tc.PassSet.open(place / name) for name in ("passes", "test-passes"))
-    with flights_ranks.open_ranks(place / store, passes, settings, ranks) as cache:
+    with flights_ranks.open_ranks(place / store, passes, settings) as cache:
         model = flights_ranks.train(cache, settings, steps)
         area = 0.0 if steps else flights_ranks.area(cache, model, test, settings.batch)
     return [area, flights_ranks.digest(place / store)]

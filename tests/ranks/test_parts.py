@@ -197,15 +197,15 @@ def test_a_publication_that_found_no_room_may_be_made_again(tmp_path: Path, monk
         parts, world = opened(path, ranks)
         with parts:
             take(parts, world)
-            ranks.values(None)
+            ranks.all_gather_object(None)
             full[0] = True
-            ranks.values(None)
+            ranks.all_gather_object(None)
             with pytest.raises(OSError if ranks.rank == 0 else RankError, match="No space left"):
                 take(parts, world)
             assert Record.read(path).cursor == Cursor(0)
-            ranks.values(None)
+            ranks.all_gather_object(None)
             full[0] = False
-            ranks.values(None)
+            ranks.all_gather_object(None)
             parts.publish(Cursor(1))
             take(parts, world)
 

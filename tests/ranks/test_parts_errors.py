@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.ranks.meeting import Alone, meet
+from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
     TABLES,
     check_parts,
@@ -22,6 +22,7 @@ from tests.ranks.sharded_world import (
     train_parts,
 )
 from tiercache.cli.store import app
+from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError, StateError
 from tiercache.ranks.part_folder import open_part
 from tiercache.ranks.parts import Parts
@@ -132,13 +133,13 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
         parts, world = opened(path, ranks)
         with parts:
             take(parts, world)
-            ranks.values(None)
+            ranks.all_gather_object(None)
             if ranks.rank == 0:
                 errors = train_parts(path, 2, 0)
                 assert isinstance(errors[0], StoreInUseError)
                 assert "is being written by process" in sentences(errors)
-            ranks.values(None)
-        ranks.values(None)
+            ranks.all_gather_object(None)
+        ranks.all_gather_object(None)
 
     assert meet(2, body) == [None, None]
     with open_part(
@@ -219,7 +220,7 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(
         TableMismatchError, match=r"the sharded store at .* has a table 'item' that was not given: give"
     ):
-        Parts.open(path, TABLES[1:], TABLES[1:], {}, Alone())
+        Parts.open(path, TABLES[1:], TABLES[1:], {}, communicator_of())
     with Store.open(tmp_path / "plain", tables=TABLES):
         pass
     (tmp_path / "full").mkdir()

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks.pool import RanksPool
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 OPEN = "tests.ranks.test_placement_rules:placed"
 
 
-def placed(ranks: Ranks, folder: str, asked: list[Any], **options: Any) -> dict[str, str]:
+def placed(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any) -> dict[str, str]:
     """Open a store as each rank asks, and return the kind of each table."""
     one = asked[ranks.rank % len(asked)]
     if isinstance(one, dict) and "rules" in one:
@@ -32,7 +32,7 @@ def placed(ranks: Ranks, folder: str, asked: list[Any], **options: Any) -> dict[
         one = tc.PlacementRules(**one["rules"], costs=costs)
     if isinstance(one, dict) and "placement" in one:
         one = Placement(ranks.size, {name: TablePlacement(kind) for name, kind in one["placement"].items()})
-    with open_sharded(ranks, ONE, folder, placement=one, **options) as cache:
+    with open_sharded(ONE, folder, placement=one, **options) as cache:
         return {name: placement.kind for name, placement in cache.placement.tables.items()}
 
 

@@ -172,38 +172,23 @@ def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_po
     ("what", "first", "second"),
     [
         (
-            "ends",
-            "rank 1 was ending a visit while rank 0 was making batch 1 of visit 0: all ranks make equally many",
-            "rank 0 was making a batch of raw keys while rank 1 was ending a visit: all ranks make equally many",
-        ),
-        (
-            "commits",
-            "rank 1 was committing inside a visit while rank 0 was making batch 1",
-            "rank 0 was making a batch of raw keys while rank 1 was committing inside a visit",
-        ),
-        (
             "evaluates",
-            "rank 1 was making a read-only batch of raw keys while rank 0 was making batch 1",
-            "rank 0 was making a batch of raw keys while rank 1 was making a batch of an evaluation",
+            "rank 1 did something else while rank 0 was making batch 1 of visit 0",
+            "rank 0 did something else",
         ),
         ("shapes", "rank 1 failed while making batch 1 of visit 0: ValueError: label", "label has shape (1,): give"),
-        (
-            "leaves",
-            "rank 1 failed (OSError: no such file: the loader's of rank 1) while rank 0 was making batch 1 of visit 0",
-            "no such file: the loader's of rank 1",
-        ),
+        ("leaves", "a rank ended or did not answer while rank 0 was making batch 1 of visit 0", "no such file"),
     ],
 )
 def test_a_rank_that_makes_other_batches_is_told_of_on_all(
     ranks_pool: RanksPool, place: Path, what: str, first: str, second: str
 ) -> None:
-    """A loader that ended before the others, or does something else: a sentence on each rank, and nobody waits."""
-    errors = ranks_pool.errors(2, BODIES + "misuse", folder=str(place), what=what, limit=20.0)
+    """A rank that does something else, or leaves by an error of its own: a sentence on each rank, and nobody waits."""
+    errors = ranks_pool.errors(2, BODIES + "misuse", folder=str(place), what=what)
 
     assert all(errors), errors
     for error, sentence in zip(errors, (first, second), strict=True):
         assert sentence in error[1]
-        assert ": " in error[1]
 
 
 def test_batches_without_a_sample_are_empty_on_all_ranks(ranks_pool: RanksPool, place: Path) -> None:

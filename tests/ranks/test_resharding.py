@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
-from tests.ranks.meeting import Alone, meet
+from tests.ranks.meeting import meet
 from tests.ranks.reshardings import let_through, made, on_ranks, one_case, sharded, visit_to, ways
 from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, placement_on, whole_row
 from tests.training.cases import assert_same_bits, result_of
+from tiercache.dist.communicator import communicator_of
 from tiercache.errors import BudgetError, PassSetError, RankError
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.budgets import Budgets
@@ -135,7 +136,9 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
         model = visit_to(plain, passes, case, (14, 0), skip=skip, seed=1)
         end = result_of(plain, passes, model)
     alone = Share(passes, ways(1, 0), 0)
-    with Parts.open(path, case.tables, alone.tables, alone.placement.to_record(), Alone(), engine="zarr") as parts:
+    with Parts.open(
+        path, case.tables, alone.tables, alone.placement.to_record(), communicator_of(), engine="zarr"
+    ) as parts:
         visit_to(parts.store, alone, case, stops[0][0], seed=1, parts=parts)
         parts.publish(stops[0][0])
     for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
@@ -155,7 +158,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
         assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [
             f"part-{opened.record.generation}-{rank}" for rank in range(size)
         ]
-        with made(path, passes, ways(1, turn), Alone(), order_seed=order_seed) as parts:
+        with made(path, passes, ways(1, turn), communicator_of(), order_seed=order_seed) as parts:
             share = Share(passes, ways(1, turn), 0)
             model = visit_to(parts.store, share, case, after, parts=parts)
             parts.publish(after)
@@ -178,7 +181,7 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
             return parts.cursor
 
     on_ranks(2, body)
-    with made(tmp_path / "sharded", split, ways(1, 1), Alone()) as parts:
+    with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as parts:
         model = visit_to(parts.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
         assert_same_bits(end, result_of(parts.store, passes, model))
 
@@ -211,7 +214,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         refused(BudgetError, r"the new parts on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
 
     refused(PassSetError, "stands inside visit 3: train to the end of a visit", others, reorganised=True)
-    with Parts.open(path, case.tables, case.tables, ways(1, 0).to_record(), Alone()) as parts:
+    with Parts.open(path, case.tables, case.tables, ways(1, 0).to_record(), communicator_of()) as parts:
         visit_to(parts.store, Share(passes, ways(1, 0), 0), case, (4, 0), parts=parts)
 
     def begun(ranks: Any) -> Any:
@@ -237,10 +240,10 @@ def test_the_same_ranks_reorganise_within_their_store_budget(tmp_path: Path) -> 
     share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
     options: dict[str, Any] = {"engine": None, "parts": None, "reorganised": True, "order_seed": None}
     with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
-        open_parts(path, share, Alone(), **options, budgets=budgets_of(100))
+        open_parts(path, share, communicator_of(), **options, budgets=budgets_of(100))
     with ShardedStore.open(path) as store:
         assert store.cursor == (3, 0)
-    with open_parts(path, share, Alone(), **options, budgets=budgets_of(1 << 30)) as parts:
+    with open_parts(path, share, communicator_of(), **options, budgets=budgets_of(1 << 30)) as parts:
         assert parts.store.commit is not None
         assert parts.store.commit.cursor == (0, 0)
 

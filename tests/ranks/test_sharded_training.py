@@ -223,41 +223,6 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(
     assert all(error is not None and sentence in error[1] for error in errors), errors
 
 
-@pytest.mark.parametrize(
-    ("what", "first", "second"),
-    [
-        ("discards", "rank 1 was asking for the rows of a batch while rank 0 was exchanging gradients",
-         "rank 0 was stepping rows while rank 1 was exchanging rows of a step of visit 0"),
-        ("ends the visit", "rank 1 was ending a visit while rank 0 was exchanging rows of a step of visit 0",
-         "rank 0 was asking for the rows of a batch while rank 1 was ending a visit"),
-        ("commits", "rank 1 was committing inside a visit", "while rank 1 was committing inside a visit"),
-        ("evaluates", "rank 1 was beginning an evaluation", "while rank 1 was beginning an evaluation"),
-        ("sets the rate", "rank 1 was setting the learning rate", "while rank 1 was setting the learning rate"),
-        ("steps early in micro-batches", "rank 1 was stepping rows while rank 0 was exchanging rows",
-         "while rank 1 was exchanging gradients"),
-        ("leaves an evaluation", "rank 1 was going on to the next slice of an evaluation",
-         "while rank 1 was going on to the next slice of an evaluation"),
-        ("reads by model", "rank 1 was asking for a batch while rank 0 was exchanging rows",
-         "rank 0 was asking for the rows of a batch while rank 1 was pooling features"),
-        ("fails", "rank 1 failed (ValueError: user code of rank 1) while rank 0 was", "user code of rank 1"),
-    ],
-)  # fmt: skip
-def test_ranks_that_go_different_ways_are_told_at_once(
-    ranks_pool: RanksPool, tmp_path: Path, what: str, first: str, second: str
-) -> None:
-    """In a sentence on each, long before the others are given up."""
-    CASES["one"].cut(tmp_path / "passes")
-
-    errors = ranks_pool.errors(
-        2, "tests.ranks.parting:part_ways", case="one", folder=str(tmp_path), what=what,
-        placement=placed("one", "table" if what == "reads by model" else "row"), limit=20,
-    )  # fmt: skip
-
-    assert all(errors), errors
-    for error, sentence in zip(errors, (first, second), strict=True):
-        assert sentence in error[1]
-
-
 def placed(case: str, kind: str) -> dict[str, str]:
     """Return one kind for all tables."""
     return dict.fromkeys([table.name for table in CASES[case].tables], kind)

@@ -1,25 +1,30 @@
-"""A rank whose disk is slower than the timeout is waited for: it tells the others that it lives."""
+"""A rank whose disk is slower than the time-out of data is waited for."""
 
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from tests.ranks.trainings import ONE, dense_of, model_of, open_sharded, stored
 from tests.training.cases import Case
+from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError
 from tiercache.ranks import part_folder
-from tiercache.ranks.group import Ranks
 from tiercache.store.testing import SlowEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.ranks.pool import RanksPool
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.store.opening import Opened
 
 TIMEOUT, HITCH = 3.0, 5.0
@@ -48,19 +53,15 @@ class Hitching(SlowEngine):
         self.commit_seconds = 0.0
 
 
-def told_at_work(ranks: Ranks) -> list[str]:
-    """Return a list that grows whenever this rank tells that it is at work."""
-    tell, told = ranks._work._tell, list[str]()
-
-    def noted(what: str) -> None:
-        told.append(what)
-        tell(what)
-
-    ranks._work._tell = noted
-    return told
+@contextmanager
+def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
+    """Have new process groups give a rank up soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=seconds))
+        yield patch
 
 
-def trained(_: Ranks, folder: str, slow: str | None) -> dict[str, Any]:
+def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
     """Train, with a commit inside visit 3; on rank 1 something of the disk takes longer than the timeout in visit 2."""
     case, engines = WIDE, list[Hitching]()
     criterion, open_engine = nn.BCEWithLogitsLoss(), part_folder.open_engine
@@ -71,13 +72,9 @@ def trained(_: Ranks, folder: str, slow: str | None) -> dict[str, Any]:
         engines.append(made)
         return found
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Ranks.join(timeout=TIMEOUT if slow else 60.0) as ranks,
-    ):
+    with impatient(TIMEOUT if slow else 60.0) as patch:
         patch.setattr(part_folder, "open_engine", opened)
-        told = told_at_work(ranks)
-        with open_sharded(ranks, case, folder, host_budget="100KiB") as cache:
+        with open_sharded(case, folder, host_budget="100KiB") as cache:
             model, optimizer = model_of(cache, case)
             for visit in cache.passes(epochs=case.epochs):
                 if slow and visit.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
@@ -90,25 +87,17 @@ def trained(_: Ranks, folder: str, slow: str | None) -> dict[str, Any]:
                     if visit.index == 3 and number == 0:
                         cache.commit()
             left = 0.0 if slow is None else getattr(engines[-1], f"{slow}_seconds")
-            return dense_of(model) | {"told": len(told), "left": left, "read": sum(r.rows_read for r in cache.reports)}
+            return dense_of(model) | {"left": left, "read": sum(r.rows_read for r in cache.reports)}
 
 
-def fails_late(_: Ranks) -> None:
+def fails_late(_: AnyCommunicator) -> None:
     """Rank 1 fails when it was at work for longer than the timeout."""
-    with Ranks.join(timeout=TIMEOUT) as ranks, ranks.patiently("reading rows"):
+    with impatient():
+        ranks = communicator_of()
+    with ranks.raise_on_all("reading rows"):
         if ranks.rank == 1:
             time.sleep(HITCH)
             raise OSError("the disk is gone")
-
-
-def works_twice(_: Ranks) -> list[Any]:
-    """Work for longer than the timeout, one rank after the other and then both at once; talk on."""
-    with Ranks.join(timeout=TIMEOUT / 3) as ranks:
-        told = told_at_work(ranks)
-        for seconds in ([1.5, 0.0], [0.0, 1.5], [1.5, 2.0]):
-            with ranks.patiently("reading rows"):
-                time.sleep(seconds[ranks.rank])
-        return [len(told) > 2, ranks.values(ranks.rank)]
 
 
 @pytest.mark.parametrize("slow", ["read", "write", "commit"])
@@ -123,9 +112,8 @@ def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, s
     for fast, late in zip(found[None], found[slow], strict=True):
         assert fast["read"] == late["read"] > 0
         assert late["left"] == 0
-        for one in fast.keys() - {"told", "left", "read"}:
+        for one in fast.keys() - {"left", "read"}:
             np.testing.assert_array_equal(fast[one], late[one])
-    assert found[slow][1]["told"] >= 2
     rows = stored(tmp_path / "None")
     for table, (keys, fields) in stored(tmp_path / slow).items():
         np.testing.assert_array_equal(keys, rows[table][0])
@@ -139,8 +127,3 @@ def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:
         (RankError.__name__, "rank 1 failed while reading rows: OSError: the disk is gone"),
         ("OSError", "the disk is gone"),
     ]
-
-
-def test_ranks_that_are_slow_in_turn_and_at_once_wait_for_each_other(ranks_pool: RanksPool) -> None:
-    """And are in step behind it."""
-    assert ranks_pool.run(2, BODIES + "works_twice") == [[True, [0, 1]]] * 2

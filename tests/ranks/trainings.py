@@ -18,7 +18,7 @@ from tests.training.devices import shim
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 ONE = Case(
     tables=(table("users", 8), table("items", 8)),
@@ -46,19 +46,19 @@ CASES = {"one": ONE, "bags": BAGS, "short": SHORT}
 OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
 
 
-def open_sharded(ranks: Ranks, case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.ShardedCache:
+def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.ShardedCache:
     """Open the sharded store of a test. queued: the rows are a GPU's, whose kernels run on the shim."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     if queued:
         options["device"] = shim()
-    return tc.ShardedCache(Path(folder) / "model.tc", passes, ranks=ranks, **OPTIONS | options)
+    return tc.ShardedCache(Path(folder) / "model.tc", passes, **OPTIONS | options)
 
 
 def model_of(cache: tc.ShardedCache, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the tracked model of a case and its optimizer."""
     torch.manual_seed(1)
     model: nn.Module = Net(cache, case)
-    if cache.ranks.size > 1:
+    if cache.communicator.size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
     cache.register(model=model, optimizer=optimizer)
@@ -66,7 +66,7 @@ def model_of(cache: tc.ShardedCache, case: Case) -> tuple[nn.Module, torch.optim
 
 
 def train(
-    ranks: Ranks,
+    ranks: AnyCommunicator,
     case: str,
     folder: str,
     *,
@@ -78,7 +78,7 @@ def train(
     """Train a case, for so many steps where said, and return what this rank's part and the dense part end with."""
     one = CASES[case]
     criterion = nn.BCEWithLogitsLoss()
-    with open_sharded(ranks, one, folder, **options) as cache:
+    with open_sharded(one, folder, **options) as cache:
         model, optimizer = model_of(cache, one)
         done = 0
         for visit in cache.passes(epochs=one.epochs if epochs is None else epochs):
@@ -98,11 +98,11 @@ def train(
     return found | dense_of(model)
 
 
-def train_alone(ranks: Ranks, case: str, folder: str, **options: Any) -> list[Any]:
+def train_alone(ranks: AnyCommunicator, case: str, folder: str, **options: Any) -> list[Any]:
     """Train a case on one rank; return the calls that would bring rows and sum gradients, and the bytes sent."""
     one, calls = CASES[case], list[str]()
     criterion = nn.BCEWithLogitsLoss()
-    with open_sharded(ranks, one, folder, **options) as cache:
+    with open_sharded(one, folder, **options) as cache:
         model, optimizer = model_of(cache, one)
         for name in ("find", "sum"):
             whole = getattr(cache._processor, name)
@@ -172,12 +172,12 @@ def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Res
 
 
 def train_and_stop(
-    ranks: Ranks, case: str, folder: str, *, visits: int, batches: int, within: bool, **options: Any
+    ranks: AnyCommunicator, case: str, folder: str, *, visits: int, batches: int, within: bool, **options: Any
 ) -> int:
     """Train so many visits and batches, commit inside the visit where ``within``, and leave without another word."""
     one = CASES[case]
     criterion = nn.BCEWithLogitsLoss()
-    with open_sharded(ranks, one, folder, **options) as cache:
+    with open_sharded(one, folder, **options) as cache:
         model, optimizer = model_of(cache, one)
         for visit in cache.passes(epochs=one.epochs):
             for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
@@ -191,11 +191,11 @@ def train_and_stop(
     raise AssertionError("there was nothing left to leave out")
 
 
-def misuse(ranks: Ranks, case: str, folder: str, *, what: str) -> None:
+def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None:
     """Do what must not be done, on all ranks or on one."""
     one = CASES[case]
     criterion = nn.BCEWithLogitsLoss()
-    with open_sharded(ranks, one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
+    with open_sharded(one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
         model, optimizer = model_of(cache, one)
         for visit in cache.passes(epochs=1):
             batches = visit.batches(one.batch)
@@ -237,7 +237,7 @@ def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
     return samples
 
 
-def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:
+def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:
     """Train one batch of 4 micro-batches, whose dense parts wait until what must come before has; return the order.
 
     queued: the training thread brings rows, and another one only asks for them.
@@ -245,7 +245,7 @@ def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str, queued: b
     import threading
 
     one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
-    with open_sharded(ranks, one, folder, queued=queued) as cache:
+    with open_sharded(one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
         ask, answer = cache._exchange.ask, cache._exchange.answer
 
@@ -276,12 +276,12 @@ def overlapped(ranks: Ranks, case: str, folder: str, *, schedule: str, queued: b
     return events
 
 
-def overlapped_evaluation(ranks: Ranks, case: str, folder: str, *, schedule: str) -> list[str]:
+def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str) -> list[str]:
     """Evaluate 4 batches, each of which is looked at when what must come before has; return the order."""
     import threading
 
     one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
-    with open_sharded(ranks, one, folder) as cache:
+    with open_sharded(one, folder) as cache:
         model, _ = model_of(cache, one)
         new_maker = cache._new_maker
 
@@ -310,10 +310,10 @@ def overlapped_evaluation(ranks: Ranks, case: str, folder: str, *, schedule: str
     return events
 
 
-def resumed_late(ranks: Ranks, case: str, folder: str, *, queued: bool) -> str:
+def resumed_late(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool) -> str:
     """Leave the micro-batches of a visit, go on with them in the next one, and look one up."""
     one = CASES[case]
-    with open_sharded(ranks, one, folder, queued=queued) as cache:
+    with open_sharded(one, folder, queued=queued) as cache:
         model, _ = model_of(cache, one)
         visits = cache.passes(epochs=1)
         kept = next(next(visits).steps(one.batch, micro_batches=4))
@@ -327,12 +327,12 @@ def resumed_late(ranks: Ranks, case: str, folder: str, *, queued: bool) -> str:
     return "nothing was said"
 
 
-def commit_twice(ranks: Ranks, case: str, folder: str) -> list[Any]:
+def commit_twice(ranks: AnyCommunicator, case: str, folder: str) -> list[Any]:
     """Commit twice in a row inside a visit and leave; commit before the first batch after that; train to the end."""
     one = CASES[case]
     criterion, found = nn.BCEWithLogitsLoss(), []
     for turn in range(2):
-        with open_sharded(ranks, one, folder) as cache:
+        with open_sharded(one, folder) as cache:
             model, optimizer = model_of(cache, one)
             for visit in cache.passes(epochs=one.epochs):
                 if turn == 1 and not found:
@@ -352,11 +352,11 @@ def commit_twice(ranks: Ranks, case: str, folder: str) -> list[Any]:
     return found
 
 
-def go_on_after_a_failure(ranks: Ranks, case: str, folder: str) -> str:
+def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str) -> str:
     """Have the writer of rank 1 fail once; all ranks raise; then train to the end with the same cache."""
     one = CASES[case]
     criterion, said = nn.BCEWithLogitsLoss(), ""
-    with open_sharded(ranks, one, folder) as cache:
+    with open_sharded(one, folder) as cache:
         model, optimizer = model_of(cache, one)
         publish = cache.store.publish
 

@@ -14,8 +14,8 @@ from tiercache.ranks.requests import Request
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.samples import FeatureIds
-    from tiercache.ranks.group import Ranks
     from tiercache.store.table import Group
     from tiercache.tiers.rows import GroupRows
     from tiercache.training.row_optimizer import RowGradients, RowOptimizer
@@ -27,7 +27,7 @@ _NO_REQUEST = Request(NONE_I4, _NO_COUNTS, NONE_I4, NONE_I8, (), NONE_I8, NONE_I
 _NO_NUMBERS = torch.empty(0, dtype=torch.int32)
 
 
-def rows_are_here(ranks: Ranks, groups: Sequence[Group], part_groups: Sequence[Group]) -> bool:
+def rows_are_here(ranks: AnyCommunicator, groups: Sequence[Group], part_groups: Sequence[Group]) -> bool:
     """Whether this rank has every row whole: it is alone, and its part has the groups of whole tables."""
     return ranks.size == 1 and tuple(groups) == tuple(part_groups)
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.passset import Pass
     from tiercache.passes.samples import FeatureIds, Samples
     from tiercache.processors.processor import Mover, Processor
     from tiercache.ranks.exchange import Asked, Exchanged, RowExchange
-    from tiercache.ranks.group import Ranks
     from tiercache.ranks.pooling import AskedBags, PooledBatch, Pooling
     from tiercache.schema import Schema
     from tiercache.training.batch import Batch, Pooled
@@ -125,7 +125,7 @@ class BatchMaker:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: AnyCommunicator,
         exchange: RowExchange,
         pooling: Pooling,
         schema: Schema,

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.processors.entries import Array
     from tiercache.processors.processor import Processor
-    from tiercache.ranks.group import Ranks
 
 
 class Bounds:
@@ -23,7 +23,7 @@ class Bounds:
     row of another table, until then, and is never stepped. Elsewhere nothing is read before.
     """
 
-    def __init__(self, ranks: Ranks, processor: Processor) -> None:
+    def __init__(self, ranks: AnyCommunicator, processor: Processor) -> None:
         self._ranks, self._processor = ranks, processor
         self._unknown: list[tuple[Callable[[], tuple[int, int]], int, str]] = []
 
@@ -39,7 +39,6 @@ class Bounds:
         for told, count, what in unknown:
             low, high = told()
             if low < 0 or high >= count:
-                self._ranks.check("looking at what it was asked for")  # numbers are void where a rank was lost
                 raise RankError(
                     f"rank {self._ranks.rank} was asked for rows {low:,} to {high:,} {what}: start all ranks again "
                     "with one pass set and one placement"
@@ -53,7 +52,6 @@ class Bounds:
 def confined(values: torch.Tensor, count: int, processor: Processor) -> torch.Tensor:
     """Return ``values``, where the processor queues its work with those outside of [0, count) inside.
 
-    There a transfer that was aborted leaves void numbers, and one of them as an index would end the device's work for
-    this process. Nothing comes of them: the next collective raises.
+    There a wrong number as an index would end the device's work for this process.
     """
     return values.clamp(0, max(0, count - 1)) if processor.queues else values

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tiercache.dist.communicator import communicator_of
+from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError
 from tiercache.processors.opening import open_processor
 from tiercache.ranks.alone import RowsHere, rows_are_here
 from tiercache.ranks.batches import BatchMaker, exchange_thread
 from tiercache.ranks.budgets import Budgets
-from tiercache.ranks.call import Call
 from tiercache.ranks.evaluation import evaluation_slices
 from tiercache.ranks.exchange import RowExchange
-from tiercache.ranks.facts import check_same
 from tiercache.ranks.loaded_rows import RowLoader
-from tiercache.ranks.opening import choose_device, choose_placement, closed_on_error, open_parts
+from tiercache.ranks.opening import choose_placement, closed_on_error, open_parts
 from tiercache.ranks.placement_rules import asked_words
 from tiercache.ranks.pooling import Pooling
 from tiercache.ranks.raw_batches import RawBatches
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torch.distributed import ProcessGroup
+
     from tiercache.passes.passset import PassSet
     from tiercache.processors.processor import Processor
     from tiercache.ranks.evaluation import ShardedEvaluation
-    from tiercache.ranks.group import Ranks
     from tiercache.ranks.placement import Placement
     from tiercache.ranks.placement_rules import PlacementRules
     from tiercache.schema import Schema
@@ -57,7 +59,7 @@ class ShardedCache:
     Every method is collective unless it says otherwise: all ranks call it, in the same order. A pass holds what all
     devices together hold; each rank loads, trains and dumps its own rows with its own threads, from its own part of
     the store, and looks up the rows of others by an exchange for each batch. An error on one rank is raised on all; but
-    of one in the user's own code, or amid an exchange, the others learn when it ends, or on GPUs leaves the ``with``.
+    one in the user's own code, or amid an exchange, ends the others when the process ends, as torchrun does too.
     """
 
     def __init__(
@@ -65,10 +67,10 @@ class ShardedCache:
         path: str | os.PathLike[str],
         passes: PassSet,
         *,
-        ranks: Ranks,
+        group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Processor | None = None,
+        device: str | Processor = "cpu",
         device_budget: int | str,
         host_budget: int | str,
         placement: Placement | PlacementRules | str | Mapping[str, str] = "auto",
@@ -86,7 +88,9 @@ class ShardedCache:
     ) -> None:
         """Open or make the sharded store at ``path`` and plan every rank's budgets.
 
-        device: where not given, or without a number, that of ``ranks``; they cannot be on another.
+        group: a process group of torch.distributed; where not given the default one, and where there is none, this
+        process is one rank. The ranks talk over process groups of their own, made like it. device: "cuda" is the GPU
+        of LOCAL_RANK, or the only one that this process sees.
         device_budget, host_budget, eval_budget, store_budget: of each rank. placement: where the rows of each table
         stand: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each table
         ("row", "table", "column", "replicate"; tables not named are placed by cost), PlacementRules, or a Placement.
@@ -100,59 +104,52 @@ class ShardedCache:
 
         Raises RankError where ranks disagree or one fails, and what TierCache and Store.open raise.
         """
-        self.ranks, self.pass_set = ranks, passes
-        self._closed = False
-        with ranks.together("reading the budgets"):
-            chosen = choose_device(ranks, device)
-            asked = asked_words(placement)
-            budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget, commit_every)
-            if wire_dtype not in _WIRE_DTYPES:
-                raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {', '.join(_WIRE_DTYPES)}")
-        check_same(
-            ranks,
-            {
-                "the schema": passes.schema.digest,
-                "the tables": [str(table) for table in passes.tables],
-                "the pass set": passes.digest,
-                "placement": asked,
-                **budgets.facts,
-                "engine": engine,
-                "parts": None if parts is None else [str(part) for part in parts],
-                "retention": retention,
-                "reorganised": reorganised,
-                "wire_dtype": wire_dtype,
-                "seed": int(seed),
-                "order_seed": None if order_seed is None else int(order_seed),
-            },
-        )
-        number_bytes = _WIRE_DTYPES[wire_dtype].itemsize
-        self.placement = choose_placement(path, passes, ranks, placement, number_bytes=number_bytes)
-        self._share = Share(passes, self.placement, ranks.rank)
-        with ranks.together("opening the device"):
-            self._processor = open_processor(chosen, self._share.tables)
-        with ranks.together("planning the budgets"):  # before the store is written anew for them
-            device_bytes = budgets.check_device(self._share, self._processor.mover)
-        self._parts = open_parts(
-            path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
-            order_seed=order_seed, budgets=budgets,
-        )  # fmt: skip
-        with closed_on_error(self, "_inner", "_beside", "_parts"):
-            self._beside = ranks.beside()  # NCCL takes memory of the device for it: before the rows do
-        with closed_on_error(self, "_inner", "_beside", "_parts"), ranks.patiently("planning the budgets"):
-            self._inner = TierCache(
-                self._parts.store,
-                self._share,  # type: ignore[arg-type]
-                device=self._processor,
-                device_budget=device_bytes,
-                host_budget=budgets.host_budget,
-                eval_budget=budgets.eval_budget,
-                store_budget=budgets.store_budget,
-                commit_every=commit_every,
-                seed=seed,
-                order_seed=order_seed,
-                progress=progress if ranks.rank == 0 else False,
+        self.pass_set, self._closed = passes, False
+        self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
+        with closed_on_error(self, "_inner", "_beside", "_parts", "communicator"):
+            with ranks.raise_on_all("reading the budgets"):
+                asked = asked_words(placement)
+                budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget, commit_every)
+                if wire_dtype not in _WIRE_DTYPES:
+                    raise ValueError(f"wire_dtype {wire_dtype!r} is unknown: it must be one of {[*_WIRE_DTYPES]}")
+            check_same(
+                ranks,
+                {
+                    "the schema": passes.schema.digest,
+                    "the tables": [str(table) for table in passes.tables],
+                    "the pass set": passes.digest,
+                    "placement": asked,
+                    **budgets.facts,
+                    "engine": engine,
+                    "parts": None if parts is None else [str(part) for part in parts],
+                    "retention": retention,
+                    "reorganised": reorganised,
+                    "wire_dtype": wire_dtype,
+                    "seed": int(seed),
+                    "order_seed": None if order_seed is None else int(order_seed),
+                },
             )
-        with closed_on_error(self, "_inner", "_beside", "_parts"):
+            number_bytes = _WIRE_DTYPES[wire_dtype].itemsize
+            self.placement = choose_placement(path, passes, ranks, placement, number_bytes=number_bytes)
+            self._share = Share(passes, self.placement, ranks.rank)
+            with ranks.raise_on_all("opening the device"):
+                where = str(ranks.device) if isinstance(device, str) else device
+                self._processor = open_processor(where, self._share.tables)
+            with ranks.raise_on_all("planning the budgets"):  # before the store is written anew for them
+                device_bytes = budgets.check_device(self._share, self._processor.mover)
+            self._parts = open_parts(
+                path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
+                order_seed=order_seed, budgets=budgets,
+            )  # fmt: skip
+            self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
+            with ranks.raise_on_all("planning the budgets"):
+                self._inner = TierCache(
+                    self._parts.store,
+                    self._share,  # type: ignore[arg-type]
+                    device=self._processor, device_budget=device_bytes, host_budget=budgets.host_budget,
+                    eval_budget=budgets.eval_budget, store_budget=budgets.store_budget, commit_every=commit_every,
+                    seed=seed, order_seed=order_seed, progress=progress if ranks.rank == 0 else False,
+                )  # fmt: skip
             self._parts.drop_older()  # nothing is refused any more
         self._groups = group_tables(passes.tables)
         self._wire_dtype = _WIRE_DTYPES[wire_dtype]
@@ -198,13 +195,13 @@ class ShardedCache:
         self._end_visit()
         if self._run is not None:
             self._run.close()  # type: ignore[attr-defined]
-        self._meet(Call.PASSES)
+        self._maker.rest()
         self._parts.meet()
         run = self._run = self._inner.passes(epochs)
         begun = False
         try:
             while True:
-                with self.ranks.patiently("changing the rows of the visit"):
+                with self.communicator.raise_on_all("changing the rows of the visit"):
                     visit = next(run, None)
                 if visit is None or not begun:  # else the writers may be at work: some parts have the next commit
                     self._record()
@@ -215,8 +212,8 @@ class ShardedCache:
                 yield ShardedVisit(visit, self._maker, self._raw)
                 if self._run is not run:
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
-                self._meet(Call.VISIT_END)
-                with self.ranks.patiently("writing the rows of the visit before"):
+                self._maker.rest()
+                with self.communicator.raise_on_all("writing the rows of the visit before"):
                     if self._maker.pending:
                         raise StateError(
                             f"visit {visit.index} ended between a backward and its step: step the optimizer, or call "
@@ -259,21 +256,20 @@ class ShardedCache:
         tables or of a rank's: nothing has changed then.
         """
         optimizer = self._inner.optimizer
-        self._meet(Call.LEARNING_RATE)
-        with self.ranks.together("setting the learning rate"):
+        with self.communicator.raise_on_all("setting the learning rate"):
             changed_rates(self._groups, [0.0] * len(self._groups), learning_rate, tables)
             rates = changed_rates(self._inner.groups, optimizer.learning_rates, learning_rate, tables)
         optimizer.learning_rates = rates
 
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks."""
-        self._meet(Call.COMMIT)
-        with self.ranks.patiently("committing inside a visit"):
+        self._maker.rest()
+        with self.communicator.raise_on_all("committing inside a visit"):
             if self._maker.pending:
                 raise StateError("commit() was called between backward and step: call step() or discard() first")
             self._inner.drain(staged=False)
         self._record()
-        with self.ranks.patiently("committing inside a visit"):
+        with self.communicator.raise_on_all("committing inside a visit"):
             self._inner.commit()
         self._record()
 
@@ -285,16 +281,16 @@ class ShardedCache:
         A slice is as many samples as no rank needs more than ``eval_budget`` of its rows for; each rank gets its part
         of every batch.
         """
-        self._meet(Call.EVALUATION)
-        with self.ranks.together("beginning an evaluation"):
+        self._maker.rest()
+        with self.communicator.raise_on_all("beginning an evaluation"):
             check_features(self.pass_set, passes)
-            share = Share(passes, self.placement, self.ranks.rank)
+            share = Share(passes, self.placement, self.communicator.rank)
             check_tables(self._parts.store, share)  # type: ignore[arg-type]
         rows_now = self._loader.rows_now()
         exchange, pooling, maker = self._new_maker(passes.schema)
         try:
             yield from evaluation_slices(
-                share, rows_now, self._inner.eval_bytes, self._processor, exchange, pooling, maker, self.ranks
+                share, rows_now, self._inner.eval_bytes, self._processor, exchange, pooling, maker, self.communicator
             )
         finally:
             maker.rest()
@@ -311,23 +307,30 @@ class ShardedCache:
     # -- ending -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the threads and give up the store. What is not committed is not kept. Collective as `Ranks.close`."""
-        if not self._closed:
-            self._closed = True
-            self._run = None  # a loop that was left open finds nothing to end when it is collected
-            with ExitStack() as last:
-                parts = (self._parts, self._inner, self._raw, self._beside, self._pooling, self._exchange)
-                for close in (*(one.close for one in parts), self._thread.shutdown, self._hooks.remove):
-                    last.callback(close)  # the last one first
-                self._end_visit()
+        """End the threads and give up the store. What is not committed is not kept. Not collective."""
+        self._close(failed=False)
 
     def __enter__(self) -> ShardedCache:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:  # first: what is closed would wait for transfers that never end
-            self.ranks.give_up(error)
-        self.close()
+        self._close(failed=error is not None)
+
+    def _close(self, *, failed: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._run = None  # a loop that was left open finds nothing to end when it is collected
+        with ExitStack() as last:
+            for close in (
+                self._parts.close, self._inner.close, self._raw.close, partial(self.communicator.close, failed=failed),
+                partial(self._beside.close, failed=failed), self._pooling.close, self._exchange.close,
+                self._thread.shutdown, self._hooks.remove,
+            ):  # fmt: skip
+                last.callback(close)  # the last one first
+            if failed:  # before anything waits: a rank that waits for this one at an agreement raises
+                self.communicator.close(failed=True)
+            self._end_visit()
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -378,13 +381,8 @@ class ShardedCache:
         exchange_of = RowsHere if rows_are_here(ranks, self._groups, self._inner.groups) else RowExchange
         exchange = exchange_of(ranks, processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
         pooling = Pooling(exchange, processor, schema.features)
-        maker = BatchMaker(self.ranks, exchange, pooling, schema, self._modules, processor, self._thread)
+        maker = BatchMaker(self.communicator, exchange, pooling, schema, self._modules, processor, self._thread)
         return exchange, pooling, maker
-
-    def _meet(self, call: Call) -> None:
-        """Raise where another rank is in another call: before any that is not over the ranks of batches."""
-        self._maker.rest()
-        self._beside.meet(call, call.words)
 
     def _record(self) -> None:
         """Make the newest commit of the parts that of all ranks; called where all parts have made the same ones."""

@@ -10,7 +10,6 @@ import numpy as np
 from tiercache.kernels.uses import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
-from tiercache.ranks.call import Call
 from tiercache.training.batch import cut_batches
 from tiercache.training.evaluation import Wanted, bring_rows
 
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.passset import Pass
     from tiercache.processors.processor import Processor
     from tiercache.ranks.batches import BatchMaker
     from tiercache.ranks.exchange import RowExchange
-    from tiercache.ranks.group import Ranks
     from tiercache.ranks.pooling import Pooling
     from tiercache.ranks.shares import Share
     from tiercache.training.batch import Batch
@@ -62,12 +61,12 @@ def evaluation_slices(
     exchange: RowExchange,
     pooling: Pooling,
     maker: BatchMaker,
-    ranks: Ranks,
+    ranks: AnyCommunicator,
 ) -> Iterator[ShardedEvaluation]:
     """Cut every pass into slices for which no rank brings more than ``budget`` bytes of its rows, and bring them."""
     positions = Positions.of(share, rows_now.groups)  # type: ignore[arg-type]
     for source in share.passes:
-        with ranks.patiently("beginning a pass of an evaluation"):
+        with ranks.raise_on_all("beginning a pass of an evaluation"):
             source.check_samples()
             owners = share.owners(source.index)
             found = {table.name: source.span(table.name) for table in share.tables}
@@ -75,10 +74,10 @@ def evaluation_slices(
             wanted = Wanted(source, positions, share.schema.features, spans)  # type: ignore[arg-type]
         first = 0
         while first < source.samples:
-            with ranks.patiently("cutting a slice of an evaluation"):
+            with ranks.raise_on_all("cutting a slice of an evaluation"):
                 mine = wanted.cut(first, budget)
-            last = ranks.least([mine])[0]
-            with ranks.patiently("reading the rows of an evaluation"):
+            last = ranks.all_reduce_min([mine])[0]
+            with ranks.raise_on_all("reading the rows of an evaluation"):
                 if last < mine:
                     wanted.end_at(first, last)
                 rows = bring_rows(rows_now, source, positions, wanted.used, processor)  # type: ignore[arg-type]
@@ -86,17 +85,16 @@ def evaluation_slices(
             pooling.open(owners, rows)
             yield ShardedEvaluation(source, first, last, maker)  # type: ignore[arg-type]
             maker.rest()
-            exchange.ranks.meet(Call.EVALUATION_SLICE, Call.EVALUATION_SLICE.words)
             exchange.bounds.check()
             first = last
 
 
-def unknown_rows(share: Share, rows_now: RowsNow, ranks: Ranks) -> dict[str, list[NDArray[np.float32]]]:
+def unknown_rows(share: Share, rows_now: RowsNow, ranks: AnyCommunicator) -> dict[str, list[NDArray[np.float32]]]:
     """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
     mine: dict[str, list[list[float]]] = {}
-    with ranks.patiently("reading rows of keys out of the vocabulary"):
+    with ranks.raise_on_all("reading rows of keys out of the vocabulary"):
         mine = _own_unknown_rows(share, rows_now)
-    found = {name: fields for values in ranks.values(mine) for name, fields in values.items()}
+    found = {name: fields for values in ranks.all_gather_object(mine) for name, fields in values.items()}
     return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
 
 

@@ -1,6 +1,6 @@
 """The exchange of rows: of each batch, unique rows come from their owners, and their gradients go back.
 
-Legend as in `stretches`. On the wire travel, for each batch: counts (2 H + 2 int64 to each rank, in a frame of 32),
+Legend as in `stretches`. On the wire travel, for each batch: counts (2 H + 3 int64 to each rank),
 each unique row's address (int32), the row; at the step counts again and each row's gradient. What a rank owns itself
 does not travel.
 """
@@ -18,7 +18,6 @@ from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.vectors import Vectors
 from tiercache.processors.entries import Wanted
 from tiercache.ranks.bounds import Bounds
-from tiercache.ranks.call import Call
 from tiercache.ranks.mirrors import Mirrors
 from tiercache.ranks.received import Received
 from tiercache.ranks.requests import Requester
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.samples import FeatureIds
     from tiercache.processors.processor import Processor
-    from tiercache.ranks.group import Ranks
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.requests import Request
     from tiercache.store.table import Group
@@ -82,7 +81,7 @@ class RowExchange:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: AnyCommunicator,
         processor: Processor,
         groups: tuple[Group, ...],
         part_groups: tuple[Group, ...],
@@ -164,7 +163,7 @@ class RowExchange:
         to[:, -2], to[:, -1] = token, error is not None
         if request is not None:
             to[:, :-2] = request.counts_WS
-        told = self._count(to, what, Call.ROWS)
+        told = self._count(to, what)
         if told[:, -1].any():
             self.ranks.agree(f"making a batch of {where}", error)
         assert request is not None
@@ -311,7 +310,7 @@ class RowExchange:
         runs_to = s.runs.rank_R * S + s.runs.section_R
         to[:, :-1] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
         to[:, -1] = any(mark is not None for mark in marks_G)
-        told = self._count(to, what, Call.GRADIENTS)
+        told = self._count(to, what)
         came = Received(self.ranks.rank, exchanged.counts_WS, told[:, :-1], self._part_dims(s.num_groups))
         if told[:, -1].any():
             came.choose(self._indices(exchanged, marks_G, to[:, :-1], told[:, :-1], what))

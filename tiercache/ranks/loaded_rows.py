@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.shares import Share
     from tiercache.store.table import Table
     from tiercache.training.evaluation import RowsNow
@@ -43,14 +43,14 @@ class LoadedRows:
 class RowLoader:
     """Has owners read rows. On the training thread, between batches."""
 
-    def __init__(self, share: Share, rows_now: Callable[..., RowsNow], ranks: Ranks) -> None:
+    def __init__(self, share: Share, rows_now: Callable[..., RowsNow], ranks: AnyCommunicator) -> None:
         """rows_now: of this rank's cache; of its own rows."""
         self._share, self._rows_now, self._ranks = share, rows_now, ranks
         self._shares_unknown: bool | None = None
 
     def rows_now(self) -> RowsNow:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
-        with self._ranks.patiently("beginning to read rows as of now"):
+        with self._ranks.raise_on_all("beginning to read rows as of now"):
             found = self._rows_now()
             if self._shares_unknown is None:
                 self._shares_unknown = self._has_unknown()
@@ -76,12 +76,12 @@ class RowLoader:
         rows_now, tables = self.rows_now(), self._share.whole.tables
         asked_WT = self._asked(tables, keys)
         to = np.array([[found.size for found in mine] for mine in asked_WT], np.int64)
-        told = ranks.counts(to, what)
+        told = ranks.exchange_splits(to, what)
         sent = torch.from_numpy(np.concatenate([one for mine in asked_WT for one in mine]))
-        came = ranks.exchange(sent, to.sum(axis=1).tolist(), told.sum(axis=1).tolist(), what=what).numpy()
+        came = ranks.all_to_all(sent, to.sum(axis=1).tolist(), told.sum(axis=1).tolist(), what=what).numpy()
         widths_W = np.array([[self._width(table, rank) for table in tables] for rank in range(ranks.size)], np.int64)
         here = widths_W[ranks.rank]
-        with ranks.patiently(what):
+        with ranks.raise_on_all(what):
             if budget is not None and int((told.sum(axis=0) * here).sum()) * 4 > budget:
                 raise BudgetError(
                     f"the ranks ask rank {ranks.rank} for rows of "
@@ -90,7 +90,7 @@ class RowLoader:
                 )
             answer = self._read(rows_now, told, came, here)
         sizes = (to * widths_W).sum(axis=1).tolist()
-        back = ranks.exchange(torch.from_numpy(answer), (told @ here).tolist(), sizes, what=what).numpy()
+        back = ranks.all_to_all(torch.from_numpy(answer), (told @ here).tolist(), sizes, what=what).numpy()
         return self._put_together(tables, keys, to, widths_W, back)
 
     def _width(self, table: Table, rank: int) -> int:

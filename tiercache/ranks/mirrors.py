@@ -9,15 +9,14 @@ import torch
 
 from tiercache.processors.entries import Wanted
 from tiercache.ranks.bounds import confined
-from tiercache.ranks.call import Call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.processors.processor import Processor
-    from tiercache.ranks.group import Ranks
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.received import Received
     from tiercache.tiers.rows import GroupRows
@@ -34,7 +33,7 @@ class Mirrors:
     What is in a mirror has travelled: it has the wire's dtype, on the owner's rank too.
     """
 
-    def __init__(self, ranks: Ranks, processor: Processor, wire_dtype: torch.dtype) -> None:
+    def __init__(self, ranks: AnyCommunicator, processor: Processor, wire_dtype: torch.dtype) -> None:
         self._ranks, self._processor, self._wire_dtype = ranks, processor, wire_dtype
         self._mirrors: dict[int, torch.Tensor] = {}
         self._owners: Owners | None = None
@@ -61,7 +60,7 @@ class Mirrors:
                 begin = int(owners.first_TW[t, rank]) + first
                 mine = np.arange(begin, begin + int(count_W[rank]), dtype=np.int32)
                 found = self._find(rows, int(owners.group_TW[t, rank]), p.tensor(p.bring(mine)), dim)
-                came = self._ranks.gather(found.view(-1), (count_W * dim).tolist(), "filling mirrors")
+                came = self._ranks.all_gather(found.view(-1), (count_W * dim).tolist(), "filling mirrors")
                 at = 0
                 for low, count in zip((low_W + first).tolist(), count_W.tolist(), strict=True):
                     mirror[low : low + count] = came[at : at + count * dim].view(count, dim)
@@ -107,12 +106,12 @@ class Mirrors:
             ids.append(mine + (int(owners.low_TW[t, ranks.rank]) - first))
             vectors.append(self._find(rows, group, mine, owners.tables[t].dim).view(-1))
         numbers = np.array([one.numel() for one in ids], dtype=np.int64)
-        count_WM = ranks.counts(np.tile(numbers, (ranks.size, 1)), "counting what mirrors follow", Call.MIRRORS)
+        count_WM = ranks.exchange_splits(np.tile(numbers, (ranks.size, 1)), "counting what mirrors follow")
         if not count_WM.any():
             return
         dims = np.array([owners.tables[t].dim for t in self._mirrors], dtype=np.int64)
-        all_ids = ranks.gather(torch.cat(ids), count_WM.sum(axis=1).tolist(), "telling which rows changed").long()
-        came = ranks.gather(torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having mirrors follow")
+        all_ids = ranks.all_gather(torch.cat(ids), count_WM.sum(axis=1).tolist(), "telling which rows changed").long()
+        came = ranks.all_gather(torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having mirrors follow")
         at_id = at = 0
         for counts in count_WM.tolist():
             for (t, mirror), count in zip(self._mirrors.items(), counts, strict=True):

@@ -11,7 +11,7 @@ from tiercache.ranks.parts import Parts
 from tiercache.ranks.placement import Placement
 from tiercache.ranks.placing import placement_of
 from tiercache.ranks.record import Record
-from tiercache.ranks.resharding import place_of, reshard, work_together
+from tiercache.ranks.resharding import place_of, reshard
 from tiercache.store.scratch_file import scratch_of
 from tiercache.training.reorganise import reorganise
 
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.passset import PassSet
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.budgets import Budgets
-    from tiercache.ranks.group import Ranks
     from tiercache.ranks.placement_rules import PlacementRules
     from tiercache.ranks.shares import Share
     from tiercache.store import Cursor, Store
@@ -42,27 +41,10 @@ def closed_on_error(opened: object, *names: str) -> Iterator[None]:
         raise
 
 
-def choose_device(ranks: Ranks, asked: str | Processor | None) -> str | Processor:
-    """Return the device of this rank's rows: that of the ranks, since what travels between them is on it.
-
-    Raises ValueError where another one is asked for; "cuda" is that GPU on which the ranks joined. A processor, as the
-    tests have their own, is taken as it is.
-    """
-    device = str(ranks.device)
-    if asked is not None and not isinstance(asked, str):
-        return asked
-    if asked is not None and asked not in {device, ranks.device.type}:
-        raise ValueError(
-            f"device is {asked!r}, but rank {ranks.rank} joined on {device!r}, where its rows have to be: "
-            f"join with Ranks.join(device={asked!r}), or leave device out here"
-        )
-    return device
-
-
 def choose_placement(
     path: str | os.PathLike[str],
     passes: PassSet,
-    ranks: Ranks,
+    ranks: AnyCommunicator,
     asked: Placement | PlacementRules | str | Mapping[str, str],
     *,
     number_bytes: int,
@@ -72,20 +54,20 @@ def choose_placement(
     number_bytes: of a number on the wire. Raises ValueError for one that makes no sense.
     """
     chosen: dict[str, Any] | None = None
-    with ranks.together("placing the tables"):
+    with ranks.raise_on_all("placing the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
             found = Record.read(Path(path)) if asked == "auto" else None
             if found is not None and found.num_ranks == ranks.size:
                 chosen = found.placement
             else:
                 chosen = placement_of(passes, ranks.size, asked, number_bytes=number_bytes).to_record()
-    return Placement.from_record(ranks.values(chosen)[0])
+    return Placement.from_record(ranks.all_gather_object(chosen)[0])
 
 
 def open_parts(
     path: str | os.PathLike[str],
     share: Share,
-    ranks: Ranks,
+    ranks: AnyCommunicator,
     *,
     engine: str | None,
     parts: Sequence[str | os.PathLike[str]] | None,
@@ -113,15 +95,16 @@ def open_parts(
 
     store_budget = None if budgets is None else budgets.store_budget
     found: Record | None = None
-    with ranks.together("reading the record of the sharded store"):
+    with ranks.raise_on_all("reading the record of the sharded store"):
         if ranks.rank == 0:
             found = Record.read(Path(path))
     stands = None if found is None or found.cursor is None else [found.num_ranks, found.placement, found.retention]
-    stands = ranks.values(stands)[0]
+    stands = ranks.all_gather_object(stands)[0]
     placement = share.placement.to_record()
     if stands is not None and stands[:2] != [ranks.size, placement]:
         commits = (retention or stands[2]) + 1  # of a part
-        work_together(lambda _: check_plan(Path(path), commits=commits), ranks, _PLANNING)
+        with ranks.raise_on_all(_PLANNING):
+            check_plan(Path(path), commits=commits)
         return reshard(
             path, share, ranks,
             engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
@@ -134,8 +117,10 @@ def open_parts(
     if opened.store.commit is not None:
         try:
             follow = _Following(opened.store, share, order_seed, reorganised=reorganised)
-            work_together(lambda _: follow.check(check_plan), ranks, _PLANNING)
-            work_together(lambda _: follow.run(store_budget), ranks, "putting rows into another order")
+            with ranks.raise_on_all(_PLANNING):
+                follow.check(check_plan)
+            with ranks.raise_on_all("putting rows into another order"):
+                follow.run(store_budget)
             assert opened.store.commit is not None
             opened.publish(opened.store.commit.cursor)
         except BaseException:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tiercache.ranks.meeting import Meeting
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.store import Commit, Store, Table
 
 __all__ = ["Parts"]
@@ -60,7 +60,7 @@ class Parts:
     be called again, and else all ranks start again.
     """
 
-    def __init__(self, path: Path, ranks: Meeting) -> None:
+    def __init__(self, path: Path, ranks: AnyCommunicator) -> None:
         """Only ``open`` and ``begin_generation`` call this."""
         self.path = path
         self.record: Record
@@ -83,7 +83,7 @@ class Parts:
         tables: Iterable[Table],
         part_tables: Iterable[Table],
         placement: Mapping[str, Any],
-        ranks: Meeting,
+        ranks: AnyCommunicator,
         *,
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
@@ -104,7 +104,7 @@ class Parts:
         """
         self = cls(Path(path), ranks)
         try:
-            with self._ranks.patiently(f"opening {self.label}"):
+            with self._ranks.raise_on_all(f"opening {self.label}"):
                 wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
             found = self._hold()
             if found is None or found.cursor is None:
@@ -125,7 +125,7 @@ class Parts:
         tables: Iterable[Table],
         part_tables: Iterable[Table],
         placement: Mapping[str, Any],
-        ranks: Meeting,
+        ranks: AnyCommunicator,
         *,
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
@@ -141,14 +141,14 @@ class Parts:
         """
         self = cls(Path(path), ranks)
         try:
-            with self._ranks.patiently(f"opening {self.label}"):
+            with self._ranks.raise_on_all(f"opening {self.label}"):
                 wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
             found = self._hold()
             if found is None or found.cursor is None:
                 raise StateError(f"{self.label} has no commit yet: there is nothing to make parts of")
             self._check_record(found, wanted)
             self._delete(found)
-            with self._ranks.patiently("taking the old parts"):
+            with self._ranks.raise_on_all("taking the old parts"):
                 self._take_old(found)
             self._begin(found, wanted)
         except BaseException:
@@ -164,7 +164,7 @@ class Parts:
         self._retention = None
         if record != self._written:
             self._write(record)
-        with self._ranks.patiently("dropping older commits"), suppress(StoreError):  # what stays goes with the next one
+        with self._ranks.raise_on_all("dropping older commits"), suppress(StoreError):  # what stays goes with the next
             if len(self.store.commits) > record.retention + 1:  # something may have failed to drop them before
                 release(self.store)
 
@@ -218,10 +218,10 @@ class Parts:
         StoreFullError, on all ranks: the record before stands.
         """
         cursor, commit = Cursor(*cursor), self.store.commit
-        with self._ranks.patiently("publishing a commit"):
+        with self._ranks.raise_on_all("publishing a commit"):
             self._check_commit(commit, cursor)
         assert commit is not None
-        found = self._ranks.values([commit.id, *cursor])
+        found = self._ranks.all_gather_object([commit.id, *cursor])
         others = {rank: Cursor(*at) for rank, (_, *at) in enumerate(found) if tuple(at) != cursor}
         if others:
             rank, other = next(iter(others.items()))
@@ -252,7 +252,7 @@ class Parts:
         One that all parts have made is published; one that only some have is rolled back. Nobody writes to the parts
         meanwhile. Raises StateError where only some have the very first: the store has to be opened again.
         """
-        found = self._ranks.values(self.ahead)
+        found = self._ranks.all_gather_object(self.ahead)
         if not any(found):
             return
         if all(found):
@@ -260,20 +260,20 @@ class Parts:
             assert commit is not None
             self.publish(commit.cursor)
             return
-        with self._ranks.patiently("stepping back to the last commit of all ranks"):
+        with self._ranks.raise_on_all("stepping back to the last commit of all ranks"):
             if self.cursor is None:
                 raise StateError(f"{self.label} has parts with a first commit and parts without: open it again")
             if self.ahead:
                 self.store.rollback(self._recorded(self.record))
         assert self.store.commit is not None
-        self._write(self.record.renewed(self._ranks.values(self.store.commit.id)))
+        self._write(self.record.renewed(self._ranks.all_gather_object(self.store.commit.id)))
 
     # -- inside ------------------------------------------------------------------------------------------
 
     def _hold(self) -> Record | None:
         """Take the right to write, as rank 0, and give all ranks the record."""
         found: Record | None = None
-        with self._ranks.patiently(f"opening {self.label}"):
+        with self._ranks.raise_on_all(f"opening {self.label}"):
             if self._ranks.rank == 0:
                 check_place(self.path)
                 StoreDirectory(self.path).create()
@@ -283,13 +283,14 @@ class Parts:
 
     def _told(self, record: Record | None) -> Record | None:
         """Return what rank 0 has, on every rank."""
-        told = self._ranks.values(record.to_bytes().decode() if self._ranks.rank == 0 and record is not None else None)
-        return None if told[0] is None else Record.from_bytes(told[0].encode(), str(self.path / RECORD))
+        mine = record.to_bytes().decode() if self._ranks.rank == 0 and record is not None else None
+        told = self._ranks.all_gather_object(mine)[0]
+        return None if told is None else Record.from_bytes(told.encode(), str(self.path / RECORD))
 
     def _create(self, found: Record | None, wanted: Wanted) -> None:
         """Make the parts of a store without a commit."""
         record: Record | None = None
-        with self._ranks.patiently(f"making {self.label}"):
+        with self._ranks.raise_on_all(f"making {self.label}"):
             if self._ranks.rank == 0:
                 record = wanted.record(self.path, found)
         record = self._told(record)
@@ -308,7 +309,7 @@ class Parts:
     def _make_part(self, record: Record, wanted: Wanted) -> None:
         rank = self._ranks.rank
         folder = record.folder(self.path, rank)
-        with self._ranks.patiently(f"making the parts of {self.label}"):
+        with self._ranks.raise_on_all(f"making the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).make(folder)
             self._store = open_part(
                 folder, wanted.part_tables,
@@ -319,12 +320,12 @@ class Parts:
         """Open the part that is there, and step back to the commit of the record."""
         rank = self._ranks.rank
         self._check_record(found, wanted)
-        with self._ranks.patiently(f"opening {self.label}"):
+        with self._ranks.raise_on_all(f"opening {self.label}"):
             wanted.check_ways(found, self.label)
         self._delete(found)
         record = wanted.moved(self.path, replace(found, obsolete=()))
         folder = record.folder(self.path, rank)
-        with self._ranks.patiently(f"opening the parts of {self.label}"):
+        with self._ranks.raise_on_all(f"opening the parts of {self.label}"):
             Mark(store=record.id, generation=record.generation, rank=rank).check(folder, self.label)
             self._store = open_part(
                 folder, wanted.part_tables,
@@ -338,7 +339,7 @@ class Parts:
         assert self._store is not None
         assert self._store.commit is not None
         self._retention = record.retention
-        record = record.renewed(self._ranks.values(self._store.commit.id))
+        record = record.renewed(self._ranks.all_gather_object(self._store.commit.id))
         record = replace(record, retention=max(record.retention, found.retention))
         self.record, self._next, self._written = record, record, found
         if replace(record, retention=found.retention) != found:
@@ -359,7 +360,7 @@ class Parts:
                 )
 
     def _check_record(self, found: Record, wanted: Wanted) -> None:
-        with self._ranks.patiently(f"opening {self.label}"):
+        with self._ranks.raise_on_all(f"opening {self.label}"):
             wanted.check_record(found, self.label)
 
     def _take_old(self, found: Record) -> None:
@@ -376,14 +377,14 @@ class Parts:
         """
         if not record.obsolete:
             return
-        with self._ranks.patiently(f"deleting old parts of {self.label}"):
+        with self._ranks.raise_on_all(f"deleting old parts of {self.label}"):
             for part in record.obsolete:
                 delete_part(self.path / part, record.id)
         self._next = replace(record, obsolete=())
 
     def _write(self, record: Record) -> None:
         """Have rank 0 write the record; all return when it is on disk."""
-        with self._ranks.patiently(f"writing the record of {self.label}"):
+        with self._ranks.raise_on_all(f"writing the record of {self.label}"):
             if self._ranks.rank == 0:
                 record.write(self.path)
         self.record = self._next = self._written = record

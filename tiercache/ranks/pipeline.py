@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.passset import PassSet
-    from tiercache.ranks.group import Ranks
     from tiercache.training.batch import Batch
 
 
@@ -43,7 +44,7 @@ class StageInput:
     what it returns, then ``give_back``. All ranks of the cache take part, those of later stages too.
     """
 
-    def __init__(self, ranks: Ranks, *, first_stage: int = 0) -> None:
+    def __init__(self, ranks: AnyCommunicator, *, first_stage: int = 0) -> None:
         self._ranks, self._first = ranks, first_stage
         self._mine: torch.Tensor | None = None
         self._sizes: list[int] = []
@@ -54,21 +55,26 @@ class StageInput:
         It takes gradients; ``give_back`` hands them on.
         """
         self._mine = looked_up[: len(batch) if batch.weight else 0]  # a sample with weight 0 is another rank's
-        self._sizes = self._ranks.values(int(self._mine.shape[0]))
+        self._sizes = self._sizes_of(self._mine)
         found = self.bring(self._mine.detach(), to=self._first)
         return None if found is None else found.requires_grad_()
 
     def bring(self, mine: torch.Tensor, *, to: int) -> torch.Tensor | None:
         """Return the rows of ``mine`` (n, ...) of all ranks on rank ``to``, else None: labels for the last stage."""
-        sizes, mine = self._ranks.values(int(mine.shape[0])), mine.contiguous()
+        sizes, mine = self._sizes_of(mine), mine.contiguous()
         width = mine[0].numel() if mine.shape[0] else int(torch.tensor(mine.shape[1:]).prod())
         here = self._ranks.rank == to
-        found = self._ranks.exchange(
+        found = self._ranks.all_to_all(
             mine.reshape(-1),
             [mine.numel() if rank == to else 0 for rank in range(self._ranks.size)],
             [size * width if here else 0 for size in sizes],
         )
         return found.reshape(-1, *mine.shape[1:]) if here else None
+
+    def _sizes_of(self, mine: torch.Tensor) -> list[int]:
+        """Return how many rows each rank has."""
+        to = np.full((self._ranks.size, 1), mine.shape[0], np.int64)
+        return [int(size) for size in self._ranks.exchange_splits(to, "counting rows of a pipeline")[:, 0]]
 
     def give_back(self, collected: torch.Tensor | None) -> None:
         """Hand the gradient of ``collected`` to the ranks that looked the vectors up, whose rows then wait for a step.
@@ -80,14 +86,14 @@ class StageInput:
         ranks, mine = self._ranks, self._mine
         width = mine.shape[1]
         here, gradient = collected is not None, mine.new_empty(0)
-        with ranks.together("giving gradients of collected vectors back"):
+        with ranks.raise_on_all("giving gradients of collected vectors back"):
             if collected is not None and collected.grad is not None:
                 gradient = collected.grad.reshape(-1)
             elif collected is not None and collected.numel():
                 raise ValueError(
                     "collected vectors have no gradient: run the pipeline's step with them before give_back"
                 )
-        found = ranks.exchange(
+        found = ranks.all_to_all(
             gradient,
             [size * width if here else 0 for size in self._sizes],
             [mine.numel() if rank == self._first else 0 for rank in range(ranks.size)],

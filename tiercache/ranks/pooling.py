@@ -20,7 +20,6 @@ from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.processors.entries import Entries, Pending
 from tiercache.ranks.bags import MODES, Block, Candidate, Chooser, candidates_of, check_bags, message_of
 from tiercache.ranks.bounds import confined
-from tiercache.ranks.call import Call
 from tiercache.training.batch import Pooled
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ class Pooling:
                 count = 0 if own is not None else ids[one.name].num_ids
                 to[owner.rank, p] = 1 + 2 * count + (modes[one.name] == "mean")
         to[:, P:] = num_samples, bool(chosen), 0 if own is None else _digest(modes), token, error is not None
-        told = self._wire.count(to, what, Call.POOLED_FEATURES)
+        told = self._wire.count(to, what)
         last = told[:, P:]
         if last[:, _ERROR].any() or (last[:, _TOKEN] != token).any():
             return None, error
@@ -336,7 +335,7 @@ class Pooling:
             for p in block.features:
                 to[rank, p] = batch.candidates[p].name in sums
         to[:, P] = bool(sums)
-        told = self._wire.count(to, what, Call.POOLED_GRADIENTS)
+        told = self._wire.count(to, what)
         if not told[:, P].any():
             return
         widths = [block.width if to[rank, :P].any() else 0 for rank, block in enumerate(batch.asked_W)]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tiercache.passes.samples import FeatureIds
-from tiercache.ranks.call import Call
 from tiercache.training.batch import Batch
 from tiercache.training.missing_rows import MissingRows
 from tiercache.training.raw_samples import RawReader
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.passset import Pass, PassSet
     from tiercache.processors.processor import Processor
     from tiercache.ranks.batches import BatchMaker
-    from tiercache.ranks.group import Ranks
     from tiercache.ranks.loaded_rows import RowLoader
     from tiercache.store.table import Group
     from tiercache.tiers.rows import RowView
@@ -55,8 +54,8 @@ class RawBatches:
         self,
         passes: PassSet,
         groups: Sequence[Group],
-        ranks: Ranks,
-        beside: Ranks,
+        ranks: AnyCommunicator,
+        beside: AnyCommunicator,
         maker: BatchMaker,
         loader: RowLoader,
         optimizer: RowOptimizer,
@@ -96,7 +95,7 @@ class RawBatches:
         except Exception as caught:  # told to all ranks
             error = caught
         turn = _Turn(ended=True) if mine is None else _Turn(mine.num_samples, missing == "load" and mine.lacking)
-        turns = self._turns(Call.RAW_BATCH, turn, f"making {name}", error)
+        turns = self._turns(turn, f"making {name}", error)
         if all(turn.ended for turn in turns):
             return None
         sizes = [turn.num_samples for turn in turns]
@@ -123,7 +122,7 @@ class RawBatches:
         except Exception as caught:  # told to all ranks
             error = caught
         turn = _Turn(0 if mine is None else mine.num_samples, True, mine is None)
-        turns = self._turns(Call.RAW_EVALUATION, turn, f"making a batch of {what}", error)
+        turns = self._turns(turn, f"making a batch of {what}", error)
         if all(turn.ended for turn in turns):
             return None
         loaded = self._loader.load(wanted, budget)
@@ -135,11 +134,13 @@ class RawBatches:
         made = self._missing.add(made, mine.features, places, "load", lambda: loaded)
         return replace(made, ids=self._maker.named(made.ids, {}))  # type: ignore[arg-type]  # all are FeatureIds
 
-    def _turns(self, call: Call, mine: _Turn, what: str, error: Exception | None) -> list[_Turn]:
-        """Tell the others of this rank's part; raises where any rank has an error, or does something else."""
+    def _turns(self, mine: _Turn, what: str, error: Exception | None) -> list[_Turn]:
+        """Tell the others of this rank's part; raises where any rank has an error."""
         self._maker.rest()
-        told = self._beside.meet(call, what, mine, error).tolist()
-        return [_Turn(samples, bool(loads), bool(ended)) for samples, loads, ended in told]
+        told = self._beside.exchange_splits(np.array([[*mine, error is not None]] * self._ranks.size, np.int64), what)
+        if told[:, -1].any():
+            self._beside.agree(what, error)
+        return [_Turn(samples, bool(loads), bool(ended)) for samples, loads, ended, _ in told.tolist()]
 
     def _weight(self, sizes: Sequence[int]) -> float:
         """Return what the mean loss of this rank's samples counts for."""
@@ -151,9 +152,9 @@ class RawBatches:
         """Return this rank's samples; the first one of the first rank that has some in place of none."""
         lender = next(rank for rank, size in enumerate(sizes) if size)
         lent = self._lent(mine, missing) if self._ranks.rank == lender and mine is not None else None
-        lent = self._ranks.values(lent, "lending a sample to ranks without")[lender]
+        lent = self._ranks.all_gather_object(lent, "lending a sample to ranks without")[lender]
         borrowed = None
-        with self._ranks.together("borrowing a sample"):
+        with self._ranks.raise_on_all("borrowing a sample"):
             if mine is None or not mine.num_samples:
                 keys = {name: tuple(given) if ragged else given for name, (given, ragged) in lent["keys"].items()}
                 others = {name: lent[name] for name in ("weights", "label", "dense", "missing")}

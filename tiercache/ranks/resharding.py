@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,24 +30,22 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Sequence
 
-    from tiercache.ranks.meeting import Meeting
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.shares import Share
     from tiercache.store import Commit, Store, Table
     from tiercache.store.base_segment import Layout
     from tiercache.store.rewrite import FirstUses
     from tiercache.store.scan import Chunk
 
-__all__ = ["Need", "copy_share", "place_of", "reshard", "work_together"]
+__all__ = ["Need", "copy_share", "place_of", "reshard"]
 
-_SECONDS = 5.0
-"""How often ranks tell each other that they are still at work, so that none waits for long."""
 _KEY_BYTES = 8
 
 
 def reshard(
     path: str | os.PathLike[str],
     share: Share,
-    ranks: Meeting,
+    ranks: AnyCommunicator,
     *,
     engine: str | None = None,
     parts: Sequence[str | os.PathLike[str]] | None = None,
@@ -87,7 +83,7 @@ def reshard(
         with ExitStack() as stack:
             refused: list[Exception] = []
             copies: list[_Copy] = []
-            with ranks.patiently("reading the old parts"):
+            with ranks.raise_on_all("reading the old parts"):
                 prepare_kernels()
                 old = stack.enter_context(ShardedStore.open(path))
                 make = partial(_Copy, old, opened.store, share, order_seed, reorganised=reorganised)
@@ -95,9 +91,11 @@ def reshard(
             _refuse(opened, ranks, "reading the old parts", refused)
             copy = copies[0]
             _check_room(copy.need, opened, ranks, store_budget)
-            work_together(copy.run, ranks, "writing rows for other ranks")
+            with ranks.raise_on_all("writing rows for other ranks"):
+                copy.run()
             if check is not None:
-                work_together(lambda _: _note(refused, partial(check, opened.store)), ranks, "planning the budgets")
+                with ranks.raise_on_all("planning the budgets"):
+                    _note(refused, partial(check, opened.store))
                 _refuse(opened, ranks, "planning the budgets", refused)
         opened.publish(copy.start)
     except BaseException:
@@ -118,7 +116,6 @@ def copy_share(
     layout: Layout | None = None,
     start: tuple[int, int] = (0, 0),
     schedule_digest: str = "",
-    progress: Callable[[str, int], None] | None = None,
 ) -> Commit:
     """Fill the empty part ``store`` of a rank with what it owns of old parts, and return its first commit.
 
@@ -151,7 +148,6 @@ def copy_share(
         state=source.state(),
         settings=settings,
         environment=commit.environment,
-        progress=progress,
         **options,
     )
 
@@ -217,12 +213,12 @@ class _Copy:
         assert commit is not None
         self.need = Need.of(parts, store, share, self._uses, old.cursor, commit.state_bytes)
 
-    def run(self, progress: Callable[[str, int], None]) -> None:
+    def run(self) -> None:
         """Write the rows."""
         copy_share(
             self._old.tables, self._old.parts, self._old.placement, self._store, self._share.placement,
             self._share.rank,
-            uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest, progress=progress,
+            uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest,
         )  # fmt: skip
 
 
@@ -275,20 +271,22 @@ def _note(refused: list[Exception], work: Callable[[], None]) -> None:
         refused.append(error)
 
 
-def _refuse(opened: Parts, ranks: Meeting, what: str, errors: Sequence[Exception]) -> None:
+def _refuse(opened: Parts, ranks: AnyCommunicator, what: str, errors: Sequence[Exception]) -> None:
     """Raise on all ranks where any has an error, when the new parts are deleted again."""
-    if any(ranks.values(bool(errors))):
+    if any(ranks.all_gather_object(bool(errors))):
         with suppress(RankError, StoreError, OSError):  # what could not be deleted goes with the next opening
             opened.abandon()
-        ranks.agree(what, *errors)
+        with ranks.raise_on_all(what):
+            for error in errors:
+                raise error
 
 
-def _check_room(need: Need, opened: Parts, ranks: Meeting, store_budget: int | None) -> None:
+def _check_room(need: Need, opened: Parts, ranks: AnyCommunicator, store_budget: int | None) -> None:
     """Raise BudgetError, with the numbers, where a new part exceeds its budget, or those of a disk its free bytes."""
     folder = opened.store.path
     assert folder is not None, "parts have folders"
     disk = f"{socket.gethostname()}:{folder.stat().st_dev}"
-    told = ranks.values([disk, need.total, shutil.disk_usage(folder).free])
+    told = ranks.all_gather_object([disk, need.total, shutil.disk_usage(folder).free])
     words = ""
     needed, free = sum(total for at, total, _ in told if at == disk), min(free for at, _, free in told if at == disk)
     if store_budget is not None and need.part > store_budget:
@@ -303,31 +301,3 @@ def _check_room(need: Need, opened: Parts, ranks: Meeting, store_budget: int | N
             f"{format_bytes(free)} are free: free space there, or give folders on other disks with parts="
         )
     _refuse(opened, ranks, "finding room for new parts", [BudgetError(words)] if words else [])
-
-
-class _OthersFailedError(Exception):
-    """Ends the work of a rank when another one has failed."""
-
-
-def work_together(run: Callable[[Callable[[str, int], None]], None], ranks: Meeting, what: str) -> None:
-    """Run ``run(progress)`` on a thread, on every rank, and meet meanwhile: none waits for another without a word.
-
-    Raises on all ranks where it raises on one.
-    """
-    stopped = threading.Event()
-
-    def progress(_what: str, _rows: int) -> None:
-        if stopped.is_set():
-            raise _OthersFailedError
-
-    with ThreadPoolExecutor(1, thread_name_prefix="tiercache-resharding") as thread:
-        work = thread.submit(run, progress)
-        try:
-            while True:
-                done, _ = wait([work], timeout=_SECONDS)
-                error = work.exception() if done else None
-                ranks.agree(what, error)
-                if all(ranks.values(bool(done))):
-                    return
-        finally:
-            stopped.set()

@@ -10,14 +10,13 @@ import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.processors.entries import GroupStep, Pending, Wanted
-from tiercache.ranks.call import Call
 from tiercache.store.table import SGD, Group, RowWiseAdagrad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.processors.processor import Processor
-    from tiercache.ranks.group import Ranks
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.received import Received
     from tiercache.tiers.rows import GroupRows
@@ -48,7 +47,9 @@ class SliceSteps:
     of columns, and each updates its columns with the sum; all have the same state.
     """
 
-    def __init__(self, ranks: Ranks, processor: Processor, owners: Owners, part_groups: tuple[Group, ...]) -> None:
+    def __init__(
+        self, ranks: AnyCommunicator, processor: Processor, owners: Owners, part_groups: tuple[Group, ...]
+    ) -> None:
         self._ranks, self._processor, self._part_groups = ranks, processor, part_groups
         self._mine: list[_Mine] = []
         self._any = False
@@ -85,7 +86,6 @@ class SliceSteps:
         """Step the slices and drop their gradients; all other groups are left for ``optimizer.step``. Collective."""
         if not self._any:
             return
-        self._ranks.meet(Call.SLICES, "stepping column slices")
         found = [self._merge(one, optimizer, rows[one.group]) for one in self._mine]
         squares = self._add_up([(gradient * gradient).sum(dim=1) for _, gradient in found])
         for one, (slots, gradient), total in zip(self._mine, found, squares, strict=True):
@@ -119,7 +119,7 @@ class SliceSteps:
         sizes = [sum(mine[i].numel() for i in some) for some in shared]
         send = [mine[i] for some in shared for i in some]
         flat = torch.cat(send) if send else torch.empty(0, device=self._processor.device)
-        came = self._ranks.exchange(flat, sizes, sizes, what="adding up the squares of column slices")
+        came = self._ranks.all_to_all(flat, sizes, sizes, what="adding up the squares of column slices")
         owners = [(r, i) for r, some in enumerate(shared) for i in some]
         pieces = dict(zip(owners, torch.split(came, [mine[i].numel() for _, i in owners]), strict=True))
         totals = []

@@ -133,8 +133,8 @@ class ShardedVisit:
         Collective: all ranks make equally many batches in a visit. Loaders that end at different batches: a rank whose
         loader has ended gives None in place of keys, and takes part as one without samples; where all give None the
         batch is None, on all ranks at once, and the visit is over:
-        ``while (batch := visit.batch(next(loader, None))) is not None``. A rank that leaves the loop before the others
-        ends the training with RankError on all, at its next collective call or when it ends.
+        ``while (batch := visit.batch(next(loader, None))) is not None``. If a rank leaves the loop before the others,
+        these raise RankError after torch's time-out.
 
         missing: as of `Visit.batch`; "load" has the row read by the ranks that own the key. What goes wrong on a rank
         is raised on all, RankError on the others; with KeyNotInPassError the batch does not count, and all may go on

@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiercache.ranks.call import frame_bytes
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.ranks.call import Call
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 __all__ = ["WIRE_DTYPES", "Wire"]
 
@@ -25,7 +22,7 @@ WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Wire:
     """Sends flat tensors and counts among the ranks; what stays on this rank does not come here."""
 
-    def __init__(self, ranks: Ranks, dtype: torch.dtype) -> None:
+    def __init__(self, ranks: AnyCommunicator, dtype: torch.dtype) -> None:
         """Raises ValueError for a dtype that is none of `WIRE_DTYPES`."""
         if dtype not in WIRE_DTYPES:
             raise ValueError(f"rows cannot travel as {dtype}: it must be one of {', '.join(map(str, WIRE_DTYPES))}")
@@ -37,10 +34,10 @@ class Wire:
         """Return sizes by rank without this rank's own."""
         return [0 if rank == self.ranks.rank else int(size) for rank, size in enumerate(sizes_W)]
 
-    def count(self, to: NDArray[np.int64], what: str, call: Call) -> NDArray[np.int64]:
+    def count(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
         """Tell every rank its row of ``to``, and return what each told this one. Collective."""
-        self.bytes_sent += frame_bytes(to.shape[1]) * (self.ranks.size - 1)
-        return self.ranks.counts(to, what, call)
+        self.bytes_sent += 8 * (to.shape[1] + 1) * (self.ranks.size - 1)  # with the mark of what it is
+        return self.ranks.exchange_splits(to, what)
 
     def send(self, send: torch.Tensor, sizes: list[int], receive: list[int], into: torch.Tensor, what: str) -> None:
         """Send to the others, float32 in the wire's dtype, and receive ``into``. Collective."""
@@ -48,6 +45,6 @@ class Wire:
         send = send.to(self.dtype) if narrow else send
         self.bytes_sent += send.numel() * send.element_size()
         if narrow:
-            into.copy_(self.ranks.exchange(send, sizes, receive, what=what))
+            into.copy_(self.ranks.all_to_all(send, sizes, receive, what=what))
         else:
-            self.ranks.exchange(send, sizes, receive, into, what=what)
+            self.ranks.all_to_all(send, sizes, receive, into, what=what)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import tiercache
 from tiercache.errors import RankError
-from tiercache.ranks.peers import rank_names
+from tiercache.dist.communicator import rank_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tiercache.ranks.group import Ranks
+    from tiercache.dist.communicator import AnyCommunicator
 
 MOST_LETTERS = 48
 """Longer values are told as their digest: tables and placements of a thousand ranks would be many megabytes."""
 
 
-def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
     """Check that every fact (words for users: a value that JSON can say) is the same on all ranks. Collective.
 
     The version of tiercache is a fact of its own, checked always. Facts that only some ranks bring differ.
@@ -28,7 +28,7 @@ def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
         RankError: on every rank, with one sentence that names what differs, its values and on which ranks.
     """
     mine = {"the version of tiercache": tiercache.__version__, **facts}
-    told = ranks.values({name: _short(value) for name, value in mine.items()}, "comparing what must be the same")
+    told = ranks.all_gather_object({name: _short(value) for name, value in mine.items()}, "comparing what must be the same")
     names = dict.fromkeys(name for each in told for name in each)
     said = {name: _difference([each.get(name, "nothing") for each in told]) for name in names}
     if differing := "; ".join(f"{name} ({words})" for name, words in said.items() if words):

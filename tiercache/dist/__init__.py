@@ -1,0 +1,1 @@
+"""Ranks that train together: what they tell each other, over torch.distributed."""

@@ -1,0 +1,345 @@
+"""Communicator: the collectives of ranks; every call of torch.distributed for a training is here.
+
+`communicator_of` returns one for a process group, or a `LocalCommunicator`, which does nothing, for one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tiercache.errors import RankError, StoreError, TierCacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+__all__ = ["AnyCommunicator", "Communicator", "LocalCommunicator", "communicator_of", "rank_names"]
+
+AGREEMENT_TIMEOUT = timedelta(days=30)
+"""Longer than any disk takes: a rank that is waited for either comes, or its process ends and Gloo says so."""
+MOST_NAMED = 8
+
+
+class Communicator:
+    """The ranks of a process group, and what they tell each other.
+
+    Every method but ``close`` is collective: all ranks call the same methods in the same order, from one thread at a
+    time. ``clone`` makes the same ranks for another thread. Collectives of the user's own do not mix with these.
+
+    ``raise_on_all``, ``agree``, ``all_gather_object``, ``all_reduce_min`` and ``barrier`` are agreements. They wait for
+    a rank for as long as its process lives, so a slow disk on one rank ends no training. The other methods move data:
+    they wait for as long as torch's default for a process group. Tensors on the CPU go by Gloo, tensors on a GPU by
+    NCCL, on the current stream: those calls return when the transfer is queued.
+
+    A collective that fails raises RankError, with torch's own error as its cause. Over Gloo that is at once where a
+    process ended; on a GPU, NCCL's watchdog ends this process. In both cases torchrun ends the others and names the
+    rank that failed first.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        size: how many ranks there are.
+        device: where the rows of this rank are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Only `communicator_of` and ``clone`` call this."""
+        self.rank, self.size, self.device = dist.get_rank(group), dist.get_world_size(group), device
+        self._like = group
+        self._is_part = self.size < dist.get_world_size()
+        self._closed = False
+        self._data: dist.ProcessGroup | None = self._new_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", None)
+        self._host: dist.ProcessGroup | None = self._new_group("gloo", AGREEMENT_TIMEOUT)
+        self.barrier("connecting the ranks")  # else one could be through and close while another still connects
+        if device.type == "cuda":  # NCCL connects at the first transfer, and takes memory then: before rows do
+            torch.cuda.set_device(device)
+            ones = [1] * self.size
+            self.all_to_all(torch.zeros(self.size, device=device), ones, ones, what="connecting the devices")
+            torch.cuda.synchronize(device)  # synchronize!
+
+    def _new_group(self, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+        ranks = dist.get_process_group_ranks(self._like)
+        with self._reaching("making process groups"):
+            made: dist.ProcessGroup = dist.new_group(
+                ranks, timeout, backend, use_local_synchronization=self._is_part
+            )
+        return made
+
+    def clone(self) -> Communicator:
+        """Return the same ranks with process groups of their own, for another thread; close it too."""
+        return Communicator(self._like, self.device)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Give up the process groups. Not collective; a second time does nothing.
+
+        failed: this rank leaves by an error, so it waits for no other. NCCL's groups then stay until the process ends.
+        """
+        if self._closed:
+            return
+        host, data = self._host, self._data
+        self._closed, self._host, self._data = True, None, None
+        # torch gives the next group of some of the processes the name of one that was destroyed, and they do not meet
+        if not self._is_part and dist.is_initialized():
+            dist.destroy_process_group(host)
+            if not (failed and self.device.type == "cuda"):
+                dist.destroy_process_group(data)
+
+    # -- agreements ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def raise_on_all(self, what: str) -> Iterator[None]:
+        """Run the body, then ``agree`` on how it ended: so no rank waits for one that failed.
+
+        The body may take any time, and has no collective.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # told to all, and raised again by agree
+            error = raised
+        self.agree(what, error)
+
+    def agree(self, what: str, error: BaseException | None = None) -> None:
+        """Agree that all ranks got through ``what``: if any rank brings an error, every rank raises.
+
+        A rank with an error raises its own, the others RankError with the sentence of the first rank that has one.
+        ``what`` follows "while": "opening the store".
+        """
+        try:
+            told = self._all(b"" if error is None else sentence_of(error).encode(), what)
+        except RankError as lost:
+            if error is None:
+                raise
+            error.add_note(str(lost))
+            raise error from error.__cause__
+        if error is not None:
+            raise error
+        if failed := [rank for rank, words in enumerate(told) if words]:
+            also = f" (and {rank_names(failed[1:])} too)" if failed[1:] else ""
+            raise RankError(f"rank {failed[0]} failed while {what}{also}: {told[failed[0]].decode()}")
+
+    def all_gather_object(self, mine: Any, what: str = "exchanging values") -> list[Any]:
+        """Return every rank's value, in rank order; ``mine`` is what JSON can say (tuples arrive as lists)."""
+        return [json.loads(said) for said in self._all(json.dumps(mine).encode(), what)]
+
+    def all_reduce_min(self, numbers: Sequence[int], what: str = "comparing numbers") -> list[int]:
+        """Return, place by place, the least number of all ranks (int64); all bring equally many."""
+        least = torch.tensor(numbers, dtype=torch.int64)
+        with self._reaching(what):
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._host)
+        return [int(number) for number in least]
+
+    def barrier(self, what: str = "waiting for all ranks") -> None:
+        """Return when all ranks have come."""
+        self.all_reduce_min([0], what)
+
+    def _all(self, mine: bytes, what: str) -> list[bytes]:
+        """Return every rank's bytes, in rank order; where nobody has any, one small collective is all it costs."""
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        with self._reaching(what):
+            dist.all_gather(list(torch.split(sizes, 1)), torch.tensor([len(mine)]), group=self._host)
+        said = self._gather(torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), sizes.tolist(), self._host, what)
+        return [piece.numpy().tobytes() for piece in torch.split(said, sizes.tolist())]
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    def exchange_splits(self, to: NDArray[np.int64], what: str = "exchanging splits") -> NDArray[np.int64]:
+        """Send row r of ``to`` (size, n; int64) to rank r; row r of what is returned is what rank r sent here.
+
+        ``what`` is the same on all ranks. Raises RankError where another rank exchanges splits for something else.
+        """
+        mark = zlib.crc32(what.encode())
+        sent = np.insert(to, 0, mark, axis=1)
+        received = np.empty_like(sent)
+        with self._reaching(what):
+            dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(sent), group=self._data)
+        if others := np.nonzero(received[:, 0] != mark)[0].tolist():
+            raise RankError(
+                f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks make the same "
+                "batches, and step, discard, commit and evaluate after the same ones"
+            )
+        return np.ascontiguousarray(received[:, 1:])
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        into: Tensor | None = None,
+        what: str = "exchanging rows",
+    ) -> Tensor:
+        """Send ``send_splits[r]`` elements of the flat ``send``, which stand in rank order, to every rank r.
+
+        Returns what came, ``receive_splits[r]`` elements from rank r, in rank order: in ``into`` where given, else in a
+        new tensor of the same dtype and device. Any dtype; splits may be 0.
+        """
+        received = torch.empty(sum(receive_splits), dtype=send.dtype, device=send.device) if into is None else into
+        width = send.element_size()
+        # as bytes: the same transfer whatever the dtype, and Gloo has no bfloat16 in older versions of torch
+        come, go = _bytes_of(received), _bytes_of(send.contiguous())
+        with self._reaching(what):
+            dist.all_to_all_single(
+                come, go, [n * width for n in receive_splits], [n * width for n in send_splits], group=self._data
+            )
+        return received
+
+    def all_gather(self, mine: Tensor, sizes: Sequence[int], what: str = "gathering rows") -> Tensor:
+        """Return every rank's flat tensor one after the other, in rank order; rank r brings ``sizes[r]`` elements.
+
+        Any dtype; sizes may be 0.
+        """
+        return self._gather(mine, sizes, self._data, what)
+
+    def _gather(self, mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, what: str) -> Tensor:
+        """Have every rank fill its piece on all others: Gloo's own all-gather wants equal sizes."""
+        gathered = torch.empty(sum(sizes), dtype=mine.dtype, device=mine.device)
+        pieces = torch.split(gathered, list(sizes))
+        pieces[self.rank].copy_(mine)
+        with self._reaching(what):
+            assert group is not None
+            works = [
+                dist.broadcast(_bytes_of(piece), dist.get_global_rank(group, rank), group=group, async_op=True)
+                for rank, piece in enumerate(pieces)
+                if len(piece)
+            ]
+            for work in works:
+                work.wait()
+        return gathered
+
+    @contextmanager
+    def _reaching(self, what: str) -> Iterator[None]:
+        """Raise RankError where the body, a collective, fails; memory that ran out on the device as it is."""
+        if self._closed:
+            raise RankError(f"rank {self.rank} was {what} on a communicator that is closed: open the store again")
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RankError(
+                f"a rank ended or did not answer while rank {self.rank} was {what} ({_first_line(error)}): training "
+                "goes on from the last commit: start all ranks again"
+            ) from error
+
+
+class LocalCommunicator:
+    """One rank alone, with the methods of `Communicator`: it waits for nobody, and copies nothing."""
+
+    rank, size = 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def clone(self) -> LocalCommunicator:
+        """Return another one."""
+        return LocalCommunicator(self.device)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Do nothing."""
+
+    @contextmanager
+    def raise_on_all(self, what: str) -> Iterator[None]:
+        """Run the body."""
+        yield
+
+    def agree(self, what: str, error: BaseException | None = None) -> None:
+        """Raise ``error`` where there is one."""
+        if error is not None:
+            raise error
+
+    def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
+        """Return ``mine`` as it would arrive: tuples as lists."""
+        return [json.loads(json.dumps(mine))]
+
+    def all_reduce_min(self, numbers: Sequence[int], what: str = "") -> list[int]:
+        """Return the numbers."""
+        return [int(number) for number in numbers]
+
+    def barrier(self, what: str = "") -> None:
+        """Return."""
+
+    def exchange_splits(self, to: NDArray[np.int64], what: str = "") -> NDArray[np.int64]:
+        """Return ``to`` itself."""
+        return to
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        into: Tensor | None = None,
+        what: str = "",
+    ) -> Tensor:
+        """Return ``send`` itself, or ``into`` with its elements."""
+        return send if into is None else into.copy_(send)
+
+    def all_gather(self, mine: Tensor, sizes: Sequence[int], what: str = "") -> Tensor:
+        """Return ``mine`` itself."""
+        return mine
+
+
+AnyCommunicator: TypeAlias = Communicator | LocalCommunicator
+
+
+def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> AnyCommunicator:
+    """Return a communicator of the ranks of ``group``, by default of the default process group. Collective.
+
+    Where torch.distributed is not initialized, or the group has one rank, it is a `LocalCommunicator`. "cuda" is the
+    GPU of LOCAL_RANK, or the only one that this process sees. The ranks get process groups of their own. For that the
+    ranks of a ``group`` that is not of all processes must have made equally many process groups so far.
+
+    Raises RankError where this process is not in ``group``, or a rank does not come.
+    """
+    device = _device_of(device)
+    if not (dist.is_available() and dist.is_initialized()):
+        return LocalCommunicator(device)
+    if dist.get_rank(group) < 0:
+        raise RankError("this process is not in the process group that was given: give a group that it is in")
+    if dist.get_world_size(group) == 1:
+        return LocalCommunicator(device)
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise RankError("ranks on CUDA need NCCL, which this torch lacks: install torch for CUDA, or use device='cpu'")
+    return Communicator(group, device)
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 0 and 2" or, of many, the first of them and how many more."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > MOST_NAMED:
+        return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))} and {len(ranks) - MOST_NAMED} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return what an error says, with its type where it is not one of ours."""
+    words = _first_line(error)
+    return words if isinstance(error, (TierCacheError, StoreError)) else f"{type(error).__name__}: {words}"
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of what an error says: torch adds many."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _device_of(device: str | torch.device) -> torch.device:
+    device = torch.device(device)
+    if str(device) == "cuda":  # no number said
+        only = torch.cuda.device_count() == 1  # as where CUDA_VISIBLE_DEVICES gives each process its own
+        return torch.device("cuda", 0 if only else int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+def _bytes_of(flat: Tensor) -> Tensor:
+    """Return its memory. An empty tensor, as of an empty NumPy array, may have strides that no view takes."""
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
