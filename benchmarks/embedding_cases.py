@@ -56,7 +56,8 @@ class Shape:
 FULL = (Shape(name="shared_1m", num_tables=1, rows=1_000_000), Shape(name="26x1m", num_tables=26, rows=1_000_000))
 QUICK = (Shape(name="26x100k", num_tables=26, rows=100_000),)
 TINY = (Shape(name="4xtiny", num_tables=4, rows=2_000, num_features=4, num_samples=512, dim=16),)
-SHAPES = {shape.name: shape for shape in (*FULL, *QUICK, *TINY)}
+BUSY = Shape(name="shared_100k", num_tables=1, rows=100_000)
+SHAPES = {shape.name: shape for shape in (*FULL, *QUICK, *TINY, BUSY)}
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""The embedding step against its peers: python -m benchmarks.embedding_step [--quick] [--json FILE].
+"""The embedding step against its peers: python -m benchmarks.embedding_step [--quick | --busy] [--json FILE].
 
 One step is forward, backward and update of all lookups of a batch, as a user runs them: module, ``backward``, step.
 Every contender has a process of its own with two threads; one runs at a time, in turns of a few steps, so that all
@@ -9,7 +9,8 @@ Keys: ms_CONTENDER_OPTIMIZER_SHAPE[_default] are milliseconds; speedup_vs_PEER_O
 time over ours; share_of_copy_bandwidth_OPTIMIZER_SHAPE[_default] the bytes that the step must move
 (embedding_cases.bytes_to_move) over its time, over the bytes per second of a copy by all threads, read and written
 bytes both counted. The plain keys are the least over shapes (share_of_copy_bandwidth: and over optimizers) where the
-allocator keeps freed memory, for everyone; those that end in _default have the allocator as it is.
+allocator keeps freed memory, for everyone; those that end in _default have the allocator as it is. With --busy alone:
+busy_ratio, the steps a second of our two threads over those of one, beside two processes that are always busy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.table import Table
 
-from benchmarks.embedding_cases import FULL, OPTIMIZERS, QUICK, TINY, Shape, batches_of, bytes_to_move, distinct_rows
+from benchmarks.embedding_cases import (
+    BUSY,
+    FULL,
+    OPTIMIZERS,
+    QUICK,
+    TINY,
+    Shape,
+    batches_of,
+    bytes_to_move,
+    distinct_rows,
+)
 from benchmarks.embedding_worker import THREADS
 from benchmarks.machine import Goal, console, environment, middle, report
 
@@ -56,6 +67,7 @@ GOALS = (
     Goal(key="speedup_vs_fbgemm", goal=1.6, least=1.2),
     Goal(key="share_of_copy_bandwidth", goal=0.5, least=0.35),
 )
+BUSY_GOAL = Goal(key="busy_ratio", goal=0.75)
 ALLOCATORS = {
     "": {  # freed memory stays: no contender pays for fresh pages in every step
         "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
@@ -69,7 +81,7 @@ ALLOCATORS = {
 class Process:
     """A contender at work; see embedding_worker."""
 
-    def __init__(self, name: str, allocator: str) -> None:
+    def __init__(self, name: str, allocator: str, threads: int = THREADS) -> None:
         self.name = name
         known = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
         self._process = subprocess.Popen(
@@ -77,7 +89,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=known | ALLOCATORS[allocator] | {"OMP_NUM_THREADS": str(THREADS)},
+            env=known | ALLOCATORS[allocator] | {"OMP_NUM_THREADS": str(threads)},
             cwd=Path(__file__).parents[1],
         )
 
@@ -125,6 +137,7 @@ class Plan:
 
 
 FULL_PLAN = Plan(turns=5, steps=5, warm_up=8)
+BUSY_PLAN = Plan(turns=10, steps=5, warm_up=2)
 QUICK_PLAN = Plan(turns=3, steps=3, warm_up=2)
 
 
@@ -180,6 +193,33 @@ class Bench:
         self._idle.clear()
 
 
+def busy_ratio(shape: Shape, plan: Plan) -> dict[str, float]:
+    """Return our steps a second with one thread and with two, in turns beside two processes that are always busy."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(THREADS)]
+    processes = {threads: Process("ours", "", threads) for threads in (1, THREADS)}
+    seconds: dict[int, list[float]] = {threads: [] for threads in processes}
+    try:
+        for process in processes.values():
+            process.tell(f"build {shape.name} adagrad {plan.warm_up}")
+            process.hear()
+        for _ in range(plan.turns):
+            for threads, process in processes.items():
+                process.tell(f"run {plan.steps}")
+                seconds[threads] += process.hear()["seconds"]
+    finally:
+        for process in processes.values():
+            process.close()
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    rates = {threads: len(taken) / sum(taken) for threads, taken in seconds.items()}
+    return {
+        "busy_steps_per_second_one_thread": rates[1],
+        "busy_steps_per_second": rates[THREADS],
+        "busy_ratio": rates[THREADS] / rates[1],
+    }
+
+
 def figures_of(shape: Shape, optimizer: str, allocator: str, times: Times, distinct: float) -> dict[str, Any]:
     """Return the keys of one case."""
     ms = {name: middle(seconds) * 1e3 for name, seconds in times.seconds.items()}
@@ -218,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="26 tables of 100k rows, the reusing allocator and fewer steps only, under 45 seconds",
     )
     parser.add_argument("--tiny", action="store_true", help="both allocators, so small that times mean nothing")
+    parser.add_argument("--busy", action="store_true", help="one thread and two beside two busy processes, only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(given)
 
@@ -225,6 +266,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = environment("benchmarks.embedding_step", given, packages)
     begun = time.perf_counter()
     shapes = TINY if options.tiny else QUICK if options.quick else FULL
+    if options.busy:
+        record |= busy_ratio(TINY[0] if options.tiny else BUSY, QUICK_PLAN if options.tiny else BUSY_PLAN)
+        record["benchmark_seconds"] = time.perf_counter() - begun
+        report(record, (BUSY_GOAL,), title="threads on cores that others use too", path=options.json)
+        return
     plans = {"": FULL_PLAN, "_default": FULL_PLAN}
     if options.quick:
         plans = {"": QUICK_PLAN}

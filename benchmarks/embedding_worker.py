@@ -45,16 +45,16 @@ def build(name: str, shape: Shape, optimizer: str) -> Contender:
 
 
 def main(name: str) -> None:
-    """Serve until the input ends."""
+    """Serve until the input ends, with the threads that OMP_NUM_THREADS says."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(THREADS)))
     import torch
 
     from benchmarks.embedding_cases import SHAPES
     from benchmarks.machine import faults
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(threads)
     contender: Contender | None = None
     number = 0
     for line in sys.stdin:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE_BYTES", "id_cases", "row_cases"]
 
-NUM_OWNERS = 8
 PIECE_BYTES = 4 << 20
 
 
@@ -124,35 +123,15 @@ def id_cases(machine: Machine, batch: Batch) -> Iterator[Case]:
     starts = np.arange(size.num_features + 1) * size.num_samples
     raw = np.random.default_rng(2).integers(-(2**62), 2**62, size.rows)
     keys = machine.place(raw[batch.ids_FN.reshape(-1)])
-    order, place = machine.empty((entries,), np.int32), machine.empty((entries,), np.int32)
-    owner_starts = machine.empty((NUM_OWNERS + 1,), np.int64)
-    buffers = (machine.call("bucketing", "BucketBuffers"),) if machine.on_device else ()
-    yield Case(
-        "bucket", 16 * entries,
-        lambda: machine.call(
-            "bucketing", "bucket_keys", keys, table_ids, starts, NUM_OWNERS, order, place, owner_starts, *buffers
-        ),
-    )  # fmt: skip
-    owners = machine.place(np.random.default_rng(4).integers(0, NUM_OWNERS, size.num_slots).astype(np.int16))
-    limits = np.full(size.num_features, size.rows)
-    yield Case(
-        "bucket_ids", 14 * entries,
-        lambda: machine.call(
-            "bucketing", "bucket_ids", batch.ids, batch.bases, limits, starts, owners, NUM_OWNERS, order, place,
-            owner_starts, *buffers,
-        ),
-    )  # fmt: skip
+    place = machine.empty((entries,), np.int32)
     index = machine.call("key_index", "KeyIndex", size.num_slots, table_ids)
     key_set = machine.place(raw)
     key_sets = [KeySet(t, key_set, t * size.rows) for t in range(size.num_features)]
-    yield Case("index_build", 24 * size.num_slots + 16 * index.capacity, lambda: index.build(key_sets))
+
+    def build() -> None:
+        index.clear()
+        index.extend(key_sets)
+
+    yield Case("index_build", 24 * size.num_slots + 16 * index.capacity, build)
     tables = np.arange(size.num_features)
     yield Case("index_find", 28 * entries, lambda: index.find(keys, starts, tables, place))
-    mixed = machine.place(np.random.default_rng(6).integers(-(2**62), 2**62, size.num_slots))
-    positions = machine.place(np.arange(size.num_slots, dtype=np.int32))
-
-    def insert() -> None:
-        index.clear()
-        index.insert(0, mixed, positions)
-
-    yield Case("index_insert", 28 * size.num_slots + 16 * index.capacity, insert)

@@ -10,12 +10,10 @@ Bytes that must move (E lookups, D dim, U distinct rows of the zipf batch, P row
 optimizer state): gather 4 E + 8 E D; pool_one, one id a feature, and pool_none, a vector an id, 12 E + 8 E D (ids, slot
 map, slots); bags of two: pool_sum 24 E + 6 E D, pool_mean 28 E + 6 E D (a factor for each entry), pool_max 24 E + 8 E D
 (which entry was largest), pool_weighted, a sum, 32 E + 6 E D (weights, factors), weight_gradient 12 E + 6 E D (slots,
-bags, gradients of weights); sort 12 E (slots in, pairs out, however often it goes over them); update_X 8 E + 4 E D +
-8 U (D + state); sorted_update_X, with the sort, 4 E + 4 E D + 8 U (D + state); pack 16 P D + 8 P (rows of a vector and
-a state of D floats, slots, order); unpack 16 P D + 4 P; initial_rows 8 P + 4 P D, with slots 12 P + 4 P D; bucket 16 E
-(keys in, order and places out); bucket_ids 14 E (ids, owners by local id); index_build, all tables by key set, 24 bytes
-a key and 16 a place; index_find 28 E (key, one place, position); index_insert, one table with positions, 28 bytes a key
-and 16 a place.
+bags, gradients of weights); sort 12 E (slots in, pairs out, however often it goes over them); update_X 8 E + 4 E D + 8
+U (D + state); sorted_update_X, with the sort, 4 E + 4 E D + 8 U (D + state); pack 16 P D + 8 P (rows of a vector and a
+state of D floats, slots, order); unpack 16 P D + 4 P; initial_rows 8 P + 4 P D, with slots 12 P + 4 P D; index_build,
+all tables by key set, 24 bytes a key and 16 a place; index_find 28 E (key, one place, position).
 Vectors of OPERATION_bf16 are bfloat16, of OPERATION_fp16 float16: 2 bytes for each of their D in place of 4, with state
 in float32; their updates read 8 bytes more a row, which decide how it is rounded.
 

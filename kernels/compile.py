@@ -54,8 +54,8 @@ def _number() -> None:
 def _hash() -> None:
     bits.hash_keys(_I8, 0)
     bits.xxh64_strings(np.zeros(2, np.uint8), _BAGS)
+    bucketing.key_owners(_I8, 0, 1, np.zeros(2, np.int16))
     bits.xxh64_words(_I8.view(np.uint64).reshape(1, 2))
-    initial.philox4x32((0, 0, 0, 0), (0, 0))
 
 
 def _start_rows() -> None:
@@ -143,15 +143,8 @@ def _switch() -> None:
 
 def _index() -> None:
     index = key_index.KeyIndex(2, _I8.view(np.uint64))
-    index.insert(0, _I8, _I4)
+    index.extend([key_index.KeySet(0, _I8[:1], 0)])
     index.find(_I8, _BOUNDS, _I8[:1], _I4.copy())
-
-
-def _bucket() -> None:
-    owners, starts = np.zeros(2, np.int16), np.zeros(2, np.int64)
-    bucketing.key_owners(_I8, 0, 1, owners)
-    bucketing.bucket_keys(_I8, _I8[:1].view(np.uint64), _BOUNDS, 1, _I4.copy(), _I4.copy(), starts)
-    bucketing.bucket_ids(_I4, _I8[:1], _BOUNDS[1:], _BOUNDS, owners, 1, _I4.copy(), _I4.copy(), starts)
 
 
 def _name_once() -> None:
@@ -177,7 +170,6 @@ _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (
     ("initial rows", _start_rows),
     ("number keys", _number),
     ("index keys", _index),
-    ("bucket ids", _bucket),
     ("unique rows", _name_once),
     ("read samples", _read_samples),
     ("find uses", _find_uses),

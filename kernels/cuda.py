@@ -8,7 +8,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ _OLDEST = (8, 0)
 _KEPT_TABLES, _KEPT_BYTES = 256, 64 << 10  # 16 MiB of a GPU at most
 _PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
 _NO_DEVICE = 100  # cudaErrorNoDevice
-_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
 
 
@@ -140,14 +139,20 @@ def _kept_source(name: str, architecture: str) -> bytes:
 
 
 def open_device(
-    index: int = 0, *, stream: Callable[[], int] | None = None, allocate: Callable[[int], Any] | None = None
+    index: int = 0,
+    *,
+    stream: Callable[[], int] | None = None,
+    allocate: Callable[[int], Any] | None = None,
+    within: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> "CudaDevice":
     """Return GPU `index`.
 
     stream: gives the address of the stream to launch on, asked at every launch (torch's current one, so that kernels
     come in order with the model's); the default is CUDA's default stream. allocate: gives memory of so many bytes with
     `__cuda_array_interface__` for all that lies on the device (torch's caching allocator: what CuPy's own took would be
-    missed by torch, and the other way round); the default is CuPy's pool.
+    missed by torch, and the other way round); the default is CuPy's pool. within: makes the GPU current on the calling
+    thread, around every call (`torch.cuda.device`); the default is CuPy's own way, which goes back to the GPU before by
+    `cudaSetDevice` and so, since CUDA 12, makes a context there.
     Raises NoGpuError where there is none, CudaError with what else is missing.
     """
     cupy = _import_cupy()
@@ -179,7 +184,7 @@ def open_device(
     if not 0 <= index < count:
         raise CudaError(f"there is no GPU {index}: the driver shows {count}, counted from 0.")
     _nvrtc()
-    return CudaDevice(cupy, index, stream, allocate)
+    return CudaDevice(cupy, index, stream, allocate, within)
 
 
 def _driver_version(runtime: Any) -> int:
@@ -210,12 +215,16 @@ class _ExternalStream:
 class CudaDevice:
     """One GPU; make it with `open_device`. Meant for one thread at a time."""
 
-    interface = "__cuda_array_interface__"
-
     def __init__(
-        self, cupy: Any, index: int, stream: Callable[[], int] | None, allocate: Callable[[int], Any] | None
+        self,
+        cupy: Any,
+        index: int,
+        stream: Callable[[], int] | None,
+        allocate: Callable[[int], Any] | None,
+        within: Callable[[], AbstractContextManager[Any]] | None,
     ) -> None:
         self._cupy, self._device, self._stream, self._allocate = cupy, cupy.cuda.Device(index), stream, allocate
+        self._within = (lambda: self._device) if within is None else within
         attributes = self._device.attributes
         self.num_processors = int(attributes["MultiProcessorCount"])
         capability = (int(attributes["ComputeCapabilityMajor"]), int(attributes["ComputeCapabilityMinor"]))
@@ -266,7 +275,7 @@ class CudaDevice:
 
         Raises CudaError.
         """
-        with self._device:
+        with self._within():
             for name in sources():
                 self._module(name)
 
@@ -274,10 +283,10 @@ class CudaDevice:
     def _allocating(self) -> Iterator[None]:
         """Have this thread's arrays made on this device, its stream and its memory."""
         if self._allocate is None:
-            with self._device, self._current()[1]:
+            with self._within(), self._current()[1]:
                 yield
         else:
-            with self._device, self._current()[1], self._cupy.cuda.using_allocator(self._memory):
+            with self._within(), self._current()[1], self._cupy.cuda.using_allocator(self._memory):
                 yield
 
     def _memory(self, num_bytes: int) -> Any:
@@ -288,6 +297,11 @@ class CudaDevice:
         address = owner.__cuda_array_interface__["data"][0]
         cuda = self._cupy.cuda
         return cuda.MemoryPointer(cuda.UnownedMemory(address, num_bytes, owner, self._device.id), 0)
+
+    def describe(self, array: Any) -> dict[str, Any] | None:
+        """Return the interface by which arrays of CuPy and torch tell their address."""
+        described: dict[str, Any] | None = getattr(array, "__cuda_array_interface__", None)
+        return described
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
         """Return an uninitialised array of one axis."""
@@ -303,7 +317,7 @@ class CudaDevice:
         if array.nbytes > _KEPT_BYTES:
             with self._allocating():
                 return self._cupy.asarray(array)
-        with self._device:  # the stream is that of the device which is current
+        with self._within():  # the stream is that of the device which is current
             key = (self._current()[0], array.tobytes())
         with self._tables_lock:
             if key not in self._tables:
@@ -316,20 +330,8 @@ class CudaDevice:
 
     def read(self, array: Any) -> NDArray[Any]:
         """Wait for all that was launched on the stream and return a copy of a small array."""
-        with self._device, self._current()[1]:
+        with self._within(), self._current()[1]:
             return np.asarray(self._cupy.asnumpy(self._cupy.asarray(array)))  # synchronize!
-
-    def adopt(self, array: Any) -> Any:
-        """Return a CuPy array over the memory of an array that has only `__dlpack__`.
-
-        Raises ValueError when it is not in a GPU's memory: CuPy would copy it, and results would go to the copy.
-        """
-        if array.__dlpack_device__()[0] not in _DLPACK_CUDA:
-            raise ValueError(
-                f"an array of type {type(array).__name__} lies in host memory: move it to the CUDA device."
-            )
-        with self._device, self._current()[1]:
-            return self._cupy.from_dlpack(array)
 
     def lock(self, address: int, num_bytes: int) -> None:
         """Register pages of host memory, which kernels then read and write at the address they have. Any thread.
@@ -337,7 +339,7 @@ class CudaDevice:
         Raises CudaError where the system gives no more locked memory, or the device sees the pages elsewhere.
         """
         runtime = self._cupy.cuda.runtime
-        with self._device:
+        with self._within():
             try:
                 runtime.hostRegister(address, num_bytes, _PORTABLE | _MAPPED)
             except runtime.CUDARuntimeError as error:
@@ -351,11 +353,11 @@ class CudaDevice:
 
     def unlock(self, address: int) -> None:
         """Undo a `lock` that began at this address. Any thread."""
-        with self._device:
+        with self._within():
             self._cupy.cuda.runtime.hostUnregister(address)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
         """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`, on the stream."""
         words = tuple(np.float32(word) if isinstance(word, float) else np.int64(word) for word in arguments)
-        with self._device, self._current()[1]:
+        with self._within(), self._current()[1]:
             self._function(kernel)((blocks,), (BLOCK_THREADS,), words, shared_mem=shared_bytes)

@@ -2,7 +2,7 @@
 
 Large arrays lie on the device; those of a feature each (bases, limits, entry_starts) are NumPy arrays. Ids are int32 or
 int64. Slot -1 stands for no row and reads as zeros: an id that is not in its table gets it, so that no lookup reads
-memory of someone else, and the smallest such entry is kept in a `BadEntry`.
+memory of someone else.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
 from tiercache.kernels.cuda_vectors import by_width, rows_at
-from tiercache.kernels.launch import Device, View, access, launch_parts, on_device, part_struct, view
+from tiercache.kernels.launch import Device, View, access, is_wide, launch_parts, part_struct, view
 
-__all__ = ["BadEntry", "Gathered", "gather", "gather_many", "map_slots"]
+__all__ = ["Gathered", "gather", "gather_many", "map_slots"]
 
-IDS = (("ids", "p"), ("slot_of_local", "p"), ("slots", "p"), ("bad", "p"), ("base", "l"), ("limit", "l"), ("wide", "l"))
+IDS = (("ids", "p"), ("slot_of_local", "p"), ("slots", "p"), ("base", "l"), ("limit", "l"), ("wide", "l"))
 GATHER_PART = part_struct(
     ("vectors", "p"), ("slots", "p"), ("out", "p"), ("entries", "l"),
     ("dim", "i"), ("vec", "i"), ("team", "i"), ("is_half", "i"),
@@ -34,30 +34,9 @@ class Gathered(NamedTuple):
     out: Any
 
 
-class BadEntry:
-    """The smallest entry of a batch whose id is not in its table: kept on the device, read when somebody asks.
-
-    A lookup that is given one adds to it, and waits for nothing.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device, self._word = device, device.empty(1, np.uint64)
-        self.address = view(device, "bad", self._word, np.uint64, written=True).address
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin a new batch."""
-        self._device.launch("gathering.forget_bad", 1, (self.address, 1))
-
-    def read(self) -> int:
-        """Wait for the lookups and return the entry, -1 where all ids were good."""
-        return int(self._device.read(self._word).view(np.int64)[0])
-
-
 def view_ids(device: Device, ids: Any) -> tuple[View, bool]:
     """Return where ids lie, and whether they are int64."""
-    ids = on_device(device, "ids", ids)
-    wide = np.dtype(getattr(ids, device.interface)["typestr"]) == np.int64
+    wide = is_wide(device, "ids", ids)
     return view(device, "ids", ids, np.int64 if wide else np.int32), wide
 
 
@@ -108,7 +87,6 @@ def map_slots(
     slots: Any,
     *,
     limits: NDArray[np.int64] | None = None,
-    bad: BadEntry | None = None,
 ) -> None:
     """Write each entry's slot to `slots` (E,): that of local position `bases[f]` + id, -1 where the id is bad."""
     local = view(device, "slot_of_local", slot_of_local, np.int32)
@@ -122,7 +100,6 @@ def map_slots(
         raise ValueError(f"{bases.size} features and {seen.size} ids do not fit entry starts {starts.tolist()}.")
     parts, tasks = [], []
     for base, limit, first, last in zip(bases, limits, starts[:-1], starts[1:], strict=True):
-        word = bad.address if bad is not None else 0
-        parts.append((seen.address, local.address, to.address, word, base, limit, int(wide), first, last))
+        parts.append((seen.address, local.address, to.address, base, limit, int(wide), first, last))
         tasks.append(-(-int(last - first) // _MAP_TASK))
     launch_parts(device, "gathering.map_slots", MAP_PART, parts, tasks)

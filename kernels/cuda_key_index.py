@@ -20,9 +20,7 @@ from tiercache.kernels.launch import Device, blocks_for, launch_parts, part_stru
 
 __all__ = ["KeyIndex", "KeySet", "Missing", "MissingKeys"]
 
-INSERT_PART = part_struct(
-    ("keys", "p"), ("positions", "p"), ("first_position", "l"), ("size", "l"), ("table", "l"), ("table_id", "p")
-)
+INSERT_PART = part_struct(("keys", "p"), ("first_position", "l"), ("size", "l"), ("table", "l"), ("table_id", "p"))
 FIND_PART = part_struct(("first", "l"), ("last", "l"), ("table", "l"), ("table_id", "p"))
 _TASK = 256  # keys
 
@@ -61,7 +59,7 @@ class KeyIndex:
         self._table_ids = [int(table_id) for table_id in expect("table_ids", table_ids, np.uint64)]
         self.capacity = capacity_for(room)
         self.count = 0
-        """Keys inserted; the same key again counts again."""
+        """Keys taken in."""
         # a word more, so that places can begin at a multiple of 16 bytes wherever the memory does
         self._held = device.empty(2 * self.capacity + 1, np.uint64)
         address = view(device, "places", self._held, np.uint64, written=True).address
@@ -82,60 +80,24 @@ class KeyIndex:
         self._device.launch("key_index.clear", blocks_for(self._device, -(-threads // 32)), arguments)
         self.count = 0
 
-    def build(self, key_sets: Sequence[KeySet]) -> None:
-        """Forget all keys, then take in key sets, with keys on the device: those of a pass, in one launch.
-
-        Where they do not all fit there beside the index, as in training: `clear`, and `extend` by stretches.
-
-        Raises ValueError before anything is forgotten.
-        """
-        parts = self._parts_of(key_sets, 0)
-        self.clear()
-        self._take_in(parts)
-
     def extend(self, key_sets: Sequence[KeySet]) -> None:
-        """Take in key sets, or further stretches of them, in one launch: no key is in the index yet.
+        """Take in key sets, or stretches of them, with keys on the device, in one launch: no key is in the index yet.
 
         Raises ValueError before anything is changed.
         """
-        self._take_in(self._parts_of(key_sets, self.count))
-
-    def _parts_of(self, key_sets: Sequence[KeySet], count: int) -> list[tuple[Any, ...]]:
-        parts = []
+        parts, total = [], 0
         for key_set in key_sets:
             keys = view(self._device, "keys", key_set.keys, np.int64)
             check_table(key_set.table, len(self._table_ids))
             check_positions(key_set.first_position, keys.size)
-            parts.append(self._part(key_set.table, keys.address, 0, key_set.first_position, keys.size))
-        check_room(count, sum(part[3] for part in parts), self.capacity)
-        return parts
-
-    def _take_in(self, parts: list[tuple[Any, ...]]) -> None:
-        self._launch(parts, lowering=False)
-        self.count += sum(part[3] for part in parts)
-
-    def insert(self, table: int, keys: Any, positions: Any) -> None:
-        """Take in keys (n,) of a table with positions (n,), none negative, both on the device.
-
-        A key that is given again keeps the least of its positions. Raises ValueError before anything is changed.
-        """
-        seen, given = view(self._device, "keys", keys, np.int64), view(self._device, "positions", positions, np.int32)
-        if given.size != seen.size:
-            raise ValueError(f"{seen.size} keys have {given.size} positions: give one each.")
-        check_table(table, len(self._table_ids))
-        check_room(self.count, seen.size, self.capacity)
-        parts = [self._part(table, seen.address, given.address, 0, seen.size)]
-        self._launch(parts, lowering=False)
-        self._launch(parts, lowering=True)
-        self.count += seen.size
-
-    def _part(self, table: int, keys: int, positions: int, first: int, size: int) -> tuple[Any, ...]:
-        return keys, positions, first, size, table, self._table_ids[table]
-
-    def _launch(self, parts: Sequence[tuple[Any, ...]], *, lowering: bool) -> None:
-        arguments = (self._places, self.capacity, self._apart, int(lowering))
-        tasks = [-(-part[3] // _TASK) for part in parts]
+            table_id = self._table_ids[key_set.table]
+            parts.append((keys.address, key_set.first_position, keys.size, key_set.table, table_id))
+            total += keys.size
+        check_room(self.count, total, self.capacity)
+        tasks = [-(-part[2] // _TASK) for part in parts]
+        arguments = (self._places, self.capacity, self._apart)
         launch_parts(self._device, "key_index.insert", INSERT_PART, parts, tasks, *arguments)
+        self.count += total
 
     def find(
         self,

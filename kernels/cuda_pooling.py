@@ -1,7 +1,7 @@
 """Lookup with pooling on a CUDA device: `pooling`, with the same meaning of every argument.
 
 Legend and promises as in `cuda_gathering`. Bits are those of the CPU's kernels: sums go over the entries in order.
-Training pools all groups by `pool_many`; `pool_one` and `pool_bags` are one group of it, with the CPU's arguments.
+`pool_many` pools all groups of a lookup at once.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from tiercache.kernels.arrays import expect, same_length
 from tiercache.kernels.cuda_gathering import (
     IDS,
-    BadEntry,
     gather,
     gather_many,
     limits_of,
@@ -27,14 +26,11 @@ __all__ = [
     "MAX",
     "MEAN",
     "SUM",
-    "BadEntry",
     "Bags",
     "gather",
     "gather_many",
     "map_slots",
-    "pool_bags",
     "pool_many",
-    "pool_one",
     "weight_gradient",
 ]
 
@@ -67,7 +63,6 @@ class Bags(NamedTuple):
     entry_offset: Any = None
     entry_scale: Any = None
     limits: NDArray[np.int64] | None = None
-    bad: BadEntry | None = None
 
 
 def _columns(cols: NDArray[np.int64], dim: int, width: int) -> NDArray[np.int64]:
@@ -120,14 +115,13 @@ def _group_parts(device: Device, group: Bags, vectors: RowsAt, out: View) -> lis
             raise ValueError("max pooling needs argmax like out; weights and means need an entry_scale for each id.")
         if ids.size and not entry_offset:
             raise ValueError(f"entry_offset has 0 elements for {ids.size} ids.")
-    word = group.bad.address if group.bad is not None else 0
     parts = []
     for f in range(num_features):
         first = out.address + 4 * int(cols[f])
         vec, team = access(dim, *vectors.wide, first, columns=width, narrow=vectors.narrow)
         bags = offsets + 8 * f * num_samples if offsets else 0
         parts.append(
-            (vectors.address, ids.address, local.address, slots.address, word, bases[f], limits[f], int(wide), bags,
+            (vectors.address, ids.address, local.address, slots.address, bases[f], limits[f], int(wide), bags,
              weights, out.address, argmax if modes[f] == MAX else 0, entry_offset, entry_scale, f * num_samples,
              num_samples, width, cols[f], dim, vec, team, modes[f], vectors.is_half, 0)
         )  # fmt: skip
@@ -146,56 +140,6 @@ def pool_many(device: Device, groups: Sequence[Bags], out: Any) -> None:
         parts += [(vectors, part, tasks) for part in _group_parts(device, group, vectors, to)]
     for suffix, some, counts in by_width(parts):
         launch_parts(device, f"pooling.pool{suffix}", POOL_PART, some, counts)
-
-
-def pool_one(
-    device: Device,
-    vectors: Any,
-    slot_of_local: Any,
-    ids: Any,
-    bases: NDArray[np.int64],
-    cols: NDArray[np.int64],
-    num_samples: int,
-    out: Any,
-    slots: Any,
-    *,
-    limits: NDArray[np.int64] | None = None,
-    bad: BadEntry | None = None,
-) -> None:
-    """Write each feature's row for each sample to its columns of `out` (N, T), and each entry's slot to `slots`."""
-    if out.shape[0] != num_samples:
-        raise ValueError(f"out has {out.shape[0]} rows for {num_samples} samples.")
-    pool_many(device, [Bags(vectors, slot_of_local, ids, bases, cols, slots, limits=limits, bad=bad)], out)
-
-
-def pool_bags(
-    device: Device,
-    vectors: Any,
-    slot_of_local: Any,
-    ids: Any,
-    bases: NDArray[np.int64],
-    offsets: Any,
-    weights: Any,
-    modes: NDArray[np.int8],
-    cols: NDArray[np.int64],
-    out: Any,
-    slots: Any,
-    argmax: Any,
-    entry_offset: Any,
-    entry_scale: Any,
-    *,
-    limits: NDArray[np.int64] | None = None,
-    bad: BadEntry | None = None,
-) -> None:
-    """Write each bag's pooled row to its feature's columns of `out` (N, T): zeros for an empty bag.
-
-    As on the CPU, but without `entry_starts`, which no kernel here needs. Empty arrays and None mean "not given".
-    """
-    group = Bags(
-        vectors, slot_of_local, ids, bases, cols, slots, offsets, weights, modes, argmax, entry_offset, entry_scale,
-        limits, bad,
-    )  # fmt: skip
-    pool_many(device, [group], out)
 
 
 def weight_gradient(
@@ -224,7 +168,7 @@ def weight_gradient(
     for f in range(num_features):
         vec, team = access(dim, *rows.wide, grad.address + 4 * int(cols[f]), columns=width, narrow=rows.narrow)
         parts.append(
-            (rows.address, 0, 0, taken.address, 0, 0, 0, 0, bags + 8 * f * num_samples, 0, grad.address, 0, 0,
+            (rows.address, 0, 0, taken.address, 0, 0, 0, bags + 8 * f * num_samples, 0, grad.address, 0, 0,
              to.address, 0, num_samples, width, cols[f], dim, vec, team, modes[f], rows.is_half, 0)
         )  # fmt: skip
     tasks = [-(-num_samples // _SAMPLES_OF_TASK)] * num_features

@@ -34,8 +34,8 @@ class Pieces(PieceTable):
         if isinstance(data, Memory):
             return data
         seen = view(self._device, "data", data, np.float32)
-        writable = not getattr(seen.owner, self._device.interface)["data"][1]
-        return Memory(seen.address, seen.size, seen.owner, writable)
+        described = self._device.describe(data)
+        return Memory(seen.address, seen.size, data, described is not None and not described["data"][1])
 
     def table(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
         """Return address, rows and first place of every piece, and their rows again as an array."""

@@ -3,9 +3,8 @@
 Legend: S slots, E entries, D dim, N samples, F features, T width of the gradient's rows.
 
 Each row's gradients are summed in batch order; above 256 entries the sum is that of the sums of stretches of 256, in
-order, so that many blocks share a hot row. Training steps all groups by `update_many`; the others are one group of it,
-with the CPU's arguments. The bits depend on the batch alone, and up to 256 entries a row they are those of the CPU's
-kernels.
+order, so that many blocks share a hot row. The bits depend on the batch alone, and up to 256 entries a row they are
+those of the CPU's kernels.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from tiercache.kernels.arrays import expect
 from tiercache.kernels.cuda_rounding import NO_ROUNDING, Rounding
 from tiercache.kernels.cuda_vectors import RowsAt, by_width, rows_at
 from tiercache.kernels.launch import Device, View, access, given, launch_parts, part_struct, view
-from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rule, adam_rule, make_rule
+from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rule
 
 __all__ = [
     "STRETCH",
@@ -27,11 +26,7 @@ __all__ = [
     "UpdateBuffers",
     "bag_gradients",
     "one_id_gradients",
-    "update_adagrad",
-    "update_adam",
     "update_many",
-    "update_rowwise_adagrad",
-    "update_sgd",
 ]
 
 STRETCH = 256  # part of the definition of the bits
@@ -188,80 +183,3 @@ def update_many(device: Device, steps: Sequence[Step]) -> None:
         parts = [(vectors, part, -(-size // _PAIRS_OF_TASK)) for of, _, vectors, part, size in found if of == kind]
         for suffix, some, tasks in by_width(parts):
             launch_parts(device, f"update.{kernel}{suffix}", UPDATE_PART, some, tasks)
-
-
-def update_sgd(
-    device: Device,
-    vectors: Any,
-    pairs: Any,
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    learning_rate: float,
-    decay: float = 0.0,
-    rounding: Rounding = NO_ROUNDING,
-) -> None:
-    """Change each row that `pairs` (from `sort_slots`) names: row -= rate * g, with g += decay * row before.
-
-    vectors (S, D) of float32, or Vectors; those of 16-bit dtypes are rounded by `rounding`, here and below.
-    """
-    rule = make_rule(SGD, learning_rate, 0.0, decay)
-    update_many(device, [Step(vectors, None, None, pairs, gradients, buffers, rule, rounding)])
-
-
-def update_adagrad(
-    device: Device,
-    vectors: Any,
-    sums: Any,
-    pairs: Any,
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    learning_rate: float,
-    eps: float = 1e-10,
-    decay: float = 0.0,
-    rounding: Rounding = NO_ROUNDING,
-) -> None:
-    """Per element: sum += g * g; row -= rate * g / (sqrt(sum) + eps). `sums` is (S, D)."""
-    rule = make_rule(ADAGRAD, learning_rate, eps, decay)
-    update_many(device, [Step(vectors, sums, None, pairs, gradients, buffers, rule, rounding)])
-
-
-def update_rowwise_adagrad(
-    device: Device,
-    vectors: Any,
-    sums: Any,
-    pairs: Any,
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    learning_rate: float,
-    eps: float = 1e-8,
-    decay: float = 0.0,
-    rounding: Rounding = NO_ROUNDING,
-) -> None:
-    """Per row: sum += mean(g * g); row -= rate / (sqrt(sum) + eps) * g. `sums` is (S, 1)."""
-    rule = make_rule(ROWWISE, learning_rate, eps, decay)
-    update_many(device, [Step(vectors, sums, None, pairs, gradients, buffers, rule, rounding)])
-
-
-def update_adam(
-    device: Device,
-    vectors: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    pairs: Any,
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    step: int,
-    learning_rate: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    decay: float = 0.0,
-    rounding: Rounding = NO_ROUNDING,
-) -> None:
-    """Adam on the rows of the batch only, as torch.optim.SparseAdam; `step` counts applied steps from 1."""
-    rule = adam_rule(step, learning_rate, beta1, beta2, eps, decay)
-    update_many(device, [Step(vectors, exp_avg, exp_avg_sq, pairs, gradients, buffers, rule, rounding)])

@@ -23,7 +23,7 @@ struct MapPart {
     int64 first;
     int64 last;
 };
-static_assert(sizeof(MapPart) == 80, "as MAP_PART in cuda_gathering.py");
+static_assert(sizeof(MapPart) == 72, "as MAP_PART in cuda_gathering.py");
 
 #define ENTRIES_OF_MAP_TASK 256
 
@@ -62,12 +62,5 @@ map_slots(const MapPart* parts, int64 num_parts, int64 num_tasks) {
         for (int i = 0; i < ENTRIES_OF_MAP_TASK; i += 32) {
             if (first + i < part.last) part.ids.slots[first + i] = slot_of_entry(part.ids, first + i);
         }
-    }
-}
-
-// Before lookups: no bad entry is known.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) forget_bad(uint64* bad, int64 count) {
-    for (int64 i = blockIdx.x * static_cast<int64>(blockDim.x) + threadIdx.x; i < count; i += 32 * num_warps()) {
-        bad[i] = ~0ull;
     }
 }

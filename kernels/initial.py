@@ -10,7 +10,7 @@ from tiercache.kernels.arrays import expect, same_length
 from tiercache.kernels.bits import mix
 from tiercache.kernels.jit import inlined, serial
 
-__all__ = ["CONSTANT", "NORMAL", "UNIFORM", "ZEROS", "initial_rows", "philox4x32"]
+__all__ = ["CONSTANT", "NORMAL", "UNIFORM", "ZEROS", "initial_rows"]
 
 ZEROS, CONSTANT, UNIFORM, NORMAL = range(4)
 
@@ -25,18 +25,6 @@ def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
         c0, c1, c2, c3 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _LOW, (p0 >> _HALF) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _LOW, (k1 + np.uint64(0xBB67AE85)) & _LOW
     return c0, c1, c2, c3
-
-
-@serial
-def _philox_one(counter, key, out):  # type: ignore[no-untyped-def]
-    out[0], out[1], out[2], out[3] = _philox(counter[0], counter[1], counter[2], counter[3], key[0], key[1])
-
-
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the four words of Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011), whose vectors are published."""
-    out = np.empty(4, np.uint64)
-    _philox_one(np.array(counter, np.uint64), np.array(key, np.uint64), out)
-    return int(out[0]), int(out[1]), int(out[2]), int(out[3])
 
 
 @inlined

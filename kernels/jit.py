@@ -1,9 +1,12 @@
-"""How every kernel is compiled: cached on disk, without the GIL, on OpenMP threads.
+"""How every kernel is compiled: cached on disk, without the GIL, on threads of oneTBB.
 
 `serial` kernels may run on any thread. `parallel` kernels run on the training thread, and on the one that exchanges
-rows of several ranks beside it: OpenMP takes both at once.
+rows of several ranks beside it: oneTBB takes both at once. Its threads sleep when they find no work, and whoever is
+there takes what a thread without a core has not begun; OpenMP's spin, and on cores that others use too, two of them
+are many times slower than one (docs/design/0024-threads.md).
 """
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -11,6 +14,8 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +37,19 @@ __all__ = [
     "worker",
 ]
 
+
+def _load_tbb() -> None:
+    """Load oneTBB from its wheel, whose folder is not among those that numba's own part of it is linked with."""
+    with suppress(PackageNotFoundError, OSError):
+        for file in files("tbb") or ():
+            if file.name in {"libtbb.so.12", "libtbb.12.dylib"}:
+                ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
+
+
+_load_tbb()
 # workqueue aborts when two threads run parallel kernels at once; it is only the last resort, where no OpenMP exists.
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
-    setattr(config, "THREADING_LAYER_PRIORITY", ["omp", "tbb", "workqueue"])  # noqa: B010 - numba makes its attributes
+    setattr(config, "THREADING_LAYER_PRIORITY", ["tbb", "omp", "workqueue"])  # noqa: B010 - numba makes its attributes
 
 _njit: Any = numba.njit
 _COMMON = {"nogil": True, "error_model": "numpy"}
@@ -124,7 +139,7 @@ def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[
     """Make independent calls of a serial kernel, each on every core of the process, `parts` at most.
 
     The calls of one kernel with the same arguments share out the work among them; who finds nothing left goes on to the
-    next. On threads that sleep between calls: OpenMP's spin for milliseconds, on cores that reader and writer want.
+    next. On threads of their own, which take no part in parallel kernels.
     """
     helpers = min(parts, len(os.sched_getaffinity(0)), _MOST_CORES) - 1
 
@@ -155,8 +170,8 @@ def _helpers(_process: int) -> ThreadPoolExecutor:
 def _launch() -> None:
     """Start numba's threads from a thread that ends.
 
-    Who starts them has its OpenMP thread count set to all cores, and torch has the same OpenMP: on the training thread
-    this would undo `torch.set_num_threads` and OMP_NUM_THREADS in the middle of a run.
+    Where there is no oneTBB, who starts them has its OpenMP thread count set to all cores, and torch has the same
+    OpenMP: on the training thread this would undo `torch.set_num_threads` in the middle of a run.
     """
     starter = threading.Thread(target=numba.get_num_threads)
     starter.start()

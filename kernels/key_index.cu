@@ -4,8 +4,8 @@
 // of its bucket and ends at the first empty place. A thread takes a place by one compare-and-swap of its key; as keys
 // are never removed, whoever fails goes on to the next place. Which thread took which place changes no answer.
 
+#include "hash.cuh"
 #include "lanes.cuh"
-#include "owners.cuh"
 
 #define EMPTY 0x8000000000000000ull
 #define NOWHERE 0xFFFFFFFFull
@@ -15,13 +15,12 @@
 struct InsertPart {
     int64 first_task;  // a task is 256 keys
     const int64* keys;  // (n,)
-    const int* positions;  // (n,), or null: first_position and those behind it
-    int64 first_position;
+    int64 first_position;  // of the first key; the others run on from it
     int64 size;
     int64 table;
     uint64 table_id;
 };
-static_assert(sizeof(InsertPart) == 56, "as INSERT_PART in cuda_key_index.py");
+static_assert(sizeof(InsertPart) == 48, "as INSERT_PART in cuda_key_index.py");
 
 struct FindPart {
     int64 first_task;  // a task is 256 entries
@@ -64,22 +63,9 @@ __device__ __forceinline__ void take_place(
     }
 }
 
-// Every place of the key gets the least of its position and this one.
-__device__ __forceinline__ void lower_places(
-    int64 key, uint64 word, uint64 table_id, uint64* places, int64 capacity) {
-    uint64 place = bucket_of(key, table_id, capacity) * BUCKET;
-    for (;; place = (place + 1) & static_cast<uint64>(capacity - 1)) {
-        uint64* at = places + 2 * place;
-        const uint64 held = __ldg(at);
-        if (held == EMPTY) return;
-        if (held == static_cast<uint64>(key) && __ldcg(at + 1) >> 32 == word >> 32) atomicMin(at + 1, word);
-    }
-}
-
-// lowering = 0: take a place for every key. Then, in a second launch where keys may be given twice, lowering = 1.
+// Take a place for every key; no key is given twice.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) insert(
-    const InsertPart* parts, int64 num_parts, int64 num_tasks, uint64* places, int64 capacity, uint64* apart,
-    int64 lowering) {
+    const InsertPart* parts, int64 num_parts, int64 num_tasks, uint64* places, int64 capacity, uint64* apart) {
     for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
         const InsertPart& part = part_of(parts, num_parts, task);
         const int64 begin = (task - part.first_task) * KEYS_OF_TASK + lane_id();
@@ -87,12 +73,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) insert(
             const int64 i = begin + turn;
             if (i >= part.size) break;
             const int64 key = __ldg(part.keys + i);
-            const int64 position = part.positions ? __ldg(part.positions + i) : part.first_position + i;
+            const int64 position = part.first_position + i;
             const uint64 word = static_cast<uint64>(part.table) << 32 | static_cast<uint32>(position);
             if (static_cast<uint64>(key) == EMPTY) {
-                if (!lowering) atomicMin(apart + part.table, static_cast<uint64>(position));
-            } else if (lowering) {
-                lower_places(key, word, part.table_id, places, capacity);
+                apart[part.table] = static_cast<uint64>(position);
             } else {
                 take_place(key, word, part.table_id, places, capacity);
             }

@@ -16,7 +16,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import NONE_I4, expect, same_length
+from tiercache.kernels.arrays import expect, same_length
 from tiercache.kernels.bits import mix_word
 from tiercache.kernels.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.lanes import prefetch
@@ -105,24 +105,19 @@ def _home(key, table_id, mask):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _insert(keys, table, table_id, first_position, positions, places, apart, mask):  # type: ignore[no-untyped-def]
+def _insert(keys, table, table_id, first_position, places, apart, mask):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
             prefetch(places, 2 * _home(keys[i + _AHEAD], table_id, mask))
         key = keys[i]
-        position = np.int64(positions[i]) if positions.size else first_position + i
         if key == _EMPTY:
-            apart[table] = min(apart[table], position)
+            apart[table] = first_position + i
             continue
-        word = (table << _HALF) | position
         place = _home(key, table_id, mask)
-        while places[place, 0] != _EMPTY and (places[place, 0] != key or places[place, 1] >> _HALF != table):
+        while places[place, 0] != _EMPTY:
             place = (place + 1) & mask
-        if places[place, 0] == _EMPTY:
-            places[place, 0] = key
-            places[place, 1] = word
-        else:
-            places[place, 1] = min(places[place, 1], word)
+        places[place, 0] = key
+        places[place, 1] = (table << _HALF) | (first_position + i)
 
 
 @worker
@@ -171,7 +166,7 @@ class KeyIndex:
         self._table_ids = expect("table_ids", table_ids, np.uint64).copy()
         self.capacity = capacity_for(room)
         self.count = 0
-        """Keys inserted; the same key again counts again."""
+        """Keys taken in."""
         self._places = np.empty((self.capacity, 2), np.int64)
         self._apart = np.empty(self._table_ids.size, np.int64)
         self.clear()
@@ -187,40 +182,19 @@ class KeyIndex:
         self._apart[:] = _NOWHERE
         self.count = 0
 
-    def build(self, key_sets: Sequence[KeySet]) -> None:
-        """Forget all keys, then take in key sets: those of a pass.
-
-        Raises ValueError before anything is forgotten.
-        """
-        checked = []
-        for key_set in key_sets:
-            keys = expect("keys", key_set.keys, np.int64)
-            check_table(key_set.table, self._table_ids.size)
-            check_positions(key_set.first_position, keys.size)
-            checked.append((key_set.table, keys, NONE_I4, key_set.first_position))
-        check_room(0, sum(keys.size for _, keys, _, _ in checked), self.capacity)
-        self.clear()
-        for table, keys, positions, first in checked:
-            self._take_in(table, keys, positions, first)
-
-    def insert(self, table: int, keys: NDArray[np.int64], positions: NDArray[np.int32]) -> None:
-        """Take in keys (n,) of a table with positions (n,). A key that is given again keeps the least of its positions.
+    def extend(self, key_sets: Sequence[KeySet]) -> None:
+        """Take in key sets, or stretches of them: no key is in the index yet.
 
         Raises ValueError before anything is changed.
         """
-        keys, positions = expect("keys", keys, np.int64), expect("positions", positions, np.int32)
-        same_length(keys=keys, positions=positions)
-        check_table(table, self._table_ids.size)
-        if positions.size and int(positions.min()) < 0:
-            raise ValueError(f"position {int(positions.min())} is negative: positions are counted from 0.")
-        check_room(self.count, keys.size, self.capacity)
-        if keys.size:
-            self._take_in(table, keys, positions, 0)
-
-    def _take_in(self, table: int, keys: NDArray[np.int64], positions: NDArray[np.int32], first: int) -> None:
-        mask = self.capacity - 1
-        _insert(keys, table, self._table_ids[table], first, positions, self._places, self._apart, mask)
-        self.count += keys.size
+        checked = [expect("keys", key_set.keys, np.int64) for key_set in key_sets]
+        for keys, key_set in zip(checked, key_sets, strict=True):
+            check_table(key_set.table, self._table_ids.size)
+            check_positions(key_set.first_position, keys.size)
+        check_room(self.count, sum(keys.size for keys in checked), self.capacity)
+        for keys, (table, _, first) in zip(checked, key_sets, strict=True):
+            _insert(keys, table, self._table_ids[table], first, self._places, self._apart, self.capacity - 1)
+            self.count += keys.size
 
     def find(
         self,

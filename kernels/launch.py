@@ -37,10 +37,12 @@ Part = tuple[Any, ...]
 class Device(Protocol):
     """Where kernels run: everything happens in the order of the calls, and only `read` waits for it."""
 
-    interface: str
-    """The attribute by which arrays of this device tell their address: `__cuda_array_interface__`."""
     num_processors: int
     """Multiprocessors: how many blocks there are depends on it, and no bit of a result does."""
+
+    def describe(self, array: Any) -> dict[str, Any] | None:
+        """Return the array interface of an array on this device; None for anything else."""
+        ...
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
         """Return an uninitialised array of one axis."""
@@ -52,10 +54,6 @@ class Device(Protocol):
 
     def read(self, array: Any) -> NDArray[Any]:
         """Wait for all that was launched and return a copy of a small array."""
-        ...
-
-    def adopt(self, array: Any) -> Any:
-        """Return an array with the device's interface over the memory of one that has only `__dlpack__`."""
         ...
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
@@ -79,12 +77,11 @@ class View(NamedTuple):
 def view(device: Device, name: str, array: Any, dtype: DTypeLike, ndim: int = 1, *, written: bool = False) -> View:
     """Return where an array lies on the device, without a copy.
 
-    `array` is anything with `__cuda_array_interface__` (CuPy, torch, numba) or `__dlpack__`.
+    `array` is anything with `__cuda_array_interface__` (CuPy, torch, numba).
     Raises ValueError when its dtype, number of dimensions or memory order is another, or when a kernel would write to a
     read-only array.
     """
-    array = on_device(device, name, array)
-    described = getattr(array, device.interface)
+    described = _described(device, name, array)
     shape = tuple(int(length) for length in described["shape"])
     found = np.dtype(described["typestr"])
     address, read_only = described["data"]
@@ -102,16 +99,16 @@ def view(device: Device, name: str, array: Any, dtype: DTypeLike, ndim: int = 1,
     return View(int(address), shape, array)
 
 
-def on_device(device: Device, name: str, array: Any) -> Any:
-    """Return an array that tells its address: itself, or what the device makes of one that has only `__dlpack__`.
+def is_wide(device: Device, name: str, array: Any) -> bool:
+    """Return whether an array on the device is of int64. Raises ValueError for anything else."""
+    return bool(np.dtype(_described(device, name, array)["typestr"]) == np.int64)
 
-    Raises ValueError for anything else.
-    """
-    if hasattr(array, device.interface):
-        return array
-    if not hasattr(array, "__dlpack__"):
+
+def _described(device: Device, name: str, array: Any) -> dict[str, Any]:
+    described = device.describe(array)
+    if described is None:
         raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
-    return device.adopt(array)
+    return described
 
 
 def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype[Any]") -> bool:

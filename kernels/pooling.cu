@@ -31,7 +31,7 @@ struct PoolPart {  // one feature
     int is_half;
     int unused;
 };
-static_assert(sizeof(PoolPart) == 176, "as POOL_PART in cuda_pooling.py");
+static_assert(sizeof(PoolPart) == 168, "as POOL_PART in cuda_pooling.py");
 
 #define ENTRIES_IN_FLIGHT 4
 

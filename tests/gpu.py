@@ -47,7 +47,7 @@ NOT_ON_GPU = (
     "rows_from_outside",  # writes into the arrays of a ResidentCache, which on a GPU are copies
 )
 SANITIZED = [f"{KERNELS}/test_cuda_{name}.py" for name in (
-    "gathering", "pooling", "sorting", "update", "rows", "initial", "bucketing", "key_index", "vectors", "rounding",
+    "gathering", "pooling", "sorting", "update", "rows", "initial", "key_index", "vectors", "rounding",
     "small",
 )]  # fmt: skip
 SANITIZER = ("--error-exitcode", "9", "--target-processes", "application-only")  # not the compilers that tests call

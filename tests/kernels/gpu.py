@@ -30,15 +30,12 @@ def _opened() -> cuda.CudaDevice:
 class GpuDevice:
     """GPU 0 on the default stream. Without guards: compute-sanitizer finds what leaves an array here."""
 
-    interface = cuda.CudaDevice.interface
-
     def __init__(self) -> None:
         self._device = _opened()
         self.num_processors = self._device.num_processors
         self.launches: list[str] = []
-        self.empty, self.put, self.read, self.adopt = (
-            self._device.empty, self._device.put, self._device.read, self._device.adopt,
-        )  # fmt: skip
+        self.describe, self.empty = self._device.describe, self._device.empty
+        self.put, self.read = self._device.put, self._device.read
 
     def place(self, array: Any) -> Any:
         """Return a copy of an array on the GPU that may be written to."""

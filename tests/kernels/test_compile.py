@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import tiercache.kernels
 from tiercache.kernels import jit
 from tiercache.kernels.compile import _READING, is_cached, prepare
 
@@ -48,18 +47,9 @@ def test_a_kernel_has_one_set_of_types_and_those_that_read_vectors_two() -> None
 
 
 def test_importing_kernels_loads_no_numba() -> None:
-    """Names are lazy: numba takes a second."""
+    """The package imports none of its modules: numba takes a second."""
     code = "import tiercache.kernels, sys; print('numba' in sys.modules or 'torch' in sys.modules)"
     assert run(code) == "False"
-
-
-def test_public_names_exist() -> None:
-    """Everything in __all__ can be imported, and nothing else pretends to be there."""
-    for name in tiercache.kernels.__all__:
-        assert getattr(tiercache.kernels, name) is not None
-    assert set(tiercache.kernels.__all__) <= set(dir(tiercache.kernels))
-    with pytest.raises(AttributeError, match="no_such_kernel"):
-        _ = tiercache.kernels.no_such_kernel
 
 
 def test_a_new_process_finds_the_compiled_code(tmp_path: Path) -> None:
@@ -100,7 +90,7 @@ def test_an_edited_helper_makes_its_callers_stale(tmp_path: Path) -> None:
     jit._source_stamp.cache_clear()
 
 
-def test_parallel_kernels_run_on_openmp() -> None:
-    """The other layer aborts when two threads of a process run parallel kernels at once."""
+def test_parallel_kernels_run_on_threads_that_sleep() -> None:
+    """OpenMP's spin, and those of the last resort abort when two threads of a process run parallel kernels at once."""
     code = "from tiercache.kernels.compile import prepare; import numba; prepare(); print(numba.threading_layer())"
-    assert run(code, **{k: os.environ[k] for k in ("HOME", "NUMBA_CACHE_DIR") if k in os.environ}) == "omp"
+    assert run(code, **{k: os.environ[k] for k in ("HOME", "NUMBA_CACHE_DIR") if k in os.environ}) == "tbb"

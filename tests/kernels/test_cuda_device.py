@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.kernels import one_group
 from tests.kernels.cases import same_bits
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_update import update as update_on_cpu
@@ -230,7 +231,7 @@ def test_a_step_runs_on_the_given_stream_with_memory_of_the_given_allocator(cupy
         buffers, scratch = cuda_sorting.SortBuffers(device), cuda_update.UpdateBuffers(device)
         pairs = cuda_sorting.sort_slots(device, place(slots).view(OnDevice), 30, buffers)
         described = cuda_update.one_id_gradients(device, place(gradient).view(OnDevice), cols)
-        cuda_update.update_adagrad(device, *fields, pairs, described, scratch, learning_rate=0.1)
+        one_group.update_adagrad(device, *fields, pairs, described, scratch, learning_rate=0.1)
         assert all(same_bits(np.array(field), right) for field, right in zip(fields, wanted, strict=True))
         assert cupy.uploaded_bytes
         assert sum(asked) == buffers.nbytes + scratch.nbytes + cupy.uploaded_bytes
@@ -316,35 +317,14 @@ def test_an_array_that_is_not_on_the_device_is_refused(cupy: Cupy) -> None:
 
 
 def test_an_array_in_host_memory_is_refused(cupy: Cupy) -> None:
-    """CuPy would copy it, and what a kernel writes would be lost."""
+    """A kernel cannot reach it."""
     out = np.zeros((3, 4), np.float32)
     arrays = [cupy.shim.place(a).view(OnDevice) for a in (np.ones((5, 4), np.float32), np.zeros(3, np.int32))]
-    with opened(cupy) as (device, _), pytest.raises(ValueError, match="ndarray lies in host memory"):
+    with (
+        opened(cupy) as (device, _),
+        pytest.raises(ValueError, match="out is of type ndarray: give an array on the CUDA device"),
+    ):
         cuda_gathering.gather(device, *arrays, out)
-
-
-def test_an_array_that_has_only_dlpack_is_taken_without_a_copy() -> None:
-    """The kernel writes to the memory of its owner."""
-
-    class Exported:
-        def __init__(self, array: NDArray[Any]) -> None:
-            self.array = array
-
-        def __dlpack__(self, **options: Any) -> Any:
-            return self.array.__dlpack__(**options)
-
-        def __dlpack_device__(self) -> Any:
-            return self.array.__dlpack_device__()
-
-    device = ShimDevice()
-    vectors, slots = device.place(np.ones((5, 4), np.float32)), device.place(np.zeros(3, np.int32))
-    out = device.place(np.zeros((3, 4), np.float32))
-    cuda_gathering.gather(device, *(Exported(array) for array in (vectors, slots, out)))
-    assert (out == 1).all()
-    ids, mapped = Exported(device.place(np.array([1, 2**32 + 1, 0], np.int64))), device.empty(3, np.int32)
-    local = device.place(np.array([6, 4], np.int32))
-    cuda_gathering.map_slots(device, ids, np.zeros(1, np.int64), np.array([0, 3]), Exported(local), Exported(mapped))
-    assert mapped.tolist() == [4, -1, 6]
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,9 @@ from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tiercache.kernels import cuda_key_index
 from tiercache.kernels.bits import hash_keys
 from tiercache.kernels.key_index import KeyIndex, KeySet, Missing, bytes_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MIN = -(2**63)
 TABLE_IDS = np.array([7, 2**63 + 11, 7 ^ 5], np.uint64)
@@ -39,53 +42,76 @@ def keys_of_hashes(hashes: list[int], table_id: int) -> np.ndarray:
 SMALL = st.sampled_from([MIN, MIN + 1, MIN + 2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**63 - 1])
 SAME_HOME = st.sampled_from(keys_of_hashes([(i << 40) + 3 for i in range(8)], 7).tolist())
 KEYS = st.one_of(SMALL, SAME_HOME)
-BATCHES = st.lists(st.tuples(st.integers(0, 2), st.lists(KEYS, max_size=20)), max_size=6)
+SETS = st.lists(st.tuples(st.integers(0, 2), st.lists(KEYS, max_size=20, unique=True)), max_size=6)
 
 
-def both(room: int, device: Any) -> tuple[KeyIndex, cuda_key_index.KeyIndex]:
-    """Return an empty index of each kind."""
-    return KeyIndex(room, TABLE_IDS), cuda_key_index.KeyIndex(device, room, TABLE_IDS)
+class Index:
+    """An index on a device, or on the CPU where there is none, and the dict to which its answers are held."""
+
+    def __init__(self, device: Any, room: int) -> None:
+        self.device = device
+        self.held: Any = KeyIndex(room, TABLE_IDS)
+        if device is not None:
+            self.held = cuda_key_index.KeyIndex(device, room, TABLE_IDS)
+        self.known: dict[tuple[int, int], int] = {}
+
+    def place(self, array: np.ndarray) -> Any:
+        """Return an array where the index wants it."""
+        return array if self.device is None else self.device.place(array)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self.held.clear()
+        self.known.clear()
+
+    def extend(self, *key_sets: KeySet) -> None:
+        """Take in key sets."""
+        self.held.extend([KeySet(table, self.place(keys), first) for table, keys, first in key_sets])
+        for table, keys, first in key_sets:
+            self.known |= {(table, key): i for i, key in enumerate(keys.tolist(), first)}
+        assert self.held.count == len(self.known)
+
+    def find(self, keys: np.ndarray, starts: np.ndarray, tables: np.ndarray) -> tuple[list[int], Missing]:
+        """Return the position of each key, and what is missing."""
+        if self.device is None:
+            positions = np.full(keys.size, 99, np.int32)
+            missing = self.held.find(keys, starts, tables, positions)
+            return positions.tolist(), missing
+        counted, out = cuda_key_index.MissingKeys(self.device), self.device.empty(keys.size, np.int32)
+        self.held.find(self.device.place(keys), starts, tables, out, counted)
+        return self.device.read(out).tolist(), counted.read()
+
+    def check(self, *asked: tuple[int, list[int]]) -> None:
+        """Ask for keys of tables, some of them missing, and compare with the dict."""
+        keys = np.array([key for _, batch in asked for key in batch], np.int64)
+        starts = np.cumsum([0, *(len(batch) for _, batch in asked)])
+        wanted = [self.known.get((table, key), -1) for table, batch in asked for key in batch]
+        lost = [i for i, position in enumerate(wanted) if position < 0]
+        told = Missing(len(lost), lost[0] if lost else -1)
+        assert self.find(keys, starts, np.array([table for table, _ in asked], np.int64)) == (wanted, told)
 
 
-def check(
-    index: KeyIndex, there: cuda_key_index.KeyIndex, device: Any, known: dict[tuple[int, int], int],
-    asked: list[tuple[int, list[int]]],
-) -> None:  # fmt: skip
-    """Ask both for the same keys, some of them missing, and compare with the dict."""
-    keys = np.array([key for _, batch in asked for key in batch], np.int64)
-    starts = np.cumsum([0, *(len(batch) for _, batch in asked)])
-    tables = np.array([table for table, _ in asked], np.int64)
-    wanted = np.array([known.get((table, key), -1) for table, batch in asked for key in batch], np.int32)
-    lost = np.flatnonzero(wanted < 0)
-    told = Missing(lost.size, int(lost[0]) if lost.size else -1)
-    positions = np.full(keys.size, 99, np.int32)
-    assert index.find(keys, starts, tables, positions) == told
-    assert np.array_equal(positions, wanted)
-    missing, out = cuda_key_index.MissingKeys(device), device.empty(keys.size, np.int32)
-    there.find(device.place(keys), starts, tables, out, missing)
-    assert np.array_equal(device.read(out), wanted)
-    assert missing.read() == told
+def indexes(room: int) -> Iterator[Index]:
+    """Give an empty index on the CPU, then one on a device for each order of threads."""
+    yield Index(None, room)
+    for device in devices():
+        yield Index(device, room)
 
 
-@settings(max_examples=150, deadline=None)
-@given(inserted=BATCHES, asked=BATCHES, order=st.sampled_from(ORDERS), seed=st.integers(0, 99))
-def test_an_index_answers_as_a_dict_in_which_the_least_position_wins(
-    inserted: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], order: str, seed: int
+@settings(max_examples=100, deadline=None)
+@given(sets=SETS, asked=SETS, order=st.sampled_from([None, *ORDERS]), seed=st.integers(0, 99))
+def test_an_index_answers_as_a_dict(
+    sets: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], order: str | None, seed: int
 ) -> None:
-    """Several tables with equal keys and equal hashes, both reserved keys, keys given twice, any order of threads."""
-    device, rng = device_for(order), np.random.default_rng(seed)
-    index, there = both(120, device)
-    known: dict[tuple[int, int], int] = {}
-    for table, batch in inserted:
-        keys = np.array(batch, np.int64)
-        positions = rng.integers(0, 2**31, keys.size).astype(np.int32)
-        for key, position in zip(batch, positions.tolist(), strict=True):
-            known[table, key] = min(position, known.get((table, key), position))
-        index.insert(table, keys, positions)
-        there.insert(table, device.place(keys), device.place(positions))
-    assert index.count == there.count == sum(len(batch) for _, batch in inserted)
-    check(index, there, device, known, [*asked, *inserted])
-    device.close()
+    """Several tables with equal keys and equal hashes, both reserved keys, any order of threads."""
+    device, rng = None if order is None else device_for(order), np.random.default_rng(seed)
+    index = Index(device, 120)
+    for table, batch in sets:
+        new = [key for key in batch if (table, key) not in index.known]
+        index.extend(KeySet(table, np.array(new, np.int64), int(rng.integers(0, 2**31 - 20))))
+    index.check(*asked, *sets)
+    if device is not None:
+        device.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, 12, 13, 819, 3276])
@@ -94,28 +120,19 @@ def test_key_sets_fill_an_index_to_four_fifths(size: int) -> None:
     rng = np.random.default_rng(size)
     keys = np.concatenate([[MIN, MIN + 1], rng.integers(-(2**62), 2**62, max(0, size // 2 - 2))])[: size // 2]
     others = np.concatenate([keys, [77]])[: size - keys.size]
-    known = {(t, k): i for t, ks, b in ((0, keys, 0), (1, others, size)) for i, k in enumerate(ks.tolist(), b)}
-    for device in devices():
-        index, there = both(size, device)
-        assert index.capacity == there.capacity
-        index.build([KeySet(0, keys, 0), KeySet(1, others, size)])
-        there.build([KeySet(0, device.place(keys), 0), KeySet(1, device.place(others), size)])
-        room = index.capacity * 4 // 5 - index.count
-        assert index.count == there.count == size
-        more = np.arange(room) * 3 + 2**62
-        places = np.arange(room, dtype=np.int32) + 2 * size
-        index.insert(2, more, places)
-        there.insert(2, device.place(more), device.place(places))
-        now = known | {(2, k): p for k, p in zip(more.tolist(), places.tolist(), strict=True)}
-        one, where = np.array([5]), np.array([5], np.int32)
-        for full in (index, there):
-            with pytest.raises(ValueError, match=r"room for .* make one with more room. Nothing was changed"):
-                full.insert(2, device.place(one), device.place(where))
-        asked = [(0, keys.tolist()), (1, others.tolist()), (2, [*more.tolist(), 5, 1]), (0, [9, MIN, 2**62])]
-        check(index, there, device, now, asked)
-        index.build([KeySet(1, one, 3)])
-        there.build([KeySet(1, device.place(one), 3)])
-        check(index, there, device, {(1, 5): 3}, [(0, [5, *keys[:9].tolist()]), (1, [5, MIN])])
+    for index in indexes(size):
+        index.extend(KeySet(0, keys, 0), KeySet(1, others, size))
+        more = np.arange(index.held.capacity * 4 // 5 - size) * 3 + 2**62
+        index.extend(KeySet(2, more, 2 * size))
+        one = np.array([5])
+        with pytest.raises(ValueError, match=r"room for .* make one with more room. Nothing was changed"):
+            index.extend(KeySet(2, one, 5))
+        index.check(
+            (0, keys.tolist()), (1, others.tolist()), (2, [*more.tolist(), 5, 1]), (0, [9, MIN, 2**62])
+        )  # fmt: skip
+        index.clear()
+        index.extend(KeySet(1, one, 3))
+        index.check((0, [5, *keys[:9].tolist()]), (1, [5, MIN]))
 
 
 def test_keys_of_one_home_are_found_round_the_end_of_the_index() -> None:
@@ -123,34 +140,22 @@ def test_keys_of_one_home_are_found_round_the_end_of_the_index() -> None:
     size = 1000
     hashes = [(i << 30) + 0xFFFF for i in range(2 * size)]
     first, second = (keys_of_hashes(hashes, int(table_id)) for table_id in TABLE_IDS[:2])
-    for device in devices():
-        index, there = both(2 * size, device)
-        index.build([KeySet(0, first[:size], 0), KeySet(1, second[size:], size)])
-        there.build([KeySet(0, device.place(first[:size]), 0), KeySet(1, device.place(second[size:]), size)])
-        known = {(0, k): i for i, k in enumerate(first[:size].tolist())}
-        known |= {(1, k): i for i, k in enumerate(second[size:].tolist(), size)}
-        check(index, there, device, known, [(0, first.tolist()[::50]), (1, second.tolist()[::50])])
+    for index in indexes(2 * size):
+        index.extend(KeySet(0, first[:size], 0), KeySet(1, second[size:], size))
+        index.check((0, first.tolist()[::50]), (1, second.tolist()[::50]))
 
 
 @pytest.mark.parametrize("step", [1, 7, 300, 2000])
-def test_an_index_that_is_extended_by_stretches_answers_as_one_that_is_built(step: int) -> None:
-    """Of two tables with the same keys, INT64_MIN among them; a stretch too much is refused, and nothing is lost."""
+def test_an_index_is_extended_by_stretches(step: int) -> None:
+    """Of two tables with the same keys, INT64_MIN among them; it has the bytes that were promised."""
     keys = np.concatenate([[MIN], np.random.default_rng(0).integers(-(2**62), 2**62, 300 if step > 1 else 20)])
-    known = {(t, k): i for t in (0, 1) for i, k in enumerate(keys.tolist(), t * keys.size)}
-    for device in devices():
-        index, there = both(2 * keys.size, device)
-        index.build([KeySet(t, keys, t * keys.size) for t in (0, 1)])
-        there.clear()
+    for index in indexes(2 * keys.size):
         for t in (0, 1):
             for first in range(0, keys.size, step):
-                part = device.place(keys[first : first + step])
-                there.extend([KeySet(t, part, t * keys.size + first)])
-        assert there.count == index.count
-        assert there.nbytes == cuda_key_index.bytes_for(2 * keys.size, TABLE_IDS.size)
-        assert index.nbytes == bytes_for(2 * keys.size, TABLE_IDS.size)
-        with pytest.raises(ValueError, match="Nothing was changed"):
-            there.extend([KeySet(2, device.place(np.arange(there.capacity)), 0)])
-        check(index, there, device, known, [(0, keys.tolist()), (1, [*keys.tolist(), 5]), (2, [0, MIN])])
+                index.extend(KeySet(t, keys[first : first + step], t * keys.size + first))
+        promised = bytes_for if index.device is None else cuda_key_index.bytes_for
+        assert index.held.nbytes == promised(2 * keys.size, TABLE_IDS.size)
+        index.check((0, keys.tolist()), (1, [*keys.tolist(), 5]), (2, [0, MIN]))
 
 
 PAUSE = """
@@ -179,7 +184,7 @@ def test_threads_that_overtake_each_other_lose_no_key(planted: bool) -> None:
     for order in ORDERS:
         device, found = ShimDevice(order, changed=changed), np.zeros(keys.size, np.int32)
         there = cuda_key_index.KeyIndex(device, keys.size, TABLE_IDS)
-        there.build([KeySet(0, device.place(keys), 0)])
+        there.extend([KeySet(0, device.place(keys), 0)])
         there.find(device.place(keys), np.array([0, keys.size]), np.zeros(1, np.int64), found)
         assert np.array_equal(found, np.arange(keys.size)) != planted
         device.close()
@@ -187,18 +192,16 @@ def test_threads_that_overtake_each_other_lose_no_key(planted: bool) -> None:
 
 def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special() -> None:
     """Features without entries, no features at all, an index with room for none."""
-    for device in devices():
-        index, there = both(0, device)
-        check(index, there, device, {}, [(0, []), (1, [3, MIN]), (2, [])])
-        check(index, there, device, {}, [])
-        assert index.nbytes / index.capacity < 20
+    for index in indexes(0):
+        index.check((0, []), (1, [3, MIN]), (2, []))
+        index.check()
 
 
 def test_missing_keys_add_up_until_they_are_forgotten() -> None:
     """Two searches of a batch make one count, and the least entry of both."""
     device = device_for("forward")
     there, missing = cuda_key_index.KeyIndex(device, 4, TABLE_IDS), cuda_key_index.MissingKeys(device)
-    there.build([KeySet(0, device.place(np.array([8])), 0)])
+    there.extend([KeySet(0, device.place(np.array([8])), 0)])
     one = np.zeros(1, np.int64)
     for keys in ([8, 8, 1], [8, 2]):
         there.find(
@@ -220,14 +223,10 @@ def test_an_index_is_no_larger_than_promised() -> None:
 
 def test_what_an_index_cannot_hold_is_refused() -> None:
     """Positions that are no int32, tables it has not, arrays that do not fit: a sentence, and nothing changes."""
-    device = ShimDevice()
-    index, there = both(10, device)
-    keys, where = np.arange(3), np.zeros(3, np.int32)
+    device, keys, where = ShimDevice(), np.arange(3), np.zeros(3, np.int32)
     with pytest.raises(ValueError, match="at most 2,147,483,647 fit"):
         KeyIndex(2**31, TABLE_IDS)
-    with pytest.raises(ValueError, match="position -4 is negative"):
-        index.insert(0, keys, where - 4)
-    for some in (index, there):
+    for some in (KeyIndex(10, TABLE_IDS), cuda_key_index.KeyIndex(device, 10, TABLE_IDS)):
         for key_set, said in (
             (KeySet(0, keys, 2**31 - 2), r"positions 2,147,483,646 to 2,147,483,648 must lie"),
             (KeySet(0, keys, -1), "positions -1 to 1"),
@@ -235,9 +234,7 @@ def test_what_an_index_cannot_hold_is_refused() -> None:
             (KeySet(0, np.arange(13), 0), "13 more were given"),
         ):
             with pytest.raises(ValueError, match=said):
-                some.build([key_set])
-        with pytest.raises(ValueError, match=r"keys.*2"):
-            some.insert(0, keys, where[:2])
+                some.extend([key_set])
         for starts, tables, said in (
             (np.array([0, 2]), np.zeros(1, np.int64), "do not fit entry starts"),
             (np.array([0, 3]), np.array([-1]), "no table -1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.kernels import one_group
 from tests.kernels.shim.device import device_for
 from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
 from tiercache.kernels import cuda_initial, cuda_pooling, cuda_sorting, cuda_update
@@ -25,12 +26,12 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones() -> None:
     assert device.read(out)[:, 0].tolist() == [1, 2, 3, 4]
     pooled, slots = device.place(np.zeros((2, 2 * DIM), np.float32)), device.empty(4, np.int32)
     ids, cols = device.place(np.arange(4, dtype=np.int64)), np.array([0, DIM])
-    cuda_pooling.pool_one(device, vectors, last, ids, np.zeros(2, np.int64), cols, 2, pooled, slots)
+    one_group.pool_one(device, vectors, last, ids, np.zeros(2, np.int64), cols, 2, pooled, slots)
     assert device.read(pooled)[:, [0, DIM]].tolist() == [[1, 3], [2, 4]]
     pairs = cuda_sorting.sort_slots(device, slots, NUM_SLOTS, cuda_sorting.SortBuffers(device))
     described = cuda_update.one_id_gradients(device, device.place(np.ones((2, 2 * DIM), np.float32)), cols)
     buffers = cuda_update.UpdateBuffers(device)
-    cuda_update.update_adagrad(device, vectors, sums, pairs, described, buffers, learning_rate=0.5)
+    one_group.update_adagrad(device, vectors, sums, pairs, described, buffers, learning_rate=0.5)
     assert [device.read(vectors[slot])[DIM - 1] for slot in LAST] == [0.5, 1.5, 2.5, 3.5]
     assert [device.read(sums[slot])[0] for slot in LAST] == [1, 1, 1, 1]
     assert not device.read(vectors[6:1000]).any()
@@ -45,7 +46,7 @@ def test_places_beyond_two_billion_elements_of_output_and_gradient_are_the_right
     offsets = device.place(np.array([0] * num_samples + [1]))
     slots, place = device.empty(1, np.int32), device.empty(1, np.int64)
     none, local = np.empty(0, np.float32), device.place(np.arange(2, dtype=np.int32))
-    cuda_pooling.pool_bags(
+    one_group.pool_bags(
         device, vectors, local, ids, np.zeros(1, np.int64), offsets, none, np.zeros(1, np.int8), np.array([col]), out,
         slots, None, place, None,
     )  # fmt: skip
@@ -53,7 +54,7 @@ def test_places_beyond_two_billion_elements_of_output_and_gradient_are_the_right
     assert device.read(out[-1, col:]).tolist() == [4, 5, 6, 7]
     pairs = cuda_sorting.sort_slots(device, slots, 2, cuda_sorting.SortBuffers(device))
     described, buffers = cuda_update.bag_gradients(device, out, place), cuda_update.UpdateBuffers(device)
-    cuda_update.update_sgd(device, vectors, pairs, described, buffers, learning_rate=1.0)
+    one_group.update_sgd(device, vectors, pairs, described, buffers, learning_rate=1.0)
     assert device.read(vectors).tolist() == [[0, 1, 2, 3], [0] * dim]
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels import one_group
 from tests.kernels.cases import Bags, bags, same_bits
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.test_pooling import pool
@@ -58,7 +59,7 @@ def test_one_id_per_sample_copies_its_row(case: Bags, order: str, ids_dtype: typ
     """pool_one writes each id's row to its columns, and its slot, and nothing else."""
     device = device_for(order)
     done = outputs(device, case)
-    cuda_pooling.pool_one(
+    one_group.pool_one(
         device, device.place(case.vectors), device.place(case.slot_of_local), device.place(case.ids.astype(ids_dtype)),
         case.bases, case.cols, case.num_samples, done["out"], done["slots"],
     )  # fmt: skip
@@ -119,9 +120,11 @@ def test_the_gradient_of_a_weight_has_the_cpus_bits(case: Bags, order: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize(("bad", "where"), [(-1, 1), (7, 3), (2**31 - 1, 2), (-(2**31), 0)])
-def test_an_id_outside_its_table_is_found_and_reads_as_zeros(bad: int, where: int, dtype: type) -> None:
-    """A lookup goes on without that row, and tells the first bad entry when asked."""
+@pytest.mark.parametrize(("bad", "where"), [(-1, 1), (7, 3), (2**31 - 1, 2), (-(2**31), 0), (2**32 + 1, 2)])
+def test_an_id_outside_its_table_reads_as_zeros(bad: int, where: int, dtype: type) -> None:
+    """A lookup goes on without that row; one beyond 32 bits is bad though its low half alone would be good."""
+    if dtype == np.int32 and bad >= 2**31 + 1:
+        return
     ids = np.array([0, 6, 6, 0, 2], dtype)
     starts, limits, bases = np.array([0, 4, 5]), np.array([7, 3]), np.array([0, 7])
     vectors = np.arange(1, 11, dtype=np.float32).reshape(10, 1)
@@ -129,27 +132,13 @@ def test_an_id_outside_its_table_is_found_and_reads_as_zeros(bad: int, where: in
         wrong = ids.copy()
         wrong[where], wrong[4] = bad, 3
         slots, local = device.empty(5, np.int32), device.place(np.arange(10, dtype=np.int32))
-        found = cuda_pooling.BadEntry(device)
-        cuda_pooling.map_slots(device, device.place(wrong), bases, starts, local, slots, limits=limits, bad=found)
+        cuda_pooling.map_slots(device, device.place(wrong), bases, starts, local, slots, limits=limits)
         right = np.repeat(bases, [4, 1]) + wrong
         right[[where, 4]] = -1
         assert device.read(slots).tolist() == right.tolist()
-        assert found.read() == where
-        found.forget()
         out = device.array((5, 1), np.float32)
         cuda_pooling.gather(device, device.place(vectors), slots, out)
         assert device.read(out)[:, 0].tolist() == (right + 1).tolist()
-        assert found.read() == -1
-
-
-def test_a_wide_id_beyond_32_bits_is_bad() -> None:
-    """Its low half alone would be a good id."""
-    device = device_for("forward")
-    ids, slots = device.place(np.array([1, 2**32 + 1], np.int64)), device.empty(2, np.int32)
-    local, found = device.place(np.arange(7, dtype=np.int32)), cuda_pooling.BadEntry(device)
-    cuda_pooling.map_slots(device, ids, np.zeros(1, np.int64), np.array([0, 2]), local, slots, bad=found)
-    assert device.read(slots).tolist() == [1, -1]
-    assert found.read() == 1
 
 
 def test_max_pooling_keeps_the_first_of_equals_and_none_of_an_empty_bag() -> None:
@@ -194,8 +183,7 @@ def test_arrays_of_another_type_or_shape_are_refused() -> None:
         ({"ids": slots[:2]}, "slots has 3 elements for 2 ids"),
         ({"bases": np.array([0, 0]), "cols": np.array([0, 0])}, "one id for each of 3 samples and 2"),
         ({"limits": np.array([6])}, "ends behind the 5 local positions"),
-        ({"num_samples": 4}, "3 rows for 4 samples"),
     ):
         with pytest.raises(ValueError, match=said):
-            cuda_pooling.pool_one(device, **{**arguments, **changed})
+            one_group.pool_one(device, **{**arguments, **changed})
     assert device.launches == []

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.kernels import one_group
 from tests.kernels.cases import DIMS, Bags, bags, same_bits
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.stochastic import random_bits, rounded
@@ -34,7 +35,7 @@ def step(
     device: Any, optimizer: str, held: Any, state: list[Any], slots: Any, described: Any, noise: Any, decay: float = 0.0
 ) -> None:
     """Step rows in place, on the CPU where ``device`` is None."""
-    module, first = (update, []) if device is None else (cuda_update, [device])
+    module, first = (update, []) if device is None else (one_group, [device])
     num_slots = len(held.values if device is None else held.words)
     if device is None:
         pairs, buffers = sorting.sort_slots(slots, num_slots, sorting.SortBuffers()), update.UpdateBuffers()
@@ -168,7 +169,7 @@ def test_any_float32_is_rounded_as_on_the_cpu(dtype: str, dim: int) -> None:
     cols, device = np.zeros(1, np.int64), device_for("random")
     there, by_one = place(device, held, dtype), {"learning_rate": 1.0}
     pairs = cuda_sorting.sort_slots(device, device.place(slots), len(values), cuda_sorting.SortBuffers(device))
-    cuda_update.update_sgd(
+    one_group.update_sgd(
         device, there, pairs, cuda_update.one_id_gradients(device, device.place(-values), cols),
         cuda_update.UpdateBuffers(device), **by_one,
         rounding=cuda_rounding.make_rounding(device, device.place(streams), 9),
@@ -253,7 +254,7 @@ def test_rows_beyond_two_billion_numbers_are_the_right_ones() -> None:
     pairs = cuda_sorting.sort_slots(device, slots, NUM_SLOTS, cuda_sorting.SortBuffers(device))
     described = cuda_update.one_id_gradients(device, device.place(np.ones((4, DIM), F4)), np.zeros(1, np.int64))
     noise, buffers = cuda_rounding.make_rounding(device, streams, 1), cuda_update.UpdateBuffers(device)
-    cuda_update.update_sgd(device, held, pairs, described, buffers, learning_rate=0.5, rounding=noise)
+    one_group.update_sgd(device, held, pairs, described, buffers, learning_rate=0.5, rounding=noise)
     cuda_pooling.gather(device, held, slots, out)
     assert device.read(out)[:, DIM - 1].tolist() == [0.5, 1.5, 2.5, 3.5]
     assert not device.read(words[6:1000]).any()

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kernels import one_group
 from tests.kernels.cases import same_bits
 from tests.kernels.shim.device import ShimDevice, device_for
 from tests.kernels.test_vectors import narrow
-from tiercache.kernels import cuda_pooling, cuda_rounding, cuda_sorting, cuda_update, pooling, rounding, sorting, update
+from tiercache.kernels import cuda_rounding, cuda_sorting, cuda_update, pooling, rounding, sorting, update
 from tiercache.kernels.cuda_vectors import Vectors
 
 F4 = np.float32
@@ -33,7 +34,7 @@ def agrees(device: Any, dtype: str) -> bool:
         places, none,
     )  # fmt: skip
     there = device.place(np.zeros((3, 4), F4)), device.empty(6, np.int32), device.empty(6, np.int64)
-    cuda_pooling.pool_bags(
+    one_group.pool_bags(
         device, placed, device.place(LOCAL), device.place(IDS), COL, device.place(OFFSETS), none, modes, COL,
         there[0], there[1], None, there[2], None,
     )  # fmt: skip
@@ -45,7 +46,7 @@ def agrees(device: Any, dtype: str) -> bool:
     update.update_sgd(
         held, pairs, update.bag_gradients(gradient, places), update.UpdateBuffers(), learning_rate=0.5, **here
     )
-    cuda_update.update_sgd(
+    one_group.update_sgd(
         device, placed, cuda_sorting.sort_slots(device, there[1], 6, cuda_sorting.SortBuffers(device)),
         cuda_update.bag_gradients(device, device.place(gradient), there[2]), cuda_update.UpdateBuffers(device),
         learning_rate=0.5, **on_device,

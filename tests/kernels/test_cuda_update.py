@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.kernels import one_group
 from tests.kernels.cases import DIMS, Bags, bags, same_bits
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_for, devices
 from tests.kernels.test_pooling import pool
@@ -38,10 +39,10 @@ def update_on(
     done: Any = [device.place(field) for field in fields]
     pairs = cuda_sorting.sort_slots(device, device.place(slots), len(fields[0]), cuda_sorting.SortBuffers(device))
     call: Any = {
-        "sgd": cuda_update.update_sgd,
-        "adagrad": cuda_update.update_adagrad,
-        "rowwise": cuda_update.update_rowwise_adagrad,
-        "adam": functools.partial(cuda_update.update_adam, step=STEP),
+        "sgd": one_group.update_sgd,
+        "adagrad": one_group.update_adagrad,
+        "rowwise": one_group.update_rowwise_adagrad,
+        "adam": functools.partial(one_group.update_adam, step=STEP),
     }[optimizer]
     buffers = cuda_update.UpdateBuffers(device)
     call(device, *done, pairs, gradients, buffers, learning_rate=RATE, decay=decay)
@@ -278,7 +279,7 @@ def test_arrays_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="argmax has shape"):
         cuda_update.bag_gradients(device, gradient, np.zeros(3, np.int64), np.ones(3, F4), np.zeros((2, 4), np.int32))
     with pytest.raises(ValueError, match="step is 0"):
-        cuda_update.update_adam(
+        one_group.update_adam(
             device, vectors, vectors.copy(), vectors.copy(), np.zeros(3, np.uint64), good,
             cuda_update.UpdateBuffers(device), step=0, learning_rate=RATE,
         )  # fmt: skip

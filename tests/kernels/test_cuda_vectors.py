@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels import one_group
 from tests.kernels.cases import DIMS, Bags, bags, same_bits
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.test_cuda_pooling import outputs
@@ -87,7 +88,7 @@ def test_bags_pool_as_on_the_cpu(case: Bags, order: str, dtype: str, ids_dtype: 
     held, device = narrow(case.vectors, dtype), device_for(order)
     wanted = pool(dataclasses.replace(case, vectors=held))
     done, placed, offsets = outputs(device, case), place(device, held, dtype), device.place(case.offsets)
-    cuda_pooling.pool_bags(
+    one_group.pool_bags(
         device, placed, device.place(case.slot_of_local), device.place(case.ids.astype(ids_dtype)), case.bases, offsets,
         device.place(case.weights), case.modes, case.cols, *done.values(),
     )  # fmt: skip
@@ -111,7 +112,7 @@ def test_one_id_per_sample_reads_its_row(case: Bags, order: str, dtype: str) -> 
     wanted, slots = np.zeros((case.num_samples, case.width), F4), np.empty(case.ids.size, np.int32)
     pooling.pool_one(held, case.slot_of_local, case.ids, *shared, wanted, slots)
     placed = place(device, held, dtype), device.place(case.slot_of_local), device.place(case.ids)
-    cuda_pooling.pool_one(device, *placed, *shared, there["out"], there["slots"])
+    one_group.pool_one(device, *placed, *shared, there["out"], there["slots"])
     assert same_bits(device.read(there["out"]), wanted)
     assert np.array_equal(device.read(there["slots"]), slots)
     device.close()

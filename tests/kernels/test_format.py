@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from tests.kernels.stochastic import random_bits, rounded
+from tests.kernels.stochastic import philox, random_bits, rounded
 from tiercache.kernels.bits import hash_keys, mix, xxh64, xxh64_words
 from tiercache.kernels.gradients import one_id_gradients
-from tiercache.kernels.initial import NORMAL, UNIFORM, initial_rows, philox4x32
+from tiercache.kernels.initial import NORMAL, UNIFORM, initial_rows
 from tiercache.kernels.rounding import make_rounding, set_streams
 from tiercache.kernels.sorting import SortBuffers, sort_slots
 from tiercache.kernels.update import UpdateBuffers, update_sgd
@@ -72,7 +72,7 @@ def test_blocks_have_the_words_of_the_page() -> None:
     """Philox with the page's counter and key words."""
     stream = mix(SEED ^ ITEM)
     for block, words in rows_below("| block | words |"):
-        made = philox4x32((0, 0, int(block), 0), (stream & 0xFFFFFFFF, stream >> 32))
+        made = philox((0, 0, int(block), 0), (stream & 0xFFFFFFFF, stream >> 32))
         assert list(made) == [int(word, 16) for word in re.findall(r"0x\w+", words)]
 
 

@@ -98,9 +98,9 @@ class LateKernels(ShimDevice):
         self.finish()
         return array.copy()
 
-    def adopt(self, array: Any) -> NDArray[Any]:
+    def describe(self, array: Any) -> dict[str, Any] | None:
         """See a tensor's memory."""
-        return array.detach().numpy() if isinstance(array, torch.Tensor) else np.from_dlpack(array)
+        return super().describe(array.detach().numpy() if isinstance(array, torch.Tensor) else array)
 
     @contextmanager
     def on(self, stream: LateStream, *, behind_training: bool) -> Iterator[None]:

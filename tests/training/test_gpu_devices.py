@@ -20,7 +20,7 @@ from tiercache.training import dense_state
 from tiercache.training.dense_state import DenseState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -47,19 +47,6 @@ class Machine:
         self.contexts.add(index)
         self._thread.current, self._thread.target = index, None
 
-    def cupys(self, index: int) -> Any:
-        """Do as a device of CuPy."""
-
-        @contextmanager
-        def inside() -> Iterator[None]:
-            before = self.current
-            if before != index:
-                self.set_device(index)
-            yield
-            self.set_device(before)
-
-        return _Again(inside)
-
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
         """Do as ``torch.cuda.device``."""
@@ -81,20 +68,6 @@ class Machine:
         yield
         if self.torchs != before:
             self.set_device(before)
-
-
-class _Again:
-    """A context manager for many times."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._open = make, list[Any]()
-
-    def __enter__(self) -> None:
-        self._open.append(self._make())
-        self._open[-1].__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._open.pop().__exit__(*error)
 
 
 @pytest.fixture
@@ -121,7 +94,8 @@ def kernels_of(machine: Machine, index: int) -> CudaDevice:
         pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
     )  # fmt: skip
     kernels = CudaDevice.__new__(CudaDevice)
-    kernels._cupy, kernels._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), machine.cupys(index)
+    kernels._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    kernels._within = lambda: machine.device(torch.device("cuda", index))
     kernels._stream, kernels._streams, kernels.num_processors = None, {0: nullcontext()}, 1
     kernels._functions = {"rows.pack": lambda *_, **__: launched.append(machine.current)}
     return kernels
@@ -154,23 +128,6 @@ def test_who_works_on_gpu_0_beside_it_is_there_again(machine: Machine) -> None:
     machine.set_device(0)
     use(CudaGpu(kernels_of(machine, 1), 1))
     assert (machine.contexts, machine.current, machine.torchs) == ({0, 1}, 0, 0)
-
-
-def test_cupy_alone_would_make_a_context_on_gpu_0(machine: Machine) -> None:
-    """The stand-in does what is to be avoided; on a thread that entered GPU 1 there is nothing to go back to."""
-    kernels = kernels_of(machine, 1)
-    kernels.lock(4096, 4096)
-    assert machine.contexts == {0, 1}
-    machine.contexts.clear()
-
-    def ours() -> None:
-        CudaGpu(kernels, 1).enter_thread()
-        kernels.lock(4096, 4096)
-
-    thread = threading.Thread(target=ours)
-    thread.start()
-    thread.join()
-    assert machine.contexts == {1}
 
 
 def test_all_threads_of_a_training_enter_its_gpu(tmp_path: Path) -> None:

@@ -73,6 +73,32 @@ def test_a_commit_inside_a_visit_brings_nothing_to_the_device(tmp_path: Path) ->
     assert_same_bits(*results)
 
 
+def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_path: Path) -> None:
+    """Kept rows have their random bits already: beside slots, a key and a slot for each other row, or all keys."""
+    case = replace(CASE, tables=(table("a", 32, dtype="bfloat16"), table("b", 32, dtype="bfloat16")), num_keys=250)
+    passes, gpu = case.cut(tmp_path / "passes"), CountingGpu()
+    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
+        kept, noted = [], list[int]()
+        note, tier = cache._transfer.device.note_keys, cache._transfer.device
+
+        def count(*arguments: Any) -> None:
+            copied = gpu.copied
+            note(*arguments)
+            noted.append(gpu.copied - copied)
+
+        tier.note_keys = count  # type: ignore[method-assign]
+        for visit in cache.passes(epochs=2):
+            for _ in visit.batches(100):
+                pass
+            plan = cache._transfer.plan
+            assert plan is not None
+            kept.append((plan.kept_G[0], plan.rows_G[0]))
+    assert any(kept_rows > rows // 2 for kept_rows, rows in kept), kept
+    for num_bytes, (kept_rows, rows) in zip(noted, kept, strict=True):
+        assert num_bytes <= 12 * (rows - kept_rows)
+        assert num_bytes <= 8 * rows
+
+
 def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp_path: Path) -> None:
     """Ids become slots group by group; vectors, and rows stepped by either table's gradient, are a CPU's."""
     case = replace(CASE, tables=(table("a", 32), table("b", 5)))

@@ -8,6 +8,7 @@ import typer
 
 from tiercache.cli.extract import extract
 from tiercache.cli.store import app as store_app
+from tiercache.cli.warmup import warmup
 from tiercache.errors import StoreError, TierCacheError
 
 __all__ = ["app", "main"]
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("extract")(extract)
+app.command("warmup")(warmup)
 app.add_typer(store_app, name="store")
 
 

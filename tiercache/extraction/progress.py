@@ -39,8 +39,9 @@ class ExtractionProgress:
 class ProgressReporter:
     """Tells the user, or a function of the user's, how far an extraction is.
 
-    progress: True shows a bar on a terminal, with samples per second, time left and passes so far, and elsewhere one
-    closing line on standard error; False shows nothing; a function is called with each ExtractionProgress instead.
+    progress: True shows a bar on a terminal, with samples per second, time left and passes so far, and elsewhere a line
+    on standard error where kernels are compiled, and a closing one; False shows nothing; a function is called with each
+    ExtractionProgress instead.
     """
 
     def __init__(self, progress: bool | Callable[[ExtractionProgress], None], total_bytes: int) -> None:
@@ -61,6 +62,8 @@ class ProgressReporter:
     def begin(self, stage: Literal["compile", "count", "number"]) -> None:
         """Start the clock of a stage."""
         self._stage, self._stage_began, self.samples = stage, time.monotonic(), 0
+        if stage == "compile" and self._is_shown and self._bar is None:
+            print("compiling kernels (first run, about half a minute) ...", file=sys.stderr)  # noqa: T201 - progress
         self.tell(0)
 
     def tell(self, done_bytes: int, stage: Literal["close"] | None = None) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from tiercache.kernels.cuda import CudaError, open_device
-from tiercache.processors.current_kernels import CurrentKernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -191,7 +190,7 @@ class CudaGpu:
 
     def __init__(self, kernels: CudaDevice, index: int) -> None:
         self.device = torch.device("cuda", index)
-        self.kernels = CurrentKernels(kernels, self.device)
+        self.kernels = kernels
         self.name = torch.cuda.get_device_name(index)
         # two, so that rows leave while others come: a link has a lane each way
         self._dumps = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -373,8 +372,11 @@ def open_gpu(index: int | None) -> CudaGpu:
         return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
 
     kernels = open_device(
-        index, stream=lambda: torch.cuda.current_stream(index).cuda_stream, allocate=allocate
-    )  # fmt: skip
+        index,
+        stream=lambda: torch.cuda.current_stream(index).cuda_stream,
+        allocate=allocate,
+        within=lambda: torch.cuda.device(index),
+    )
     if not torch.cuda.is_available():
         raise CudaError(
             f"torch {torch.__version__} was built without CUDA, or for another driver: install a torch for CUDA as "

@@ -48,7 +48,8 @@ class HostKeyIndex:
 
     def build(self, key_sets: Sequence[KeySet]) -> None:
         """Insert key by key."""
-        self._index.build(key_sets)
+        self._index.clear()
+        self._index.extend(key_sets)
 
     def find(
         self, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
 
+_CHUNK_KEYS = 1 << 17  # a mebibyte of keys is copied at once
+_KEY_AND_SLOT_BYTES = 12
+
+
 @dataclass(slots=True)
 class Placement:
     """Where the rows of one visit and group go."""
@@ -41,6 +45,14 @@ class Placement:
     visit before that depart, in dump order."""
     departing: int
     """Rows of the visit before that are not kept."""
+    loaded_K: NDArray[np.uint8]
+    """A bit for each position, first the highest: whether its row is loaded. Empty where no stream goes with a row."""
+
+    def loaded_in(self, chunk: slice) -> NDArray[np.int64]:
+        """Return the places in a slice of positions whose rows are loaded."""
+        first_byte = chunk.start // 8
+        bits = np.unpackbits(self.loaded_K[first_byte : -(-chunk.stop // 8)])
+        return np.flatnonzero(bits[chunk.start - 8 * first_byte :][: chunk.stop - chunk.start])
 
     def settle(self) -> None:
         """Turn positions in the order of loading into slots, in place."""
@@ -110,7 +122,12 @@ class DeviceTier:
             assert kept == plan.kept_G[g], f"visit {plan.visit} keeps {kept} rows, planned {plan.kept_G[g]}"
             dump_order = self._mover.indices(rows)
             stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)
-            placements.append(Placement(slots, dump_order, order, min(rows, kept + spare), departing))
+            loaded = np.zeros(0, dtype=np.uint8)
+            if self._positions.groups[g].dtype != "float32":
+                is_loaded = np.ones(rows, dtype=np.bool_)
+                is_loaded[order[:kept]] = False
+                loaded = np.packbits(is_loaded)
+            placements.append(Placement(slots, dump_order, order, min(rows, kept + spare), departing, loaded))
         return placements
 
     def show(self, placements: list[Placement]) -> None:
@@ -126,16 +143,32 @@ class DeviceTier:
             raise StateError("rows of a cache that is closed were asked for: ask for them before close()")
         return self._mover.read(self.arrays_G[group].fields[field], slots)
 
-    def note_keys(self, pass_index: int, keys_of: Callable[[int, int], NDArray[np.int64]]) -> None:
-        """Note which key stands in which slot of the rows shown, where these are rounded by it."""
+    def note_keys(
+        self, pass_index: int, placements: list[Placement], keys_of: Callable[[int, int], NDArray[np.int64]]
+    ) -> None:
+        """Note which key stands in which slot of the rows shown, where these are rounded by it.
+
+        Kept rows stand where they did: the keys of loaded rows come to the device, with their slots, and where most are
+        loaded those of a whole chunk, whose slots are there.
+        """
         for g, group in enumerate(self._positions.groups):
             if group.dtype == "float32":
                 continue
-            starts = self._positions.table_starts(pass_index, g).tolist()
+            starts, slots, arrays = self._positions.table_starts(pass_index, g), self.slots_G[g], self.arrays_G[g]
             for i, table in enumerate(group.tables):
-                mine = slice(starts[i], starts[i + 1])
-                keys, arrays = keys_of(pass_index, self._positions.first_table(g) + i), self.arrays_G[g]
-                self._mover.note_keys(table, keys, arrays.streams, self.slots_G[g][mine], arrays.keys[mine])
+                keys = keys_of(pass_index, self._positions.first_table(g) + i)
+                for first in range(0, keys.size, _CHUNK_KEYS):
+                    some = keys[first : first + _CHUNK_KEYS]
+                    here = int(starts[i]) + first
+                    chunk = slice(here, here + some.size)
+                    loaded = placements[g].loaded_in(chunk)
+                    if not loaded.size:
+                        continue
+                    there = slots[chunk]
+                    if loaded.size * _KEY_AND_SLOT_BYTES < some.nbytes:
+                        some = some[loaded]
+                        there = self._mover.place(placements[g].slots_K[chunk][loaded], arrays.load_slots)
+                    self._mover.note_keys(table, some, arrays.streams, there, arrays.keys)
 
     def rows_of(self, pass_index: int) -> list[GroupRows]:
         """Return what a lookup sees."""

@@ -200,7 +200,7 @@ class Unpacker:
                 arrays, mine = self._device.arrays_G[due.group], slice(due.first_row, due.first_row + due.keys.size)
                 mover.generate(due.table, due.keys, arrays.fields[0], slots_G[due.group][mine], arrays.keys)
             self._device.show(staged.placements)
-            self._device.note_keys(plan.pass_index, self._keys_of)
+            self._device.note_keys(plan.pass_index, staged.placements, self._keys_of)
         mover.loaded().wait()
 
 

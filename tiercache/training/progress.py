@@ -99,14 +99,14 @@ class RewriteProgress:
         self._progress.advance(self._tasks[what], rows)
 
 
-def prepare_kernels(tables: Iterable[Table] = ()) -> None:
+def prepare_kernels(tables: Iterable[Table] = (), *, narrow: bool = False) -> None:
     """Compile the CPU kernels where this machine has not compiled them yet, and say so: it takes a minute, once.
 
-    Those for 16-bit dtypes are compiled where one of ``tables`` has such a dtype.
+    Those for 16-bit dtypes are compiled where one of ``tables`` has such a dtype, or ``narrow`` says so.
     """
     from tiercache.kernels.compile import is_cached, prepare
 
-    narrow = any(table.dtype != "float32" for table in tables)
+    narrow = narrow or any(table.dtype != "float32" for table in tables)
     if is_cached(narrow=narrow):
         return
     console = Console(stderr=True)

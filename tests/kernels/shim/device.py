@@ -82,7 +82,6 @@ class ShimDevice:
     warps.
     """
 
-    interface = "__array_interface__"
     num_processors = 1
 
     def __init__(
@@ -105,6 +104,10 @@ class ShimDevice:
         """Return an array of rubbish in guarded memory."""
         return self.memory.empty((size,), dtype)
 
+    def describe(self, array: Any) -> dict[str, Any] | None:
+        """Return NumPy's interface."""
+        return getattr(array, "__array_interface__", None)
+
     def put(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return a copy of a small array in guarded memory."""
         return self.place(array)
@@ -112,10 +115,6 @@ class ShimDevice:
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return a copy of an array."""
         return array.copy()
-
-    def adopt(self, array: Any) -> NDArray[Any]:
-        """Return a NumPy array over the memory of another library's."""
-        return np.from_dlpack(array)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
         """Run a kernel to its end.
