@@ -7,8 +7,9 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.planning.budget import PAGE_BYTES
-from tiercache.planning.host_plan import Held, HostContent, _bytes_of, _fit
+from tiercache.planning.budget import PAGE_BYTES, paged
+from tiercache.planning.host_plan import Held, HostContent, _fit
+from tiercache.planning.segment_ranges import SegmentRanges
 from tiercache.store.stream import Range, Stream
 
 ROW = PAGE_BYTES  # rows of one page: then rows and bytes say the same
@@ -24,10 +25,15 @@ def stream(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 1 <
     )
 
 
+def ranges(*given: tuple[int, int]) -> SegmentRanges:
+    """Return the ranges of such a stream."""
+    return SegmentRanges.of(stream(*given))
+
+
 def test_the_farthest_next_use_leaves_first() -> None:
     """Of rows for visits 3, 5 and 9, those for 9 go first, then part of those for 5."""
     content = HostContent()
-    content.enter(0, 0, stream((3, 2), (5, 3), (9, 4)))
+    content.enter(0, 0, ranges((3, 2), (5, 3), (9, 4)))
     content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
     assert content.find(0, 0) == Held(0, 4)
     content.keep(after=1, capacity=3 * ROW)
@@ -37,7 +43,7 @@ def test_the_farthest_next_use_leaves_first() -> None:
 def test_rows_that_were_used_leave() -> None:
     """After visit 3 its range is gone, and the rest begins where it ended."""
     content = HostContent()
-    content.enter(0, 0, stream((3, 2), (5, 3)))
+    content.enter(0, 0, ranges((3, 2), (5, 3)))
     content.keep(after=3, capacity=100 * ROW)
     assert content.find(0, 0) == Held(2, 5)
 
@@ -50,10 +56,11 @@ def test_rows_that_were_used_leave() -> None:
     st.data(),
 )
 def test_the_bytes_charged_are_never_less_than_the_pages_held(
-    ranges: list[tuple[int, int]], block_rows: int, room: int, row_bytes: int, data: st.DataObject
+    uses: list[tuple[int, int]], block_rows: int, room: int, row_bytes: int, data: st.DataObject
 ) -> None:
     """Pages are counted block by block from their real starts; the charge is at least that."""
-    layout = stream(*sorted(ranges), row_bytes=row_bytes, block_rows=block_rows)
+    layout = stream(*sorted(uses), row_bytes=row_bytes, block_rows=block_rows)
+    planned = SegmentRanges.of(layout)
     first = data.draw(st.integers(0, layout.num_pieces))
     last = data.draw(st.integers(first, layout.num_pieces))
     pages: set[tuple[int, int]] = set()
@@ -61,10 +68,74 @@ def test_the_bytes_charged_are_never_less_than_the_pages_held(
         block = int(layout.piece_block_P[piece])
         low = int(layout.piece_offset_P[piece] - layout.piece_offset_P[layout.block_piece_B[block]])
         pages |= {(block, page) for page in range(low // PAGE_BYTES, -(-(low + row_bytes) // PAGE_BYTES))}
-    assert len(pages) * PAGE_BYTES <= _bytes_of(layout, first, last)
-    fitted, num_bytes = _fit(layout, first, first, last, room * PAGE_BYTES)
-    assert num_bytes == _bytes_of(layout, first, fitted)
-    assert fitted == first or _bytes_of(layout, first, fitted) <= room * PAGE_BYTES
+    assert len(pages) * PAGE_BYTES <= planned.bytes_held(first, last)
+    fitted = _fit(planned, Held(first, last), first, room * PAGE_BYTES)
+    assert fitted == first or planned.bytes_held(first, fitted) <= room * PAGE_BYTES
+    assert fitted == last or planned.bytes_held(first, fitted + 1) > room * PAGE_BYTES
+
+
+class SortingContent:
+    """The slow obvious choice: all ranges in the order of their next use at every visit, as many as fit."""
+
+    def __init__(self) -> None:
+        self.streams: dict[tuple[int, int], Stream] = {}
+        self.held: dict[tuple[int, int], Held] = {}
+
+    def enter(self, visit: int, group: int, entering: Stream) -> None:
+        """Take in a whole dump."""
+        self.streams[visit, group] = entering
+        self.held[visit, group] = Held(0, entering.num_pieces)
+
+    def keep(self, *, after: int, capacity: int) -> int:
+        """Choose anew among all that is held, piece by piece."""
+        pieces = []
+        for (visit, group), held in self.held.items():
+            layout = self.streams[visit, group]
+            for piece in range(*held):
+                use = layout.ranges[int(layout.piece_range_P[piece])].next_use
+                if use > after:
+                    pieces.append((use, visit, group, piece))
+        self.held, held_bytes = {}, dict[tuple[int, int], int]()
+        for _, visit, group, piece in sorted(pieces):
+            key = visit, group
+            longer = Held(self.held.get(key, Held(piece, piece)).first, piece + 1)
+            num_bytes = bytes_of(self.streams[key], *longer)
+            if sum(held_bytes.values()) - held_bytes.get(key, 0) + num_bytes > capacity:
+                break
+            self.held[key], held_bytes[key] = longer, num_bytes
+        return sum(held_bytes.values())
+
+
+def bytes_of(layout: Stream, first: int, last: int) -> int:
+    """Return the pages that hold pieces [first, last): one more at either end, one more where a block ends."""
+    if first >= last:
+        return 0
+    span = int(layout.piece_offset_P[last] - layout.piece_offset_P[first])
+    return paged(span) + PAGE_BYTES * (1 + int(layout.piece_block_P[last - 1] - layout.piece_block_P[first]))
+
+
+USES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=6, unique_by=lambda r: r[0]).map(sorted)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(USES, min_size=2, max_size=2), st.integers(0, 40)), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.integers(1, 6000),
+)
+def test_what_is_kept_is_what_sorting_all_ranges_keeps(
+    visits: list[tuple[list[list[tuple[int, int]]], int]], block_rows: int, row_bytes: int
+) -> None:
+    """Visit after visit with two groups and capacities that grow and shrink: the same pieces and bytes."""
+    content, obvious = HostContent(), SortingContent()
+    for visit, (groups, pages) in enumerate(visits):
+        for group, gaps in enumerate(groups):
+            entering = stream(*((visit + gap, rows) for gap, rows in gaps), row_bytes=row_bytes, block_rows=block_rows)
+            obvious.enter(visit, group, entering)
+            content.enter(visit, group, SegmentRanges.of(entering))
+        options = {"after": visit + 1, "capacity": pages * PAGE_BYTES}
+        assert content.keep(**options) == obvious.keep(**options)
+        assert content.held == obvious.held
 
 
 def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
@@ -81,7 +152,7 @@ def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
                     inside = max(0, min(high, held.last) - low) if held.first <= low else 0
                     read += rows.rows - inside
         if visit >= 2:
-            content.enter(visit - 2, 0, streams[visit - 2])
+            content.enter(visit - 2, 0, SegmentRanges.of(streams[visit - 2]))
         # the charge is a page for the run and one for each block: allow for it, so that rows alone decide
         kept = len(content.held)
         content.keep(after=visit, capacity=(capacity + kept) * ROW)

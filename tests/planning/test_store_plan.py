@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import small_tables
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import gap_bytes
+from tiercache.planning.segment_ranges import SegmentRanges
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
 from tiercache.store import Adagrad, MemoryEngine, Range, Store, Stream, Table, Zeros
 from tiercache.store.blocks import CHANGED
@@ -43,7 +44,7 @@ def test_live_blocks_are_those_that_some_later_visit_needs(
 ) -> None:
     """At each commit of an epoch like all others: every block with a row whose next use is not over yet."""
     n = len(counts)
-    dumps = {epoch * n + i: (stream_of(epoch * n + i, counts[i], block_rows),) for i in range(n)}
+    dumps = {epoch * n + i: (SegmentRanges.of(stream_of(epoch * n + i, counts[i], block_rows)),) for i in range(n)}
     plan = StorePlan.of(GROUPS, dumps, NOTHING, commits=1, commit_every=1, state_bytes=0, use_files=1)
     taken = []
     for cursor in range(2 * n, 3 * n):
@@ -64,7 +65,7 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
     """Two at the least, one more for each visit that a commit is behind and each further commit that is kept."""
     plan = StorePlan.of(
         GROUPS,
-        {0: (stream_of(0, [9], 4),)},
+        {0: (SegmentRanges.of(stream_of(0, [9], 4)),)},
         NOTHING,
         commits=commits,
         commit_every=commit_every,

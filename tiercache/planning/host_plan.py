@@ -6,13 +6,11 @@ because a row's stay in memory is an interval of visits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.planning.budget import PAGE_BYTES, paged
-
 if TYPE_CHECKING:
-    from tiercache.store.stream import Stream
+    from tiercache.planning.segment_ranges import SegmentRanges
 
 
 class Held(NamedTuple):
@@ -22,18 +20,30 @@ class Held(NamedTuple):
     last: int
 
 
-@dataclass(slots=True)
 class HostContent:
-    """What the host holds beside dump and staging: for (visit dumped, group) a run of pieces in next-use order."""
+    """What the host holds beside dump and staging: for (visit dumped, group) a run of pieces in next-use order.
 
-    streams: dict[tuple[int, int], Stream] = field(default_factory=dict)
-    held: dict[tuple[int, int], Held] = field(default_factory=dict)
+    Every range enters and leaves once, in the logarithm of the number of segments.
+    """
 
-    def enter(self, visit: int, group: int, stream: Stream) -> None:
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], Held] = {}
+        """The pieces held, of segments that have any."""
+        self._ranges: dict[tuple[int, int], SegmentRanges] = {}
+        self._bytes: dict[tuple[int, int], int] = {}
+        self._total = 0
+        self._soonest: list[tuple[int, int, int]] = []
+        """A heap: for each segment the next use of its first range, not later than that of its first piece held."""
+        self._farthest: list[tuple[int, int, int]] = []
+        """A heap of negated numbers: the next use of its last range, not sooner than that of its last piece held."""
+
+    def enter(self, visit: int, group: int, ranges: SegmentRanges) -> None:
         """Take in a whole dump."""
-        if stream.num_pieces:
-            self.streams[visit, group] = stream
-            self.held[visit, group] = Held(0, stream.num_pieces)
+        if ranges.num_pieces:
+            self._ranges[visit, group] = ranges
+            self._hold((visit, group), Held(0, ranges.num_pieces))
+            heappush(self._soonest, (ranges.next_use_R.item(0), visit, group))
+            heappush(self._farthest, (-ranges.next_use_R.item(-1), -visit, -group))
 
     def find(self, visit: int, group: int) -> Held:
         """Return the pieces held of a segment stream; an empty run where none is."""
@@ -44,52 +54,57 @@ class HostContent:
 
         Returns the bytes held, in whole pages. Equal next uses go by dump order, the oldest kept first.
         """
-        candidates = []
-        for (visit, group), held in self.held.items():
-            stream = self.streams[visit, group]
-            for index, rows in enumerate(stream.ranges):
-                if rows.next_use > after:
-                    low, high = stream.pieces_of(index)
-                    low, high = max(low, held.first), min(high, held.last)
-                    if low < high:
-                        candidates.append((rows.next_use, visit, group, low, high))
-        candidates.sort()
-        kept: dict[tuple[int, int], Held] = {}
-        bytes_of: dict[tuple[int, int], int] = {}
-        held_bytes = 0
-        for _, visit, group, low, high in candidates:
-            key = visit, group
-            first = kept[key].first if key in kept else low
-            now = bytes_of.get(key, 0)
-            last, num_bytes = _fit(self.streams[key], first, low, high, capacity - held_bytes + now)
-            if last > low:
-                kept[key], bytes_of[key] = Held(first, last), num_bytes
-                held_bytes += num_bytes - now
-            if last < high:
-                break
-        self.held = kept
-        self.streams = {key: self.streams[key] for key in kept}
-        return held_bytes
+        while self._soonest and self._soonest[0][0] <= after:
+            _, *key = heappop(self._soonest)
+            self._drop_used((key[0], key[1]), after)
+        while self._total > capacity:
+            self._drop_farthest(capacity)
+        return self._total
+
+    def _drop_used(self, key: tuple[int, int], after: int) -> None:
+        if key in self.held:
+            ranges = self._ranges[key]
+            index = int(ranges.next_use_R.searchsorted(after, side="right"))
+            self._hold(key, Held(ranges.first_piece_R.item(index), self.held[key].last))
+            if key in self.held:
+                heappush(self._soonest, (ranges.next_use_R.item(index), *key))
+
+    def _drop_farthest(self, capacity: int) -> None:
+        """Drop pieces from the end of the range with the farthest next use: as few as it takes, or all of it."""
+        next_use, visit, group = self._farthest[0]
+        key = -visit, -group
+        if key not in self.held:
+            heappop(self._farthest)
+            return
+        ranges, held = self._ranges[key], self.held[key]
+        index = ranges.range_of(held.last - 1)
+        if ranges.next_use_R.item(index) < -next_use:  # its end was dropped, and others may be farther now
+            heapreplace(self._farthest, (-ranges.next_use_R.item(index), visit, group))
+            return
+        low = max(held.first, ranges.first_piece_R.item(index))
+        self._hold(key, Held(held.first, _fit(ranges, held, low, capacity - self._total + self._bytes[key])))
+
+    def _hold(self, key: tuple[int, int], held: Held) -> None:
+        num_bytes = self._ranges[key].bytes_held(*held)
+        self._total += num_bytes - self._bytes.get(key, 0)
+        if num_bytes:
+            self.held[key], self._bytes[key] = held, num_bytes
+        else:
+            del self._ranges[key]
+            self.held.pop(key, None)
+            self._bytes.pop(key, None)
 
 
-def _fit(stream: Stream, first: int, low: int, high: int, room: int) -> tuple[int, int]:
-    """Return the largest ``last`` in [low, high] for which [first, last) takes at most ``room`` bytes, and how many."""
-    num_bytes = _bytes_of(stream, first, high)
-    if num_bytes <= room:
-        return high, num_bytes
+def _fit(ranges: SegmentRanges, held: Held, low: int, room: int) -> int:
+    """Return the largest ``last`` in [low, held.last] for which [held.first, last) takes at most ``room`` bytes.
+
+    That is ``low`` where none does.
+    """
+    high = held.last
     while low < high:
         middle = (low + high + 1) // 2
-        if _bytes_of(stream, first, middle) <= room:
+        if ranges.bytes_held(held.first, middle) <= room:
             low = middle
         else:
             high = middle - 1
-    return low, _bytes_of(stream, first, low)
-
-
-def _bytes_of(stream: Stream, first: int, last: int) -> int:
-    """Return the pages that hold pieces [first, last): one more at either end, one more where a block ends."""
-    if first >= last:
-        return 0
-    span = int(stream.piece_offset_P[last] - stream.piece_offset_P[first])
-    blocks = int(stream.piece_block_P[last - 1] - stream.piece_block_P[first])
-    return paged(span) + PAGE_BYTES * (1 + blocks)
+    return low

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,14 +48,14 @@ class Schedule:
         """Whether every epoch has the same order, so that uses found for one hold for all."""
         return self.order_seed is None
 
+    @property
+    def longest_gap(self) -> int:
+        """The most visits from one use of a key to the next: each epoch has each pass once."""
+        return self.num_passes if self.repeats else max(1, 2 * self.num_passes - 1)
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the pass index at each place of ``epoch`` (negative epochs too: the past that never was)."""
-        if self.order_seed is None:
-            return np.arange(self.num_passes, dtype=np.int64)
-        seed = np.uint64(self.order_seed & 0xFFFF_FFFF_FFFF_FFFF)
-        passes = np.arange(self.num_passes, dtype=np.uint64)
-        salt = mix(mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch & 0xFFFF_FFFF_FFFF_FFFF))
-        return np.argsort(mix(mix(passes) ^ salt), kind="stable").astype(np.int64)
+        return _order(self.num_passes, self.order_seed, epoch).copy()
 
     def epoch_of(self, visit: int) -> int:
         """Return the epoch that ``visit`` belongs to."""
@@ -63,7 +64,7 @@ class Schedule:
     def pass_of(self, visit: int) -> int:
         """Return the index of the pass that ``visit`` trains."""
         place = visit % self.num_passes
-        return place if self.repeats else int(self.order(self.epoch_of(visit))[place])
+        return place if self.repeats else int(_order(self.num_passes, self.order_seed, self.epoch_of(visit))[place])
 
     def samples_left(self, visit: int, epochs: int, samples_P: Sequence[int]) -> int:
         """Return the samples from the beginning of ``visit`` to the end of epoch ``epochs``; (P,) is those of passes.
@@ -73,3 +74,12 @@ class Schedule:
         epoch = self.epoch_of(visit)
         trained: list[int] = self.order(epoch)[: visit - epoch * self.num_passes].tolist()
         return (epochs - epoch) * sum(samples_P) - sum(samples_P[i] for i in trained)
+
+
+@lru_cache(maxsize=8)
+def _order(num_passes: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
+    order = np.arange(num_passes, dtype=np.int64)
+    if seed is not None:
+        salt = mix(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)) ^ np.uint64(epoch & 0xFFFF_FFFF_FFFF_FFFF)
+        order = np.argsort(mix(mix(order.astype(np.uint64)) ^ mix(salt)), kind="stable").astype(np.int64)
+    return order

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import gap_bytes, paged
 from tiercache.sizes import format_bytes
@@ -15,8 +17,8 @@ from tiercache.store.stream import NEVER
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tiercache.planning.segment_ranges import SegmentRanges
     from tiercache.store import Commit
-    from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
 RECORD_BYTES = 1 << 20
@@ -45,7 +47,7 @@ class StorePlan:
     def of(
         cls,
         groups: tuple[Group, ...],
-        dumps: Mapping[int, tuple[Stream, ...]],
+        dumps: Mapping[int, tuple[SegmentRanges, ...]],
         stored: Manifest,
         *,
         commits: int,
@@ -59,21 +61,19 @@ class StorePlan:
         settled segments do, and so long as they are kept the commits of earlier schedules with all that they need.
         ``commits`` are kept; ``use_files`` hold the next uses of an epoch each.
         """
-        live, largest, rows = [0] * len(dumps), 0, 0
-        for visit, streams in dumps.items():
+        live, largest, rows = np.zeros(max(1, len(dumps)), dtype=np.int64), 0, 0
+        for visit, segment in dumps.items():
             taken = 0
-            for group, stream in zip(groups, streams, strict=True):
-                block = block_bytes(group, min(stream.block_rows, stream.rows))
-                taken, rows = taken + stream.num_blocks * block, rows + stream.rows
-                since = visit + 1  # the commit that first has these rows
-                for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
-                    blocks = stream.num_blocks - first_row // stream.block_rows
-                    for commit in range(since, uses.next_use + 1):
-                        live[commit % len(dumps)] += blocks * block
-                    since = uses.next_use + 1
+            for group, ranges in zip(groups, segment, strict=True):
+                block = block_bytes(group, min(ranges.block_rows, ranges.rows))
+                taken, rows = taken + ranges.num_blocks * block, rows + ranges.rows
+                # a range is live from the commit behind the next use before it to that of its own
+                blocks_R = ranges.num_blocks - ranges.first_row_R[:-1] // ranges.block_rows
+                live_C = np.repeat(blocks_R * block, np.diff(ranges.next_use_R, prepend=visit))
+                np.add.at(live, (visit + 1 + np.arange(live_C.size)) % live.size, live_C)
             largest = max(largest, taken)
         return cls(
-            live=max(live, default=0) + _standing_bytes(groups, stored),
+            live=int(live.max()) + _standing_bytes(groups, stored),
             largest_pass=largest,
             num_passes=1 + commits * commit_every,
             state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in stored.commits)])),

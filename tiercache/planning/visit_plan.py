@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.errors import BudgetError, PassSetError
-from tiercache.kernels.switch import count_gaps
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.planning.host_plan import Held, HostContent
+from tiercache.planning.reuse_counts import ReuseCounts
+from tiercache.planning.segment_ranges import SegmentRanges
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
 from tiercache.store.segment import base_visit
@@ -18,6 +20,8 @@ from tiercache.store.stream import Range, Stream, compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
@@ -41,7 +45,7 @@ class Load:
     store_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class VisitPlan:
     """One visit: the rows it trains, where they come from, and what leaves when it ends."""
 
@@ -62,8 +66,8 @@ class VisitPlan:
     generated_G: tuple[int, ...]
     loads: tuple[Load, ...]
     """By group, then by gap, rows of first uses last: the order of ``stable_order_by_gap`` over the previous gaps."""
-    dumps: tuple[Stream, ...]
-    """One stream for each group: what is packed and written when the visit ends."""
+    dump_ranges: tuple[SegmentRanges, ...]
+    """By group: what is packed and written when the visit ends."""
     retained: Mapping[tuple[int, int], Held]
     """What the host holds of earlier dumps from the moment this visit's rows are wanted."""
     host_bytes: int
@@ -71,6 +75,11 @@ class VisitPlan:
     capacity: int
     """Bytes that cached rows may take: what decided ``retained``."""
     row_bytes_G: tuple[int, ...]
+
+    @cached_property
+    def dumps(self) -> tuple[Stream, ...]:
+        """The streams of ``dump_ranges``: made when they are first asked for."""
+        return tuple(ranges.stream() for ranges in self.dump_ranges)
 
     @property
     def rows_read(self) -> int:
@@ -90,12 +99,12 @@ class VisitPlan:
     @property
     def rows_written(self) -> int:
         """Rows written to the store when the visit ends."""
-        return sum(stream.rows for stream in self.dumps)
+        return sum(ranges.rows for ranges in self.dump_ranges)
 
     @property
     def bytes_written(self) -> int:
         """Bytes of rows written when the visit ends; their keys add 8 bytes a row."""
-        return sum(stream.rows * stream.row_bytes for stream in self.dumps)
+        return sum(ranges.rows * ranges.row_bytes for ranges in self.dump_ranges)
 
     @property
     def bytes_loaded(self) -> int:
@@ -103,14 +112,6 @@ class VisitPlan:
         return sum(
             (rows - kept) * width for rows, kept, width in zip(self.rows_G, self.kept_G, self.row_bytes_G, strict=True)
         )
-
-
-@dataclass(slots=True)
-class PassSizes:
-    """What a pass looks like in numbers: rows by gap, and tables within."""
-
-    next_G: list[list[tuple[int, tuple[int, ...]]]]
-    prev_G: list[list[tuple[int, int]]]
 
 
 class Planner:
@@ -128,22 +129,21 @@ class Planner:
         commit_every: int,
         end: int | None = None,
         stored: Mapping[int, tuple[Stream, ...]],
-        sizes: dict[int, PassSizes] | None = None,
+        counts: ReuseCounts | None = None,
     ) -> None:
         """Begin at visit ``start``; ``stored`` holds the streams of the store's segments by visit.
 
-        Every ``commit_every``-th visit ends with a commit, and so does the one before ``end``. ``sizes`` keeps
-        what was counted for the planners after this one. Raises BudgetError where a visit's reserve exceeds the
+        Every ``commit_every``-th visit ends with a commit, and so does the one before ``end``. ``counts`` are those
+        of ``uses_of``, where planners share them. Raises BudgetError where a visit's reserve exceeds the
         host budget.
         """
         self._end = end
-        self._schedule, self._positions, self._uses_of, self._budget = schedule, positions, uses_of, budget
+        self._schedule, self._positions, self._budget = schedule, positions, budget
         self._start, self._within, self._commit_every = start, within, commit_every
-        self._streams = dict(stored)
-        self._base = min([0, *self._streams])  # below 0: the visit of the rows that the schedule was entered with
+        self._ranges = {visit: tuple(map(SegmentRanges.of, streams)) for visit, streams in stored.items()}
+        self._base = min([0, *self._ranges])  # below 0: the visit of the rows that the schedule was entered with
         self._content = HostContent()
-        self._sizes = {} if sizes is None else sizes
-        self._dump_sizes: dict[int, int] = {}
+        self._counts = counts or ReuseCounts(schedule, positions, uses_of)
         self._next = start
         self._last_capacity: int | None = None
         self._check_budget()
@@ -153,39 +153,19 @@ class Planner:
         """The visit that `plan_next` plans."""
         return self._next
 
-    def sizes(self, visit: int) -> PassSizes:
-        """Count, for the pass of ``visit``, the rows of each gap."""
-        key = self._schedule.pass_of(visit) if self._schedule.repeats else visit
-        if key not in self._sizes:
-            if not self._schedule.repeats:
-                for old in [v for v in self._sizes if v < visit - 2]:
-                    del self._sizes[old]
-            self._sizes[key] = self._count(visit)
-        return self._sizes[key]
-
-    def _count(self, visit: int) -> PassSizes:
-        uses, p = self._uses_of(self._schedule.epoch_of(visit)), self._schedule.pass_of(visit)
-        sizes = PassSizes([], [])
-        for g, group in enumerate(self._positions.groups):
-            first = self._positions.first_table(g)
-            nexts = np.zeros((len(group.tables), uses.longest + 1), dtype=np.int64)
-            prevs = np.zeros(uses.longest + 1, dtype=np.int64)
-            for i in range(len(group.tables)):
-                span = slice(self._positions.start(p, first + i), self._positions.start(p, first + i + 1))
-                count_gaps(uses.next_gap[p][span], uses.longest, nexts[i])
-                count_gaps(uses.prev_gap[p][span], uses.longest, prevs)
-            present = np.nonzero(nexts.sum(axis=0))[0]
-            sizes.next_G.append([(int(gap), tuple(int(n) for n in nexts[:, gap])) for gap in present])
-            sizes.prev_G.append([(int(gap), int(prevs[gap])) for gap in np.nonzero(prevs)[0]])
-        return sizes
-
-    def dump_streams(self, visit: int, *, with_kept: bool) -> tuple[Stream, ...]:
+    def dump_ranges(self, visit: int, *, with_kept: bool) -> tuple[SegmentRanges, ...]:
         """Lay out the dump of ``visit``: ranges by next use, kept rows first where they are written too."""
-        budget, streams = self._budget, []
-        for group, gaps in zip(self._positions.groups, self.sizes(visit).next_G, strict=True):
-            ranges = [Range(next_use=visit + gap, table_rows=rows) for gap, rows in gaps if with_kept or gap > 1]
-            streams.append(self.layout(group, ranges, budget))
-        return tuple(streams)
+        dumps = []
+        for group, (gap_N, rows_NT) in zip(self._positions.groups, self._counts.of(visit).next_G, strict=True):
+            first = 0 if with_kept else int(gap_N.searchsorted(2))
+            piece_rows, block_bytes = self._cut(group, self._budget)
+            dumps.append(
+                SegmentRanges.cut(
+                    gap_N[first:].astype(np.int64) + visit, rows_NT[first:],
+                    row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=block_bytes,
+                )
+            )  # fmt: skip
+        return tuple(dumps)
 
     def store_plan(self, stored: Manifest, *, commits: int, state_bytes: int) -> StorePlan:
         """Say what a store that has this takes at its fullest, where it keeps so many commits of such a state."""
@@ -193,7 +173,7 @@ class Planner:
         visits = range(first, first + self._schedule.num_passes)
         return StorePlan.of(
             self._positions.groups,
-            {visit: self.dump_streams(visit, with_kept=True) for visit in visits},
+            {visit: self.dump_ranges(visit, with_kept=True) for visit in visits},
             stored,
             commits=commits,
             commit_every=self._commit_every,
@@ -204,28 +184,35 @@ class Planner:
     @staticmethod
     def layout(group: Group, ranges: Iterable[Range], budget: HostBudget) -> Stream:
         """Cut ranges into pieces and blocks as the budget says; blocks have whole parts where these are compressed."""
+        piece_rows, block_bytes = Planner._cut(group, budget)
+        return Stream(row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
+
+    @staticmethod
+    def _cut(group: Group, budget: HostBudget) -> tuple[int, int]:
+        """Return the rows of a piece and the bytes of a block."""
         row_bytes = group.row_bytes
         piece_rows = max(1, budget.piece // row_bytes)
         block_bytes = max(budget.block, piece_rows * row_bytes)
         if group.compression is not None:
             block_bytes -= block_bytes % (row_bytes * compressed_rows(row_bytes, piece_rows))
-        return Stream(row_bytes=row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
+        return piece_rows, block_bytes
 
     def plan_next(self) -> VisitPlan:
         """Plan the next visit."""
         visit, self._next = self._next, self._next + 1
         first = visit == self._start
         pass_index = self._schedule.pass_of(visit)
-        sizes, groups = self.sizes(visit), self._positions.groups
+        groups = self._positions.groups
         rows_G = tuple(self._positions.num_rows(pass_index, g) for g in range(len(groups)))
         kept_G, generated_G, loads = [], [], []
         oldest = visit - base_visit(self._base) if self._base < 0 else visit
-        for g, gaps in enumerate(sizes.prev_G):
-            kept_G.append(0 if first else dict(gaps).get(1, 0))
+        for g, (gap_N, rows_N1) in enumerate(self._counts.of(visit).prev_G):
+            gaps = list(zip(gap_N.tolist(), rows_N1[:, 0].tolist(), strict=True))
+            kept_G.append(gaps[0][1] if gaps and gaps[0][0] == 1 and not first else 0)
             if first and self._within:
                 generated_G.append(0)
                 if rows_G[g]:
-                    source = visit if visit in self._streams else self._base
+                    source = visit if visit in self._ranges else self._base
                     loads.append(self._load(source, g, visit, rows_G[g]))
                 continue
             loads += [
@@ -237,46 +224,46 @@ class Planner:
                 fresh = 0
             generated_G.append(fresh)
         commits = (visit + 1) % self._commit_every == 0 or visit + 1 == self._end
-        dumps = self.dump_streams(visit, with_kept=commits)
+        dumps = self.dump_ranges(visit, with_kept=commits)
         retained, cached, capacity = self._advance_host(visit)
         reserve = self._reserve(visit)
         plan = VisitPlan(
             visit=visit, epoch=self._schedule.epoch_of(visit), pass_index=pass_index,
             first=first, within=first and self._within, longest_wait=oldest, commits=commits,
             rows_G=rows_G, kept_G=tuple(kept_G), generated_G=tuple(generated_G), loads=tuple(loads),
-            dumps=dumps, retained=retained, host_bytes=cached + reserve, capacity=capacity,
+            dump_ranges=dumps, retained=retained, host_bytes=cached + reserve, capacity=capacity,
             row_bytes_G=tuple(group.row_bytes for group in groups),
         )  # fmt: skip
-        self._streams[visit] = dumps
-        for old in [v for v in self._streams if 0 <= v < visit - self._uses_of(plan.epoch).longest]:
-            del self._streams[old]
+        self._ranges[visit] = dumps
+        for old in [v for v in self._ranges if 0 <= v < visit - self._schedule.longest_gap]:
+            del self._ranges[old]
         return plan
 
     def _load(self, source: int, group: int, visit: int, rows: int) -> Load:
-        stream = self._streams[source][group] if source in self._streams else None
-        index = next((i for i, r in enumerate(stream.ranges) if r.next_use == visit), None) if stream else None
-        if stream is None or index is None or stream.ranges[index].rows != rows:
+        ranges = self._ranges[source][group] if source in self._ranges else None
+        index = ranges.find(visit) if ranges else None
+        if ranges is None or index is None or ranges.rows_in(index) != rows:
             raise PassSetError(
                 f"visit {visit} needs {rows:,} rows that visit {source} should have dumped for it, and the store "
                 "has no such range: the pass set or its order is not the one the store was trained with"
             )
-        low, high = stream.pieces_of(index)
+        low, high = ranges.first_piece_R.item(index), ranges.first_piece_R.item(index + 1)
         held = self._content.find(source, group)
         if source == visit - 2 and source >= self._start:
-            held = Held(0, stream.num_pieces)  # the dump itself, not yet thinned out
+            held = Held(0, ranges.num_pieces)  # the dump itself, not yet thinned out
         middle = min(max(held.last, low), high) if held.first <= low < held.last else low
-        store_bytes = int(stream.piece_offset_P[high] - stream.piece_offset_P[middle])
+        store_rows = rows if middle == low else ranges.row_of(high) - ranges.row_of(middle)
         return Load(
             visit=source, group=group, rows=rows, host=Held(low, middle), store=Held(middle, high),
-            store_rows=store_bytes // stream.row_bytes, store_bytes=store_bytes,
+            store_rows=store_rows, store_bytes=store_rows * ranges.row_bytes,
         )  # fmt: skip
 
     def _advance_host(self, visit: int) -> tuple[dict[tuple[int, int], Held], int, int]:
         """Let the dump of the visit before last join what is cached, and thin that out for ``visit``."""
         old = visit - 2
         if old >= self._start:
-            for g, stream in enumerate(self._streams[old]):
-                self._content.enter(old, g, stream)
+            for g, ranges in enumerate(self._ranges[old]):
+                self._content.enter(old, g, ranges)
         capacity = self._budget.rows - self._reserve(visit)
         assert capacity >= 0, f"visit {visit} needs {-capacity} bytes more than was checked"
         if self._last_capacity is not None:
@@ -293,18 +280,21 @@ class Planner:
 
     def _dump_bytes(self, pass_index: int) -> int:
         """All rows of a pass, in the pages of its blocks, which do not depend on the ranges."""
-        if pass_index not in self._dump_sizes:
-            total = 0
-            for g, group in enumerate(self._positions.groups):
-                rows = Range(next_use=0, table_rows=(self._positions.num_rows(pass_index, g),))
-                total += sum(paged(int(n)) for n in self.layout(group, [rows], self._budget).block_bytes_B)
-            self._dump_sizes[pass_index] = total
-        return self._dump_sizes[pass_index]
+        total = 0
+        for g, group in enumerate(self._positions.groups):
+            rows, block_rows = (
+                self._positions.num_rows(pass_index, g),
+                self._cut(group, self._budget)[1] // group.row_bytes,
+            )
+            full, rest = divmod(rows, block_rows)
+            total += full * paged(block_rows * group.row_bytes) + paged(rest * group.row_bytes)
+        return total
 
     def _staging_bytes(self, visit: int, *, first: bool) -> int:
         """All rows of the visit that are not kept; with ``first`` those too."""
-        runs_G = [[n for gap, n in gaps if first or gap > 1] for gaps in self.sizes(visit).prev_G]
-        return self._loaded_bytes(runs_G, [len(runs) for runs in runs_G])
+        prev_G = self._counts.of(visit).prev_G
+        runs_G = [rows_N1[0 if first else int(gap_N.searchsorted(2)) :, 0] for gap_N, rows_N1 in prev_G]
+        return self._loaded_bytes(runs_G, [runs.size for runs in runs_G])
 
     def _most_staging_bytes(self, pass_index: int) -> int:
         """The most that staging a pass takes in any order: none of its rows kept, and as many gaps as can be.
@@ -312,20 +302,21 @@ class Planner:
         A row was used last in the newest visit of some pass, or never: one gap for each pass and one more.
         """
         rows_G = [self._positions.num_rows(pass_index, g) for g in range(len(self._positions.groups))]
-        return self._loaded_bytes([[n] for n in rows_G], [min(n, self._schedule.num_passes + 1) for n in rows_G])
+        return self._loaded_bytes(
+            [np.array([n]) for n in rows_G], [min(n, self._schedule.num_passes + 1) for n in rows_G]
+        )
 
-    def _loaded_bytes(self, runs_G: Sequence[Sequence[int]], num_runs_G: Sequence[int]) -> int:
+    def _loaded_bytes(self, runs_G: Sequence[NDArray[np.integer]], num_runs_G: Sequence[int]) -> int:
         """Bytes of memory for runs of rows, each of one gap, that come from the store or from an earlier dump."""
-        bytes_G = [
-            [rows * group.row_bytes for rows in runs]
-            for group, runs in zip(self._positions.groups, runs_G, strict=True)
-        ]
-        blocks = sum(size // self._budget.block for sizes in bytes_G for size in sizes)
+        total = blocks = 0
+        for runs, group in zip(runs_G, self._positions.groups, strict=True):
+            sizes = runs.astype(np.int64) * group.row_bytes
+            total, blocks = total + int(sizes.sum()), blocks + int((sizes // self._budget.block).sum())
         # what is read at once from a block begins in its page where it does in the file: a page more for each
         shifts = 0
         if max(self._budget.block, self._budget.staged_piece) >= ALIGNED_BYTES:
-            shifts = min(2 * sum(num_runs_G) + blocks, sum(map(sum, bytes_G)) // ALIGNED_BYTES)
-        total, shift = sum(map(sum, bytes_G)) + shifts * PAGE_BYTES, PAGE_BYTES if shifts else 0
+            shifts = min(2 * sum(num_runs_G) + blocks, total // ALIGNED_BYTES)
+        total, shift = total + shifts * PAGE_BYTES, PAGE_BYTES if shifts else 0
         # staging is filled region by region; a region ends before the piece that does not fit, the last may be empty
         regions = -(-total // max(1, self._budget.region - self._budget.staged_piece - shift))
         # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiercache.planning.visit_plan import PassSizes, Planner, VisitPlan
+from tiercache.planning.reuse_counts import ReuseCounts
+from tiercache.planning.visit_plan import Planner, VisitPlan
 from tiercache.store.history import manifest_of
 from tiercache.tiers.segments import segments_by_visit
 
@@ -35,7 +36,7 @@ class Plans:
     ) -> None:
         self._store, self._schedule, self._positions, self._uses_of = store, schedule, positions, uses_of
         self._budget, self._commit_every, self._store_budget = budget, commit_every, store_budget
-        self._sizes: dict[int, PassSizes] = {}
+        self._counts = ReuseCounts(schedule, positions, uses_of)
 
     @property
     def cursor(self) -> tuple[int, int]:
@@ -44,17 +45,17 @@ class Plans:
         return (0, 0) if commit is None else (commit.cursor.visit, commit.cursor.sample)
 
     def planner(self, end: int | None = None) -> Planner:
-        """Return the planner of a training up to visit ``end``: what it counts is kept for the next one."""
-        return self._planner(end, self._sizes)
+        """Return the planner of a training up to visit ``end``."""
+        return self._planner(end)
 
     def visits(self, count: int | None) -> list[VisitPlan]:
         """Plan the next visits, one epoch and one visit more where not said; beside a training too."""
-        planner = self._planner(None, {})  # the reader's planner may be counting into the other
+        planner = self._planner(None)
         return [planner.plan_next() for _ in range(self._schedule.num_passes + 1 if count is None else count)]
 
     def store_plan(self, state_bytes: int) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
-        planner, stored = self._planner(None, {}), manifest_of(self._store)
+        planner, stored = self._planner(None), manifest_of(self._store)
         return planner.store_plan(stored, commits=self._store.retention, state_bytes=state_bytes)
 
     def check_store(self, state_bytes: Callable[[], int]) -> None:
@@ -62,10 +63,10 @@ class Plans:
         if self._store_budget is not None:
             self.store_plan(state_bytes()).check(self._store_budget)
 
-    def _planner(self, end: int | None, sizes: dict[int, PassSizes]) -> Planner:
+    def _planner(self, end: int | None) -> Planner:
         visit, sample = self.cursor
         stored = {v: segment.streams for v, segment in segments_by_visit(self._store).items()}
         return Planner(
             self._schedule, self._positions, self._uses_of, self._budget, start=visit, within=sample > 0,
-            commit_every=self._commit_every, end=end, stored=stored, sizes=sizes,
+            commit_every=self._commit_every, end=end, stored=stored, counts=self._counts,
         )  # fmt: skip

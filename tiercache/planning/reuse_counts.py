@@ -1,0 +1,89 @@
+"""How many rows of each pass wait how long: counted once a training, and all that planning needs of the keys."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tiercache.kernels.switch import count_gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.next_use import Uses
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.schedule import Schedule
+
+    Int32s = NDArray[np.int32]
+
+
+class GapRows(NamedTuple):
+    """Rows of one group by gap: N gaps that occur, T tables."""
+
+    gap_N: Int32s
+    """Ascending."""
+    rows_NT: Int32s
+    """Of each table, or (N, 1) of all tables together."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassCounts:
+    """The rows of one visit by group, counted."""
+
+    next_G: tuple[GapRows, ...]
+    """By the visits to their next use, table by table."""
+    prev_G: tuple[GapRows, ...]
+    """By the visits since their last use, all tables together."""
+
+
+class ReuseCounts:
+    """Counts of any visit: where the order repeats, those of a pass are kept; else those of two epochs. Thread-safe."""
+
+    def __init__(self, schedule: Schedule, positions: Positions, uses_of: Callable[[int], Uses]) -> None:
+        """``uses_of(epoch)`` gives the uses of an epoch; the keys of a visit are gone through when it is asked for."""
+        self._schedule, self._positions, self._uses_of = schedule, positions, uses_of
+        self._lock = threading.Lock()
+        self._counts: dict[int, PassCounts] = {}
+
+    def of(self, visit: int) -> PassCounts:
+        """Return the counts of a visit."""
+        name = self._schedule.pass_of(visit) if self._schedule.repeats else visit
+        with self._lock:
+            if name not in self._counts:
+                first = (
+                    0 if self._schedule.repeats else (self._schedule.epoch_of(visit) - 1) * self._schedule.num_passes
+                )
+                for old in [v for v in self._counts if v < first]:
+                    del self._counts[old]
+                self._counts[name] = self._count(visit)
+            return self._counts[name]
+
+    def _count(self, visit: int) -> PassCounts:
+        uses, p, positions = (
+            self._uses_of(self._schedule.epoch_of(visit)),
+            self._schedule.pass_of(visit),
+            self._positions,
+        )
+        longest, next_G, prev_G = self._schedule.longest_gap, [], []
+        for g, group in enumerate(positions.groups):
+            first = positions.first_table(g)
+            next_TN = np.zeros((len(group.tables), longest + 1), dtype=np.int64)
+            prev_N = np.zeros((1, longest + 1), dtype=np.int64)
+            for i in range(len(group.tables)):
+                span = slice(positions.start(p, first + i), positions.start(p, first + i + 1))
+                count_gaps(uses.next_gap[p][span], longest, next_TN[i])
+                count_gaps(uses.prev_gap[p][span], longest, prev_N[0])
+            next_G.append(_present(next_TN))
+            prev_G.append(_present(prev_N))
+        return PassCounts(tuple(next_G), tuple(prev_G))
+
+
+def _present(rows_TN: NDArray[np.int64]) -> GapRows:
+    """Leave out the gaps that no row has."""
+    gap_N = np.flatnonzero(rows_TN.any(axis=0))
+    return GapRows(gap_N.astype(np.int32), np.ascontiguousarray(rows_TN[:, gap_N].T, dtype=np.int32))
