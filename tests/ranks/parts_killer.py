@@ -15,22 +15,21 @@ import importlib
 import json
 import os
 import random
-import select
 import shutil
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.store_killer import spread
-from benchmarks.store_points import Point, unwatch, watch
+from tests.crash import child
+from tests.crash.points import Point, unwatch, watch
+from tests.crash.schedule import spread
 from tests.ranks.meeting import Processes, meet
 from tests.ranks.sharded_world import divide_anew, opened, placement_on, problems, take
 from tiercache.errors import RankError
@@ -41,51 +40,28 @@ from tiercache.store import Cursor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.crash.child import Ended, Teller
     from tiercache.ranks.meeting import Meeting
 
-PATIENCE_SECONDS = 60.0
 FIRST, LAST = Cursor(2), Cursor(4)
 """Where it is divided anew, and where it ends."""
 PHASES = ("open", "append and commit", "record", "divide anew", "switch and delete")
 
 
-@dataclass
-class Ended:
-    """What processes said, and which of them were killed."""
-
-    said: list[list[Any]] = field(default_factory=list)
-    killed: int = 0
-
-    def of(self, kind: str) -> list[Any]:
-        """Return all that was said of one kind."""
-        return [value for what, value in self.said if what == kind]
-
-
-class Teller:
-    """Writes lines to a pipe that outlives the process; the phase that it is in goes with points."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        self.phase = PHASES[0]
-
-    def say(self, kind: str, value: Any) -> None:
-        """Say it."""
-        os.write(self._handle, json.dumps([kind, value]).encode() + b"\n")
-
-    def note(self, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
-        """Note a commit that may be found from now on, or that must be, or that new parts take the old ones' place."""
-        if switching:
-            self.phase = PHASES[4]
-        if begun is not None:
-            self.say("begun", begun)
-            self.phase = PHASES[2]
-        if done is not None:
-            self.say("done", done)
-            self.phase = PHASES[1]
+def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
+    """Note a commit that may be found from now on, or that must be, or that new parts take the old ones' place."""
+    teller.note(begun=begun, done=done)
+    if switching:
+        teller.phase = PHASES[4]
+    if begun is not None:
+        teller.phase = PHASES[2]
+    if done is not None:
+        teller.phase = PHASES[1]
 
 
 def walk(path: Path, ranks: Meeting, teller: Teller, engine: str) -> None:
     """Make the store or take it up, and go on to the end; divided anew in the middle."""
+    teller.phase = PHASES[0]
     record = Record.read(path)
     ranks.agree("reading the record")
     turn = 0 if record is None else turn_of(record)
@@ -96,11 +72,11 @@ def walk(path: Path, ranks: Meeting, teller: Teller, engine: str) -> None:
             teller.phase = PHASES[1]
             until = LAST if turn else FIRST
             while parts.cursor is None or parts.cursor < until:
-                take(parts, world, teller.note)
+                take(parts, world, partial(note, teller))
         if turn:
             return
         teller.phase = PHASES[3]
-        divide_anew(path, ranks, placement_on(ranks.size, 1), teller.note, engine=engine)
+        divide_anew(path, ranks, placement_on(ranks.size, 1), partial(note, teller), engine=engine)
         turn = 1
 
 
@@ -116,71 +92,19 @@ def run(
     kill_after: float | None = None,
     victim: int | None = None,
 ) -> Ended:
-    """Fork a process for each rank, in a process group of their own; returns when all have ended.
-
-    After ``kill_after`` seconds the victim is killed; None: all.
-    """
+    """Fork a process for each rank, which meet by sockets; returns when all have ended, as ``child.run`` says."""
     pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
-    reading, writing = os.pipe()
-    pids: list[int] = []
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setpgid(0, pids[0] if pids else 0)
-            except OSError:  # rank 0 is gone already
-                os.setpgid(0, 0)
-            os.close(reading)
-            mine = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
-            for one in (one for pair in pairs for one in pair if one not in mine):
-                one.close()
-            _work(Processes(rank, num_ranks, mine), Teller(writing), work)
-        pids.append(pid)
-        with suppress(OSError):
-            os.setpgid(pid, pids[0])
-    for one in (one for pair in pairs for one in pair):
-        one.close()
-    os.close(writing)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        for pid in pids if victim is None else [pids[victim]]:
-            os.kill(pid, signal.SIGKILL)  # it is not waited for yet, so the number is nobody else's
-    ended = Ended()
-    data = _read(reading, pids)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    ended.killed = sum(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL for status in statuses)
-    ended.said = [json.loads(line) for line in data.split(b"\n")[:-1]]
-    return ended
 
-
-def _read(handle: int, pids: list[int]) -> bytes:
-    """Return all that is written to a pipe until the last of the processes has ended; those that hang are killed."""
-    data, deadline = b"", time.monotonic() + PATIENCE_SECONDS
-    while True:
-        ready, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            data += json.dumps(["error", f"a rank had not ended after {PATIENCE_SECONDS:.0f} seconds"]).encode() + b"\n"
-            deadline += PATIENCE_SECONDS
-            continue
-        part = os.read(handle, 1 << 16)
-        if not part:
-            os.close(handle)
-            return data
-        data += part
-
-
-def _work(ranks: Processes, teller: Teller, work: Callable[[Processes, Teller], None]) -> None:
-    try:
-        work(ranks, teller)
-    except RankError:
-        pass  # another one was killed
-    except BaseException:
-        teller.say("error", traceback.format_exc())
-    finally:
+    def one(rank: int, teller: Teller) -> None:
+        mine = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
+        for end in (end for pair in pairs for end in pair if end not in mine):
+            end.close()
+        with suppress(RankError):  # another one was killed
+            work(Processes(rank, num_ranks, mine), teller)
         unwatch()
-        os._exit(0)
+
+    ends = [end for pair in pairs for end in pair]
+    return child.run(one, processes=num_ranks, sockets=ends, kill_after=kill_after, victim=victim)
 
 
 class Killer:
