@@ -63,13 +63,13 @@ class Killer:
         return mine
 
     def points(self) -> list[Any]:
-        """Run the workload once, without a kill, and return what it tells of its points; its end must be right."""
+        """Run the workload without a kill, and return its points: [rank, phase, call, after]; its end must be right."""
         folder, begun = self.fresh(), time.perf_counter()
         self.workload.begin(folder)
         ended = self.workload.run(folder, Count())
         self.run_seconds = time.perf_counter() - begun
         self.examine(folder, "a run without a kill", [ended])
-        return ended.of("points")
+        return [point for some in ended.of("points") for point in some]
 
     def kill(self, death: Death | None = None, folder: Path | None = None) -> None:
         """Let a workload die so, and again as it says; examine what is left each time, and its end.

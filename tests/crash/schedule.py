@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     Case = Callable[[Killer], None]
 
+_POINTS_IN_LINE = 20
+
 
 class Death(Protocol):
     """A way to die; as text it is what stands before a sentence about what it left."""
@@ -42,16 +44,17 @@ class Death(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """No death: tells the points of a run."""
+    """No death: tells the points of a run, [rank, phase, call, after] each, those of a rank in their order."""
 
     @contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Tell all points at the end."""
-        seen: list[Point] = []
-        watch(lambda _, point: seen.append(point))
+        """Tell all points at the end, few in a line: lines of several processes must not mix."""
+        seen: list[tuple[Any, ...]] = []
+        watch(lambda _, point: seen.append((rank, teller.phase, *point)))
         yield
         unwatch()
-        teller.say("points", seen)
+        for low in range(0, len(seen), _POINTS_IN_LINE):
+            teller.say("points", seen[low : low + _POINTS_IN_LINE])
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
         """Count nothing."""
@@ -70,7 +73,8 @@ class At:
     def __str__(self) -> str:
         if self.point is None:
             return f"at point {self.number}"
-        return f"a kill {'after' if self.point.after else 'before'} {self.point.call} (point {self.number})"
+        whose = f" of {'all at ' * self.everyone}rank {self.rank}" if self.everyone or self.rank else ""
+        return f"a kill{whose} {'after' if self.point.after else 'before'} {self.point.call} (point {self.number})"
 
     @contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:

@@ -185,7 +185,7 @@ def lose(killer: Killer, loss: Loss, recording: Recording) -> None:
 
 def _cases(killer: Killer, options: argparse.Namespace, generator: random.Random) -> list[Case]:
     """Decide on as many kills, torn writes, losses of power and full disks as are asked for."""
-    points = [Point(*point) for seen in killer.points() for point in seen]
+    points = [Point(call, after) for _, _, call, after in killer.points()]
     killer.outcome.counts["points"] = len(points)
 
     def chosen(most: int, numbers: Sequence[int]) -> list[int]:
