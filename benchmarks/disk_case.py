@@ -1,22 +1,25 @@
-"""The training that the out-of-core benchmark runs: sizes, data, model."""
+"""The training that the out-of-core benchmark runs: sizes, data, model, and how wide its dense part must be."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 import tiercache as tc
+from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.machine import middle
 from benchmarks.zipf import Zipf
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import KeyBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tiercache.training.batch import Batch
@@ -36,16 +39,22 @@ class Size:
     vocabulary: int
     """Ids that may be drawn; the table is those that are."""
     batch: int
-    turns: int
-    """Of training in memory and over the tiers."""
-    turn_visits: int
-    """Trained in a turn; all turns together train whole epochs."""
     epoch_seconds: float
-    """The most that the dense part may make an epoch in memory last."""
+    """The most that the dense part may make an epoch, or a window, in memory last."""
+    turns: int = 0
+    """Of training in memory and over the tiers."""
+    turn_visits: int = 1
+    """Trained in a turn; all turns together train whole epochs."""
+    window_visits: int = 0
+    """Of a window on a GPU, which has no turns."""
     features: int = 8
     dim: int = 64
     repeats: int = 1
     """Turns are divided among so many, and medians over them are reported."""
+    device_bytes: int | None = None
+    """The budget of a window; None: what the passes need."""
+    host_bytes: int | None = None
+    """The budget of a window; None: for hardly more than two passes."""
 
     def __post_init__(self) -> None:
         if self.turns % self.repeats or self.turns * self.turn_visits % self.passes:
@@ -66,38 +75,21 @@ class Size:
 
 
 FULL = Size(
-    name="full",
-    passes=24,
-    samples=196_608,
-    vocabulary=32_000_000,
-    batch=4096,
-    turns=24,
-    turn_visits=2,
-    epoch_seconds=120,
-    repeats=4,
-)
+    name="full", passes=24, samples=196_608, vocabulary=32_000_000, batch=4096, turns=24, turn_visits=2,
+    epoch_seconds=120, repeats=4,
+)  # fmt: skip
 QUICK = Size(
-    name="quick",
-    passes=16,
-    samples=51_200,
-    vocabulary=40_000_000,
-    batch=2048,
-    turns=16,
-    turn_visits=1,
-    epoch_seconds=8,
-    features=2,
+    name="quick", passes=16, samples=51_200, vocabulary=40_000_000, batch=2048, turns=16, epoch_seconds=8, features=2
 )
 TINY = replace(
-    QUICK,
-    name="tiny",
-    passes=20,
-    samples=5120,
-    vocabulary=2_000_000,
-    features=8,
-    turns=4,
-    turn_visits=5,
+    QUICK, name="tiny", passes=20, samples=5120, vocabulary=2_000_000, features=8, turns=4, turn_visits=5,
     epoch_seconds=1,
-)
+)  # fmt: skip
+GPU_FULL = Size(
+    name="full", passes=20, samples=29 * 65_536, vocabulary=400_000_000, batch=65_536, dim=128, window_visits=3,
+    epoch_seconds=120, device_bytes=4_000_000_000, host_bytes=8_000_000_000,
+)  # fmt: skip
+GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, window_visits=1, epoch_seconds=120)
 
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:
@@ -131,6 +123,28 @@ def _data(size: Size, optimizer: str) -> Iterator[KeyBatch]:
         yield KeyBatch.of(schema, keys, label=rng.integers(0, 2, size.samples).astype(np.float32))
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The passes of a window's size, each drawn by itself."""
+
+    size: Size
+
+    @property
+    def passes(self) -> int:
+        """Passes of an epoch."""
+        return self.size.passes
+
+    def schema(self) -> tc.Schema:
+        """Return the schema of the CPU's form, with this dim."""
+        return schema_of(self.size, "adagrad")
+
+    def draw(self, index: int) -> KeyBatch:
+        """Return a pass."""
+        rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
+        keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
+        return KeyBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
+
+
 def dense_part(inputs: int, width: int) -> nn.Sequential:
     """Return two hidden layers of ``width``."""
     return nn.Sequential(
@@ -154,3 +168,80 @@ class Net(nn.Module):
             return out.sum(dim=1) + self.bias
         logits: torch.Tensor = self.dense(out)
         return logits + self.bias
+
+
+class Step:
+    """A step of the model; without its dense part where ``light`` is set."""
+
+    def __init__(self, cache: Any, width: int, *, light: bool, track: bool = False) -> None:
+        torch.manual_seed(1)
+        self.light, self._cache, self._track = light, cache, track
+        self.net, self._loss_of = Net(cache, width).to(cache.device), nn.BCEWithLogitsLoss()
+        self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
+        if track:
+            cache.register(model=self.net, optimizer=self._optimizer)
+
+    def __call__(self, batch: Batch) -> None:
+        """Train a batch."""
+        self._loss_of(self.net(batch, light=self.light), batch.label).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if not self._track:
+            self._cache.step()
+
+
+class DenseTimer:
+    """Finds the width of the dense part that takes a given time."""
+
+    def __init__(self, size: Size, device: str = "cpu", rest: Callable[[], None] = lambda: None) -> None:
+        """rest: waits until the device has done what it was given."""
+        self._batch, self._inputs = size.batch, size.features * size.dim
+        self._device, self._rest = device, rest
+        self._known: dict[int, float] = {}
+
+    def seconds(self, width: int) -> float:
+        """Return the seconds that one sample takes in the dense part: forward, backward and step."""
+        if width not in self._known:
+            part, loss_of = dense_part(self._inputs, width).to(self._device), nn.BCEWithLogitsLoss()
+            optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
+            inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
+            labels = torch.zeros(self._batch, device=self._device)
+            taken: list[float] = []
+            until = time.perf_counter() + 0.12
+            while len(taken) < 4 or time.perf_counter() < until:
+                begun = time.perf_counter()
+                loss_of(part(inputs), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                self._rest()
+                taken.append(time.perf_counter() - begun)
+            self._known[width] = middle(taken[1:]) / self._batch
+        return self._known[width]
+
+    def width(self, sample_seconds: float) -> int:
+        """Return the width, a multiple of 4, that takes about ``sample_seconds``; 4 where all take longer."""
+        low, high = 4, 32
+        while self.seconds(high) < sample_seconds and high < 1 << 14:
+            low, high = high, 2 * high
+        return next((w for w in _between(low, high) if self.seconds(w) >= sample_seconds), high)
+
+
+def _between(low: int, high: int) -> Iterator[int]:
+    step = max(4, (high - low) // 8)
+    yield from range(low, high, step)
+
+
+def seconds_without_dense(passes: tc.PassSet, size: Size) -> float:
+    """Return the seconds of one sample in memory where there is no dense part."""
+    cache = tc.ResidentCache(passes)
+    model, loss_of = Net(cache, 0), nn.BCEWithLogitsLoss()
+    taken = []
+    for visit in cache.passes(epochs=1):
+        for batch in visit.batches(size.batch, shuffle=True):
+            begun = time.perf_counter()
+            loss_of(model(batch, light=True), batch.label).backward()
+            cache.step()
+            taken.append(time.perf_counter() - begun)
+        if visit.index == min(3, size.passes - 1):
+            break
+    return middle(taken) / size.batch

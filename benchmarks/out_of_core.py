@@ -1,6 +1,6 @@
 """Training over the tiers against training in memory: python -m benchmarks.out_of_core [--quick] [--json FILE].
 
---device cuda [--dry] is another form, for a table of 40 GB: `disk_window` says how it is run. Here is the CPU's.
+--device cuda [--dry] is another form, for a table of 40 GB: `out_of_core_gpu` says how it is run. Here is the CPU's.
 
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
     import tiercache as tc
     from benchmarks.disk_case import Size
     from benchmarks.disk_raw import Replay
-    from benchmarks.disk_runs import Budgets, TieredTraining, Training
+    from benchmarks.window import Budgets, MemoryRun, TieredRun
     from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.tiers.report import VisitReport
 
 GOALS = (
     Goal(key="throughput_ratio", goal=0.97, least=0.93),
@@ -86,43 +88,51 @@ NAMES = dict(zip(("low", "mid", "high"), DEMANDS, strict=True))
 
 def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     """Run one demand and return its figures, without suffix."""
-    from benchmarks.disk_case import pass_set
+    from benchmarks.disk_case import Step, pass_set
     from benchmarks.disk_raw import BareDisk, Replay
-    from benchmarks.disk_runs import TieredTraining, Training, plans_of
+    from benchmarks.training_machines import CpuTraining
+    from benchmarks.window import MemoryRun, TieredRun, open_store, plans_of
     from tiercache import ResidentCache
 
     _say(f"{size.name}{demand.suffix}: data")
     size = replace(size, turn_visits=size.turn_visits * demand.longer_turns)
     passes = pass_set(folder, size, demand.optimizer)
     budgets, keys = _budgets(passes)
-    plans = plans_of(passes, size, folder, budgets)
+    plans = plans_of(passes, folder, budgets, size.passes * size.epochs)
     warm = [plan for plan in plans if plan.epoch == 1]
 
     def replay(state_bytes: int) -> Replay:
         return Replay.of(warm, num_passes=size.passes, state_bytes=state_bytes)
 
-    with BareDisk(folder, replay(8 << 20).file_bytes) as disk:
+    with (
+        BareDisk(folder, replay(8 << 20).file_bytes) as disk,
+        open_store(passes, folder / "store.tc") as store,
+    ):
         width = 0
         if demand.target is not None:
             width = _width(passes, size, disk.seconds(replay(0)), demand.target)
         _say(f"dense width {width}: first epochs")
-        memory = Training(ResidentCache(passes), size, width)
-        tiered = TieredTraining(passes, size, width, folder, budgets)
+        machine, turns = CpuTraining(), dict[str, Any](epochs=size.epochs + 1, shuffle=True)
+        cache = ResidentCache(passes)
+        memory = MemoryRun(cache, Step(cache, width, light=True, track=True), size.batch, machine, **turns)
+        tiered = TieredRun(passes, store, budgets, partial(Step, width=width, light=True, track=True), size.batch,
+                           machine, **turns)  # fmt: skip
         times = Times()
         try:
-            memory.advance(size.passes)
-            tiered.advance(size.passes)
+            for run in (memory, tiered):
+                run.turn(size.passes)
+                run.train.light = False  # type: ignore[attr-defined] # a Step
             work = replay(tiered.state_bytes)
             for turn in range(size.turns):
                 _say(f"turn {turn + 1} of {size.turns}")
-                both: list[tuple[list[float], Training]] = [(times.memory, memory), (times.tiered, tiered)]
+                both: list[tuple[list[float], MemoryRun | TieredRun]] = [(times.memory, memory), (times.tiered, tiered)]
                 for seconds, training in both if turn % 2 == 0 else reversed(both):
-                    seconds.append(training.advance(size.turn_visits) * size.passes / size.turn_visits)
+                    seconds.append(training.turn(size.turn_visits) * size.passes / size.turn_visits)
                 times.rests.append(tiered.rest_seconds)
                 if turn * BARE_EPOCHS % size.turns < BARE_EPOCHS:
                     times.bare.append(disk.seconds(work))
             tiered.finish()
-            figures = _figures(size, tiered, times, work) | _facts(passes, plans, memory, tiered)
+            figures = _figures(size, tiered, times, work) | _facts(passes, plans, memory, tiered, size)
         finally:
             memory.close()
             tiered.close()
@@ -147,12 +157,17 @@ class Times:
     """At the ends of turns over the tiers, until nothing goes on beside the training any more."""
 
 
+def _trained(tiered: TieredRun, size: Size) -> list[VisitReport]:
+    """Return the reports of all visits that were trained."""
+    return [r for r in tiered.cache.reports if r.epoch < size.epochs]
+
+
 def _budgets(passes: tc.PassSet) -> tuple[Budgets, int]:
     """Return a tenth of the table for the device and a third for the host, and the rows of the table."""
     import numpy as np
 
     from benchmarks.disk_case import TABLE
-    from benchmarks.disk_runs import Budgets
+    from benchmarks.window import Budgets
     from tiercache.store.table import group_tables
 
     rows = np.unique(np.concatenate([p.keys(TABLE) for p in passes.passes])).size
@@ -162,13 +177,13 @@ def _budgets(passes: tc.PassSet) -> tuple[Budgets, int]:
 
 def _width(passes: tc.PassSet, size: Size, raw_seconds: float, target: float) -> int:
     """Return the width of the dense part with which an epoch in memory takes ``raw_seconds / target``."""
-    from benchmarks.disk_runs import DenseTimer, seconds_without_dense
+    from benchmarks.disk_case import DenseTimer, seconds_without_dense
 
     wanted = min(raw_seconds / target, size.epoch_seconds) / size.epoch_samples
     return DenseTimer(size).width(wanted - seconds_without_dense(passes, size))
 
 
-def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> dict[str, Any]:
+def _figures(size: Size, tiered: TieredRun, times: Times, work: Replay) -> dict[str, Any]:
     """Return times and what follows from them."""
     from benchmarks.window import switch_seconds
 
@@ -176,9 +191,10 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
     pairs = list(zip(means(times.memory, size.repeats), means(times.tiered, size.repeats), strict=True))
     memory, wall = (middle(seconds) for seconds in zip(*pairs, strict=True))
     turns = [m / t for m, t in zip(times.memory, times.tiered, strict=True)]
-    reports, whole = tiered.warm_reports, sum(times.tiered) * size.turn_visits / size.passes
-    first = len(tiered.trained_reports) - len(reports)
-    ending = tiered.trained_reports[first - 1 : -1]  # a turn begins with the end of the visit before its first
+    trained = _trained(tiered, size)
+    reports, whole = [r for r in trained if r.epoch >= 1], sum(times.tiered) * size.turn_visits / size.passes
+    first = len(trained) - len(reports)
+    ending = trained[first - 1 : -1]  # a turn begins with the end of the visit before its first
     switches = switch_seconds(ending, reports)
     return {
         "throughput_ratio": middle(m / t for m, t in pairs),
@@ -201,7 +217,7 @@ def _figures(size: Size, tiered: TieredTraining, times: Times, work: Replay) -> 
         "store_bytes_read": work.bytes_read,
         "store_bytes_written": work.bytes_written,
         "store_commits": len(work.commits),
-        "bytes_read_per_useful_byte": tiered.bytes_read_by_process / max(1, tiered.bytes_useful),
+        "bytes_read_per_useful_byte": tiered.bytes_read / max(1, tiered.bytes_useful),
         "bytes_read_per_useful_byte_device": tiered.bytes_read_by_device / max(1, tiered.bytes_useful),
         "store_file_bytes": tiered.file_bytes,
         "host_bytes_peak": tiered.cache.host_bytes_peak,
@@ -221,15 +237,19 @@ def means(seconds: Sequence[float], repeats: int) -> list[float]:
     return [sum(seconds[i : i + size]) / size for i in range(0, size * repeats, size)]
 
 
-def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Training, tiered: TieredTraining) -> dict[str, Any]:
+def _facts(
+    passes: tc.PassSet, plans: Sequence[VisitPlan], memory: MemoryRun, tiered: TieredRun, size: Size
+) -> dict[str, Any]:
     """Return what does not depend on time: rows read, the fewest possible, the plan, the bits."""
     from benchmarks.disk_case import TABLE
     from benchmarks.disk_optimal import fewest_rows_read
-    from benchmarks.disk_runs import same_bits
+    from benchmarks.window import same_rows
 
     row_bytes = plans[0].row_bytes_G[0]
     fewest = fewest_rows_read([p.keys(TABLE) for p in passes.passes], [plan.capacity for plan in plans], row_bytes)
-    reports = tiered.warm_reports
+    trained = _trained(tiered, size)
+    reports = [r for r in trained if r.epoch >= 1]
+    state, other = (run.train.net.state_dict() for run in (memory, tiered))  # type: ignore[attr-defined] # Steps
     read, optimal = sum(r.rows_read for r in reports), sum(fewest[len(plans) - len(reports) :])
     return {
         "row_bytes": row_bytes,
@@ -240,8 +260,8 @@ def _facts(passes: tc.PassSet, plans: Sequence[VisitPlan], memory: Training, tie
         "rows_kept": sum(r.rows_kept for r in reports),
         "rows_from_host": sum(r.rows_from_host for r in reports),
         "rows_written": sum(r.rows_written for r in reports),
-        "planned_equals_measured": all(r.planned_equals_measured for r in tiered.trained_reports),
-        "bits_equal": same_bits(memory, tiered),
+        "planned_equals_measured": all(r.planned_equals_measured for r in trained),
+        "bits_equal": same_rows(memory.cache, tiered.cache) and all(state[name].equal(other[name]) for name in other),
     }
 
 
@@ -253,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="as --quick, and so small that times mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; its pass sets are used again")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see benchmarks.disk_window")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see benchmarks.out_of_core_gpu")
     parser.add_argument("--dry", action="store_true", help="cuda without a GPU: all of it, at the smallest size")
     parser.add_argument("--prepare", action="store_true", help="cuda: write data and store, and end")
     parser.add_argument("--demand", choices=tuple(NAMES), help="measure one; all where not given")
@@ -299,7 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def on_a_gpu(options: argparse.Namespace, given: Sequence[str]) -> None:
     """Run the form for a GPU, or its dry form."""
-    from benchmarks.disk_window import DRY, FULL, DiskBenchmark
+    from benchmarks.disk_case import GPU_DRY, GPU_FULL
+    from benchmarks.out_of_core_gpu import DiskBenchmark
     from benchmarks.training_machines import open_training
 
     machine = open_training("cuda", dry=options.dry)
@@ -309,7 +330,7 @@ def on_a_gpu(options: argparse.Namespace, given: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     try:
-        benchmark = DiskBenchmark(DRY if options.dry else FULL, folder, machine)
+        benchmark = DiskBenchmark(GPU_DRY if options.dry else GPU_FULL, folder, machine)
         if options.dry:
             benchmark.dry(DEMANDS)
             console.print("The CUDA sources ran on the CPU, and no time means anything.")

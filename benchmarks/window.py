@@ -1,4 +1,4 @@
-"""A window of warm visits: the same batches with every row on the device, and over the tiers.
+"""The same batches with every row on the device and over the tiers: turns of visits, and a window of warm visits.
 
 The window begins when its first visit is at hand and ends when the visit behind it is: as many switches as visits, the
 dump of the visit before it still on its way at the begin, that of its last visit at the end. Visits before it, two of
@@ -24,7 +24,7 @@ import numpy as np
 
 import tiercache as tc
 from benchmarks.disk_raw import BareDisk, Replay, Span, paged
-from benchmarks.machine import drop_cache, process_bytes_read
+from benchmarks.machine import device_bytes_read, drop_cache, process_bytes_read
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.training_machines import TrainingMachine
+    from tiercache.planning.visit_plan import VisitPlan
     from tiercache.tiers.report import VisitReport
     from tiercache.training.batch import Batch
     from tiercache.training.visit import Visit
 
 __all__ = [
-    "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "rows_held",
-    "same_rows", "switch_seconds",
+    "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "open_store",
+    "plans_of", "rows_held", "same_rows", "switch_seconds",
 ]  # fmt: skip
 
 DATA = "blocks.bin"
@@ -111,16 +112,32 @@ class _Run:
     """A training that goes from visit to visit."""
 
     def __init__(
-        self, cache: Any, train: Callable[[Batch], None], batch: int, machine: TrainingMachine, epochs: int = 1 << 20
+        self,
+        cache: Any,
+        train: Callable[[Batch], None],
+        batch: int,
+        machine: TrainingMachine,
+        *,
+        epochs: int = 1 << 20,
+        shuffle: bool = False,
     ) -> None:
-        self.cache, self.train, self._batch, self._machine = cache, train, batch, machine
+        self.cache, self.train, self._batch, self._machine, self._shuffle = cache, train, batch, machine, shuffle
         self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=epochs))
-        self.visit = next(self._visits)
+        self._visit: Visit | None = None
+        self.rest_seconds = 0.0
+        """What the last turn took at its end, until nothing went on beside the training."""
+
+    @property
+    def visit(self) -> Visit:
+        """The one that is at hand."""
+        if self._visit is None:
+            self._visit = next(self._visits)
+        return self._visit
 
     def upto(self, first: int, *, train: bool = True) -> None:
         """Go on until visit ``first`` is at hand; visits before it are left untrained where only time is asked for."""
         while self.visit.index < first:
-            self._next(train=train)
+            self._train(train=train)
 
     def seconds(self, window: Window) -> tuple[float, int]:
         """Train a window and return its seconds and steps."""
@@ -128,21 +145,44 @@ class _Run:
         self._machine.rest()
         begun, steps = time.perf_counter(), 0
         for _ in range(window.visits):
-            steps += self._next()
+            steps += self._train()
+            self.visit  # noqa: B018 - the switch to the visit behind is the window's
         self._machine.rest()
         return time.perf_counter() - begun, steps
 
-    def _next(self, *, train: bool = True) -> int:
-        steps = 0
+    def turn(self, visits: int) -> float:
+        """Train some visits and return their seconds; what is between two turns has no part in them.
+
+        From the switch to the first of them until the last batch of the last is trained and nothing goes on beside it
+        any more: the dump of the visit before, and the load of the one after, have a whole visit for it.
+        """
+        begun = time.perf_counter()
+        for _ in range(visits):
+            self._train()
+        trained = time.perf_counter()
+        self.rest()
+        self.rest_seconds = time.perf_counter() - trained
+        return time.perf_counter() - begun
+
+    def finish(self) -> None:
+        """Have the last visit written too."""
+        self.visit  # noqa: B018 - the switch to it
+        self.rest()
+
+    def _train(self, *, train: bool = True) -> int:
+        steps, visit = 0, self.visit
         self.at_visit()
-        for batch in self.visit.batches(self._batch) if train else ():
+        for batch in visit.batches(self._batch, shuffle=self._shuffle) if train else ():
             self.train(batch)
             steps += 1
-        self.visit = next(self._visits)
+        self._visit = None
         return steps
 
     def at_visit(self) -> None:
         """Do what is due before a visit's first batch."""
+
+    def rest(self) -> None:
+        """Wait until nothing goes on beside the training thread."""
 
     def close(self) -> None:
         """Let go of everything."""
@@ -163,7 +203,8 @@ class MemoryRun(_Run):
                 made += 1
             self._machine.rest()
             taken.append((time.perf_counter() - begun) / made)
-            self.visit = next(self._visits)
+            self._visit = None
+            self.visit  # noqa: B018 - the switch is not the next one's
         return float(np.median(taken))
 
     def kept_batch_seconds(self, repeats: int) -> float:
@@ -180,7 +221,12 @@ class MemoryRun(_Run):
 
 
 class TieredRun(_Run):
-    """Over the tiers, on a store in a file whose pages leave the page cache once they are durable."""
+    """Over the tiers, on a store in a file whose pages leave the page cache once they are durable.
+
+    Reads are then cold: a load of visit t comes from dumps that were durable before t - 1 began. A thread drops the
+    pages, so that it takes its time from reader and writer. A turn ends when its last dump is durable and the visit
+    after it is staged, so as many dumps and loads as it has visits are made in its seconds, from begin to end.
+    """
 
     cache: tc.TierCache
 
@@ -192,15 +238,17 @@ class TieredRun(_Run):
         train_of: Callable[[Any], Callable[[Batch], None]],
         batch: int,
         machine: TrainingMachine,
+        **options: Any,
     ) -> None:
+        self.store = store
         self._file = None if store.path is None else store.path / DATA
         self._dropper = ThreadPoolExecutor(1, initializer=_step_back)
         cache = tc.TierCache(
             store, passes, device=machine.device(), device_budget=budgets.device, host_budget=budgets.host,
             progress=False,
         )  # fmt: skip
-        self.bytes_read = 0
-        super().__init__(cache, train_of(cache), batch, machine)
+        self.bytes_read = self.bytes_read_by_device = self.bytes_useful = 0
+        super().__init__(cache, train_of(cache), batch, machine, **options)
 
     def at_visit(self) -> None:
         """Drop what is durable from the page cache."""
@@ -214,6 +262,32 @@ class TieredRun(_Run):
         taken = super().seconds(window)
         self.bytes_read = process_bytes_read() - before
         return taken
+
+    def turn(self, visits: int) -> float:
+        """Do so, and count the bytes read."""
+        assert self._file is not None
+        by_process, by_device = process_bytes_read(), device_bytes_read(self._file.parent)
+        useful = self.store.counters.row_bytes_read
+        seconds = super().turn(visits)
+        self.bytes_read += process_bytes_read() - by_process
+        self.bytes_read_by_device += device_bytes_read(self._file.parent) - by_device
+        self.bytes_useful += self.store.counters.row_bytes_read - useful
+        return seconds
+
+    def rest(self) -> None:
+        """Wait for reader and writer."""
+        self.cache.drain()
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the store's file of blocks."""
+        return 0 if self._file is None else self._file.stat().st_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of dense state in the last commit."""
+        assert self.store.commit is not None
+        return self.store.commit.state_bytes
 
     def reports(self, window: Window) -> list[VisitReport]:
         """Return those of the window's visits and of the one behind it."""
@@ -231,6 +305,7 @@ class TieredRun(_Run):
 
 
 def _step_back() -> None:
+    """Drop pages only where a core has nothing else to do."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
@@ -241,6 +316,18 @@ def open_store(passes: tc.PassSet, path: Path | None, *, fresh: bool = True) -> 
     if fresh:
         shutil.rmtree(path, ignore_errors=True)
     return tc.Store.open(path, tables=passes.tables)
+
+
+def plans_of(passes: tc.PassSet, folder: Path, budgets: Budgets, visits: int) -> list[VisitPlan]:
+    """Plan visits from the first on, in a store that nothing is done with."""
+    path = folder / "plan.tc"
+    with (
+        open_store(passes, path) as store,
+        tc.TierCache(store, passes, device_budget=budgets.device, host_budget=budgets.host) as cache,
+    ):
+        plans = cache.plan(visits=visits)
+    shutil.rmtree(path)
+    return plans
 
 
 def bare_disk_seconds(folder: Path, bytes_read: int, bytes_written: int, commits: int) -> float:

@@ -107,8 +107,3 @@ def expected_after(format_: str, tables: Sequence[Table], rows: Rows) -> Rows:
             key: row if keeps_state(format_, one) else row[: 4 * one.dim] + state for key, row in rows[one.name].items()
         }
     return out
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below a folder."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import warnings
 from typing import TYPE_CHECKING
 
 import pyarrow.parquet
 
 import tiercache as tc
+from tests.crash.told import Told
 from tiercache.exchange import exporting, importing, numpy_folder
 from tiercache.store import lmdb_engine
 
@@ -21,16 +20,8 @@ PRELOADED = (exporting, importing, numpy_folder, lmdb_engine, pyarrow.parquet)
 
 def run(folder: Path, call: str, format_: str, fatal: int) -> None:
     """Export ``a.tc``, or import to ``b.tc``, and die when progress was told ``fatal`` times (-1: never)."""
-    told = 0
-
-    def count(*_: object) -> None:
-        nonlocal told
-        told += 1
-        if told == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     warnings.simplefilter("ignore")
     if call == "export":
-        tc.export_store(folder / "a.tc", folder / format_, format=format_, progress=count)
+        tc.export_store(folder / "a.tc", folder / format_, format=format_, progress=Told(fatal))
     else:
-        tc.import_store(folder / format_, folder / "b.tc", progress=count)
+        tc.import_store(folder / format_, folder / "b.tc", progress=Told(fatal))

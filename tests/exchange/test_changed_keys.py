@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.exchange.cases import files_of, filled, table
+from tests.exchange.cases import filled, table
+from tests.files import files_of
 from tiercache.cli.store import app
 from tiercache.errors import ExchangeError
 from tiercache.exchange.column_file import ColumnFile

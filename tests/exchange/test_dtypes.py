@@ -14,7 +14,8 @@ import torch
 from safetensors import safe_open
 
 import tiercache as tc
-from tests.exchange.cases import FORMATS, files_of, keeps_state
+from tests.exchange.cases import FORMATS, keeps_state
+from tests.files import files_of
 from tiercache.errors import ExchangeWarning
 from tiercache.exchange import exporting
 from tiercache.exchange.room import room_in

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.exchange.cases import files_of, table
+from tests.exchange.cases import table
+from tests.files import files_of
 from tests.store.damage import assert_sentence
 from tiercache.errors import ExchangeError
 from tiercache.exchange.key_set_file import export_key_sets, read_key_set, write_key_set

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
 import time
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tiercache as tc
+from tests.crash.told import finish, start
 from tests.exchange.cases import FORMATS, all_tables, filled, random_rows, rows_of
 from tiercache.store import Store, info
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-CONTEXT = multiprocessing.get_context("forkserver")
 TABLES = all_tables()
 ROWS = random_rows(TABLES, [400, 300, 200, 100, 100])
 
@@ -34,11 +33,7 @@ def die(folder: Path, call: str, format_: str, fatal: int) -> int:
     """Export or import in a process of its own, which dies when ``fatal`` tables were exported or chunks imported."""
     from tests.exchange.killed import run
 
-    process = CONTEXT.Process(target=run, args=(folder, call, format_, fatal))
-    process.start()
-    process.join(120)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return int(process.exitcode or 0)
+    return finish(start(run, folder, call, format_, fatal))
 
 
 @pytest.mark.parametrize("format_", FORMATS)
@@ -67,8 +62,7 @@ def test_an_export_killed_at_any_time_is_there_whole_or_not_at_all(place: Path, 
         if turn > 12 and deaths:
             break
         lives = not turn or draft.exists()
-        process = CONTEXT.Process(target=run, args=(tmp_path, "export", "numpy", -1))
-        process.start()
+        process = start(run, tmp_path, "export", "numpy", -1)
         while not draft.exists() and process.is_alive():
             pass  # a death before the first file is no test; an export may take no more than a few milliseconds
         begun, latest = time.perf_counter(), rng.random() * seconds

@@ -17,13 +17,13 @@ from tests.exchange.cases import (
     OPTIMIZERS,
     all_tables,
     expected_after,
-    files_of,
     filled,
     keeps_state,
     random_rows,
     rows_of,
     table,
 )
+from tests.files import files_of
 from tiercache.errors import ExchangeWarning
 from tiercache.store import MemoryEngine, Store
 

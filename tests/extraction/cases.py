@@ -103,8 +103,3 @@ def reference(out: Path, schema: Schema, columns: dict[str, Any], bounds: list[i
 def bounds_of(pass_set: PassSet) -> list[int]:
     """Return where the passes of a set begin in its data, and the end."""
     return [0, *np.cumsum([p.samples for p in pass_set]).tolist()]
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder with its bytes."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -5,12 +5,11 @@ A fork server imports this module once, with the kernels, so that a process cost
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.crash.told import Told
 from tests.extraction.cases import rich_schema
 from tiercache.extraction.extract import extract
 from tiercache.kernels.bits import hash_keys
@@ -19,8 +18,6 @@ from tiercache.kernels.numbering import KeyNumbers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.extraction.extract import ExtractionProgress
-
 # Loads the compiled code that takes longest. It is serial: a process that started threads must not be forked.
 hash_keys(np.zeros(1, np.int64), 0)
 KeyNumbers().insert(np.zeros(1, np.int64), np.zeros(1, np.int32))
@@ -28,13 +25,6 @@ KeyNumbers().insert(np.zeros(1, np.int64), np.zeros(1, np.int32))
 
 def run(folder: Path, options: dict[str, Any], fatal_event: int) -> None:
     """Extract and die at one event (-1: never); leave the number of events behind."""
-    events = 0
-
-    def count(event: ExtractionProgress) -> None:
-        nonlocal events
-        events += 1
-        if events == fatal_event:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    extract(str(folder / "*.parquet"), rich_schema(), folder / "out", progress=count, **options)
-    (folder / "events").write_text(str(events))
+    told = Told(fatal_event)
+    extract(str(folder / "*.parquet"), rich_schema(), folder / "out", progress=told, **options)
+    (folder / "events").write_text(str(told.events))

@@ -12,7 +12,6 @@ import pytest
 import tiercache as tc
 from tests.extraction.cases import (
     bounds_of,
-    files_of,
     plain_schema,
     reference,
     rich_columns,
@@ -20,6 +19,7 @@ from tests.extraction.cases import (
     table,
     write_parquet,
 )
+from tests.files import files_of
 from tiercache.errors import ExtractionError, PassSetError
 from tiercache.extraction.extract import extract
 from tiercache.passes.keybatch import NULL_KEY, OOV_KEY

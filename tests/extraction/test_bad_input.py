@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiercache as tc
-from tests.extraction.cases import files_of, plain_schema, table
+from tests.extraction.cases import plain_schema, table
+from tests.files import files_of
 from tiercache.errors import ExtractionError, SourceError
 from tiercache.extraction.extract import extract
 from tiercache.schema import Schema

@@ -21,7 +21,6 @@ from tests.extraction.cases import (
     ROW_BYTES,
     arrow,
     bounds_of,
-    files_of,
     key_batch,
     plain_schema,
     reference,
@@ -29,6 +28,7 @@ from tests.extraction.cases import (
     rich_schema,
     write_parquet,
 )
+from tests.files import files_of
 from tiercache.errors import BudgetError, ExtractionError
 from tiercache.extraction.extract import extract
 from tiercache.passes.row_budget import RowBudget

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import shutil
 import signal
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.extraction.cases import files_of, rich_columns, write_parquet
+from tests.crash.told import finish, start
+from tests.extraction.cases import rich_columns, write_parquet
 from tests.extraction.killed import run
+from tests.files import files_of
 from tiercache.extraction.state import ExtractionState
 from tiercache.passes.durable import write_whole
 from tiercache.passes.passset import PassSet
@@ -28,21 +29,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-CONTEXT = multiprocessing.get_context("forkserver")
-
-
-def start(folder: Path, name: str, fatal_event: int = -1) -> ForkServerProcess:
+def extraction(folder: Path, name: str, fatal_event: int = -1) -> ForkServerProcess:
     """Start an extraction in a process of its own; it dies at an event."""
-    process = CONTEXT.Process(target=run, args=(folder, OPTIONS[name], fatal_event))
-    process.start()
-    return process
-
-
-def finish(process: ForkServerProcess) -> int:
-    """Wait for a process and return how it ended: by success or by kill -9."""
-    process.join(120)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode
+    return start(run, folder, OPTIONS[name], fatal_event)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +54,7 @@ def whole(data: Path) -> dict[str, tuple[dict[str, bytes], int]]:
     """Return the files and the number of events of undisturbed extractions, by the name of their options."""
     results = {}
     for name in OPTIONS:
-        assert finish(start(data, name)) == 0
+        assert finish(extraction(data, name)) == 0
         assert len(PassSet.open(data / "out")) > 3
         results[name] = (files_of(data / "out"), int((data / "events").read_text()))
         shutil.rmtree(data / "out")
@@ -81,7 +70,7 @@ def test_killed_at_any_event_it_ends_with_the_same_files(
     rng = random.Random(name)
     for fatal_event in [*sorted(rng.randint(2, 1 + events // 5) for _ in range(5)), -1]:
         assert not (folder / "out" / "passes.json").exists()
-        assert finish(start(folder, name, fatal_event)) == (0 if fatal_event < 0 else -signal.SIGKILL)
+        assert finish(extraction(folder, name, fatal_event)) == (0 if fatal_event < 0 else -signal.SIGKILL)
     assert files_of(folder / "out") == files
 
 
@@ -92,7 +81,7 @@ def test_killed_at_any_time_it_ends_with_the_same_files(
     rng = random.Random(1)
     deaths = 0
     while deaths < 12:
-        process = start(folder, "budget")
+        process = extraction(folder, "budget")
         while not (folder / "out" / "unfinished").exists() and process.is_alive():
             time.sleep(0.002)  # a death before the first file is no test
         time.sleep(rng.random() * 0.15)
@@ -101,7 +90,7 @@ def test_killed_at_any_time_it_ends_with_the_same_files(
             break
         deaths += 1
     assert deaths > 0
-    assert finish(start(folder, "budget")) == 0
+    assert finish(extraction(folder, "budget")) == 0
     assert files_of(folder / "out") == whole["budget"][0]
 
 
@@ -109,11 +98,11 @@ def test_a_death_after_the_last_step_leaves_a_finished_set(
     folder: Path, whole: dict[str, tuple[dict[str, bytes], int]]
 ) -> None:
     """Where the manifest was written and the work folder not yet deleted, the next call only tidies up."""
-    assert finish(start(folder, "budget")) == 0
+    assert finish(extraction(folder, "budget")) == 0
     work = folder / "out" / "unfinished"
     work.mkdir()
     manifest = PassSet.open(folder / "out").manifest
     ExtractionState(options=manifest.options, inputs=manifest.inputs, passes=manifest.passes).write(work)
     write_whole(work / "pass-00009.samples.arrow", b"half")
-    assert finish(start(folder, "budget")) == 0
+    assert finish(extraction(folder, "budget")) == 0
     assert files_of(folder / "out") == whole["budget"][0]

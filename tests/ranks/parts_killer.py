@@ -13,24 +13,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import random
-import select
-import shutil
-import signal
 import socket
 import sys
-import time
-import traceback
 from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.store_killer import spread
-from benchmarks.store_points import Point, unwatch, watch
+from tests.crash import child
+from tests.crash.killer import Killer
+from tests.crash.outcome import FAILING, EnoughError, Found
+from tests.crash.points import Point, unwatch, watch
+from tests.crash.schedule import After, At, die, spread
 from tests.ranks.meeting import Processes, meet
 from tests.ranks.sharded_world import divide_anew, opened, placement_on, problems, take
 from tiercache.errors import RankError
@@ -39,53 +36,34 @@ from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.store import Cursor
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterator
 
+    from tests.crash.child import Ended, Teller
+    from tests.crash.schedule import Death
     from tiercache.dist.communicator import AnyCommunicator
 
-PATIENCE_SECONDS = 60.0
 FIRST, LAST = Cursor(2), Cursor(4)
 """Where it is divided anew, and where it ends."""
+NONE = (-1, -1)
+"""Where a store without a commit stands."""
 PHASES = ("open", "append and commit", "record", "divide anew", "switch and delete")
 
 
-@dataclass
-class Ended:
-    """What processes said, and which of them were killed."""
-
-    said: list[list[Any]] = field(default_factory=list)
-    killed: int = 0
-
-    def of(self, kind: str) -> list[Any]:
-        """Return all that was said of one kind."""
-        return [value for what, value in self.said if what == kind]
-
-
-class Teller:
-    """Writes lines to a pipe that outlives the process; the phase that it is in goes with points."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        self.phase = PHASES[0]
-
-    def say(self, kind: str, value: Any) -> None:
-        """Say it."""
-        os.write(self._handle, json.dumps([kind, value]).encode() + b"\n")
-
-    def note(self, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
-        """Note a commit that may be found from now on, or that must be, or that new parts take the old ones' place."""
-        if switching:
-            self.phase = PHASES[4]
-        if begun is not None:
-            self.say("begun", begun)
-            self.phase = PHASES[2]
-        if done is not None:
-            self.say("done", done)
-            self.phase = PHASES[1]
+def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
+    """Note a commit that may be found from now on, or that must be, or that new parts take the old ones' place."""
+    teller.note(begun=begun, done=done)
+    if switching:
+        teller.phase = PHASES[4]
+    if begun is not None:
+        teller.phase = PHASES[2]
+    if done is not None:
+        teller.phase = PHASES[1]
 
 
 def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
     """Make the store or take it up, and go on to the end; divided anew in the middle."""
+    teller.phase = PHASES[0]
     record = Record.read(path)
     ranks.agree("reading the record")
     turn = 0 if record is None else turn_of(record)
@@ -96,11 +74,11 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
             teller.phase = PHASES[1]
             until = LAST if turn else FIRST
             while parts.cursor is None or parts.cursor < until:
-                take(parts, world, teller.note)
+                take(parts, world, partial(note, teller))
         if turn:
             return
         teller.phase = PHASES[3]
-        divide_anew(path, ranks, placement_on(ranks.size, 1), teller.note, engine=engine)
+        divide_anew(path, ranks, placement_on(ranks.size, 1), partial(note, teller), engine=engine)
         turn = 1
 
 
@@ -116,250 +94,177 @@ def run(
     kill_after: float | None = None,
     victim: int | None = None,
 ) -> Ended:
-    """Fork a process for each rank, in a process group of their own; returns when all have ended.
-
-    After ``kill_after`` seconds the victim is killed; None: all.
-    """
+    """Fork a process for each rank, which meet by sockets; returns when all have ended, as ``child.run`` says."""
     pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
-    reading, writing = os.pipe()
-    pids: list[int] = []
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setpgid(0, pids[0] if pids else 0)
-            except OSError:  # rank 0 is gone already
-                os.setpgid(0, 0)
-            os.close(reading)
-            mine = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
-            for one in (one for pair in pairs for one in pair if one not in mine):
-                one.close()
-            _work(Processes(rank, num_ranks, mine), Teller(writing), work)
-        pids.append(pid)
-        with suppress(OSError):
-            os.setpgid(pid, pids[0])
-    for one in (one for pair in pairs for one in pair):
-        one.close()
-    os.close(writing)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        for pid in pids if victim is None else [pids[victim]]:
-            os.kill(pid, signal.SIGKILL)  # it is not waited for yet, so the number is nobody else's
-    ended = Ended()
-    data = _read(reading, pids)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    ended.killed = sum(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL for status in statuses)
-    ended.said = [json.loads(line) for line in data.split(b"\n")[:-1]]
-    return ended
 
-
-def _read(handle: int, pids: list[int]) -> bytes:
-    """Return all that is written to a pipe until the last of the processes has ended; those that hang are killed."""
-    data, deadline = b"", time.monotonic() + PATIENCE_SECONDS
-    while True:
-        ready, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            data += json.dumps(["error", f"a rank had not ended after {PATIENCE_SECONDS:.0f} seconds"]).encode() + b"\n"
-            deadline += PATIENCE_SECONDS
-            continue
-        part = os.read(handle, 1 << 16)
-        if not part:
-            os.close(handle)
-            return data
-        data += part
-
-
-def _work(ranks: Processes, teller: Teller, work: Callable[[Processes, Teller], None]) -> None:
-    try:
-        work(ranks, teller)
-    except RankError:
-        pass  # another one was killed
-    except BaseException:
-        teller.say("error", traceback.format_exc())
-    finally:
+    def one(rank: int, teller: Teller) -> None:
+        mine = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
+        for end in (end for pair in pairs for end in pair if end not in mine):
+            end.close()
+        with suppress(RankError):  # another one was killed
+            work(Processes(rank, num_ranks, mine), teller)
         unwatch()
-        os._exit(0)
+
+    ends = [end for pair in pairs for end in pair]
+    return child.run(one, processes=num_ranks, sockets=ends, kill_after=kill_after, victim=victim)
 
 
-class Killer:
-    """One store after another."""
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A kill of those that go on: a few points from their beginning, or from the first commit that they make."""
 
-    def __init__(self, folder: Path, engine: str, seed: int) -> None:
-        self.folder, self.engine, self.random = folder, engine, random.Random(seed)
-        self.count: Counter[str] = Counter()
-        self.problems: list[str] = []
-        self.stood: set[tuple[int, int]] = set()
-        self.seconds = 0.0
+    due: int
+    victim: int
+    everyone: bool
+    of_commit: bool
 
-    def points(self, num_ranks: int) -> list[list[tuple[str, Point]]]:
-        """Run without a kill; returns the points of each rank with their phases."""
-        path, begun = self._fresh(), time.monotonic()
+    def __str__(self) -> str:
+        return f"at point {self.due}{' of a commit' * self.of_commit}"
 
-        def work(ranks: Processes, teller: Teller) -> None:
-            seen: list[tuple[str, Point]] = []
-            watch(lambda _, point: seen.append((teller.phase, point)))
-            walk(path, ranks, teller, self.engine)
-            unwatch()
-            teller.say("points", [len(seen)])
-            (path.parent / f"points-{ranks.rank}.json").write_text(json.dumps(seen))
-
-        ended = run(num_ranks, work)
-        self.seconds = time.monotonic() - begun
-        if ended.of("error"):
-            raise RuntimeError(ended.of("error")[0])
-        found = []
-        for rank in range(num_ranks):
-            seen = json.loads((path.parent / f"points-{rank}.json").read_text())
-            found.append([(phase, Point(*point)) for phase, point in seen])
-        self._examine(path, num_ranks, "a run without a kill", [ended])
-        return found
-
-    def kill_at(self, num_ranks: int, rank: int, number: int, what: str, *, all_ranks: bool) -> None:
-        """Kill one rank, or all when it is there, at its point."""
-        path = self._fresh()
-        where = f"{'all' if all_ranks else 'rank'} of {num_ranks} killed as rank {rank} was at point {number}: {what}"
+    @contextmanager
+    def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
+        """Watch, and die there."""
+        first: list[int] = []
 
         def reached(seen: int, _: Point) -> None:
-            if seen == number:
-                if all_ranks:
-                    os.killpg(0, signal.SIGKILL)
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self.of_commit and teller.phase != PHASES[2]:
+                return
+            first.append(seen)
+            if seen == first[0] + self.due:
+                die(everyone=self.everyone)
 
-        self._kill(path, num_ranks, rank, where, reached)
+        if rank == self.victim:
+            watch(reached)
+        yield
 
-    def kill_after(self, num_ranks: int, share: float, victim: int | None) -> None:
-        """Kill one rank or all after a share of the time of a run."""
-        self.count["instants"] += 1
-        path = self._fresh()
-        ended = run(
-            num_ranks,
-            lambda ranks, teller: walk(path, ranks, teller, self.engine),
-            kill_after=share * self.seconds,
-            victim=victim,
-        )
-        self._again(path, num_ranks, f"a kill after {share:.0%} of a run", ended)
+    def count(self, ended: Ended, counts: Counter[str]) -> None:
+        """Count nothing of its own."""
 
-    def _kill(self, path: Path, num_ranks: int, rank: int, where: str, reached: Callable[[int, Point], None]) -> None:
+
+class Parts:
+    """The walk of so many ranks on one engine."""
+
+    def __init__(self, num_ranks: int, engine: str) -> None:
+        self.num_ranks, self.engine = num_ranks, engine
+
+    def begin(self, folder: Path) -> None:
+        """Leave the folder empty."""
+
+    def run(self, folder: Path, death: Death | None) -> Ended:
+        """Go on to the end on all ranks; where no kill is due, look at what is there as it is opened."""
+        path = folder / "s"
+        if death is None:
+            return run(1, lambda _, teller: finish(path, self.num_ranks, self.engine, teller))
+
         def work(ranks: Processes, teller: Teller) -> None:
-            if ranks.rank == rank:
-                watch(reached)
-            walk(path, ranks, teller, self.engine)
-
-        self._again(path, num_ranks, where, run(num_ranks, work))
-
-    def _again(self, path: Path, num_ranks: int, where: str, ended: Ended) -> None:
-        """Kill some that go on after a kill once more, early, while they open the store; then look."""
-        self.count["kills"] += ended.killed > 0
-        self.count["processes"] += ended.killed
-        runs = [ended]
-        if ended.killed and self.random.random() < 0.5:
-            due, victim = self.random.randrange(120), self.random.randrange(num_ranks)
-            all_ranks, later = self.random.random() < 0.5, self.random.random() < 0.5
-            first: list[int] = []
-
-            def work(ranks: Processes, teller: Teller) -> None:
-                def reached(seen: int, _: Point) -> None:
-                    if later and teller.phase != PHASES[2]:
-                        return  # the first commit that it makes is the one to be interrupted
-                    first.append(seen)
-                    if seen == first[0] + due:
-                        if all_ranks:
-                            os.killpg(0, signal.SIGKILL)
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-                if ranks.rank == victim:
-                    watch(reached)
+            teller.phase = PHASES[0]
+            with death.armed(folder, ranks.rank, teller):
                 walk(path, ranks, teller, self.engine)
 
-            runs.append(run(num_ranks, work))
-            where += f", and again at point {due}{' of a commit' if later else ''}"
-            self.count["second_kills"] += runs[1].killed > 0
-            self.count["kills"] += runs[1].killed > 0
-            self.count["processes"] += runs[1].killed
-        self._examine(path, num_ranks, where, runs)
+        when = {"kill_after": death.seconds, "victim": death.victim} if isinstance(death, After) else {}
+        return run(self.num_ranks, work, **when)
 
-    def _examine(self, path: Path, num_ranks: int, where: str, runs: list[Ended]) -> None:
-        known = len(self.problems)
-        cursors = {kind: [tuple(c) for one in runs for c in one.of(kind)] for kind in ("begun", "done")}
-        begun, done = max(cursors["begun"], default=None), max(cursors["done"], default=None)
+    def again(self, generator: random.Random, runs: list[Ended]) -> Early | None:
+        """Kill some that go on once more, early, while they open the store."""
+        if len(runs) > 1 or generator.random() < 0.5:
+            return None
+        due, victim = generator.randrange(120), generator.randrange(self.num_ranks)
+        return Early(due, victim, generator.random() < 0.5, generator.random() < 0.5)
 
-        def work(_: Processes, teller: Teller) -> None:
-            for sentence in examine(path, num_ranks, self.engine, begun, done, teller):
-                teller.say("wrong", sentence)
-
-        ended = run(1, work)
-        for sentence in [e for one in [*runs, ended] for e in one.of("error")] + ended.of("wrong"):
-            self.problems.append(f"{where}: {sentence}")
-        if ended.killed:
-            self.problems.append(f"{where}: the examination was killed")
-        self.stood |= {tuple(cursor) for cursor in ended.of("stands")}
-        self.count["behind"] += len(ended.of("ahead"))
-        if len(self.problems) == known:
-            shutil.rmtree(path.parent)
-
-    def _fresh(self) -> Path:
-        folder = self.folder / str(self.count["stores"])
-        folder.mkdir()
-        self.count["stores"] += 1
-        return folder / "s"
+    def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
+        """Look at the record and read all rows, in a process of its own."""
+        begun, done = (
+            max((tuple(c) for one in runs for c in one.of(what)), default=NONE) for what in ("begun", "done")
+        )
+        ended = run(1, lambda _, teller: look(folder / "s", begun, done, teller, last=last))
+        wrong = [(FAILING, sentence) for one in (runs[-1], ended) for sentence in one.of("wrong")]
+        if ended.killed or ended.failure:
+            wrong.append((FAILING, ended.failure or "the look at it was killed"))
+        (stands,) = ended.of("stands") or [NONE]
+        return Found(stands=tuple(stands), wrong=wrong, counts=Counter(behind=len(runs[-1].of("ahead"))))
 
 
-def examine(path: Path, num_ranks: int, engine: str, begun: Any, done: Any, teller: Teller) -> list[str]:
-    """Return what is wrong with what kills left: before and after it is opened for writing, and at its end."""
-    found: list[str] = []
-    record = Record.read(path)
-    cursor = None if record is None else record.cursor
-    teller.say("stands", cursor or (-1, -1))
-    if done is not None and (cursor is None or cursor < done):
-        found.append(f"it stands at {cursor} and {done} was published")
-    if cursor is not None and (begun is None or cursor > begun):
-        found.append(f"it stands at {cursor} and only {begun} was begun")
-    if cursor is not None:
+def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> None:
+    """Tell where the store stands and what is wrong with it, as it was left."""
+    cursor = stands(Record.read(path))
+    teller.say("stands", cursor)
+    if cursor < done:
+        teller.say("wrong", f"it stands at {cursor} and {done} was published")
+    if cursor > begun:
+        teller.say("wrong", f"it stands at {cursor} and only {begun} was begun")
+    if last and cursor != LAST:
+        teller.say("wrong", f"it ended at {cursor}")
+    if cursor != NONE:
         with ShardedStore.open(path) as store:
-            found += [f"as it was left, {problem}" for problem in problems(store)]
-    turn = 0 if record is None else turn_of(record)
+            for problem in problems(store):
+                teller.say("wrong", f"{'at the end' if last else 'as it was left'}, {problem}")
 
-    def open_all(ranks: AnyCommunicator) -> list[int]:
+
+def stands(record: Record | None) -> tuple[int, ...]:
+    """Return the cursor of a record."""
+    return NONE if record is None or record.cursor is None else tuple(record.cursor)
+
+
+def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
+    """Open it for writing on all ranks, tell what is wrong with it then, and go on to the end."""
+    record = Record.read(path)
+    turn, cursor = 0 if record is None else turn_of(record), stands(record)
+
+    def open_all(ranks: AnyCommunicator) -> tuple[int, ...]:
         parts, _ = opened(path, ranks, turn, engine=engine)
         with parts:
             commit = parts.store.commit
-            return [-1, -1] if commit is None else list(commit.cursor)
+            return NONE if commit is None else tuple(commit.cursor)
 
     stand = meet(num_ranks, open_all)
-    if any(at != list(cursor or (-1, -1)) for at in stand):
-        found.append(f"the parts stand at {stand} and the record at {cursor}")
+    if any(at != cursor for at in stand):
+        teller.say("wrong", f"the parts stand at {stand} and the record at {cursor}")
     now = Record.read(path)
     if now is None:
-        return [*found, "there is no record once it was opened"]
+        teller.say("wrong", "there is no record once it was opened")
+        return
     if record is not None and record.commits != now.commits:
         teller.say("ahead", 1)
     wanted = {"record.json", "ranks.lock", *now.parts, *(f"{part}.json" for part in now.parts)}
     if (names := {entry.name for entry in path.iterdir()} - {"record.json.tmp"}) != wanted:
-        found.append(f"opened, it has {sorted(names ^ wanted)} too many or too few")
-    if cursor is not None:
+        teller.say("wrong", f"opened, it has {sorted(names ^ wanted)} too many or too few")
+    if cursor != NONE:
         with ShardedStore.open(path) as store:
-            found += [f"opened, {problem}" for problem in problems(store)]
-    found += [
-        f"going on, {error!r}" for error in meet(num_ranks, lambda ranks: walk(path, ranks, teller, engine)) if error
-    ]
-    with ShardedStore.open(path) as store:
-        found += [f"at the end, {problem}" for problem in problems(store)]
-        if store.cursor != LAST:
-            found.append(f"it ended at {store.cursor}")
-    return found
+            for problem in problems(store):
+                teller.say("wrong", f"opened, {problem}")
+    for error in meet(num_ranks, lambda ranks: walk(path, ranks, teller, engine)):
+        if error:
+            teller.say("wrong", f"going on, {error!r}")
 
 
-def by_turns(points: list[tuple[int, int, str, Point]], generator: random.Random) -> Iterator[int]:
-    """Yield the places of points (rank, number, phase, point), one of each phase by turns, of many kinds of calls."""
+def by_turns(points: list[list[Any]], generator: random.Random) -> Iterator[int]:
+    """Yield the places of points [rank, phase, call, after], one of each phase by turns, of many kinds of calls."""
     orders = []
     for phase in PHASES:
-        mine = [i for i, point in enumerate(points) if point[2] == phase]
-        kinds = [Point(f"{points[i][0] > 0} {points[i][3].call}", points[i][3].after) for i in mine]
+        mine = [i for i, point in enumerate(points) if point[1] == phase]
+        kinds = [(points[i][0] > 0, *points[i][2:]) for i in mine]
         orders.append([mine[place] for place in spread(kinds, len(kinds), generator)])
     for turn in zip_longest(*orders):
         yield from (i for i in turn if i is not None)
+
+
+def kill_all(killer: Killer, kills: int, engine: str, phases: Counter[str]) -> None:
+    """Kill as often as was asked for."""
+    counts, generator = killer.outcome.counts, killer.random
+    for num_ranks in (2, 3):
+        killer.workload = Parts(num_ranks, engine)
+        points = killer.points()
+        share = kills * (0.4 if num_ranks == 2 else 0.85)
+        for i in by_turns(points, generator):
+            if counts["kills"] >= share:
+                break
+            rank, phase, call, after = points[i]
+            phases[phase] += 1
+            number = sum(point[0] == rank for point in points[:i])
+            killer.kill(At(number, Point(call, after), rank=rank, everyone=generator.random() < 0.4))
+    while counts["kills"] < kills and counts["instants"] < kills:
+        share = generator.random()
+        killer.kill(After(share, share * killer.run_seconds, generator.choice([None, 0, 1, 2])))
 
 
 def main() -> int:
@@ -373,25 +278,15 @@ def main() -> int:
     options = parser.parse_args()
     for module in (f"tiercache.store.{options.engine}_engine", "numpy.ma"):  # once, and not in every child
         importlib.import_module(module)
-    killer = Killer(options.folder, options.engine, options.seed)
-    phases: Counter[str] = Counter()
-    for num_ranks in (2, 3):
-        points = killer.points(num_ranks)
-        flat = [(rank, number, *seen) for rank, mine in enumerate(points) for number, seen in enumerate(mine)]
-        share = options.kills * (0.4 if num_ranks == 2 else 0.85)
-        for i in by_turns(flat, killer.random):
-            if killer.count["kills"] >= share:
-                break
-            rank, number, phase, point = flat[i]
-            phases[phase] += 1
-            what = f"{phase}, {'after' if point.after else 'before'} {point.call}"
-            killer.kill_at(num_ranks, rank, number, what, all_ranks=killer.random.random() < 0.4)
-    while killer.count["kills"] < options.kills and killer.count["instants"] < options.kills:
-        killer.kill_after(3, killer.random.random(), killer.random.choice([None, 0, 1, 2]))
-    figures = {**killer.count, "phases": phases, "stood": sorted(killer.stood), "problems": killer.problems}
+    killer, phases = Killer(options.folder, Parts(2, options.engine), seed=options.seed), Counter[str]()
+    with suppress(EnoughError):
+        kill_all(killer, options.kills, options.engine, phases)
+    outcome = killer.outcome
+    stood = sorted(outcome.stood)
+    figures = {**outcome.counts, "phases": phases, "stood": stood, "problems": outcome.problems}
     options.json.write_text(json.dumps(figures, indent=1))
     print(json.dumps(figures, indent=1))  # noqa: T201
-    return bool(killer.problems)
+    return bool(outcome.problems)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.store_points import Point, unwatch, watch
-from tests.ranks.parts_killer import Ended, Teller, run
+from tests.crash.points import Point, unwatch, watch
+from tests.ranks.parts_killer import run
 from tests.ranks.reshardings import let_through, one_case, sharded, ways
 from tiercache.passes.passset import PassSet
 from tiercache.ranks.opening import open_parts
@@ -41,6 +41,7 @@ from tiercache.store.verification import Verification
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from tests.crash.child import Ended, Teller
     from tests.ranks.meeting import Processes
     from tiercache.ranks.placement import Placement
     from tiercache.ranks.sharded_store import ShardedStore as Sharded
@@ -315,7 +316,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for module in ("benchmarks.warm", "tests.ranks.warm", "tiercache.store.lmdb_engine", "tiercache.store.zarr_engine"):
+    for module in (
+        "tests.crash.warm",
+        "tests.ranks.warm",
+        "tiercache.store.lmdb_engine",
+        "tiercache.store.zarr_engine",
+    ):
         importlib.import_module(module)  # once, and not in every child
     killer, some = Killer(options.folder, options.seed), WAYS if options.kills >= 100 else WAYS[:2]
     for i, way in enumerate(some):

@@ -24,9 +24,9 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.store_points import Point, unwatch, watch
+from tests.crash.points import Point, unwatch, watch
 from tests.ranks.meeting import meet
-from tests.ranks.parts_killer import Teller, run
+from tests.ranks.parts_killer import run
 from tests.ranks.sharded_world import opened, problems, take, train_parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.rollback import rollback_sharded
@@ -35,6 +35,7 @@ from tiercache.store import Cursor, Store
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
+    from tests.crash.child import Teller
     from tests.ranks.meeting import Processes
 
 RANKS, COMMITS, RETENTION = 3, 6, 3

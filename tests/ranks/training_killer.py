@@ -86,7 +86,7 @@ class Killer:
         self._folder, self._random, self._before = folder, random.Random(seed), before
         self._sizes = [size for size in (3, 2, 1) if before is not None and size != before] or [2, 3]
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.warm", "tests.ranks.warm"])
+        self._context.set_forkserver_preload(["tests.crash.warm", "tests.ranks.warm"])
         self._stood: dict[Path, tuple[int, ...]] = {}
         self._begun: Path | None = None
         self.figures: dict[str, Any] = {

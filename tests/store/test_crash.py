@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.store_image import Camera
-from benchmarks.store_workload import STEPS, TABLES, go_on, problems, quiet, stands, take
+from tests.crash.image import Camera
+from tests.crash.store_steps import STEPS, TABLES, go_on, problems, quiet, stands, take
 from tiercache.store import Store, StoreFullError, verify
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ ENGINES = ("lmdb", "zarr")
 
 
 def crash(*options: object, code: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the benchmark, or ``code``, in a process of its own, which forks and so must have no thread."""
-    main = ["-c", code] if code else ["-m", "benchmarks.store_crash"]
+    """Run the harness, or ``code``, in a process of its own, which forks and so must have no thread."""
+    main = ["-c", code] if code else ["-m", "tests.crash", "store"]
     command = [sys.executable, *main, *map(str, options)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
@@ -91,7 +91,7 @@ def test_lmdb_syncs_its_pages_before_its_root_and_its_root_at_once(tmp_path: Pat
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     code = (
-        "import sys; from pathlib import Path; from benchmarks.store_workload import go_on, quiet; "
+        "import sys; from pathlib import Path; from tests.crash.store_steps import go_on, quiet; "
         "go_on(Path(sys.argv[1]), 'lmdb', quiet)"
     )
     calls = "trace=openat,open,pwrite64,pwritev,pwritev2,writev,write,fdatasync,fsync,msync,sync_file_range"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from benchmarks.store_workload import TABLES, problems, quiet, take
+from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.damage import (
     DEEP,
     LIES,

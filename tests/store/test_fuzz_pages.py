@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.store_workload import TABLES, problems, quiet, take
+from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.big import values
 from tests.store.damage import assert_sentence, generator_of
 from tiercache.store import Store, StoreError

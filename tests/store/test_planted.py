@@ -17,7 +17,7 @@ import sys
 from tiercache.store.{module} import {owner}
 {body}
 {owner}.{name} = planted
-from benchmarks.store_crash import main
+from tests.crash.store import main
 sys.exit(main(sys.argv[1:]))
 """
 LMDB_UNSYNCED = {
@@ -205,22 +205,24 @@ DEALT = """
 import sys
 import time
 from pathlib import Path
-from benchmarks.store_killer import EnoughError, Killer
-from benchmarks.store_workers import deal
+from tests.crash.killer import Killer
+from tests.crash.outcome import EnoughError
+from tests.crash.schedule import deal
+from tests.crash.store import StoreWorkload
 folder, limit = Path(sys.argv[1]), time.monotonic() + 60
 
 def enough(killer): raise EnoughError
 def wait(killer):
     while not (folder / "enough").exists() and time.monotonic() < limit: time.sleep(0.01)
-def count(killer): killer.outcome.kills += 1
+def count(killer): killer.outcome.counts["kills"] += 1
 
-killer = Killer(folder, "lmdb")
+killer = Killer(folder, StoreWorkload("lmdb"))
 deal([enough, wait, count, count], killer, 2, lambda found: None)
-print(killer.outcome.kills, [path.name for path in folder.iterdir() if path.is_file()])
+print(killer.outcome.counts["kills"], [path.name for path in folder.iterdir() if path.is_file()])
 killer.folder = folder / "again"
 killer.folder.mkdir()
 deal([count, count, count], killer, 2, lambda found: None)
-print(killer.outcome.kills)
+print(killer.outcome.counts["kills"])
 """
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from zarr.storage import LocalStore, MemoryStore
 
+from tests.files import files_of
 from tests.store.big import dump, load, publish
 from tiercache.store import (
     BlockReadError,
@@ -50,7 +51,7 @@ def store(tmp_path: Path, tables: list[Table]) -> Iterator[Store]:
 
 def files(path: Path, *, but: tuple[str, ...] = ()) -> dict[str, bytes]:
     """Return the objects of a store, by name."""
-    found = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    found = files_of(path)
     return {name: data for name, data in found.items() if not name.startswith(("writer.lock", "readers", *but))}
 
 

@@ -65,7 +65,7 @@ def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_kille
     """After each SIGKILL the store verifies and no durable commit is lost; rows, state and weights end equal."""
     options = ["--quick"] if kills == 20 else ["--kills", str(kills)]
     options += ["--json", str(tmp_path / "figures.json"), "--folder", str(tmp_path), "--seed", str(kills)]
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.crash", *options]  # its fork server is its own
+    command = [sys.executable, "-W", "ignore", "-m", "tests.crash", "training", *options]  # its fork server is its own
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "figures.json").read_text())

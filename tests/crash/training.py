@@ -1,4 +1,4 @@
-"""The training that ``benchmarks.crash`` kills: extraction, training and reading back, as functions of a child process.
+"""The training that is killed: extraction, training and reading back, as functions of a child process.
 
 Imported by a fork server, so importing it opens nothing and runs no parallel kernel.
 """
@@ -23,7 +23,7 @@ import tiercache.extraction.extract
 import tiercache.store.lmdb_engine
 import tiercache.training.cache
 import tiercache.training.embedding
-from benchmarks.ledger import Ledger
+from tests.crash.ledger import Ledger
 from tiercache.training.progress import prepare_kernels
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ class Point(NamedTuple):
 def watch(reached: Callable[[int, Point], None]) -> None:
     """From now on call ``reached(number, point)`` at every point, in the thread that is there; numbers count from 0.
 
-    Uses the profiling hook of the interpreter, for this thread and those to come. What the benchmarks themselves
+    Uses the profiling hook of the interpreter, for this thread and those to come. What the harness itself
     call does not count.
     """
     count = itertools.count()
@@ -61,7 +61,7 @@ def watch(reached: Callable[[int, Point], None]) -> None:
     def hook(frame: FrameType, event: str, call: Any) -> None:
         if event in {"c_call", "c_return", "c_exception"} and call.__name__ in _NAMES:
             name = _name(call)
-            if name and not frame.f_globals.get("__name__", "").startswith("benchmarks."):
+            if name and not frame.f_globals.get("__name__", "").startswith("tests.crash."):
                 reached(next(count), Point(name, event != "c_call"))
 
     threading.setprofile(hook)

@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.store_image import PAGE_BYTES, ROOT, SECTOR_BYTES, put
+from tests.crash.image import PAGE_BYTES, ROOT, SECTOR_BYTES, put
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from benchmarks.store_image import File
-    from benchmarks.store_recording import Recording
+    from tests.crash.image import File
+    from tests.crash.recording import Recording
 
 KINDS = ("suffix", "torn", "pages", "sectors", "names")
 """How far what was not synced arrived.

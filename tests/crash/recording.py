@@ -10,15 +10,15 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.store_image import Camera, File, Image
-from benchmarks.store_points import Point, unwatch, watch
-from benchmarks.store_workload import go_on
+from tests.crash.image import Camera, File, Image
+from tests.crash.points import Point, unwatch, watch
+from tests.crash.store_steps import go_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from benchmarks.store_child import Teller
+    from tests.crash.child import Teller
 
 _NO_CHANGE = {"Transaction.put", "Transaction.delete"}
 """Calls that only change memory."""

@@ -16,18 +16,13 @@ from __future__ import annotations
 import gc
 import json
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import nn
 
 import tiercache as tc
-from benchmarks.disk_case import DENSE_RATE, Net, schema_of
-from benchmarks.disk_case import Size as CaseSize
-from benchmarks.disk_runs import DenseTimer
-from benchmarks.drawn_passes import permuted_power_law, write_drawn
+from benchmarks.disk_case import DenseTimer, Drawn, Size, Step
+from benchmarks.drawn_passes import write_drawn
 from benchmarks.machine import console
 from benchmarks.window import (
     WARM_UP,
@@ -42,7 +37,6 @@ from benchmarks.window import (
     rows_held,
     same_rows,
 )
-from tiercache.passes.keybatch import KeyBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,97 +44,18 @@ if TYPE_CHECKING:
 
     from benchmarks.out_of_core import Demand
     from benchmarks.training_machines import TrainingMachine
-    from tiercache.training.batch import Batch
 
-__all__ = ["DRY", "FULL", "Data", "DiskBenchmark"]
-
-_MOST_SECONDS = 120.0  # of a window in memory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """How much data there is."""
-
-    name: str
-    passes: int
-    samples: int
-    """Of each pass."""
-    vocabulary: int
-    batch: int
-    dim: int
-    visits: int
-    """Of a window."""
-    device_bytes: int | None
-    """The budget; None: what the passes need."""
-    host_bytes: int | None
-    """The budget; None: for hardly more than two passes."""
-    features: int = 8
-
-
-FULL = Size(
-    name="full", passes=20, samples=29 * 65_536, vocabulary=400_000_000, batch=65_536, dim=128, visits=3,
-    device_bytes=4_000_000_000, host_bytes=8_000_000_000,
-)  # fmt: skip
-DRY = Size(
-    name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, visits=1, device_bytes=None, host_bytes=None
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """The passes of a size."""
-
-    size: Size
-
-    @property
-    def passes(self) -> int:
-        """Passes of an epoch."""
-        return self.size.passes
-
-    def schema(self) -> tc.Schema:
-        """Return the schema of the CPU's form, with this dim."""
-        return schema_of(self.case(), "adagrad")
-
-    def case(self) -> CaseSize:
-        """Return what the CPU's form calls its size."""
-        s = self.size
-        return CaseSize(
-            name=s.name, passes=s.passes, samples=s.samples, vocabulary=s.vocabulary, batch=s.batch, turns=1,
-            turn_visits=s.passes, epoch_seconds=_MOST_SECONDS, features=s.features, dim=s.dim,
-        )  # fmt: skip
-
-    def draw(self, index: int) -> KeyBatch:
-        """Return a pass."""
-        rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
-        keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
-        return KeyBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
-
-
-class Step:
-    """A step of the CPU's model; without its dense part where ``light`` is set."""
-
-    def __init__(self, cache: Any, width: int, *, light: bool) -> None:
-        torch.manual_seed(1)
-        self.light, self._cache = light, cache
-        self.net, self._loss_of = Net(cache, width).to(cache.device), nn.BCEWithLogitsLoss()
-        self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
-
-    def __call__(self, batch: Batch) -> None:
-        """Train a batch."""
-        self._loss_of(self.net(batch, light=self.light), batch.label).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._cache.step()
+__all__ = ["DiskBenchmark"]
 
 
 class DiskBenchmark:
     """The three demands on one store."""
 
     def __init__(self, size: Size, folder: Path, machine: TrainingMachine) -> None:
-        self.size, self.folder, self.machine, self.data = size, folder, machine, Data(size)
+        self.size, self.folder, self.machine = size, folder, machine
         _say(f"{size.name}: data")
         self.passes = write_drawn(folder / f"passes-{size.name}-{size.passes}-{size.samples}-{size.vocabulary}",
-                                  self.data)  # fmt: skip
+                                  Drawn(size))  # fmt: skip
         least = Budgets.least(self.passes) if size.host_bytes is None else None
         self.budgets = Budgets(
             device=size.device_bytes or device_need(self.passes),
@@ -179,7 +94,7 @@ class DiskBenchmark:
             raise SystemExit(f"{path} does not exist: run --prepare with the same --folder first.")
         with open_store(self.passes, path, fresh=False) as store:
             assert store.commit is not None
-            window = Window(first=store.commit.cursor.visit + WARM_UP, visits=self.size.visits)
+            window = Window(first=store.commit.cursor.visit + WARM_UP, visits=self.size.window_visits)
             width = self._width(store, demand, window)
             _say(f"visits {window.first} to {window.first + window.visits - 1}, dense width {width}: in memory")
             in_memory = self._in_memory(width, demand, window) if memory is None else None
@@ -251,9 +166,9 @@ class DiskBenchmark:
         read, written = sum(p.bytes_read for p in plans[-window.visits :]), 0
         written = sum(p.bytes_written for p in plans[WARM_UP : WARM_UP + window.visits])
         disk = bare_disk_seconds(self.folder, read, written, window.visits)
-        wanted = min(disk / demand.target, _MOST_SECONDS) / (self.size.samples * window.visits)
+        wanted = min(disk / demand.target, self.size.epoch_seconds) / (self.size.samples * window.visits)
         torch.cuda.empty_cache()
-        return DenseTimer(self.data.case(), "cuda", self.machine.rest).width(wanted)
+        return DenseTimer(self.size, "cuda", self.machine.rest).width(wanted)
 
     def _keep(self, found: dict[str, Any]) -> dict[str, Any]:
         all_found = self.found | found

@@ -1,0 +1,142 @@
+"""Work in forked processes that may die at any moment, and what they said before."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from socket import socket
+
+_PATIENCE_SECONDS = 120.0
+"""Processes that take longer hang."""
+
+
+class Teller:
+    """Tells the parent, by a pipe and without a buffer, what is to outlive the process."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self.phase = ""
+        """What the process is doing, where a workload says so: it goes with the points."""
+        self.begun = self.done = -1
+        """What was noted last."""
+
+    def note(self, *, begun: Any = None, done: Any = None) -> None:
+        """Note a commit: that it may be found from now on, or that it must be."""
+        if begun is not None:
+            self.begun = begun
+            self.say("begun", begun)
+        if done is not None:
+            self.done = done
+            self.say("done", done)
+
+    def say(self, kind: str, value: Any) -> None:
+        """Tell a plain value."""
+        os.write(self._handle, json.dumps([kind, value]).encode() + b"\n")
+
+
+@dataclass(kw_only=True, slots=True)
+class Ended:
+    """Processes that are no more."""
+
+    signals: list[int]
+    """That ended them; 0: one came to its end."""
+    said: list[list[Any]] = field(default_factory=list)
+    """Kinds and values; "error" where one raised."""
+
+    def of(self, kind: str) -> list[Any]:
+        """Return all that was said of one kind."""
+        return [value for what, value in self.said if what == kind]
+
+    @property
+    def killed(self) -> int:
+        """How many were killed as they were meant to be."""
+        return self.signals.count(signal.SIGKILL)
+
+    @property
+    def failure(self) -> str | None:
+        """What ended them, in words, if neither their end nor SIGKILL."""
+        for number in self.signals:
+            if number not in {0, signal.SIGKILL}:
+                return f"it ended with {signal.Signals(number).name}"
+        return next(iter(self.of("error")), None)
+
+
+def run(
+    work: Callable[[int, Teller], None],
+    *,
+    processes: int = 1,
+    sockets: Sequence[socket] = (),
+    kill_after: float | None = None,
+    victim: int | None = None,
+) -> Ended:
+    """Fork, let each child ``work(rank, teller)``, and return when all have ended.
+
+    After ``kill_after`` seconds the victim is killed; None: all. Several are a process group of their own. ``sockets``
+    are the children's: the parent closes them. It must have one thread and no store open: an LMDB environment never
+    crosses a fork.
+    """
+    reading, writing = os.pipe()
+    pids: list[int] = []
+    for rank in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            if processes > 1:
+                try:
+                    os.setpgid(0, pids[0] if pids else 0)
+                except OSError:  # the first is gone already
+                    os.setpgid(0, 0)
+            os.close(reading)
+            _work(work, rank, Teller(writing))
+        pids.append(pid)
+        if processes > 1:
+            with suppress(OSError):
+                os.setpgid(pid, pids[0])
+    for one in sockets:
+        one.close()
+    os.close(writing)
+    victims = pids if victim is None else [pids[victim]]
+    data, hung = _read(reading, pids, victims, kill_after)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    signals = [os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0 for status in statuses]
+    said = [json.loads(line) for line in data.split(b"\n")[:-1]]
+    if hung:
+        said.append(["error", f"it had not ended after {_PATIENCE_SECONDS:.0f} seconds"])
+    return Ended(signals=signals, said=said)
+
+
+def _read(handle: int, pids: list[int], victims: list[int], kill_after: float | None) -> tuple[bytes, bool]:
+    """Return all that is written to a pipe until the last process has ended, and whether one that hung was killed."""
+    data, due, hung = b"", kill_after is not None, False
+    deadline = time.monotonic() + (_PATIENCE_SECONDS if kill_after is None else kill_after)
+    while True:
+        ready, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for pid in victims if due else pids:
+                os.kill(pid, signal.SIGKILL)  # it is not waited for yet, so the number is nobody else's
+            hung, due, deadline = hung or not due, False, time.monotonic() + _PATIENCE_SECONDS
+            continue
+        part = os.read(handle, 1 << 16)
+        if not part:
+            os.close(handle)
+            return data, hung
+        data += part
+
+
+def _work(work: Callable[[int, Teller], None], rank: int, teller: Teller) -> None:
+    """Work and leave the process without what an interpreter does at its end."""
+    try:
+        work(rank, teller)
+    except BaseException:  # the parent shows it
+        teller.say("error", traceback.format_exc())
+    finally:
+        os._exit(0)

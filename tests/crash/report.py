@@ -1,0 +1,61 @@
+"""What the commands of the harness have in common: options, and how they say what came out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.machine import console, environment
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from tests.crash.outcome import Outcome
+
+
+def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
+    """Add the options of every command."""
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one flat JSON object")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
+    parser.add_argument("--folder", type=Path, help="where to work (TMPDIR); kept where something went wrong")
+
+
+def working_folder(options: argparse.Namespace, name: str) -> Path:
+    """Return a new folder to work in."""
+    return Path(tempfile.mkdtemp(prefix=f"tiercache-{name}-", dir=options.folder))
+
+
+def report(
+    name: str,
+    options: argparse.Namespace,
+    arguments: Sequence[str] | None,
+    figures: dict[str, Any],
+    outcome: Outcome,
+    folder: Path,
+    packages: Sequence[str],
+) -> int:
+    """Print and write the figures; return the exit status, after taking the folder away if all is right."""
+    figures = {**figures, "seed": options.seed, **environment("tests.crash", [name, *(arguments or ())], packages)}
+    table = Table(title=f"{name}: kills and what they left", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, value in figures.items():
+        table.add_row(key.replace("_", " "), str(value))
+    console.print(table)
+    for problem in outcome.problems:
+        console.print(problem, markup=False, style="red")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        console.print(f"figures in {options.json}")
+    if outcome.problems:
+        console.print(f"what is left stands in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0

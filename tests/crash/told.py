@@ -1,0 +1,43 @@
+"""Calls that tell their progress and die at one of its events, in processes of the session's fork server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from typing import TYPE_CHECKING, Any
+
+from tests.crash.schedule import die
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.context import ForkServerProcess
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PATIENCE_SECONDS = 120
+
+
+class Told:
+    """A progress function that counts its events and dies at one of them; -1: at none."""
+
+    def __init__(self, fatal: int) -> None:
+        self.events, self._fatal = 0, fatal
+
+    def __call__(self, *_: object) -> None:
+        """Count."""
+        self.events += 1
+        if self.events == self._fatal:
+            die()
+
+
+def start(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """Start a call in a process of its own."""
+    process = _CONTEXT.Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+def finish(process: ForkServerProcess) -> int:
+    """Wait for a process and return how it ended: by success or by kill -9."""
+    process.join(_PATIENCE_SECONDS)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode
