@@ -107,7 +107,7 @@ class Visit:
         order = sample_order(
             self.num_samples, seed=self._seed, epoch=self.epoch, pass_index=self.pass_index, shuffle=shuffle
         )
-        yield from cut_batches(order, size, first=self.samples_done)
+        yield from cut_batches(order, size, first=self.samples_done, last=self.num_samples)
 
     def end(self) -> None:
         """End it and its rows. Whoever still refers to it does not keep its cache."""
