@@ -89,7 +89,7 @@ class LogisticRegression(nn.Module):
                     order = sample_order(
                         source.samples, seed=settings.seed, epoch=epoch, pass_index=source.index, shuffle=True
                     )
-                    parts = [part.split(settings.batch) for part in self.read(source, order)]
+                    parts = [part.split(settings.batch) for part in self.read(source, order(0, source.samples))]
                     for ids, described, label in zip(*parts, strict=True):
                         criterion(self(ids, described), label).backward()
                         for optimizer in (sparse, dense):

@@ -25,6 +25,7 @@ from tiercache.kernels import (
     rounding,
     rows,
     samples,
+    shuffle,
     sorting,
     switch,
     unique,
@@ -138,7 +139,6 @@ def _switch() -> None:
     switch.assign_slots(_I4, _I4, _I4, _I4, _I4, np.zeros(8, np.int32), _I4.copy())
     switch.take(_I4, _I4, _I4.copy())
     switch.count_gaps(_I4, 2, np.zeros(3, np.int64))
-    switch.permutation(0, _I8.copy())
 
 
 def _index() -> None:
@@ -163,6 +163,7 @@ def _read_samples() -> None:
     samples.gather_lists(words, starts, 16, _I8, _I8, np.zeros(3, np.int64), np.empty(0, np.int32))
     samples.permute(ids, _I4)
     samples.permute_columns(np.zeros((2, 2), np.int32), _I4, _I8)
+    shuffle.shuffled(0, 2, 0, 2)
 
 
 _STAGES: tuple[tuple[str, Callable[[], None]], ...] = (

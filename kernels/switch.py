@@ -4,10 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
-from tiercache.kernels.bits import mix_word
 from tiercache.kernels.jit import serial
 
-__all__ = ["assign_slots", "count_gaps", "permutation", "stable_order_by_gap", "take"]
+__all__ = ["assign_slots", "count_gaps", "stable_order_by_gap", "take"]
 
 
 @serial
@@ -67,21 +66,6 @@ def _count_gaps(gap_K, limit, counts):  # type: ignore[no-untyped-def]
         counts[g if g < limit else limit] += 1
 
 
-@serial
-def _permutation(seed, out_N):  # type: ignore[no-untyped-def]
-    for i in range(out_N.size):
-        out_N[i] = i
-    state = np.uint64(seed)
-    for i in range(out_N.size - 1, 0, -1):
-        state += np.uint64(0x9E3779B97F4A7C15)
-        z = mix_word(state)
-        bound = np.uint64(i + 1)
-        j = (z >> np.uint64(32)) * bound >> np.uint64(32) if bound < np.uint64(4294967296) else z % bound
-        held = out_N[i]
-        out_N[i] = out_N[np.int64(j)]
-        out_N[np.int64(j)] = held
-
-
 def stable_order_by_gap(gap_K: NDArray[np.int32], limit: int, order_K: NDArray[np.int32]) -> NDArray[np.int64]:
     """Write to `order_K` the positions sorted by `min(gap, limit)`, equal gaps in position order: a counting sort.
 
@@ -138,12 +122,3 @@ def take(values: NDArray[np.int32], places: NDArray[np.int32], out: NDArray[np.i
 def count_gaps(gap_K: NDArray[np.int32], limit: int, counts: NDArray[np.int64]) -> None:
     """Add to `counts` (limit + 1) how often each `min(gap, limit)` occurs."""
     _count_gaps(expect("gap_K", gap_K, np.int32), limit, expect("counts", counts, np.int64, written=True))
-
-
-def permutation(seed: int, out_N: NDArray[np.int64]) -> None:
-    """Write a uniform permutation of 0..N-1 that only `seed` (uint64) and N decide.
-
-    Fisher and Yates's shuffle from the last place down; the j-th draw is splitmix64's j-th output from `seed`, brought
-    below its bound by the high half of the product with its upper 32 bits (N < 2^32) or by remainder (beyond).
-    """
-    _permutation(np.uint64(seed), expect("out_N", out_N, np.int64, written=True))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.kernels.shuffling import sample_at
 from tests.kernels.stochastic import philox, random_bits, rounded
 from tiercache.kernels.bits import hash_keys, mix, xxh64, xxh64_words
 from tiercache.kernels.gradients import one_id_gradients
@@ -117,14 +118,11 @@ def test_passes_and_samples_have_the_orders_of_the_page() -> None:
         salt = mix(mix(int(seed)) ^ int(epoch))
         assert schedule.order(int(epoch)).tolist() == sorted(range(6), key=lambda p: mix(mix(p) ^ salt))
         assert schedule.order(int(epoch)).tolist() == [int(x) for x in order.split()]
-    for seed, epoch, pass_index, order in rows_below("| seed | epoch | pass | order of 8 samples |"):
-        made = sample_order(8, seed=int(seed), epoch=int(epoch), pass_index=int(pass_index), shuffle=True).tolist()
-        state, by_page = mix(mix(mix(int(seed)) ^ int(epoch)) ^ int(pass_index)), list(range(8))
-        for i in range(7, 0, -1):
-            state = (state + 0x9E3779B97F4A7C15) % 2**64
-            j = (mix(state) >> 32) * (i + 1) >> 32
-            by_page[i], by_page[j] = by_page[j], by_page[i]
-        assert made == by_page == [int(x) for x in order.split()]
+    for *numbers, samples in rows_below("| seed | epoch | pass | N | first place | samples from there on |"):
+        (seed, epoch, pass_index, count, first), wanted = map(int, numbers), [int(x) for x in samples.split()]
+        order = sample_order(count, seed=seed, epoch=epoch, pass_index=pass_index, shuffle=True)
+        state, places = mix(mix(mix(seed) ^ epoch) ^ pass_index), range(first, first + len(wanted))
+        assert order(places.start, places.stop).tolist() == [sample_at(i, count, state) for i in places] == wanted
 
 
 def test_digests_are_those_of_the_page(tmp_path: Path) -> None:

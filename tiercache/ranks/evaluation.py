@@ -10,7 +10,7 @@ import numpy as np
 from tiercache.kernels.uses import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
-from tiercache.training.batch import cut_batches
+from tiercache.training.batch import cut_batches, in_order
 from tiercache.training.evaluation import Wanted, bring_rows
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class ShardedEvaluation:
         with weight 0: leave such a batch out. "interleaved": rows of the next batch are exchanged while this one is
         used; "simple": one thing after the other.
         """
-        order = np.arange(self._first, self._last, dtype=np.int64)
         name = f"samples {self._first:,} to {self._last:,} of evaluation pass {self.pass_index}"
         begin = partial(self._maker.begin, self._source, name=name, trained=False)
-        begins = (partial(begin, places) for _, places in cut_batches(order, size))
+        cuts = cut_batches(in_order, size, first=self._first, last=self._last)
+        begins = (partial(begin, places) for _, places in cuts)
         return self._maker.ahead(begins, schedule)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.switch import permutation
+from tiercache.kernels.shuffle import shuffled
 from tiercache.store.hashing import mix
 
 if TYPE_CHECKING:
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from tiercache.processors.entries import FoundIds
     from tiercache.tiers.rows import RowView
     from tiercache.training.joining import Bringer, Joins
+
+Order = Callable[[int, int], "NDArray[np.int64]"]
+"""Gives the samples at the places from the first up to the last, the latter left out; makes no others."""
+
+SHUFFLED_BY = "feistel"
+"""The permutation of shuffled samples: a commit inside a visit that was shuffled by another cannot be gone on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +68,32 @@ class Batch:
         return self.num_samples
 
 
-def sample_order(num_samples: int, *, seed: int, epoch: int, pass_index: int, shuffle: bool) -> NDArray[np.int64]:
+def in_order(first: int, last: int) -> NDArray[np.int64]:
+    """Return the places themselves: the order of samples that are not shuffled."""
+    return np.arange(first, last, dtype=np.int64)
+
+
+def sample_order(num_samples: int, *, seed: int, epoch: int, pass_index: int, shuffle: bool) -> Order:
     """Return the order of a visit's samples: as they are, or a permutation that (seed, epoch, pass) alone decide."""
     if not shuffle:
-        return np.arange(num_samples, dtype=np.int64)
+        return in_order
     words = np.array([seed, epoch, pass_index], dtype=np.int64).view(np.uint64)
     salt = mix(words[:1])
     for word in words[1:]:
         salt = mix(salt ^ word)
-    order = np.empty(num_samples, dtype=np.int64)
-    permutation(int(salt[0]), order)
-    return order
+    return partial(shuffled, int(salt[0]), num_samples)
 
 
-def cut_batches(order: NDArray[np.int64], size: int, *, first: int = 0) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield (samples up to and with a batch, its places) from place ``first`` of ``order`` on; the last may be short.
+def cut_batches(order: Order, size: int, *, first: int, last: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield (place behind a batch, its samples) for the places from ``first`` to ``last``; the last may be short.
 
     Raises ValueError for a size below 1.
     """
     if size < 1:
         raise ValueError(f"a batch of {size} samples was asked for: the size must be at least 1")
-    for begin in range(first, order.size, size):
-        places = order[begin : begin + size]
-        yield begin + places.size, places
+    for begin in range(first, last, size):
+        end = min(begin + size, last)
+        yield end, order(begin, end)
 
 
 def make_batch(

@@ -15,7 +15,7 @@ from tiercache.sizes import format_bytes
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
-from tiercache.training.batch import cut_batches
+from tiercache.training.batch import cut_batches, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,7 +182,7 @@ class Evaluation:
 
     def batches(self, size: int, *, ahead: int | None = None) -> Iterator[Batch]:
         """Yield batches of ``size`` samples in the order of the data; ``ahead`` as of `Visit.batches`."""
-        cuts = cut_batches(np.arange(self._first, self._last, dtype=np.int64), size)
+        cuts = cut_batches(in_order, size, first=self._first, last=self._last)
         made = self._ahead.batches(self._source, self._rows, cuts, most=ahead, before=self._rows.check)
         yield from map(itemgetter(1), made)  # no name here is a batch's, as in a visit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
-from tiercache.training.batch import cut_batches, sample_order
+from tiercache.training.batch import SHUFFLED_BY, cut_batches, sample_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +96,9 @@ class Visit:
     def _cuts(self, size: int, shuffle: bool) -> Iterator[Cut]:
         """Yield the samples behind each batch and its places, from where the visit stands at the first."""
         self.source.check_samples()
-        mine = {"seed": self._seed, "shuffle": shuffle}
+        mine: dict[str, object] = {"seed": self._seed, "shuffle": shuffle}
+        if shuffle:
+            mine["by"] = SHUFFLED_BY
         if self.samples_done and self.order is not None and self.order != mine:
             raise StateError(
                 f"visit {self.index} stands after {self.samples_done:,} samples in the order {dict(self.order)}, and "
@@ -107,7 +109,7 @@ class Visit:
         order = sample_order(
             self.num_samples, seed=self._seed, epoch=self.epoch, pass_index=self.pass_index, shuffle=shuffle
         )
-        yield from cut_batches(order, size, first=self.samples_done)
+        yield from cut_batches(order, size, first=self.samples_done, last=self.num_samples)
 
     def end(self) -> None:
         """End it and its rows. Whoever still refers to it does not keep its cache."""
