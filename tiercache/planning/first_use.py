@@ -57,7 +57,15 @@ class FirstUses:
     def counts(self, table_name: str) -> Mapping[int, int]:
         """Return how many keys of a table each visit uses first."""
         table = self._tables[table_name]
-        counts = {visit: int(np.count_nonzero(self._first(place, table))) for place, visit in enumerate(self._visits)}
+        counts = {}
+        for place, visit in enumerate(self._visits):
+            keys = self._positions.start(self._passes[place], table + 1) - self._positions.start(
+                self._passes[place], table
+            )
+            counts[visit] = sum(
+                int(np.count_nonzero(self._first(place, table, low, min(keys, low + self._keys_per_slice))))
+                for low in range(0, keys, self._keys_per_slice)
+            )
         return {visit: count for visit, count in counts.items() if count}
 
     def slices(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
@@ -65,14 +73,13 @@ class FirstUses:
         table = self._tables[table_name]
         table_id = self._positions.tables[table].table_id
         keys_V = [self._keys_of(p, table) for p in self._passes]
-        first_V = [self._first(place, table) for place in range(len(self._passes))]
         slices = max(1, -(-sum(keys.size for keys in keys_V) // self._keys_per_slice))
         begins = [0] * len(keys_V)
         for i in range(1, slices + 1):
             ends = [hash_range_bound(keys, table_id, (i << 64) // slices) for keys in keys_V]
             keys_parts, use_parts = [], []
             for place, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-                mine = np.asarray(keys_V[place][begin:end])[first_V[place][begin:end]]
+                mine = np.asarray(keys_V[place][begin:end])[self._first(place, table, begin, end)]
                 keys_parts.append(mine)
                 use_parts.append(np.full(mine.size, self._visits[place], dtype=np.int64))
             begins = ends
@@ -80,11 +87,10 @@ class FirstUses:
             order = np.argsort(hash_keys(keys, table_id))
             yield keys[order], np.concatenate(use_parts)[order]
 
-    def _first(self, place: int, table: int) -> NDArray[np.bool_]:
-        """Return which keys of a table a visit is the first to use: those whose last use was before the start."""
-        p = self._passes[place]
-        span = slice(self._positions.start(p, table), self._positions.start(p, table + 1))
-        first: NDArray[np.bool_] = self._prev_gap[place][span] > self._visits[place] - self._start
+    def _first(self, place: int, table: int, low: int, high: int) -> NDArray[np.bool_]:
+        """Return which of keys [low, high) of a table a visit uses first: their last use was before the start."""
+        start = self._positions.start(self._passes[place], table)
+        first: NDArray[np.bool_] = self._prev_gap[place][start + low : start + high] > self._visits[place] - self._start
         return first
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tiercache.planning.positions import Positions
     from tiercache.planning.schedule import Schedule
 
-KEYS_PER_RANGE = 4 << 20  # keys of all passes held in memory at once: about 200 MB with their numbers
+KEYS_PER_RANGE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ def find_uses(
 
     keys_of(pass, table): int64 keys in hash order, ``table`` an index into ``positions.tables``.
     out: int32 (2, all positions of all passes); the returned arrays are views of it.
-    Memory: the keys of one hash range of one table, about 48 bytes for each. Decides only; does no I/O but
-    what ``keys_of`` and ``out`` do themselves.
+    Memory: about ``keys_per_range`` keys of one table at a time, at most ``SWEPT_KEY_BYTES`` for each. Decides only;
+    does no I/O but what ``keys_of`` and ``out`` do themselves.
     """
     orders = [schedule.order(epoch + step) for step in (-1, 0, 1)]
     uses = views_of(out, positions)

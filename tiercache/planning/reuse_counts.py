@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,26 +41,26 @@ class PassCounts:
 
 
 class ReuseCounts:
-    """Counts of any visit: where the order repeats, those of a pass are kept; else those of two epochs. Thread-safe."""
+    """Counts of any visit: where the order repeats, those of a pass are kept; else those of two epochs.
+
+    Thread-safe: at worst, two threads that ask for a visit at the same time both count it.
+    """
 
     def __init__(self, schedule: Schedule, positions: Positions, uses_of: Callable[[int], Uses]) -> None:
         """``uses_of(epoch)`` gives the uses of an epoch; the keys of a visit are gone through when it is asked for."""
         self._schedule, self._positions, self._uses_of = schedule, positions, uses_of
-        self._lock = threading.Lock()
         self._counts: dict[int, PassCounts] = {}
 
     def of(self, visit: int) -> PassCounts:
         """Return the counts of a visit."""
         name = self._schedule.pass_of(visit) if self._schedule.repeats else visit
-        with self._lock:
-            if name not in self._counts:
-                first = (
-                    0 if self._schedule.repeats else (self._schedule.epoch_of(visit) - 1) * self._schedule.num_passes
-                )
-                for old in [v for v in self._counts if v < first]:
-                    del self._counts[old]
-                self._counts[name] = self._count(visit)
-            return self._counts[name]
+        counts = self._counts.get(name)
+        if counts is None:
+            first = 0 if self._schedule.repeats else (self._schedule.epoch_of(visit) - 1) * self._schedule.num_passes
+            for old in [v for v in list(self._counts) if v < first]:
+                self._counts.pop(old, None)
+            counts = self._counts[name] = self._count(visit)
+        return counts
 
     def _count(self, visit: int) -> PassCounts:
         uses, p, positions = (
