@@ -38,15 +38,17 @@ __all__ = [
 ]
 
 
-def _load_tbb() -> None:
+def _load_tbb() -> bool:
     """Load oneTBB from its wheel, whose folder is not among those that numba's own part of it is linked with."""
     with suppress(PackageNotFoundError, OSError):
         for file in files("tbb") or ():
             if file.name in {"libtbb.so.12", "libtbb.12.dylib"}:
                 ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
+                return True
+    return False
 
 
-_load_tbb()
+_HAS_TBB = _load_tbb()
 # workqueue aborts when two threads run parallel kernels at once; it is only the last resort, where no OpenMP exists.
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
     setattr(config, "THREADING_LAYER_PRIORITY", ["tbb", "omp", "workqueue"])  # noqa: B010 - numba makes its attributes
@@ -168,11 +170,16 @@ def _helpers(_process: int) -> ThreadPoolExecutor:
 
 @functools.cache
 def _launch() -> None:
-    """Start numba's threads from a thread that ends.
+    """Start numba's threads.
 
-    Where there is no oneTBB, who starts them has its OpenMP thread count set to all cores, and torch has the same
-    OpenMP: on the training thread this would undo `torch.set_num_threads` in the middle of a run.
+    For oneTBB on this thread: it takes whoever starts it for the one that may fork. Who starts OpenMP's has its thread
+    count set to all cores, and torch has the same OpenMP: on the training thread this would undo
+    `torch.set_num_threads` in the middle of a run, so there a thread does it that ends.
     """
+    layer = getattr(config, "THREADING_LAYER")  # noqa: B009 - numba makes its attributes
+    if _HAS_TBB and layer in {"default", "tbb"}:
+        numba.get_num_threads()
+        return
     starter = threading.Thread(target=numba.get_num_threads)
     starter.start()
     starter.join()
