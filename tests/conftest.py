@@ -13,6 +13,8 @@ A session has one fork server; it imports what is killed in any test, so that a 
 
 Processes that tests start import this checkout wherever they run, and what these tests themselves can import.
 
+The ranks of a session are four processes that stay alive between tests; they start at their first use.
+
 Files of tests lie in memory, where the system has it: kills lose nothing of it, and nothing waits for a disk. Those of
 tests that are marked "disk" lie on the disk.
 """
@@ -28,6 +30,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.ranks.pool import RanksPool
 
 _MEMORY = Path("/dev/shm")
 _MEMORY_BYTES = 1 << 30
@@ -55,3 +59,10 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="tiercache-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def ranks_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RanksPool]:
+    """Four Gloo ranks."""
+    with RanksPool(tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool

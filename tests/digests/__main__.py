@@ -1,0 +1,41 @@
+"""Compares trainings with the committed digests: ``python -m tests.digests``; ``--write`` commits to what they are now.
+
+Write them anew only with a change that is meant to change bits, and say why in its commit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.digests.trainings import GIVEN, PATH, digests, prepare, train
+
+
+def now(given: str) -> dict[str, str]:
+    """Train in one process and return the digests."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), given)
+        dense, _ = train(Path(folder), given, "lmdb")
+        return digests(Path(folder), dense)
+
+
+def main() -> None:
+    """Say which digests differ."""
+    found = {given: now(given) for given in GIVEN}
+    before = json.loads(PATH.read_text()) if PATH.exists() else {}
+    changed = [
+        f"{given}: {name}"
+        for given in GIVEN
+        for name, value in found[given].items()
+        if before.get(given, {}).get(name) != value
+    ]
+    if "--write" in sys.argv:
+        PATH.write_text(json.dumps(found, indent=2) + "\n")
+    sys.stdout.write("\n".join([f"{len(changed)} digests differ", *changed]) + "\n")
+    sys.exit(bool(changed) and "--write" not in sys.argv)
+
+
+if __name__ == "__main__":
+    main()

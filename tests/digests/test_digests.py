@@ -1,0 +1,74 @@
+"""Trainings end with the bits that are committed, whatever moves, keeps and shares out their rows.
+
+A test that fails after a change that is meant to change bits: ``python -m tests.digests --write``.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.digests.trainings import GIVEN, MOVES, PATH, digests, prepare, train, train_and_die
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks.pool import RanksPool
+
+COMMITTED = json.loads(PATH.read_text())
+ENGINES = ("lmdb", "zarr")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_training_ends_with_the_committed_digests(tmp_path: Path, given: str, engine: str) -> None:
+    """Of every optimizer in float32 and bfloat16; rows stay at switches, leave, and come back from the store."""
+    prepare(tmp_path, given)
+
+    dense, moved = train(tmp_path, given, engine)
+
+    assert all(moved[name] > 0 for name in MOVES), moved
+    assert digests(tmp_path, dense) == COMMITTED[given]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("given", GIVEN)
+def test_any_number_of_ranks_ends_with_the_same_digests(
+    ranks_pool: RanksPool, tmp_path: Path, given: str, engine: str, size: int
+) -> None:
+    """However tables are divided: gradients that are exact in float32 have one sum, whoever adds them."""
+    prepare(tmp_path, given)
+
+    told = ranks_pool.run(size, "tests.digests.trainings:train_rank", folder=str(tmp_path), given=given, engine=engine)
+
+    moved = {name: sum(moves[name] for _, moves in told) for name in MOVES}
+    assert all(moved.values()), moved
+    for dense, _ in told:
+        assert digests(tmp_path, dense, sharded=True) == COMMITTED[given]
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "at", "commits"),
+    [("batches", "lmdb", (5, 0), False), ("raw", "zarr", (3, 1), True)],
+)
+@pytest.mark.filterwarnings("ignore:commit .* was trained with")  # on one thread: the dense part is exact on any number
+def test_a_killed_training_that_goes_on_ends_with_the_same_digests(
+    tmp_path: Path, given: str, engine: str, at: tuple[int, int], commits: bool
+) -> None:
+    """From the last commit between visits, or from one inside a visit, wherever reader and writer were at the kill."""
+    prepare(tmp_path, given)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=train_and_die, args=(tmp_path, given, engine, at, commits)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+    dense, _ = train(tmp_path, given, engine)
+
+    assert digests(tmp_path, dense) == COMMITTED[given]

@@ -1,0 +1,180 @@
+"""The trainings whose results must not change, and their digests: all that these tests use of the library's training.
+
+Nothing here depends on the machine. Rows are summed and stepped by kernels that define the order of every addition. The
+dense part computes with small integers times powers of two, which float32 holds exactly whatever the order: what rows
+are pooled to, and the weights that multiply it, are rounded to a grid first, and the gradient passes the rounding by
+(Bengio, Leonard and Courville, "Estimating or propagating gradients through stochastic neurons", 2013). So all numbers
+of ranks end with the same digests, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tiercache as tc
+from tests.digests import data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.dist.communicator import AnyCommunicator
+
+PATH = Path(__file__).with_name("digests.json")
+"""What is committed: digests by how samples are given."""
+GIVEN = ("batches", "raw")
+"""How samples are given: as batches of passes that were extracted, or as keys that a loader of one's own has."""
+EPOCHS = 2
+HOST_BUDGETS = {1: "672KiB", 2: "520KiB", 4: "480KiB"}
+"""Of each of so many ranks: little more than the least, so that rows come from the store. No digest depends on them."""
+PLACEMENT = {
+    "sgd": "row", "sgd_too": "row", "adagrad": "table", "rowwise": "row", "adam": "column", "sgd_bf16": "row",
+    "adagrad_bf16": "replicate", "rowwise_bf16": "table", "adam_bf16": "row",
+}  # fmt: skip
+"""How several ranks divide the tables: in each way. Slices of columns are of float32, as others round by other bits."""
+MOVES = ("kept", "generated", "read", "written")
+
+
+class Grid(torch.autograd.Function):
+    """Rounds to multiples of 1/8 within [-1, 1]; its gradient is what comes back."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Round."""
+        return (8 * x).round().clamp(-8, 8) / 8
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        """Pass it on."""
+        return grads[0]
+
+
+class Net(nn.Module):
+    """Pooled and unpooled features and the dense column, on the grid, times one weight each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pooled = {spec.name: spec.mode for spec in data.SPECS if spec.mode is not None}
+        self.bags = tc.EmbeddingBagCollection(data.SCHEMA, list(pooled), mode=pooled)
+        self.rows = tc.EmbeddingCollection(data.SCHEMA, [spec.name for spec in data.SPECS if spec.mode is None])
+        width = self.bags.out_features + sum(self.rows.dims) + 1
+        self.weight = nn.Parameter((torch.from_numpy(data.draw("weight", width, 17)).float() - 8) / 8)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return one number a sample."""
+        singles = [Grid.apply(out) for out in self.rows(batch).values()]
+        singles = [out.sum(dim=1) if out.ndim == 3 else out for out in singles]
+        inputs = torch.cat([Grid.apply(self.bags(batch)), *singles, batch.dense], dim=1)
+        return (inputs * Grid.apply(self.weight)).sum(dim=1)
+
+
+def prepare(folder: Path, given: str) -> None:
+    """Write the passes of a training into a folder."""
+    (data.extract if given == "batches" else data.write_keys)(folder)
+
+
+def train(
+    folder: Path,
+    given: str,
+    engine: str,
+    ranks: AnyCommunicator | None = None,
+    each_step: Callable[[Any, int, int], None] = lambda cache, visit, step: None,
+) -> tuple[dict[str, NDArray[np.float32]], dict[str, int]]:
+    """Train from where ``folder / "model.tc"`` stands to the end, in one process or as one rank of several.
+
+    Returns the dense weights, and how many rows this process kept at switches, made anew, read from the store and
+    wrote. ``each_step(cache, visit, step)`` is called behind every step.
+    """
+    with opened(folder, engine, ranks) as cache:
+        net = Net()
+        model = net if ranks is None or ranks.size == 1 else DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8, momentum=1 / 2)
+        cache.register(model=model, optimizer=optimizer)
+        for visit in cache.passes(epochs=EPOCHS):
+            batches = visit.batches(data.BATCH, shuffle=True) if given == "batches" else raw_batches(visit, ranks)
+            for step, batch in enumerate(batches):
+                (nn.functional.l1_loss(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                each_step(cache, visit.index, step)
+        moved = {name: sum(getattr(report, f"rows_{name}") for report in cache.reports) for name in MOVES}
+        return {name: value.numpy().copy() for name, value in net.state_dict().items()}, moved
+
+
+@contextmanager
+def opened(folder: Path, engine: str, ranks: AnyCommunicator | None) -> Iterator[Any]:
+    """Open what trains the passes of a folder."""
+    passes = tc.PassSet.open(folder / "passes")
+    options = {"device_budget": "1MiB", "host_budget": HOST_BUDGETS[1 if ranks is None else ranks.size], "seed": 3}
+    if ranks is not None:
+        options |= {"engine": engine, "placement": PLACEMENT}
+        with tc.ShardedCache(folder / "model.tc", passes, **options) as cache:
+            yield cache
+    else:
+        with (
+            tc.Store.open(folder / "model.tc", tables=data.TABLES, engine=engine) as store,
+            tc.TierCache(store, passes, **options) as cache,
+        ):
+            yield cache
+
+
+def raw_batches(visit: Any, ranks: AnyCommunicator | None) -> Iterator[Any]:
+    """Yield the batches of a visit from where it stands, of keys that a loader gives."""
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    for keys, others in data.raw_batches(visit.epoch, visit.pass_index, visit.start_sample, rank, size):
+        yield visit.batch(keys, **others)
+
+
+def train_rank(ranks: AnyCommunicator, folder: str, given: str, engine: str) -> Any:
+    """Train as one rank of a pool's."""
+    return train(Path(folder), given, engine, ranks)
+
+
+def train_and_die(folder: Path, given: str, engine: str, at: tuple[int, int], commits: bool) -> None:
+    """Train on one thread and be killed behind a step (visit, number), right after a commit there where said."""
+    torch.set_num_threads(1)
+
+    def each_step(cache: Any, visit: int, step: int) -> None:
+        if (visit, step) == at:
+            if commits:
+                cache.commit()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(folder, given, engine, each_step=each_step)
+
+
+def digests(folder: Path, dense: dict[str, NDArray[np.float32]], *, sharded: bool = False) -> dict[str, str]:
+    """Return digests of all rows that a training left, by table of vectors and of optimizer state, and of ``dense``.
+
+    Rows are looked up in the order of their keys, so neither files nor the order of rows in them matter.
+    """
+    found = {}
+    with (
+        tc.ShardedStore.open(folder / "model.tc") if sharded else tc.Store.open(folder / "model.tc", mode="r") as store
+    ):
+        for table in data.TABLES:
+            keys = data.keys_of(table.name)
+            vectors, *state = store.lookup(table.name, keys).values()
+            found[f"{table.name} vectors"] = digest(keys, vectors)
+            if state:
+                found[f"{table.name} state"] = digest(*state)
+    return found | {f"dense {name}": digest(value) for name, value in dense.items()}
+
+
+def digest(*arrays: NDArray[Any]) -> str:
+    """Return the first half of the SHA-256 of arrays, little-endian."""
+    whole = hashlib.sha256()
+    for array in arrays:
+        whole.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    return whole.hexdigest()[:32]
