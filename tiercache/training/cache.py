@@ -80,8 +80,7 @@ class TierCache:
         model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on; see
         ``register``. device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too.
         device_budget: bytes ("64MiB") there for rows and slot maps, and for an index of raw keys where they leave room.
-        host_budget: bytes of anonymous memory for planning, batches, dump, staging, cached rows, one write transaction
-        and evaluation.
+        host_budget: bytes of anonymous memory for dump, staging, cached rows, one write transaction and evaluation.
         eval_budget: bytes of it reserved for rows of evaluation passes; a sixteenth where not given. store_budget:
         bytes that the store may come to take, checked here and, with the dense state, before training; it stops no
         write, as Store.open's max_bytes does.
@@ -106,20 +105,13 @@ class TierCache:
         self._positions = Positions.of(passes, store.groups)
         self._device = DeviceTier(self._positions, parse_bytes(device_budget), processor.mover)
         evaluation = None if eval_budget is None else parse_bytes(eval_budget)
-        self._budget = HostBudget.of(
-            self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store),
-            seeded=not self._schedule.repeats,
-        )  # fmt: skip
+        self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store))
         self._keys_of = self._positions.keys_of(passes)  # nothing that the cache has refers to it: it goes when dropped
-        self._uses = UseFiles(
-            self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None,
-            keys_per_range=self._budget.keys_per_sweep,
-        )  # fmt: skip
+        self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
         self._plans = Plans(
             store, self._schedule, self._positions, self._uses.of, self._budget, commit_every=commit_every,
             store_budget=None if store_budget is None else parse_bytes(store_budget),
         )  # fmt: skip
-        self._plans.check(self._uses)  # a budget that cannot hold says so here, not in the middle of a run
         self._memory = HostMemory(self._budget.rows, self._budget.region, processor.mover)
         self._state = CommitState(store.groups, processor)
         self.dense, self.optimizer = self._state.dense, self._state.optimizer
@@ -135,6 +127,8 @@ class TierCache:
         self._closed = False
         self.reports: list[VisitReport] = []
         """One report for each visit trained by this object, the last one unfinished while it runs."""
+        self.plan()  # a budget that cannot hold says so here, not in the middle of a run
+        self._plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
         self.register(**named_objects(model=model, optimizer=optimizer))
 
     # -- before training ----------------------------------------------------------------------------------

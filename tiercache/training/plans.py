@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiercache.errors import BudgetError
 from tiercache.planning.reuse_counts import ReuseCounts
 from tiercache.planning.visit_plan import Planner, VisitPlan
 from tiercache.store.history import manifest_of
 from tiercache.tiers.segments import segments_by_visit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tiercache.planning.budget import HostBudget
     from tiercache.planning.next_use import Uses
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from tiercache.planning.schedule import Schedule
     from tiercache.planning.store_plan import StorePlan
     from tiercache.store import Store
-    from tiercache.tiers.use_files import UseFiles
 
 
 class Plans:
@@ -50,27 +48,10 @@ class Plans:
         """Return the planner of a training up to visit ``end``."""
         return self._planner(end)
 
-    def check(self, uses: UseFiles) -> None:
-        """Plan the next visits and the store's bytes; where a budget does not hold them, leave no file of ``uses``.
-
-        Raises BudgetError then, and PassSetError where the store's rows are not those that the passes need.
-        """
-        commit = self._store.commit
-        try:
-            for _ in self._next_visits(None):
-                pass
-            self.check_store(lambda: 0 if commit is None else commit.state_bytes)
-        except BudgetError:
-            uses.discard()
-            raise
-
     def visits(self, count: int | None) -> list[VisitPlan]:
         """Plan the next visits, one epoch and one visit more where not said; beside a training too."""
-        return list(self._next_visits(count))
-
-    def _next_visits(self, count: int | None) -> Iterator[VisitPlan]:
         planner = self._planner(None)
-        return (planner.plan_next() for _ in range(self._schedule.num_passes + 1 if count is None else count))
+        return [planner.plan_next() for _ in range(self._schedule.num_passes + 1 if count is None else count)]
 
     def store_plan(self, state_bytes: int) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
