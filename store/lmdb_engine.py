@@ -388,6 +388,8 @@ class LmdbEngine:
         try:
             write_head(self.path, self._newest_meta())
         except OSError as error:
+            if error.errno in FULL:
+                raise full_disk(self.path / HEAD, error, ROOM_FOR_RECORDS) from error
             raise StoreError(
                 f"{self.path / HEAD} cannot be written ({error}): mend that and open the store again"
             ) from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tiercache.kernels
 from tiercache import errors
+from tiercache.kernels import cuda
 
 
 def test_every_error_has_its_line_in_the_tree() -> None:
@@ -17,5 +17,5 @@ def test_every_error_has_its_line_in_the_tree() -> None:
 
 def test_a_missing_gpu_can_be_told_from_one_that_cannot_be_used() -> None:
     """By the name that errors and kernels have for it."""
-    assert tiercache.kernels.NoGpuError is errors.NoGpuError
+    assert cuda.NoGpuError is errors.NoGpuError
     assert issubclass(errors.NoGpuError, errors.CudaError)

@@ -62,7 +62,8 @@ def _dense(entry: Any) -> Dense:
     if "column" not in entry:
         raise SchemaError("[[dense]] has no 'column': name the column of numbers")
     null = entry.get("null", "error")
-    if null != "error" and (isinstance(null, bool) or not isinstance(null, int | float)):
+    is_number = isinstance(null, float) or (type(null) is int and abs(null) < 2**1023)
+    if null != "error" and not is_number:
         raise SchemaError(f"[[dense]] has null = {null!r}: 'error' or the number that null stands for")
     return Dense(column=_text("[[dense]]", "column", entry["column"]), null=None if null == "error" else float(null))
 

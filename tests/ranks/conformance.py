@@ -128,10 +128,10 @@ class Model(nn.Module):
         pooled = [spec for spec in entry.specs if spec.name not in entry.singles]
         modes = {spec.name: spec.mode for spec in pooled}
         self.weighted = [spec.name for spec in pooled if spec.weighted and entry.input == "data"]
-        self.bags = [
+        self.bags = nn.ModuleList(
             tc.EmbeddingBagCollection(cache.schema, list(modes), mode=modes, weighted=self.weighted)
             for _ in range(1 + entry.twice)
-        ]
+        )
         self.single = tc.EmbeddingCollection(cache.schema, list(entry.singles))
         self.factors = nn.Parameter(torch.linspace(0.5, 1.5, len(self.weighted))) if self.weighted else None
         self.top = nn.Linear(self.bags[0].out_features + 1, 1)

@@ -104,8 +104,10 @@ def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
         positions = Positions(group_tables([one]), np.array([[0, keys.size]]))
         tier = DeviceTier(positions, 1 << 20, open_processor("cpu" if device == "cpu" else shim(), (one,)).mover)
         slots = np.arange(keys.size, dtype=np.int32)
-        tier.show([Placed(slots, slots, slots, free=keys.size, departing=0)])
-        tier.note_keys(0, lambda _p, _t: keys)
+        loaded = np.array([0xFF], np.uint8)
+        placed = [Placed(slots, slots, slots, free=keys.size, departing=0, loaded_K=loaded)]
+        tier.show(placed)
+        tier.note_keys(0, placed, lambda _p, _t: keys)
         streams.append(np.asarray(tier.rows_of(0)[0].streams).copy())
     np.testing.assert_array_equal(streams[0], streams[1])  # it begins where the whole one does
     assert not np.isin(streams[0], streams[2]).any()

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiercache.store.table import group_tables
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.training.scaled_loss import check_unscaled, watch_scalers
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from tiercache.processors.processor import Processor
     from tiercache.schema import Feature, Schema
-    from tiercache.store.table import Group
     from tiercache.training.batch import Batch
 
 
@@ -64,9 +62,9 @@ class EmbeddingBagCollection(nn.Module):
         """Columns of the output."""
         cols = np.concatenate([[0], np.cumsum(self.dims)]).astype(np.int64)
         self._cols = {name: int(cols[i]) for i, name in enumerate(self.features)}
-        self._specs, self._modes, self._groups = specs, modes, group_tables(schema.ordered_tables)
+        self._specs, self._modes = specs, modes
         self._anchor = torch.zeros((), requires_grad=True)
-        self._parts: dict[tuple[frozenset[str], frozenset[str]], list[FeaturePart]] = {}
+        self._parts: dict[tuple[tuple[int, ...], frozenset[str], frozenset[str]], list[FeaturePart]] = {}
         self.pooling = {name: None if name in weighted else chosen for name, chosen in modes.items()}
         """By feature, how it is pooled; None where its rows are needed."""
 
@@ -97,9 +95,10 @@ class EmbeddingBagCollection(nn.Module):
         arrays = {name: values for name in here if (values := batch.ids[name].weights) is not None} | {
             name: processor.array(value) for name, value in given.items()
         }
-        key = frozenset(here), frozenset(arrays)
+        groups = _groups_of(batch, [self._specs[name].table for name in here])
+        key = groups, frozenset(here), frozenset(arrays)
         if key not in self._parts:
-            self._parts[key] = self._cut(here, key[1])
+            self._parts[key] = self._cut(here, groups, key[2])
         lookups = [
             PooledLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
             for part in self._parts[key]
@@ -125,15 +124,15 @@ class EmbeddingBagCollection(nn.Module):
                 )
         return {name: ReadyLookup(batch, one, self._cols[name]) for name, one in found.items()}
 
-    def _cut(self, features: Sequence[str], weighted: frozenset[str]) -> list[FeaturePart]:
+    def _cut(self, features: Sequence[str], groups: Sequence[int], weighted: frozenset[str]) -> list[FeaturePart]:
         """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""
         members: dict[tuple[int, bool], list[str]] = {}
-        for name in features:
+        for name, group in zip(features, groups, strict=True):
             spec = self._specs[name]
             bags = spec.hotness != "one" or name in weighted
             if bags and name in weighted and self._modes[name] == "max":
                 raise ValueError(f"feature {name!r} has weights and is pooled by max: pool it by sum or mean")
-            members.setdefault((_group_of(self._groups, spec.table), bags), []).append(name)
+            members.setdefault((group, bags), []).append(name)
         return [
             FeaturePart(
                 group=group,
@@ -164,20 +163,7 @@ class EmbeddingCollection(nn.Module):
     def __init__(self, schema: Schema, features: Sequence[str] | None = None) -> None:
         super().__init__()
         self.features, self.dims, self._specs = _choose(schema, features)
-        groups, members = group_tables(schema.ordered_tables), dict[int, list[str]]()
-        for name in self.features:
-            members.setdefault(_group_of(groups, self._specs[name].table), []).append(name)
-        self._parts = [
-            FeaturePart(
-                group=group,
-                features=tuple(names),
-                tables=tuple(self._specs[name].table for name in names),
-                modes=np.zeros(len(names), dtype=np.int8),
-                cols=np.zeros(len(names), dtype=np.int64),
-                bags=False,
-            )
-            for group, names in members.items()
-        ]
+        self._parts: dict[tuple[int, ...], list[FeaturePart]] = {}
         self._anchor = torch.zeros((), requires_grad=True)
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
 
@@ -188,13 +174,34 @@ class EmbeddingCollection(nn.Module):
         check_brought(batch, self.features)
         if not self.features:
             return {}
-        lookups = [RowLookup(part, batch) for part in self._parts]
+        groups = _groups_of(batch, [self._specs[name].table for name in self.features])
+        if groups not in self._parts:
+            self._parts[groups] = self._cut(groups)
+        parts = self._parts[groups]
+        lookups = [RowLookup(part, batch) for part in parts]
         outs = _RowFunction.apply(self._anchor, batch.rows.processor, lookups)  # type: ignore[no-untyped-call]
         found: dict[str, torch.Tensor] = {}
-        for name, out in zip((name for part in self._parts for name in part.features), outs, strict=True):
+        for name, out in zip((name for part in parts for name in part.features), outs, strict=True):
             spec = self._specs[name]
             found[name] = out.view(batch.num_samples, spec.length, out.shape[1]) if spec.hotness == "fixed" else out
         return {name: found[name] for name in self.features}
+
+    def _cut(self, groups: Sequence[int]) -> list[FeaturePart]:
+        """Group features by their tables' group."""
+        members: dict[int, list[str]] = {}
+        for name, group in zip(self.features, groups, strict=True):
+            members.setdefault(group, []).append(name)
+        return [
+            FeaturePart(
+                group=group,
+                features=tuple(names),
+                tables=tuple(self._specs[name].table for name in names),
+                modes=np.zeros(len(names), dtype=np.int8),
+                cols=np.zeros(len(names), dtype=np.int64),
+                bags=False,
+            )
+            for group, names in members.items()
+        ]
 
 
 class _PooledFunction(torch.autograd.Function):
@@ -274,5 +281,7 @@ def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], 
     return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
 
 
-def _group_of(groups: tuple[Group, ...], table_name: str) -> int:
-    return next(group.index for group in groups if any(table.name == table_name for table in group.tables))
+def _groups_of(batch: Batch, tables: Sequence[str]) -> tuple[int, ...]:
+    """Return the group of each table in the rows of ``batch``: what shares a layout is the store's matter."""
+    group_of = {table: index for index, group in enumerate(batch.rows.groups) for table in group.first}
+    return tuple(group_of[table] for table in tables)
