@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +71,16 @@ def test_a_scaled_loss_is_refused_before_the_step(cache: Trained, how: str) -> N
     assert not cache.optimizer.pending
     assert np.array_equal(vectors_of(cache, keys), before)
     visits.close()
+
+
+def test_the_first_loss_of_a_process_is_noticed_in_one_expression() -> None:
+    """Python looks `scale` up before it calls the model, so a module watches scalers from when it is made."""
+    code = (
+        "import torch; from tests.training.test_scaled_loss import CASE; from torch.amp.grad_scaler import GradScaler; "
+        "import tiercache as tc; before = GradScaler.scale; tc.EmbeddingCollection(CASE.schema); "
+        "assert GradScaler.scale is not before"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
 def test_a_whole_loop_with_a_scaler_is_refused(cache: Trained) -> None:

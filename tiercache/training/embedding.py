@@ -45,6 +45,7 @@ class EmbeddingBagCollection(nn.Module):
         weighted: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        watch_scalers()
         self.features, self.dims, specs = _choose(schema, features)
         modes = {name: mode if isinstance(mode, str) else mode.get(name, "sum") for name in self.features}
         if not isinstance(mode, str) and (unknown := [name for name in mode if name not in modes]):
@@ -162,6 +163,7 @@ class EmbeddingCollection(nn.Module):
 
     def __init__(self, schema: Schema, features: Sequence[str] | None = None) -> None:
         super().__init__()
+        watch_scalers()
         self.features, self.dims, self._specs = _choose(schema, features)
         self._parts: dict[tuple[int, ...], list[FeaturePart]] = {}
         self._anchor = torch.zeros((), requires_grad=True)
