@@ -103,8 +103,8 @@ class Killer:
         known = len(self.outcome.problems)
         if not runs or runs[-1].killed:
             self._look(folder, where, runs)
-        if len(self.outcome.problems) == known:
-            runs.append(self.workload.run(folder, None))
+            if len(self.outcome.problems) == known:
+                runs.append(self.workload.run(folder, None))
         if len(self.outcome.problems) == known:
             self._look(folder, where, runs, last=True)
         if len(self.outcome.problems) == known:

@@ -158,6 +158,7 @@ def device_with(runtime: Any) -> CudaDevice:
     """Return a device of a CuPy that has only a runtime."""
     device = CudaDevice.__new__(CudaDevice)
     device._cupy, device._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), nullcontext()
+    device._within = nullcontext
     return device
 
 
