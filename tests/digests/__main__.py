@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.digests.trainings import GIVEN, PATH, digests, prepare, train
+from tests.digests.trainings import PATH, TRAININGS, digests, prepare, train
 
 
 def now(given: str) -> dict[str, str]:
@@ -23,11 +23,11 @@ def now(given: str) -> dict[str, str]:
 
 def main() -> None:
     """Say which digests differ."""
-    found = {given: now(given) for given in GIVEN}
+    found = {given: now(given) for given in TRAININGS}
     before = json.loads(PATH.read_text()) if PATH.exists() else {}
     changed = [
         f"{given}: {name}"
-        for given in GIVEN
+        for given in TRAININGS
         for name, value in found[given].items()
         if before.get(given, {}).get(name) != value
     ]

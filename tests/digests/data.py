@@ -147,6 +147,8 @@ class Column:
 
 
 COLUMNS = tuple(Column.of(spec) for spec in SPECS)
+FACTORS = np.array([0.1, 0.3, 0.7, 0.9, 1.1, 1.3, 1.7, 1.9, 2.3], np.float32)
+"""By label, of gradients whose sums shall depend on their order."""
 LABELS = (draw("label", SAMPLES, 9) - 4).astype(np.float32)
 DENSE = (draw("x", SAMPLES, 9) - 4).astype(np.float32)
 

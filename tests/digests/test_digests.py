@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.digests.trainings import GIVEN, MOVES, PATH, digests, prepare, train, train_and_die
+from tests.digests.trainings import GIVEN, MOVES, PATH, TRAININGS, digests, prepare, train, train_and_die
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ ENGINES = ("lmdb", "zarr")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("given", TRAININGS)
 def test_a_training_ends_with_the_committed_digests(tmp_path: Path, given: str, engine: str) -> None:
     """Of every optimizer in float32 and bfloat16; rows stay at switches, leave, and come back from the store."""
     prepare(tmp_path, given)

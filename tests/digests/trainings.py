@@ -4,7 +4,8 @@ Nothing here depends on the machine. Rows are summed and stepped by kernels that
 dense part computes with small integers times powers of two, which float32 holds exactly whatever the order: what rows
 are pooled to, and the weights that multiply it, are rounded to a grid first, and the gradient passes the rounding by
 (Bengio, Leonard and Courville, "Estimating or propagating gradients through stochastic neurons", 2013). So all numbers
-of ranks end with the same digests, too.
+of ranks end with the same digests, too. One training, of one process, has gradients of rows that are no such numbers,
+so that the order in which they are added is held as well.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
 
 PATH = Path(__file__).with_name("digests.json")
-"""What is committed: digests by how samples are given."""
+"""What is committed: digests by training."""
 GIVEN = ("batches", "raw")
 """How samples are given: as batches of passes that were extracted, or as keys that a loader of one's own has."""
+TRAININGS = (*GIVEN, "ordered")
+"""And batches again, with gradients whose sums depend on the order that one process adds them in (docs/format.md)."""
 EPOCHS = 2
 HOST_BUDGETS = {1: "672KiB", 2: "520KiB", 4: "480KiB"}
 """Of each of so many ranks: little more than the least, so that rows come from the store. No digest depends on them."""
@@ -47,24 +50,27 @@ MOVES = ("kept", "generated", "read", "written")
 
 
 class Grid(torch.autograd.Function):
-    """Rounds to multiples of 1/8 within [-1, 1]; its gradient is what comes back."""
+    """Rounds to multiples of 1/8 within [-1, 1]; its gradient is what comes back, times a factor of each sample."""
 
     @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
         """Round."""
+        ctx.factor = factor
         return (8 * x).round().clamp(-8, 8) / 8
 
     @staticmethod
-    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Pass it on."""
-        return grads[0]
+        (grad,) = grads
+        return grad if ctx.factor is None else grad * ctx.factor.view(-1, *[1] * (grad.ndim - 1)), None
 
 
 class Net(nn.Module):
     """Pooled and unpooled features and the dense column, on the grid, times one weight each."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ordered: bool) -> None:
         super().__init__()
+        self.ordered = ordered
         pooled = {spec.name: spec.mode for spec in data.SPECS if spec.mode is not None}
         self.bags = tc.EmbeddingBagCollection(data.SCHEMA, list(pooled), mode=pooled)
         self.rows = tc.EmbeddingCollection(data.SCHEMA, [spec.name for spec in data.SPECS if spec.mode is None])
@@ -73,15 +79,16 @@ class Net(nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Return one number a sample."""
-        singles = [Grid.apply(out) for out in self.rows(batch).values()]
+        factor = torch.from_numpy(data.FACTORS)[batch.label.long() + 4] if self.ordered else None
+        singles = [Grid.apply(out, factor) for out in self.rows(batch).values()]
         singles = [out.sum(dim=1) if out.ndim == 3 else out for out in singles]
-        inputs = torch.cat([Grid.apply(self.bags(batch)), *singles, batch.dense], dim=1)
+        inputs = torch.cat([Grid.apply(self.bags(batch), factor), *singles, batch.dense], dim=1)
         return (inputs * Grid.apply(self.weight)).sum(dim=1)
 
 
 def prepare(folder: Path, given: str) -> None:
     """Write the passes of a training into a folder."""
-    (data.extract if given == "batches" else data.write_keys)(folder)
+    (data.write_keys if given == "raw" else data.extract)(folder)
 
 
 def train(
@@ -97,12 +104,12 @@ def train(
     wrote. ``each_step(cache, visit, step)`` is called behind every step.
     """
     with opened(folder, engine, ranks) as cache:
-        net = Net()
+        net = Net(ordered=given == "ordered")
         model = net if ranks is None or ranks.size == 1 else DistributedDataParallel(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8, momentum=1 / 2)
         cache.register(model=model, optimizer=optimizer)
         for visit in cache.passes(epochs=EPOCHS):
-            batches = visit.batches(data.BATCH, shuffle=True) if given == "batches" else raw_batches(visit, ranks)
+            batches = raw_batches(visit, ranks) if given == "raw" else visit.batches(data.BATCH, shuffle=True)
             for step, batch in enumerate(batches):
                 (nn.functional.l1_loss(model(batch), batch.label) * batch.weight).backward()
                 optimizer.step()
