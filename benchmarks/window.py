@@ -199,7 +199,7 @@ class MemoryRun(_Run):
         taken = []
         for _ in range(window.visits):
             begun, made = time.perf_counter(), 0
-            for _batch in self.visit.batches(self._batch, ahead=0):
+            for _batch in self.visit.batches(self._batch, prefetch=0):
                 made += 1
             self._machine.rest()
             taken.append((time.perf_counter() - begun) / made)

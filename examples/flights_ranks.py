@@ -1,8 +1,8 @@
 """The flights of the demo on several devices: torchrun --nproc-per-node 2 -m examples.flights_ranks [--quick].
 
 Every rank trains its part of each batch, and its share of the rows stands in its own part of the store. What differs
-from the demo's loop on one device: ``init_process_group``, ``ShardedCache``, ``DistributedDataParallel`` and the weight
-of the loss. It prints the area under the curve, and a digest of all rows that two runs on as many ranks share.
+from the demo's loop on one device: ``init_process_group``, ``DistributedDataParallel`` and the weight of the loss. It
+prints the area under the curve, and a digest of all rows that two runs on as many ranks share.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from examples.flights_model import FlightsModel
 from examples.flights_scores import area_under_curve
 from examples.flights_size import FULL, QUICK, Size
 from examples.flights_training import PASSES, Settings
+from tiercache.ranks.record import RECORD
 
 
 def prepare(folder: Path, size: Size, first: int | None) -> None:
@@ -40,15 +41,15 @@ def prepare(folder: Path, size: Size, first: int | None) -> None:
     tc.extract(flights.test, SCHEMA, folder / "test-passes", device_budget="1GiB", pass_by="file", **options)
 
 
-def open_ranks(store: Path, passes: tc.PassSet, settings: Settings, device: str = "cpu") -> tc.ShardedCache:
+def open_ranks(store: Path, passes: tc.PassSet, settings: Settings, device: str = "cpu") -> tc.TierCache:
     """Return a cache within the budgets of the settings, for each rank."""
-    return tc.ShardedCache(
+    return tc.TierCache(
         store, passes, device=device, device_budget=settings.device_budget, host_budget=settings.host_budget,
         eval_budget=settings.eval_budget, seed=settings.seed,
     )  # fmt: skip
 
 
-def train(cache: tc.ShardedCache, settings: Settings, steps: int | None = None) -> nn.Module:
+def train(cache: tc.TierCache, settings: Settings, steps: int | None = None) -> nn.Module:
     """Train from the last commit to the last epoch, or so many steps and a commit."""
     torch.manual_seed(settings.seed)
     model: nn.Module = FlightsModel(cache.schema).to(cache.device)
@@ -71,7 +72,7 @@ def train(cache: tc.ShardedCache, settings: Settings, steps: int | None = None) 
     return model
 
 
-def area(cache: tc.ShardedCache, model: nn.Module, test: tc.PassSet, batch_size: int) -> float:
+def area(cache: tc.TierCache, model: nn.Module, test: tc.PassSet, batch_size: int) -> float:
     """Score the test flights, each rank its part, and return the area under the curve of all."""
     found = [torch.empty(0, 2)]
     model.eval()
@@ -88,7 +89,7 @@ def area(cache: tc.ShardedCache, model: nn.Module, test: tc.PassSet, batch_size:
 def digest(path: Path) -> str:
     """Return a digest of all rows with their optimizer state, whatever parts they stand in."""
     found = hashlib.sha256()
-    with tc.ShardedStore.open(path) as store:
+    with (tc.ShardedStore if (path / RECORD).exists() else tc.Store).open(path, mode="r") as store:
         for table in store.tables:
             for keys, fields in store.scan(table.name):
                 for values in (keys, *fields):

@@ -63,12 +63,12 @@ def train_in_stages(folder: Path, passes: tc.PassSet, device: str) -> list[float
     """Train on all ranks, a stage on each; return each epoch's mean loss, on the last stage."""
     check_micro_batches(passes, batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=dist.get_world_size())
     losses = np.zeros((EPOCHS, 0)).tolist()
-    with tc.ShardedCache(folder / "model.tc", passes, device=device, **BUDGETS) as cache:
+    with tc.TierCache(folder / "model.tc", passes, device=device, **BUDGETS) as cache:
         ranks = cache.communicator
-        bag, mine = tc.EmbeddingBagCollection(cache.schema), stages()[ranks.rank].to(ranks.device)
+        bag, mine = tc.EmbeddingBagCollection(cache.schema), stages()[ranks.rank].to(cache.device)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         cache.register(bag=bag, stage=mine, optimizer=optimizer)
-        stage = PipelineStage(mine, ranks.rank, ranks.size, ranks.device)
+        stage = PipelineStage(mine, ranks.rank, ranks.size, cache.device)
         schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.BCEWithLogitsLoss())
         first, last = StageInput(ranks), ranks.size - 1
         for visit in cache.passes(epochs=EPOCHS):

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tiercache.passes.key_sets import write_key_sets as write_key_sets
     from tiercache.passes.passset import PassSet as PassSet
     from tiercache.passes.splitting import split_passes as split_passes
-    from tiercache.ranks.cache import ShardedCache as ShardedCache
     from tiercache.ranks.placement import Placement as Placement
     from tiercache.ranks.placement_rules import PlacementCosts as PlacementCosts
     from tiercache.ranks.placement_rules import PlacementRules as PlacementRules
@@ -62,7 +61,6 @@ _HOME = {
     "ResidentCache": "training.resident",
     "RowWiseAdagrad": "store.table",
     "Schema": "schema",
-    "ShardedCache": "ranks.cache",
     "ShardedStore": "ranks.sharded_store",
     "Store": "store",
     "StoreError": "store.errors",
@@ -101,7 +99,6 @@ __all__ = [
     "ResidentCache",
     "RowWiseAdagrad",
     "Schema",
-    "ShardedCache",
     "ShardedStore",
     "Store",
     "StoreError",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.digests import data
+from tests.ranks.trainings import open_either
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,7 +103,11 @@ def train(
     Returns the dense weights, and how many rows this process kept at switches, made anew, read from the store and
     wrote. ``each_step(cache, visit, step)`` is called behind every step.
     """
-    with opened(folder, engine, ranks) as cache:
+    passes, host_budget = tc.PassSet.open(folder / "passes"), HOST_BUDGETS[1 if ranks is None else ranks.size]
+    with tc.TierCache(
+        folder / "model.tc", passes, device_budget="1MiB", host_budget=host_budget, seed=3, engine=engine,
+        sharding=PLACEMENT,
+    ) as cache:  # fmt: skip
         net = Net(ordered=given == "ordered")
         model = net if ranks is None or ranks.size == 1 else DistributedDataParallel(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8, momentum=1 / 2)
@@ -117,23 +121,6 @@ def train(
                 each_step(cache, visit.index, step)
         moved = {name: sum(getattr(report, f"rows_{name}") for report in cache.reports) for name in MOVES}
         return {name: value.numpy().copy() for name, value in net.state_dict().items()}, moved
-
-
-@contextmanager
-def opened(folder: Path, engine: str, ranks: AnyCommunicator | None) -> Iterator[Any]:
-    """Open what trains the passes of a folder."""
-    passes = tc.PassSet.open(folder / "passes")
-    options = {"device_budget": "1MiB", "host_budget": HOST_BUDGETS[1 if ranks is None else ranks.size], "seed": 3}
-    if ranks is not None:
-        options |= {"engine": engine, "placement": PLACEMENT}
-        with tc.ShardedCache(folder / "model.tc", passes, **options) as cache:
-            yield cache
-    else:
-        with (
-            tc.Store.open(folder / "model.tc", tables=data.TABLES, engine=engine) as store,
-            tc.TierCache(store, passes, **options) as cache,
-        ):
-            yield cache
 
 
 def raw_batches(visit: Any, ranks: AnyCommunicator | None) -> Iterator[Any]:
@@ -161,15 +148,13 @@ def train_and_die(folder: Path, given: str, engine: str, at: tuple[int, int], co
     train(folder, given, engine, each_step=each_step)
 
 
-def digests(folder: Path, dense: dict[str, NDArray[np.float32]], *, sharded: bool = False) -> dict[str, str]:
+def digests(folder: Path, dense: dict[str, NDArray[np.float32]]) -> dict[str, str]:
     """Return digests of all rows that a training left, by table of vectors and of optimizer state, and of ``dense``.
 
     Rows are looked up in the order of their keys, so neither files nor the order of rows in them matter.
     """
     found = {}
-    with (
-        tc.ShardedStore.open(folder / "model.tc") if sharded else tc.Store.open(folder / "model.tc", mode="r") as store
-    ):
+    with open_either(folder / "model.tc") as store:
         for table in data.TABLES:
             keys = data.keys_of(table.name)
             vectors, *state = store.lookup(table.name, keys).values()

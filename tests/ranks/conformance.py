@@ -56,7 +56,9 @@ class Entry:
     singles: tuple[str, ...] = ()
     """Features that are looked up unpooled."""
     input: str = "data"
-    """What each rank reads: as of ``ShardedVisit.batches``. Weights have no factors where it is "model"."""
+    """What each rank reads: as of ``Visit.batches``. Weights have no factors where it is "model"."""
+    idle: tuple[str, ...] = ()
+    """Features that are looked up without a gradient: their rows are not stepped."""
     twice: bool = False
     """Whether two modules look the same features up."""
     exact: bool = False
@@ -125,7 +127,7 @@ class Model(nn.Module):
 
     def __init__(self, cache: Any, entry: Entry) -> None:
         super().__init__()
-        pooled = [spec for spec in entry.specs if spec.name not in entry.singles]
+        pooled = [spec for spec in entry.specs if spec.name not in {*entry.singles, *entry.idle}]
         modes = {spec.name: spec.mode for spec in pooled}
         self.weighted = [spec.name for spec in pooled if spec.weighted and entry.input == "data"]
         self.bags = nn.ModuleList(
@@ -133,6 +135,7 @@ class Model(nn.Module):
             for _ in range(1 + entry.twice)
         )
         self.single = tc.EmbeddingCollection(cache.schema, list(entry.singles))
+        self.idle = tc.EmbeddingBagCollection(cache.schema, list(entry.idle)) if entry.idle else None
         self.factors = nn.Parameter(torch.linspace(0.5, 1.5, len(self.weighted))) if self.weighted else None
         self.top = nn.Linear(self.bags[0].out_features + 1, 1)
         self.exact = entry.exact
@@ -147,8 +150,8 @@ class Model(nn.Module):
             assert self.factors is not None
             given[name] = weight.requires_grad_() * self.factors[i]
         outs = [bag(batch, given) for bag in self.bags]
-        singles = self.single(batch)
-        self.looked_up = [out.detach().clone() for out in (*outs, *singles.values())]
+        singles, idle = self.single(batch), [] if self.idle is None else [self.idle(batch)]
+        self.looked_up = [out.detach().clone() for out in (*outs, *singles.values(), *idle)]
         out = outs[0] if len(outs) == 1 else outs[0] + torch.tanh(outs[1])
         each = self.loss(out, self.top(torch.cat([out, batch.dense], dim=1)).squeeze(1), batch)
         for name, vectors in singles.items():
@@ -191,10 +194,9 @@ def run(
     """
     model, trained, optimizer = ready or tracked(cache, entry, size)
     step, outputs, weights = 0, [], []
-    how = {"input": entry.input} if isinstance(cache, tc.ShardedCache) else {}
     for visit in cache.passes(epochs=entry.epochs):
         held = 0
-        for batch in visit.batches(entry.batch, shuffle=entry.shuffle, **how):
+        for batch in visit.batches(entry.batch, shuffle=entry.shuffle, input=entry.input):
             (trained(batch) * batch.weight).backward()
             counted = bool(batch.weight)
             outputs.append([one.numpy()[: None if counted else 0].copy() for one in model.looked_up])
@@ -211,7 +213,7 @@ def run(
                 optimizer.step()
             optimizer.zero_grad()
             step, held = step + 1, 0
-            if entry.commits and isinstance(cache, tc.ShardedCache):
+            if entry.commits and isinstance(cache, tc.TierCache):
                 cache.commit()
             each_step(step)
     found = {f"dense.{name}": value.numpy().copy() for name, value in model.state_dict().items()}
@@ -225,18 +227,18 @@ def known(name: str | dict[str, Any]) -> Entry:
     return ENTRIES[name] if isinstance(name, str) else random_entry(name)
 
 
-def open_cache(ranks: AnyCommunicator, entry: Entry, folder: str, **given: Any) -> tc.ShardedCache:
+def open_cache(ranks: AnyCommunicator, entry: Entry, folder: str, **given: Any) -> tc.TierCache:
     """Open the sharded store of an entry, with the smallest host budget where it asks for that."""
     options: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB", **entry.options, **given}
-    options["placement"] = entry.placement(entry, ranks.size)
+    options["sharding"] = entry.placement(entry, ranks.size)
     passes, path = tc.PassSet.open(Path(folder) / "passes"), Path(folder) / "model.tc"
     if options["host_budget"] == "smallest":
         try:
-            tc.ShardedCache(path, passes, **options | {"host_budget": 1})
+            tc.TierCache(path, passes, **options | {"host_budget": 1})
         except tc.TierCacheError as error:
             found = re.search(r"raise host_budget to (\d+) bytes", str(error))
             options["host_budget"] = max(ranks.all_gather_object(int(found[1]) if found else 0))
-    return tc.ShardedCache(path, passes, **options)
+    return tc.TierCache(path, passes, **options)
 
 
 def train(
@@ -249,6 +251,7 @@ def train(
         found = run(cache, entry, ranks.size)
         found["read"] = sum(report.rows_read for report in cache.reports)
         found["part_groups"] = len(cache.store.groups)
+        found["bytes"], found["mirror_bytes"] = cache.bytes_sent, cache._exchange.device_bytes
         found["fits"] = all(report.planned_equals_measured for report in cache.reports)
     return found
 
@@ -288,7 +291,7 @@ def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int
         ready = tracked(cache, entry, ranks.size)
         visits = cache.passes(epochs=1)
         visit = next(visits)
-        read = visit._visit.source.read
+        read = visit.source.read
 
         def wrong(places: Any, **options: Any) -> Any:
             samples = read(places, **options)
@@ -296,14 +299,14 @@ def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int
             return samples
 
         if ranks.rank == bad_rank:
-            visit._visit.source.read = wrong  # type: ignore[method-assign]
+            visit.source.read = wrong  # type: ignore[method-assign]
         said = ["", ""]
         try:
             bag = tc.EmbeddingBagCollection(cache.schema)
             bag(next(visit.batches(entry.batch)))  # a rank alone is told at the lookup
         except (IndexError, tc.TierCacheError) as error:
             said = [type(error).__name__, str(error)]
-        visit._visit.source.read = read  # type: ignore[method-assign]
+        visit.source.read = read  # type: ignore[method-assign]
         return run(cache, entry, ranks.size, ready=ready) | {"said": said}
 
 
@@ -326,15 +329,15 @@ def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> Non
     """Do what is refused, on all ranks."""
     entry = known(name)
     wrong: dict[str, Any] = {
-        "a table that there is not": {"placement": {"t9": "row"}},
-        "a kind that there is not": {"placement": {"t0": "data_parallel"}},
-        "another number of ranks": {"placement": entry.placement(entry, ranks.size + 1)},
-        "a wire dtype": {"wire_dtype": "int8"},
+        "a table that there is not": {"sharding": {"t9": "row"}},
+        "a kind that there is not": {"sharding": {"t0": "data_parallel"}},
+        "another number of ranks": {"sharding": entry.placement(entry, ranks.size + 1)},
+        "a wire dtype": {"comm_dtype": "int8"},
         "another store's tables": {},
     }
     if what in wrong:
         passes, options = tc.PassSet.open(Path(folder) / "passes"), {"device_budget": "1MiB", "host_budget": "9MiB"}
-        tc.ShardedCache(Path(folder) / "model.tc", passes, **options | wrong[what])
+        tc.TierCache(Path(folder) / "model.tc", passes, **options | wrong[what])
     with open_cache(ranks, entry, folder) as cache:
         if what == "a step before any visit":
             cache.step()

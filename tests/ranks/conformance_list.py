@@ -178,6 +178,9 @@ BEYOND = {
     "changed learning rates": Entry(
         **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, rates={1: (0.3, None), 3: (0.01, ("t1", "t2"))}
     ),
+    "rows without a gradient": Entry(
+        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, idle=("f0", "g1", "h2", "h3"), accumulate=2
+    ),
     "dropped gradients": Entry(**tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, discarded=(1, 4)),
     "a commit every third visit": Entry(
         **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, pass_samples=16, options={"commit_every": 3}

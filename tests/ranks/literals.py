@@ -75,7 +75,7 @@ def train(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
     for way in WAYS:
         placement = Placement(ranks.size, {one.name: placed(way, ranks.size) for one in passes.tables})
         path = Path(folder) / f"{way}.tc"
-        with tc.ShardedCache(path, passes, placement=placement, **OPTIONS) as cache:
+        with tc.TierCache(path, passes, sharding=placement, **OPTIONS) as cache:
             by_rule = [f"by {name}" for name in RULES]
             bag = tc.EmbeddingBagCollection(cache.schema, ["id", "sum", "mean", *by_rule], mode={"mean": "mean"})
             cache.register(bag=bag)

@@ -84,7 +84,7 @@ def train(
     placement = dict.fromkeys([one.name for one in CASE.tables], kind)
     given = {} if input_ == "data" else {"input": input_}
     pooled: set[str] = set()
-    with tc.ShardedCache(Path(folder) / name, passes, placement=placement, **OPTIONS | options) as cache:
+    with tc.TierCache(Path(folder) / name, passes, sharding=placement, **OPTIONS | options) as cache:
         inner = Model(cache, by_rows=by_rows)
         model = DistributedDataParallel(inner) if ranks.size > 1 else inner
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -120,7 +120,7 @@ def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
     """Give weights to a feature that its owner pools where that was not announced."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.ShardedCache(Path(folder) / "weighed.tc", passes, placement=placement, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "weighed.tc", passes, sharding=placement, **OPTIONS) as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title", "more"], weighted=["title"] if announced else ())
         cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
@@ -136,7 +136,7 @@ def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dic
     """Return what a batch says of ids that it does not have, and what of it is a dict's all the same."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.ShardedCache(Path(folder) / "asked.tc", passes, placement=placement, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "asked.tc", passes, sharding=placement, **OPTIONS) as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["user", "more"])
         cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
@@ -159,7 +159,7 @@ def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[lis
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     found = []
-    with tc.ShardedCache(Path(folder) / "modules.tc", passes, placement=placement, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "modules.tc", passes, sharding=placement, **OPTIONS) as cache:
         for visit in cache.passes(epochs=1):
             batches = visit.batches(8)
 
@@ -185,12 +185,12 @@ def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None
     """Make a batch in which the last rank reads an id that the table of a pooled feature does not have."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.ShardedCache(Path(folder) / "wrong.tc", passes, placement=placement, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "wrong.tc", passes, sharding=placement, **OPTIONS) as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title"], mode="mean")
         cache.register(bag=bag)
-        owner = cache.placement.tables["words"].slices[0].rank
+        owner = cache.sharding.tables["words"].slices[0].rank
         for visit in cache.passes(epochs=1):
-            source = visit._visit.source
+            source = visit.source
             if ranks.rank == (owner if input_ == "model" else (owner + 1) % ranks.size):
                 source.read = partial(_with_a_wrong_id, source.read)  # type: ignore[method-assign]
             bag(next(visit.batches(8, input=input_)))
@@ -208,7 +208,7 @@ def differ(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
     """Have ranks with input by model look different features up, or make batches of different sizes."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.ShardedCache(Path(folder) / "differ.tc", passes, placement=placement, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "differ.tc", passes, sharding=placement, **OPTIONS) as cache:
         bag = tc.EmbeddingBagCollection(
             cache.schema, ["more"], mode="sum" if ranks.rank and what == "modes" else "mean"
         )

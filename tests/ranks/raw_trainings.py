@@ -141,7 +141,7 @@ def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **optio
     place = Path(folder)
     samples, keys = tc.PassSet.open(place / "passes"), tc.PassSet.open(place / "keys")
     options |= {"device": shim()} if on_shim else {}
-    with tc.ShardedCache(place / "raw.tc", keys, **OPTIONS | options) as cache:
+    with tc.TierCache(place / "raw.tc", keys, **OPTIONS | options) as cache:
         torch.manual_seed(1)
         model: nn.Module = Net(cache, CASE)
         if ranks.size > 1:
@@ -151,13 +151,13 @@ def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **optio
         found = run(cache, samples, model, optimizer, rank=ranks.rank, size=ranks.size, **how)
         assert cache.device_bytes <= 4 << 20
         launches = sorted(set(options["device"]._gpu.kernels.launches)) if on_shim else []
-        return found | {"room": cache._inner.device_bytes, "launches": launches}
+        return found | {"room": cache._rows.device.num_bytes, "launches": launches}
 
 
 def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
     """Have rank 1 bring a key that the pass lacks; then all go on with another batch."""
     samples, keys = (tc.PassSet.open(Path(folder) / name) for name in ("passes", "keys"))
-    with tc.ShardedCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
         visits = cache.passes(epochs=1)
         visit = next(visits)
@@ -184,7 +184,7 @@ def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
 def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
     """Have rank 1 leave the batches of a visit before rank 0 does, or use it another way."""
     samples, keys = (tc.PassSet.open(Path(folder) / name) for name in ("passes", "keys"))
-    with tc.ShardedCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model, last = Net(cache, CASE), ranks.rank == 1
         for visit in cache.passes(epochs=1):
             for number, arguments in enumerate(batches_of(samples, visit.pass_index, 0, CASE.batch)):
@@ -203,7 +203,7 @@ def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
 def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
     """Make batches of which no rank has a sample."""
     keys = tc.PassSet.open(Path(folder) / "keys")
-    with tc.ShardedCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
         visits = cache.passes(epochs=1)
         visit = next(visits)
@@ -223,13 +223,17 @@ def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
 def train_samples(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
     """Train the same samples from their passes."""
     trainings.CASES["raw"] = CASE
-    return {name: value for name, value in trainings.train(ranks, "raw", folder, **options).items() if name != "commit"}
+    return {
+        name: value
+        for name, value in trainings.train(ranks, "raw", folder, **options).items()
+        if name.startswith("dense.")
+    }
 
 
 def evaluate_unknown(ranks: AnyCommunicator, folder: str, *, asked: list[int]) -> dict[str, Any]:
     """Train passes that have the out-of-vocabulary row; then look up keys that no pass has, as many as the rank."""
     passes = tc.PassSet.open(Path(folder) / "passes")
-    with tc.ShardedCache(Path(folder) / "model.tc", passes, placement={"a": "row"}, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "model.tc", passes, sharding={"a": "row"}, **OPTIONS) as cache:
         rows = tc.EmbeddingCollection(cache.schema)
         cache.register(rows=rows)
         for visit in cache.passes(epochs=1):

@@ -48,7 +48,7 @@ def needed(ranks: AnyCommunicator, folder: str, **options: Any) -> int:
     with open_sharded(ONE, folder, **options) as cache:
         commit = cache.store.commit
         assert commit is not None
-        return cache._inner.store_plan(commit.state_bytes).needed
+        return cache.store_plan(commit.state_bytes).needed
 
 
 def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def trained(ranks_pool: RanksPool, folder: Path) -> None:
     """Train the case on two ranks, with two commits kept."""
     CASES["one"].cut(folder / "passes")
-    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), placement=placed("row"), retention=2)
+    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), sharding=placed("row"), retention=2)
 
 
 def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
@@ -95,7 +95,7 @@ def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
     trained(ranks_pool, tmp_path)
     rows = stored(tmp_path)
     before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "placement": placed(kind), "retention": 2}
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": placed(kind), "retention": 2}
 
     for name, sentence in SENTENCES.items():
         assert_refused(ranks_pool.errors(size, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
@@ -114,13 +114,13 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
 ) -> None:
     """As where they have rows of earlier passes, of which sizes alone do not tell: the store has its bytes again."""
     CASES["one"].cut(tmp_path / "passes")
-    options: dict[str, Any] = {"folder": str(tmp_path), "placement": placed("row"), "order_seed": order_seed}
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": placed("row"), "order_seed": order_seed}
     ranks_pool.run(2, TRAIN, case="one", **options)
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, num_samples=32, data_seed=7).cut(tmp_path / "passes")
     before = files_of(tmp_path / "model.tc")
 
-    options["reorganised"] = True
+    options["reorganize"] = True
     shutil.copytree(tmp_path, tmp_path / "copy")
     (needed,) = ranks_pool.run(1, "tests.ranks.test_budgets:needed", **options | {"folder": str(tmp_path / "copy")})
     errors = ranks_pool.errors(1, OPEN, **options | {"store_budget": needed - 1})
@@ -136,7 +136,7 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(
     """Opened with a smaller retention, or a larger one; one that is not refused drops them."""
     trained(ranks_pool, tmp_path)
     before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "placement": placed("row")}
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": placed("row")}
 
     for retention in (1, 3):
         errors = ranks_pool.errors(2, OPEN, **options, retention=retention, **{name: TOO_SMALL[name]})
@@ -159,7 +159,7 @@ def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_
     record = (tmp_path / "model.tc" / "record.json").read_bytes()
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
-    options: dict[str, Any] = {"folder": str(tmp_path), "reorganised": True, "order_seed": order_seed}
+    options: dict[str, Any] = {"folder": str(tmp_path), "reorganize": True, "order_seed": order_seed}
 
     for name, sentence in SENTENCES.items():
         assert_refused(ranks_pool.errors(2, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
@@ -191,7 +191,7 @@ def test_passes_cut_for_several_devices_are_trained_on_as_many(
 
     found = ranks_pool.run(
         size, "tests.ranks.test_budgets:trained_large", folder=str(tmp_path), device_budget=budget,
-        placement=placed("row"),
+        sharding=placed("row"),
     )  # fmt: skip
 
     assert_as_alone(stored(tmp_path), found[0], resident(LARGE, passes))
@@ -208,6 +208,6 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
     )
 
     for kind, more in (("row", "devices=2"), ("table", "that counts with tables that are all placed by row")):
-        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, placement=placed(kind))
+        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=placed(kind))
         assert_refused(errors, advice)
         assert all(error is not None and error[1].endswith(more) for error in errors)

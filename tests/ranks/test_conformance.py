@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool
 
 BODY = "tests.ranks.conformance:train"
-SIZES = (1, 2, 3, 4)
+SIZES = (2, 3, 4)
 
 
 @pytest.fixture(scope="session")
@@ -111,18 +111,16 @@ def test_where_no_sum_is_rounded_all_bits_are_those_of_one_process(
     assert_as_alone(parts, tmp_path, alone(entry), tolerance=0, first=0)
 
 
-@pytest.mark.parametrize(
-    ("size", "wire_dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "float16"), (4, "float32")]
-)
+@pytest.mark.parametrize(("size", "comm_dtype"), [(2, "float32"), (2, "bfloat16"), (3, "float16"), (4, "float32")])
 def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
-    ranks_pool: RanksPool, tmp_path: Path, size: int, wire_dtype: str
+    ranks_pool: RanksPool, tmp_path: Path, size: int, comm_dtype: str
 ) -> None:
     """Lookups, gradients of weights, dense weights, rows and states, with everything at once."""
     runs = []
     for name in ("one", "other"):
         folder = tmp_path / name
         known("everything at once").cut(folder / "passes")
-        parts = ranks_pool.run(size, BODY, name="everything at once", folder=str(folder), wire_dtype=wire_dtype)
+        parts = ranks_pool.run(size, BODY, name="everything at once", folder=str(folder), comm_dtype=comm_dtype)
         dense = [value for part in parts for name, value in part.items() if name.startswith("dense.")]
         found = [one for what in ("outputs", "weights") for batch in of_all_ranks(parts, what) for one in batch]
         runs.append(found + dense + [field for _, fields in stored(folder).values() for field in fields])
@@ -130,21 +128,37 @@ def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
         np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
-@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("comm_dtype", ["bfloat16", "float16"])
 def test_a_wire_of_16_bits_loses_no_more_than_its_bits(
-    ranks_pool: RanksPool, tmp_path: Path, alone: Any, wire_dtype: str
+    ranks_pool: RanksPool, tmp_path: Path, alone: Any, comm_dtype: str
 ) -> None:
-    """In every placement, with shared tables; and it does lose some."""
+    """In every placement, with shared tables; and it does lose some. Where rows travel it is half the bytes."""
     entry = "shared tables in every placement"
-    known(entry).cut(tmp_path / "passes")
-    parts = ranks_pool.run(3, BODY, name=entry, folder=str(tmp_path), wire_dtype=wire_dtype)
-    lost = 2.0 ** (-8 if wire_dtype == "bfloat16" else -11)
+    for folder in (tmp_path, tmp_path / "wide"):
+        known(entry).cut(folder / "passes")
+    parts = ranks_pool.run(3, BODY, name=entry, folder=str(tmp_path), comm_dtype=comm_dtype)
+    lost = 2.0 ** (-8 if comm_dtype == "bfloat16" else -11)
     assert_as_alone(parts, tmp_path, alone(entry), tolerance=8 * lost, first=4 * lost)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_as_alone(parts, tmp_path, alone(entry), tolerance=lost / 8, first=lost / 8)
+    wide = ranks_pool.run(3, BODY, name=entry, folder=str(tmp_path / "wide"))
+    for half, whole in zip(parts, wide, strict=True):
+        assert 0.5 < half["bytes"] / whole["bytes"] < 0.8, "ids and addresses stay as they are"
 
 
-@pytest.mark.parametrize(("size", "bad_rank", "number"), [(1, 0, 40), (2, 0, -1), (3, 2, 40), (4, 1, 1 << 30)])
+def test_rows_of_replicated_tables_are_mirrored_and_do_not_travel(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Every rank has the vectors of all rows of the pass on its device; gradients travel all the same."""
+    passes = known("all replicated").cut(tmp_path / "passes")
+    known("row slices").cut(tmp_path / "rows" / "passes")
+    parts = ranks_pool.run(2, BODY, name="all replicated", folder=str(tmp_path))
+    rows = ranks_pool.run(2, BODY, name="row slices", folder=str(tmp_path / "rows"))
+    mirrors = sum(4 * table.dim * passes.passes[-1].rows(table.name) for table in passes.tables)
+    for mirrored, divided in zip(parts, rows, strict=True):
+        assert (mirrored["mirror_bytes"], divided["mirror_bytes"]) == (mirrors, 0)
+        assert mirrored["bytes"] < divided["bytes"]
+
+
+@pytest.mark.parametrize(("size", "bad_rank", "number"), [(2, 0, -1), (3, 2, 40), (4, 1, 1 << 30)])
 def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int, bad_rank: int, number: int
 ) -> None:
@@ -168,7 +182,7 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
         ("a table that there is not", "a placement is asked for the unknown table 't9'"),
         ("a kind that there is not", "table 't0' is to be placed by 'data_parallel'"),
         ("another number of ranks", "the placement is for 3 ranks and there are 2"),
-        ("a wire dtype", "wire_dtype 'int8' is unknown"),
+        ("a wire dtype", "comm_dtype 'int8' is unknown"),
         ("a step before any visit", "step inside the loop over passes()"),
         ("rows of no batch", "which has ended"),
     ],

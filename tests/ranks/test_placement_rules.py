@@ -32,24 +32,24 @@ def placed(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any
         one = tc.PlacementRules(**one["rules"], costs=costs)
     if isinstance(one, dict) and "placement" in one:
         one = Placement(ranks.size, {name: TablePlacement(kind) for name, kind in one["placement"].items()})
-    with open_sharded(ONE, folder, placement=one, **options) as cache:
-        return {name: placement.kind for name, placement in cache.placement.tables.items()}
+    with open_sharded(ONE, folder, sharding=one, **options) as cache:
+        return {name: placement.kind for name, placement in cache.sharding.tables.items()}
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["basic", "cost"], "placement (basic on rank 0, cost on rank 1)"),
+        (["basic", "cost"], "sharding (basic on rank 0, cost on rank 1)"),
         (
             [{"users": "row"}, {"users": "table"}],
-            'placement ({"users": "row"} on rank 0, {"users": "table"} on rank 1)',
+            'sharding ({"users": "row"} on rank 0, {"users": "table"} on rank 1)',
         ),
-        (["auto", {"rules": {}}], "placement (auto on rank 0, digest "),
-        ([{"rules": {}}, {"rules": {"row_threshold": 1}}], "placement (digest "),
-        ([{"rules": {}}, {"rules": {}, "costs": {"samples": 1}}], "placement (digest "),
+        (["auto", {"rules": {}}], "sharding (auto on rank 0, digest "),
+        ([{"rules": {}}, {"rules": {"row_threshold": 1}}], "sharding (digest "),
+        ([{"rules": {}}, {"rules": {}, "costs": {"samples": 1}}], "sharding (digest "),
         (
             [{"placement": {"users": "row", "items": "row"}}, {"placement": {"users": "replicate", "items": "row"}}],
-            "placement (digest ",
+            "sharding (digest ",
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_what_is_no_placement_is_refused(ranks_pool: RanksPool, tmp_path: Path) 
     """On every rank, with what it may be; also kinds and tables that there are not, in rules."""
     ONE.cut(tmp_path / "passes")
     for asked, words in (
-        (5, "placement is 5: it must be a strategy, kinds by table, PlacementRules or a Placement"),
+        (5, "sharding is 5: it must be a strategy, kinds by table, PlacementRules or a Placement"),
         ({"rules": {"kinds": {"users": "rows"}}}, "to be placed by 'rows': it must be one of 'row', 'table'"),
         ({"rules": {"kinds": {"user": "row"}}}, "unknown table 'user': the tables are"),
     ):

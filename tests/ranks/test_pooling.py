@@ -75,7 +75,7 @@ def test_two_runs_with_pooled_features_end_with_the_same_bits(
     ranks_pool: RanksPool, tmp_path: Path, input_: str
 ) -> None:
     """Gradients are added in the order of ranks and features."""
-    options = {"input_": input_, "wire_dtype": "bfloat16", "micro_batches": 2}
+    options = {"input_": input_, "comm_dtype": "bfloat16", "micro_batches": 2}
     ours = train(ranks_pool, 3, tmp_path, "ours", "column", **options)
     theirs = train(ranks_pool, 3, tmp_path, "theirs", "column", **options)
 

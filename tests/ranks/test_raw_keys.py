@@ -91,7 +91,7 @@ def assert_same_bits(ours: Path, theirs: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "placement"),
     [
-        (1, every("row")), (2, mixed(0)), (2, mixed(2)), (3, mixed(1)),
+        (2, mixed(0)), (2, mixed(2)), (3, mixed(1)),
         *(pytest.param(size, every(kind), marks=pytest.mark.long) for size in (2, 3, 4) for kind in KINDS),
     ],
 )  # fmt: skip
@@ -99,8 +99,8 @@ def test_raw_keys_end_with_the_bits_of_samples_and_as_one_process(
     ranks_pool: RanksPool, place: Path, alone: Any, size: int, placement: dict[str, str]
 ) -> None:
     """Every placement; last batches leave ranks without samples; the index is counted, and in the budget."""
-    found = ranks_pool.run(size, BODIES + "train", folder=str(place), placement=placement)
-    samples = ranks_pool.run(size, BODIES + "train_samples", folder=str(place), placement=placement)
+    found = ranks_pool.run(size, BODIES + "train", folder=str(place), sharding=placement)
+    samples = ranks_pool.run(size, BODIES + "train_samples", folder=str(place), sharding=placement)
 
     assert_same_bits(place / "raw.tc", place / "model.tc")
     for name, value in samples[0].items():
@@ -115,7 +115,7 @@ def test_ranks_with_other_numbers_of_samples_and_of_batches_end_as_one_process(
 ) -> None:
     """Some have none of a batch, or no batch any more: the whole is what all bring. Twice the same bits."""
     for turn in range(2 if deal == "uneven" else 1):
-        found = ranks_pool.run(3, BODIES + "train", folder=str(place), deal=deal, placement=mixed(3))
+        found = ranks_pool.run(3, BODIES + "train", folder=str(place), deal=deal, sharding=mixed(3))
         assert_close(place, found[0], alone()[0])
         (place / "raw.tc").rename(place / f"raw-{turn}.tc")
     if deal == "uneven":
@@ -142,7 +142,7 @@ def test_missing_keys_are_looked_up_and_not_trained_as_on_one_process(
         missing=missing,
         evaluates=evaluates,
         deal="uneven",
-        placement=mixed(3),
+        sharding=mixed(3),
     )
 
     theirs, said = alone(missing, evaluates=evaluates)
@@ -202,7 +202,7 @@ def test_weights_that_the_schema_does_not_know_or_that_are_not_given_are_those_o
     ranks_pool: RanksPool, place: Path, alone: Any
 ) -> None:
     """Though the owners of tables that are placed whole would pool their features."""
-    found = ranks_pool.run(2, BODIES + "train", folder=str(place), reweighs=True, placement=every("table"))
+    found = ranks_pool.run(2, BODIES + "train", folder=str(place), reweighs=True, sharding=every("table"))
 
     assert_close(place, found[0], alone(reweighs=True)[0])
 
@@ -228,11 +228,11 @@ def test_where_the_budget_has_no_room_for_an_index_keys_are_searched(
     ranks_pool: RanksPool, place: Path, alone: Any
 ) -> None:
     """The same training, in the bytes of the rows alone."""
-    told = ranks_pool.run(2, BODIES + "train", folder=str(place), placement=every("row"))
+    told = ranks_pool.run(2, BODIES + "train", folder=str(place), sharding=every("row"))
     (place / "raw.tc").rename(place / "before.tc")
 
     found = ranks_pool.run(
-        2, BODIES + "train", folder=str(place), placement=every("row"), device_budget=max(one["room"] for one in told)
+        2, BODIES + "train", folder=str(place), sharding=every("row"), device_budget=max(one["room"] for one in told)
     )
 
     assert max(one["index_bytes"] for one in found) < min(one["index_bytes"] for one in told) / 10  # of a small pass
@@ -241,7 +241,7 @@ def test_where_the_budget_has_no_room_for_an_index_keys_are_searched(
 
 def test_raw_keys_are_found_by_the_cuda_kernels(ranks_pool: RanksPool, place: Path) -> None:
     """On the shim: a training to a commit inside a visit, with missing keys, ends with the CPU's bits."""
-    options: dict[str, Any] = {"stop": [0, 1], "missing": "load", "placement": mixed(0)}
+    options: dict[str, Any] = {"stop": [0, 1], "missing": "load", "sharding": mixed(0)}
     ranks_pool.run(2, BODIES + "train", folder=str(place), **options)
     (place / "raw.tc").rename(place / "cpu.tc")
 

@@ -13,8 +13,9 @@ from tiercache.dist.communicator import LocalCommunicator
 from tiercache.errors import BudgetError
 from tiercache.processors.cpu_mover import CpuMover
 from tiercache.processors.cpu_processor import CpuProcessor
-from tiercache.ranks import cache as cache_module
-from tiercache.training.cache import TierCache
+from tiercache.tiers.device_tier import DeviceTier
+from tiercache.training import cache as cache_module
+from tiercache.training import rank_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,25 +51,25 @@ def gpu_1(monkeypatch: pytest.MonkeyPatch) -> None:
         log.append(device)
         return CpuProcessor()
 
-    def rows(*arguments: Any, **options: Any) -> TierCache:
+    def rows(*arguments: Any) -> DeviceTier:
         log.append("rows")
-        return TierCache(*arguments, **options)
+        return DeviceTier(*arguments)
 
     monkeypatch.setattr(cache_module, "communicator_of", lambda _, device: Noting(device))
     monkeypatch.setattr(cache_module, "open_processor", open_processor)
-    monkeypatch.setattr(cache_module, "TierCache", rows)
+    monkeypatch.setattr(rank_rows, "DeviceTier", rows)
 
 
-def sharded(folder: Path, **options: Any) -> tc.ShardedCache:
+def opened(folder: Path, **options: Any) -> tc.TierCache:
     """Return a small cache."""
     passes = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32).cut(folder / "passes")
     budgets: dict[str, Any] = {"device": "cuda", "device_budget": "1MiB", "host_budget": "1MiB"}
-    return tc.ShardedCache(folder / "x.tc", passes, **budgets | options)
+    return tc.TierCache(folder / "x.tc", passes, **budgets | options)
 
 
 def test_process_groups_are_connected_on_the_ranks_device_before_rows_take_its_memory(tmp_path: Path) -> None:
     """A device without a number is the communicator's, not the one that is current to torch."""
-    sharded(tmp_path).close()
+    opened(tmp_path).close()
     assert log == ["cuda", "cuda:1", "clone", "rows", "leaves", "leaves"]
 
 
@@ -80,14 +81,14 @@ def test_process_groups_are_left_where_rows_find_no_room(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(CpuMover, "reserve", full)
     with pytest.raises(BudgetError, match="the device has less"):
-        sharded(tmp_path)
+        opened(tmp_path)
     assert log == ["cuda", "cuda:1", "clone", "rows", "leaves", "leaves"]
 
 
 def test_a_budget_that_passes_exceed_is_refused_before_anything_is_made_of_the_store(tmp_path: Path) -> None:
     """And before a clone is connected."""
     with pytest.raises(BudgetError, match="but device_budget is 1 bytes"):
-        sharded(tmp_path, device_budget=1)
+        opened(tmp_path, device_budget=1)
     assert log == ["cuda", "cuda:1", "leaves"]
     assert not (tmp_path / "x.tc").exists()
 
@@ -96,7 +97,7 @@ def test_a_rank_with_an_error_in_its_loop_leaves_before_anything_waits(tmp_path:
     """Closing would wait for what the other ranks will never do."""
 
     def train() -> None:
-        with sharded(tmp_path):
+        with opened(tmp_path):
             log.clear()
             raise ZeroDivisionError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.ranks.trainings import CASES, assert_as_alone, resident, stored
+from tests.ranks.trainings import CASES, assert_as_alone, assert_same_rows, resident, stored
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,68 +25,29 @@ def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps
     assert_as_alone(stored(folder), dense, theirs)
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_rows_divided_by_hash_train_as_on_one_process(
-    ranks_pool: RanksPool, tmp_path: Path, size: int, case: str
-) -> None:
-    """Two epochs of shuffled batches, every hotness and optimizer; and batches that leave ranks without samples."""
-    CASES[case].cut(tmp_path / "passes")
-
-    found = ranks_pool.run(
-        size, "tests.ranks.trainings:train", case=case, folder=str(tmp_path),
-        placement=dict.fromkeys([t.name for t in CASES[case].tables], "row"),
-    )  # fmt: skip
-
-    assert_close(tmp_path, case, found[0])
-
-
-@pytest.mark.parametrize("case", sorted(CASES))
-def test_one_rank_alone_copies_no_rows_and_ends_with_the_bits_of_one_process(
-    ranks_pool: RanksPool, tmp_path: Path, case: str
-) -> None:
-    """Batches look rows up where they are, and gradients are handed on as they are."""
+def test_one_rank_over_a_sharded_store_ends_with_the_bits_of_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Whose store has one shard: batches look rows up where they are."""
     import tiercache as tc
 
-    CASES[case].cut(tmp_path / "passes")
-
-    [[calls, sent, dense]] = ranks_pool.run(1, "tests.ranks.trainings:train_alone", case=case, folder=str(tmp_path))
-
-    theirs = resident(CASES[case], tc.PassSet.open(tmp_path / "passes"))
-    assert (calls, sent) == ([], 0)
-    for name, (keys, fields) in stored(tmp_path).items():
-        np.testing.assert_array_equal(keys, theirs.rows[name][0])
-        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
-            np.testing.assert_array_equal(mine, other, err_msg=name)
-    for name, weight in theirs.dense.items():
-        np.testing.assert_array_equal(dense[f"dense.{name}"], weight.numpy(), err_msg=name)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_placement_trains_as_one_process(ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str) -> None:
-    """All tables by one kind: whole on a rank, in slices of columns, on all ranks."""
     CASES["bags"].cut(tmp_path / "passes")
-
     found = ranks_pool.run(
-        size, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path),
-        placement=dict.fromkeys([t.name for t in CASES["bags"].tables], kind),
-    )  # fmt: skip
+        1, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), shard_dirs=[str(tmp_path / "shard")]
+    )
 
-    assert_close(tmp_path, "bags", found[0])
+    theirs = resident(CASES["bags"], tc.PassSet.open(tmp_path / "passes"))
+    assert_as_alone(stored(tmp_path), found[0], theirs, tolerance=0)
 
 
-def test_two_runs_on_as_many_ranks_end_with_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Rows, states and dense weights: what several ranks add is added in their order."""
-    for name in ("a", "b"):
+def test_samples_that_are_read_before_their_turn_train_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """However many batches are fetched ahead; rows wait for the step before."""
+    for name, prefetch in (("now", 0), ("ahead", 3)):
         CASES["bags"].cut(tmp_path / name / "passes")
-        ranks_pool.run(3, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / name))
+        found = ranks_pool.run(
+            2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / name), prefetch=prefetch
+        )
+        assert [one["planned"] for one in found] == [3, 3]
 
-    ours, theirs = stored(tmp_path / "a"), stored(tmp_path / "b")
-    for name, (keys, fields) in ours.items():
-        np.testing.assert_array_equal(keys, theirs[name][0])
-        for mine, other in zip(fields, theirs[name][1], strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
+    assert_same_rows(tmp_path / "ahead", tmp_path / "now")
 
 
 @pytest.mark.parametrize("micro_batches", [2, 5])
@@ -101,7 +62,7 @@ def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, m
     assert_close(tmp_path, "bags", found[0])
 
 
-@pytest.mark.parametrize("kind", ["row", "table"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
     ranks_pool: RanksPool, tmp_path: Path, kind: str
 ) -> None:
@@ -110,7 +71,7 @@ def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
 
     found = ranks_pool.run(
         2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), queued=True, micro_batches=3, steps=4,
-        placement=dict.fromkeys([t.name for t in CASES["bags"].tables], kind),
+        sharding=dict.fromkeys([t.name for t in CASES["bags"].tables], kind),
     )  # fmt: skip
 
     assert_close(tmp_path, "bags", found[0], steps=4)
@@ -190,11 +151,7 @@ def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool
     )  # fmt: skip
     ended = ranks_pool.run(2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / "left"))
 
-    ours, theirs = stored(tmp_path / "left"), stored(tmp_path / "whole")
-    for name, (keys, fields) in ours.items():
-        np.testing.assert_array_equal(keys, theirs[name][0])
-        for mine, other in zip(fields, theirs[name][1], strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=name)
+    assert_same_rows(tmp_path / "left", tmp_path / "whole")
     for name, value in whole[0].items():
         np.testing.assert_array_equal(ended[0][name], value, err_msg=name)
 
@@ -204,7 +161,7 @@ def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool
     [
         ("seeds", "ranks differ in seed"),
         ("old batch", "which has ended"),
-        ("no step", "ended between a backward and its step"),
+        ("no step", "ended between backward and step"),
         ("size", "the size must be at least 1"),
         ("sizes", "makes another batch than rank"),
         ("one rank's micro-batch", "the disk of rank 1 is gone"),
@@ -239,12 +196,12 @@ def test_a_training_goes_on_with_another_number_of_ranks(
     CASES["bags"].cut(tmp_path / "passes")
     (size, kind), (new_size, new_kind) = before, after
     ranks_pool.run(
-        size, "tests.ranks.trainings:train_and_stop", case="bags", folder=str(tmp_path),
-        visits=3, batches=1, within=within, placement=placed("bags", kind),
+        size, "tests.ranks.trainings:train_and_stop", case="bags", folder=str(tmp_path), visits=3, batches=1,
+        within=within, sharding=placed("bags", kind), shard_dirs=[str(tmp_path / "shards")] * size,
     )  # fmt: skip
 
     found = ranks_pool.run(
-        new_size, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), placement=placed("bags", new_kind)
+        new_size, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), sharding=placed("bags", new_kind)
     )
 
     assert_close(tmp_path, "bags", found[0])
@@ -275,15 +232,6 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
     assert_close(tmp_path, "short", found[0])
 
 
-def assert_same_as_whole(folder: Path, whole: Path) -> None:
-    """Compare all rows of two sharded stores bit for bit."""
-    ours, theirs = stored(folder), stored(whole)
-    for name, (keys, fields) in ours.items():
-        np.testing.assert_array_equal(keys, theirs[name][0])
-        for mine, other in zip(fields, theirs[name][1], strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=name)
-
-
 def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Twice in a row, and once more before the first batch of a training that goes on inside a visit."""
     for name in ("twice", "whole"):
@@ -293,7 +241,7 @@ def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: 
     told = ranks_pool.run(2, "tests.ranks.trainings:commit_twice", case="one", folder=str(tmp_path / "twice"))
 
     assert told == [[[1, 32]]] * 2
-    assert_same_as_whole(tmp_path / "twice", tmp_path / "whole")
+    assert_same_rows(tmp_path / "twice", tmp_path / "whole")
 
 
 def test_a_training_goes_on_in_the_same_process_after_one_rank_could_not_write(
@@ -307,4 +255,4 @@ def test_a_training_goes_on_in_the_same_process_after_one_rank_could_not_write(
     told = ranks_pool.run(2, "tests.ranks.trainings:go_on_after_a_failure", case="one", folder=str(tmp_path / "failed"))
 
     assert all("no room on the disk of rank 1" in sentence for sentence in told)
-    assert_same_as_whole(tmp_path / "failed", tmp_path / "whole")
+    assert_same_rows(tmp_path / "failed", tmp_path / "whole")

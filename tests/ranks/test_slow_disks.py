@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks.trainings import ONE, dense_of, model_of, open_sharded, stored
+from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded
 from tests.training.cases import Case
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError
@@ -78,7 +78,7 @@ def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, 
             model, optimizer = model_of(cache, case)
             for visit in cache.passes(epochs=case.epochs):
                 if slow and visit.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
-                    cache._inner.drain()
+                    cache.drain()
                     setattr(engines[-1], f"{slow}_seconds", HITCH)
                 for number, batch in enumerate(visit.batches(case.batch, shuffle=case.shuffle)):
                     (criterion(model(batch), batch.label) * batch.weight).backward()
@@ -114,11 +114,7 @@ def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, s
         assert late["left"] == 0
         for one in fast.keys() - {"left", "read"}:
             np.testing.assert_array_equal(fast[one], late[one])
-    rows = stored(tmp_path / "None")
-    for table, (keys, fields) in stored(tmp_path / slow).items():
-        np.testing.assert_array_equal(keys, rows[table][0])
-        for mine, other in zip(fields, rows[table][1], strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
+    assert_same_rows(tmp_path / "None", tmp_path / slow)
 
 
 def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:

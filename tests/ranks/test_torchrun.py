@@ -8,10 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tests.ranks.launched import DENSE, digest
-from tests.ranks.trainings import CASES, stored
+from tests.ranks.trainings import CASES, assert_same_rows
 from tiercache.ranks.sharded_store import ShardedStore
 
 if TYPE_CHECKING:
@@ -49,8 +47,4 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
     assert resumed.returncode == 0, resumed.stderr
 
     assert json.loads((tmp_path / "killed" / DENSE).read_text()) == digest(whole[0])
-    ours, theirs = stored(tmp_path / "killed"), stored(tmp_path / "whole")
-    for table, (keys, fields) in ours.items():
-        np.testing.assert_array_equal(keys, theirs[table][0])
-        for mine, other in zip(fields, theirs[table][1], strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=table)
+    assert_same_rows(tmp_path / "killed", tmp_path / "whole")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tiercache as tc
 from tests.training.cases import Case, Net, Result, Spec, table
 from tests.training.devices import shim
+from tiercache.ranks.record import RECORD
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,15 +47,15 @@ CASES = {"one": ONE, "bags": BAGS, "short": SHORT}
 OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
 
 
-def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.ShardedCache:
-    """Open the sharded store of a test. queued: the rows are a GPU's, whose kernels run on the shim."""
+def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.TierCache:
+    """Open the store of a test. queued: the rows are a GPU's, whose kernels run on the shim."""
     passes = tc.PassSet.open(Path(folder) / "passes")
     if queued:
         options["device"] = shim()
-    return tc.ShardedCache(Path(folder) / "model.tc", passes, **OPTIONS | options)
+    return tc.TierCache(Path(folder) / "model.tc", passes, **OPTIONS | options)
 
 
-def model_of(cache: tc.ShardedCache, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_of(cache: tc.TierCache, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the tracked model of a case and its optimizer."""
     torch.manual_seed(1)
     model: nn.Module = Net(cache, case)
@@ -73,6 +74,7 @@ def train(
     epochs: int | None = None,
     steps: int | None = None,
     micro_batches: int | None = None,
+    prefetch: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a case, for so many steps where said, and return what this rank's part and the dense part end with."""
@@ -83,7 +85,7 @@ def train(
         done = 0
         for visit in cache.passes(epochs=one.epochs if epochs is None else epochs):
             if micro_batches is None:
-                each = ([batch] for batch in visit.batches(one.batch, shuffle=one.shuffle))
+                each = ([batch] for batch in visit.batches(one.batch, shuffle=one.shuffle, prefetch=prefetch))
             else:
                 each = visit.steps(one.batch, micro_batches=micro_batches, shuffle=one.shuffle)
             for batches in each:
@@ -94,25 +96,8 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 done += 1
-        found = {"commit": list(cache.store.commit.cursor)}
+        found = {"commit": list(cache.store.commit.cursor), "planned": len(cache.plan(visits=3))}
     return found | dense_of(model)
-
-
-def train_alone(ranks: AnyCommunicator, case: str, folder: str, **options: Any) -> list[Any]:
-    """Train a case on one rank; return the calls that would bring rows and sum gradients, and the bytes sent."""
-    one, calls = CASES[case], list[str]()
-    criterion = nn.BCEWithLogitsLoss()
-    with open_sharded(one, folder, **options) as cache:
-        model, optimizer = model_of(cache, one)
-        for name in ("find", "sum"):
-            whole = getattr(cache._processor, name)
-            setattr(cache._processor, name, lambda *a, _name=name, _whole=whole: calls.append(_name) or _whole(*a))
-        for visit in cache.passes(epochs=one.epochs):
-            for batch in visit.batches(one.batch, shuffle=one.shuffle):
-                (criterion(model(batch), batch.label) * batch.weight).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return [calls, cache.bytes_sent, dense_of(model)]
 
 
 def dense_of(model: nn.Module) -> dict[str, Any]:
@@ -121,12 +106,17 @@ def dense_of(model: nn.Module) -> dict[str, Any]:
     return {f"dense.{name}": value.numpy().copy() for name, value in inner.state_dict().items()}
 
 
+def open_either(path: Path) -> tc.Store | tc.ShardedStore:
+    """Open the store of a training for reading, of one rank or of several."""
+    return tc.ShardedStore.open(path) if (path / RECORD).exists() else tc.Store.open(path, mode="r")
+
+
 def stored(
     folder: Path, name: str = "model.tc"
 ) -> dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]:
-    """Return all rows of a sharded store by table, keys ascending."""
+    """Return all rows of a store by table, keys ascending."""
     rows = {}
-    with tc.ShardedStore.open(folder / name) as store:
+    with open_either(folder / name) as store:
         for one in store.tables:
             none = np.empty(0, np.int64), tuple(np.empty((0, field.width), np.float32) for field in one.fields)
             chunks = [none, *((keys, tuple(fields)) for keys, fields in store.scan(one.name))]
@@ -137,17 +127,31 @@ def stored(
     return rows
 
 
+def assert_same_rows(ours: Path, theirs: Path, name: str = "model.tc") -> None:
+    """Compare all rows of the stores in two folders bit for bit."""
+    mine, others = stored(ours, name), stored(theirs, name)
+    assert mine.keys() == others.keys()
+    for table_name, (keys, fields) in mine.items():
+        np.testing.assert_array_equal(keys, others[table_name][0], err_msg=table_name)
+        for one, other in zip(fields, others[table_name][1], strict=True):
+            np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32), err_msg=table_name)
+
+
 def assert_as_alone(
-    ours: dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]], dense: dict[str, Any], theirs: Result
+    ours: dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]],
+    dense: dict[str, Any],
+    theirs: Result,
+    *,
+    tolerance: float = 1e-5,
 ) -> None:
     """Compare all rows that ``stored`` returned, and dense weights, with one process."""
     assert ours.keys() == theirs.rows.keys()
     for name, (keys, fields) in ours.items():
         np.testing.assert_array_equal(keys, theirs.rows[name][0], err_msg=name)
         for mine, other in zip(fields, theirs.rows[name][1], strict=True):
-            np.testing.assert_allclose(mine, other, atol=1e-5, rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(mine, other, atol=tolerance, rtol=tolerance, err_msg=name)
     for name, weight in theirs.dense.items():
-        np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=1e-5, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=tolerance, rtol=tolerance, err_msg=name)
 
 
 def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Result:
@@ -212,16 +216,16 @@ def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None
                 next(visit.batches(one.batch + ranks.rank))
             if what == "one rank's micro-batch":
                 if ranks.rank == 1:
-                    visit._visit._before_batch = _broken
+                    visit._before_batch = _broken
                 for batches in visit.steps(one.batch, micro_batches=4):
                     list(batches)
             if what == "one rank's samples":
                 if ranks.rank == 1:
-                    visit._visit.source.whole.read = _broken  # type: ignore[method-assign]
+                    visit.source.whole.read = _broken  # type: ignore[method-assign]
                 next(batches)
             if what == "one rank's id":
                 if ranks.rank == 1:
-                    visit._visit.source.read = partial(_with_a_wrong_id, visit._visit.source.read)  # type: ignore[method-assign]
+                    visit.source.read = partial(_with_a_wrong_id, visit.source.read)  # type: ignore[method-assign]
                 next(batches)
 
 
@@ -247,7 +251,7 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
     one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
     with open_sharded(one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
-        ask, answer = cache._exchange.ask, cache._exchange.answer
+        ask, answer = cache._exchange.rows.ask, cache._exchange.rows.answer
 
         def asked(*arguments: Any, **options: Any) -> Any:
             assert threading.current_thread().name.startswith("tiercache-exchange")
@@ -261,7 +265,7 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
             arrived[number].set()
             return found
 
-        cache._exchange.ask, cache._exchange.answer = asked, answered  # type: ignore[method-assign]
+        cache._exchange.rows.ask, cache._exchange.rows.answer = asked, answered  # type: ignore[method-assign]
         visits = cache.passes(epochs=1)
         for batches in next(visits).steps(one.batch, micro_batches=4, schedule=schedule):
             for number, batch in enumerate(batches):
@@ -283,11 +287,11 @@ def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, sch
     one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
     with open_sharded(one, folder) as cache:
         model, _ = model_of(cache, one)
-        new_maker = cache._new_maker
+        evaluating = cache._exchange.evaluating
 
-        def noted(schema: Any) -> Any:
-            exchange, pooling, maker = new_maker(schema)
-            answer = exchange.answer
+        def noted(passes: Any) -> Any:
+            exchange = evaluating(passes)
+            answer = exchange.rows.answer
 
             def answered(*arguments: Any, **options: Any) -> Any:
                 number = sum(event.is_set() for event in arrived)
@@ -296,10 +300,10 @@ def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, sch
                 arrived[number].set()
                 return found
 
-            exchange.answer = answered  # type: ignore[method-assign]
-            return exchange, pooling, maker
+            exchange.rows.answer = answered  # type: ignore[method-assign]
+            return exchange
 
-        cache._new_maker = noted  # type: ignore[method-assign]
+        cache._exchange.evaluating = noted  # type: ignore[method-assign]
         some = next(iter(cache.evaluation(cache.pass_set)))
         with torch.no_grad():
             for number, batch in enumerate(some.batches(-(-some.num_samples // 4), schedule=schedule)):

@@ -19,7 +19,7 @@ from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
-from tiercache.training.evaluation import RowsNow
+from tiercache.training.rows_now import RowsNow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ class Case:
     dense_lr: float = 0.05
     integers: bool = False
     order_seed: int | None = None
-    ahead: int | None = None
+    prefetch: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -207,7 +207,7 @@ def run(
 ) -> None:
     """Run the loop of a case on a model that is tracked already."""
     loss_of = nn.BCEWithLogitsLoss()
-    options = {} if case.ahead is None else {"ahead": case.ahead}
+    options = {} if case.prefetch is None else {"prefetch": case.prefetch}
     for visit in cache.passes(epochs=case.epochs if epochs is None else epochs):
         held = 0
         for number, batch in enumerate(visit.batches(case.batch, shuffle=case.shuffle, **options)):

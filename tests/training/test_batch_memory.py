@@ -122,7 +122,7 @@ def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(passes: tc.PassSet,
     visit = next(visits)
     held = []
     for rest in (3, 9):
-        batches = visit.batches(10, ahead=ahead)
+        batches = visit.batches(10, prefetch=ahead)
         for _ in range(rest):
             batch = next(batches)
             lookups.step(batch)
@@ -151,7 +151,7 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(passes: tc.PassSet,
         slices = tiers.evaluation(passes)
         part = next(slices)
         for ahead in (0, 2):
-            batches = part.batches(1, ahead=ahead)
+            batches = part.batches(1, prefetch=ahead)
             batch = next(batches)
             bag(batch)
             rows = weakref.ref(batch.rows.groups[0].vectors.values)
@@ -203,7 +203,7 @@ def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
     monkeypatch.setattr(Pass, "read", fails)
     cache, before = resident(passes, device=shim()), left()
     visits = cache.passes(epochs=1)
-    batches = next(visits).batches(20, ahead=1)
+    batches = next(visits).batches(20, prefetch=1)
     next(batches)
     try:
         next(batches)
@@ -241,7 +241,7 @@ if DEVICE == "cuda":
         cache = resident(passes, device="cuda")
         lookups, seen = Lookups(cache), []
         visits = cache.passes(epochs=1)
-        for batch in (visit := next(visits)).batches(10, ahead=2):
+        for batch in (visit := next(visits)).batches(10, prefetch=2):
             lookups.step(batch)
             seen.append(torch.cuda.memory_allocated())
         assert max(seen[8:]) <= max(seen[:8]) + (1 << 20), visit

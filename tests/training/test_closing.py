@@ -112,7 +112,7 @@ def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
     assert gpu.held == added, "beside what the batch brought itself"
     assert not gpu.locked
     if kind == "tiered":
-        assert (cache.device_bytes, cache._memory.resident_bytes, cache.scratch_bytes) == (0, 0, 0)
+        assert (cache.device_bytes, cache._rows.memory.resident_bytes, cache.scratch_bytes) == (0, 0, 0)
 
 
 @KINDS
@@ -208,7 +208,7 @@ def test_a_device_that_failed_still_gives_back_what_it_can(passes: tc.PassSet, m
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         with monkeypatch.context() as patched:
-            patched.setattr(cache._transfer._mover, "rest", failed)
+            patched.setattr(cache._rows.transfer._mover, "rest", failed)
             with pytest.raises(RuntimeError, match="illegal memory access"):
                 cache.close()
         assert cache.device_bytes == 0

@@ -178,7 +178,9 @@ def test_streams_of_16_bit_rows_are_within_the_device_budget(tmp_path: Path) -> 
     case = Case(tables=(table("a", 5, dtype="float16"), table("b", 3)), specs=SPECS, num_keys=500)
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=cuda_device()) as cache:
-        by_dtype = {group.dtype: arrays for group, arrays in zip(store.groups, cache._device.arrays_G, strict=True)}
+        by_dtype = {
+            group.dtype: arrays for group, arrays in zip(store.groups, cache._rows.device.arrays_G, strict=True)
+        }
         rounded, plain = by_dtype["float16"], by_dtype["float32"]
         assert rounded.streams.shape[0] == rounded.fields[0].shape[0]
         assert plain.streams.shape[0] == 0
@@ -216,7 +218,7 @@ def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, d
                     with tiered(store, passes, device=cuda_device(order), **options) as cache:  # noqa: PLW2901 - goes on
                         model = train(cache, case, seed=99, each_batch=each_batch)
                 assert all(report.planned_equals_measured for report in cache.reports)
-                assert cache.host_bytes_peak <= cache._budget.rows
+                assert cache.host_bytes_peak <= cache._rows.budget.rows
             ended = result_of(store, passes, model)
         assert_same_bits(ended, on_cuda(case, passes, order))
         if DEVICE != "cuda" or all(one.dtype == "float32" for one in case.tables):  # rounding makes a last bit a step
@@ -347,7 +349,7 @@ def test_the_device_tier_is_one_allocation_within_the_budget(tmp_path: Path) -> 
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "x", case, "memory") as store:
         with tiered(store, passes, device=cuda_device()) as cache:
-            parts = [part for arrays in cache._device.arrays_G for part in (*arrays.fields, *arrays[1:])]
+            parts = [part for arrays in cache._rows.device.arrays_G for part in (*arrays.fields, *arrays[1:])]
             need = cache.device_bytes
         assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
         assert parts[0].untyped_storage().nbytes() <= need

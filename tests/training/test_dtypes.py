@@ -118,8 +118,8 @@ def test_the_device_budget_counts_two_bytes_a_number_and_the_key(tmp_path: Path,
     most = max(sum(p.rows(t.name) for t in case.tables) for p in passes.passes)
     with open_store(tmp_path / "s.tc", case, "memory") as store, tiered(store, passes) as cache:
         assert cache.device_bytes == most * (4 * 4 + 4 * 7 + 28 + 8)
-        held = sum(field.nbytes for field in cache._device.arrays_G[0].fields)
-        assert held + cache._device.arrays_G[0].streams.nbytes == most * (4 * 4 + 4 * 7 + 8)
+        held = sum(field.nbytes for field in cache._rows.device.arrays_G[0].fields)
+        assert held + cache._rows.device.arrays_G[0].streams.nbytes == most * (4 * 4 + 4 * 7 + 8)
         assert RowBudget(case.tables, 1).needed([most, 0]) == cache.device_bytes
     wide = replace(case, tables=tuple(replace(one, dtype="float32") for one in case.tables))
     assert RowBudget(wide.tables, 1).needed([most, 0]) == most * (4 * 7 + 4 * 7 + 28)

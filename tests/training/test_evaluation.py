@@ -170,7 +170,7 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
 
         def evaluate(visit: int, batch: int) -> None:
             if (visit, batch) == (2, 1):
-                cache._transfer.drain()
+                cache._rows.transfer.drain()
                 before, state = written(store), torch.get_rng_state()
                 for piece in cache.evaluation(others):
                     for samples in piece.batches(16):

@@ -132,7 +132,7 @@ def test_who_works_on_gpu_0_beside_it_is_there_again(machine: Machine) -> None:
 
 def test_all_threads_of_a_training_enter_its_gpu(tmp_path: Path) -> None:
     """The reader, the writer and those that make batches, before they do anything else."""
-    case = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32, ahead=2)
+    case = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32, prefetch=2)
     passes, gpu = case.cut(tmp_path / "passes"), ShimGpu()
     with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
         train(cache, case)

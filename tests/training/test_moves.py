@@ -79,7 +79,7 @@ def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_pa
     passes, gpu = case.cut(tmp_path / "passes"), CountingGpu()
     with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
         kept, noted = [], list[int]()
-        note, tier = cache._transfer.device.note_keys, cache._transfer.device
+        note, tier = cache._rows.transfer.device.note_keys, cache._rows.transfer.device
 
         def count(*arguments: Any) -> None:
             copied = gpu.copied
@@ -90,7 +90,7 @@ def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_pa
         for visit in cache.passes(epochs=2):
             for _ in visit.batches(100):
                 pass
-            plan = cache._transfer.plan
+            plan = cache._rows.transfer.plan
             assert plan is not None
             kept.append((plan.kept_G[0], plan.rows_G[0]))
     assert any(kept_rows > rows // 2 for kept_rows, rows in kept), kept
@@ -124,9 +124,9 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
     passes, gpu = CASE.cut(tmp_path / "passes"), CountingGpu()
     with open_store(tmp_path / "x", CASE, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
         next(visits := cache.passes(epochs=1))
-        packer, plan = cache._transfer._packer, cache._transfer.plan
+        packer, plan = cache._rows.transfer._packer, cache._rows.transfer.plan
         assert plan is not None
-        stream, order = plan.dumps[0], cache._transfer.placements[0].dump_order_K
+        stream, order = plan.dumps[0], cache._rows.transfer.placements[0].dump_order_K
         num = stream.num_blocks
         assert num > 10
         found = []

@@ -133,7 +133,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
         shuffle=draw(st.booleans()),
         accumulate=draw(st.integers(1, 3)),
         order_seed=draw(st.sampled_from([None, None, 3])),
-        ahead=draw(st.sampled_from([None, None, 1, 3])),
+        prefetch=draw(st.sampled_from([None, None, 1, 3])),
     )
     return case, {
         "engine": draw(st.sampled_from(["memory", "memory", "lmdb"])),
@@ -188,7 +188,7 @@ def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, d
                     with tiered(store, passes, **options) as cache:  # noqa: PLW2901 - the run goes on in a new cache
                         model = train(cache, case, seed=99, each_batch=each_batch)
                 assert all(report.planned_equals_measured for report in cache.reports)
-                assert cache.host_bytes_peak <= cache._budget.rows
+                assert cache.host_bytes_peak <= cache._rows.budget.rows
             assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
 
 

@@ -330,10 +330,10 @@ def test_a_reorganised_store_trains_at_the_smallest_host_budget(
         with tiered(store, passes, order_seed=5, host_budget=smallest) as cache:
             first = base.streams[0].pieces_of(0)
             offset = base.streams[0].piece_offset_P
-            assert offset[first[1]] - offset[first[0]] > max(64 << 10, cache._budget.block)
-            assert (base.streams[0].piece_rows * base.streams[0].row_bytes > cache._budget.piece) == large_pieces
+            assert offset[first[1]] - offset[first[0]] > max(64 << 10, cache._rows.budget.block)
+            assert (base.streams[0].piece_rows * base.streams[0].row_bytes > cache._rows.budget.piece) == large_pieces
             train(cache, case)
-            assert 0 < cache.host_bytes_peak <= cache._budget.rows
+            assert 0 < cache.host_bytes_peak <= cache._rows.budget.rows
 
 
 def test_a_piece_that_no_region_holds_is_said(tmp_path: Path) -> None:
@@ -345,6 +345,6 @@ def test_a_piece_that_no_region_holds_is_said(tmp_path: Path) -> None:
             train(cache, case)
         tc.reorganise(store, two, progress=False)
         with tiered(store, two) as cache:
-            cache._memory.region_bytes = 1024
+            cache._rows.memory.region_bytes = 1024
             with pytest.raises(tc.TierCacheError, match=r"reads a piece of [\d,]+ bytes into regions of 1,024"):
                 train(cache, case)

@@ -26,16 +26,16 @@ def test_a_batch_from_the_midst_of_a_visit_makes_no_order_of_the_whole_pass(shuf
     rows: Any = SimpleNamespace(check=nothing)
     for done in (MANY // 2, MANY - 8192):
         visit = Visit(
-            index=0, epoch=1, source=source, rows=rows, seed=2, raw=SimpleNamespace(), ahead=SimpleNamespace(),  # type: ignore[arg-type]
-            first_sample=done,
+            index=0, epoch=1, source=source, rows=rows, seed=2, raw=SimpleNamespace(), exchange=SimpleNamespace(),  # type: ignore[arg-type]
+            pipeline=SimpleNamespace(), first_sample=done,  # type: ignore[arg-type]
         )  # fmt: skip
-        batches = visit.places(8192, shuffle=shuffle)
-        places = next(batches)
+        cuts = visit._cuts(8192, shuffle)
+        end, places = next(cuts)
         order = sample_order(MANY, seed=2, epoch=1, pass_index=3, shuffle=shuffle)
         assert places.size == 8192
         assert np.array_equal(places, order(done, done + 8192))
-        assert visit.samples_done == done + 8192
-    assert next(batches, None) is None
+        assert end == done + 8192
+    assert next(cuts, None) is None
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

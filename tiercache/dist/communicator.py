@@ -237,7 +237,7 @@ class LocalCommunicator:
 
     rank, size = 0, 1
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: str | torch.device) -> None:
         self.device = device
 
     def clone(self) -> LocalCommunicator:
@@ -300,9 +300,9 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.
 
     Raises RankError where this process is not in ``group``, or a rank does not come.
     """
-    device = _device_of(device)
     if not (dist.is_available() and dist.is_initialized()):
         return LocalCommunicator(device)
+    device = _device_of(device)
     if dist.get_rank(group) < 0:
         raise RankError("this process is not in the process group that was given: give a group that it is in")
     if dist.get_world_size(group) == 1:

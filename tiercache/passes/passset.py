@@ -85,6 +85,15 @@ class Pass:
         return self._samples_file
 
     @property
+    def whole(self) -> Pass:
+        """Itself: it has all keys."""
+        return self
+
+    def span(self, table: str) -> slice:
+        """Return the local ids of a table: all of them are trained."""
+        return slice(0, self.rows(table))
+
+    @property
     def has_samples(self) -> bool:
         """Whether it has a sub-dataset; opens nothing."""
         return samples_name(self.index) in self._record.sizes

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.view import DatasetView
     from tiercache.store.table import Group, Table
 
 
@@ -24,7 +24,7 @@ class Positions:
     starts_PT: NDArray[np.int64]
 
     @classmethod
-    def of(cls, pass_set: PassSet, groups: tuple[Group, ...]) -> Positions:
+    def of(cls, pass_set: DatasetView, groups: tuple[Group, ...]) -> Positions:
         """Lay out the passes of ``pass_set`` for the groups of a store."""
         names = [table.name for group in groups for table in group.tables]
         rows = np.array([[p.rows(name) for name in names] for p in pass_set.passes], dtype=np.int64)
@@ -38,7 +38,7 @@ class Positions:
         """All tables, in the order of their positions."""
         return tuple(table for group in self.groups for table in group.tables)
 
-    def keys_of(self, pass_set: PassSet) -> Callable[[int, int], NDArray[np.int64]]:
+    def keys_of(self, pass_set: DatasetView) -> Callable[[int, int], NDArray[np.int64]]:
         """Return what gives the keys of a pass and of a table, by its place among all tables."""
         names = [table.name for table in self.tables]
         return lambda pass_index, table: pass_set.passes[pass_index].keys(names[table])

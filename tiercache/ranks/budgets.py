@@ -14,9 +14,11 @@ from tiercache.planning.next_use import find_uses
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.visit_plan import Planner
+from tiercache.ranks.shares import Share
 from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.manifest import Manifest
 from tiercache.store.scratch_file import ScratchFile, scratch_in
+from tiercache.store.table import group_tables
 from tiercache.tiers.device_need import DeviceNeed
 from tiercache.tiers.segments import waiting_streams
 from tiercache.tiers.use_files import UseFiles
@@ -27,9 +29,9 @@ from tiercache.training.progress import prepare_kernels
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tiercache.passes.view import DatasetView
     from tiercache.planning.next_use import Uses
     from tiercache.processors.processor import Mover
-    from tiercache.ranks.shares import Share
     from tiercache.store import Store
 
 __all__ = ["Budgets"]
@@ -70,9 +72,12 @@ class Budgets:
         """Return them by the names that users give them."""
         return asdict(self)
 
-    def check_device(self, share: Share, mover: Mover) -> int:
+    def check_device(self, source: DatasetView, mover: Mover) -> int:
         """Return the bytes of the device that are left beside mirrors. Raises BudgetError where rows need more."""
-        mirrors = mirror_bytes(share)
+        if not isinstance(source, Share):
+            DeviceNeed.of(_positions(source), mover).check(self.device_budget)
+            return self.device_budget
+        share, mirrors = source, mirror_bytes(source)
         if mirrors > self.device_budget:
             raise BudgetError(
                 f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
@@ -114,7 +119,7 @@ class Budgets:
             def uses_of(epoch: int) -> Uses:
                 total = sum(positions.num_rows(p) for p in range(num_passes))
                 gaps = scratch.map(gap_bytes(total)[0]) if total else np.empty(0, np.uint8)
-                keys_of = positions.keys_of(share)  # type: ignore[arg-type]
+                keys_of = positions.keys_of(share)
                 return find_uses(schedule, epoch, positions, keys_of, gaps.view(np.int32).reshape(2, total))
 
             planner = Planner(
@@ -131,7 +136,7 @@ class Budgets:
             return
         positions, schedule = _positions(share), _schedule(share, order_seed)
         budget = HostBudget.of(positions, self.host_budget, self.eval_budget, waiting_streams(store))
-        uses = UseFiles(schedule, positions, positions.keys_of(share), store.path)  # type: ignore[arg-type]
+        uses = UseFiles(schedule, positions, positions.keys_of(share), store.path)
         plans = Plans(
             store, schedule, positions, uses.of, budget, commit_every=self.commit_every, store_budget=self.store_budget
         )
@@ -139,7 +144,9 @@ class Budgets:
 
 
 def mirror_bytes(share: Share) -> int:
-    """Return the bytes that the vectors of replicated tables take on every device."""
+    """Return the bytes that the vectors of replicated tables take on every device; one rank has no copies."""
+    if share.placement.num_ranks == 1:
+        return 0
     copied = [table for table in share.whole.tables if share.placement.tables[table.name].kind == "replicate"]
     return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in share.whole.passes), default=0)
 
@@ -148,5 +155,5 @@ def _schedule(share: Share, order_seed: int | None) -> Schedule:
     return Schedule(num_passes=len(share), pass_set_digest=share.digest, order_seed=order_seed)
 
 
-def _positions(share: Share) -> Positions:
-    return Positions.of(share, share.groups_W[share.rank])  # type: ignore[arg-type]
+def _positions(source: DatasetView) -> Positions:
+    return Positions.of(source, group_tables(source.tables))

@@ -392,5 +392,6 @@ class RowExchange:
 
     def discard(self) -> None:
         """Forget what `gradients_of` noted, where its gradients are dropped in place of a step. Not collective."""
-        self.slices.forget()
+        if self._slices is not None:
+            self._slices.forget()
         self._mirrors.forget()

@@ -11,7 +11,6 @@ from tiercache.errors import BudgetError
 from tiercache.kernels.bucketing import key_owners
 from tiercache.kernels.uses import search_keys
 from tiercache.passes.keybatch import OOV_KEY
-from tiercache.ranks.evaluation import unknown_rows
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.shares import Share
     from tiercache.store.table import Table
-    from tiercache.training.evaluation import RowsNow
+    from tiercache.training.rows_now import RowsNow
 
 __all__ = ["LoadedRows", "RowLoader"]
 
@@ -54,7 +53,7 @@ class RowLoader:
             found = self._rows_now()
             if self._shares_unknown is None:
                 self._shares_unknown = self._has_unknown()
-        return self._rows_now(unknown_rows(self._share, found, self._ranks)) if self._shares_unknown else found
+        return self._rows_now(_unknown_rows(self._share, found, self._ranks)) if self._shares_unknown else found
 
     def _has_unknown(self) -> bool:
         """Whether any pass has an out-of-vocabulary row that only one rank owns: the same on all ranks."""
@@ -161,3 +160,26 @@ class RowLoader:
                     vectors[:, part.first : part.last] = piece
             found[table.name] = some, vectors
         return LoadedRows(found)
+
+
+def _unknown_rows(share: Share, rows_now: RowsNow, ranks: AnyCommunicator) -> dict[str, list[NDArray[np.float32]]]:
+    """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
+    mine: dict[str, list[list[float]]] = {}
+    with ranks.raise_on_all("reading rows of keys out of the vocabulary"):
+        mine = _own_unknown_rows(share, rows_now)
+    found = {name: fields for values in ranks.all_gather_object(mine) for name, fields in values.items()}
+    return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
+
+
+def _own_unknown_rows(share: Share, rows_now: RowsNow) -> dict[str, list[list[float]]]:
+    mine = {}
+    for table in share.tables:
+        if share.placement.tables[table.name].by_hash:
+            place = np.full(1, -1, dtype=np.int64)
+            unknown = np.array([OOV_KEY], dtype=np.int64)
+            for source in share.passes:
+                if place[0] < 0:
+                    search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
+            if place[0] >= 0:
+                mine[table.name] = [field[0].tolist() for field in rows_now.fields(table.name, unknown)]
+    return mine

@@ -161,7 +161,6 @@ class _Following:
         """Move them. Raises what `reorganise` raises."""
         if self.moves():
             reorganise(
-                self._store,
-                self._share,  # type: ignore[arg-type]
-                order_seed=self._order_seed, start=self._start(), store_budget=store_budget, progress=False,
+                self._store, self._share, order_seed=self._order_seed, start=self._start(), store_budget=store_budget,
+                progress=False,
             )  # fmt: skip

@@ -42,7 +42,9 @@ class Mark:
         """Mark ``folder``, which need not be there, durably. Raises StoreFullError, and NotAStoreError where it is."""
         StoreDirectory(folder.parent).create()
         if folder.exists() or mark_of(folder).exists():
-            raise NotAStoreError(f"{folder} is there already and is no part of this store: give parts= that are free")
+            raise NotAStoreError(
+                f"{folder} is there already and is no part of this store: give shard_dirs= that are free"
+            )
         values = {"format": PART_FORMAT, "version": _VERSION}
         values |= {"store": self.store, "generation": self.generation, "rank": self.rank}
         with room_for(MARK_BYTES, folder.parent, f"the mark of {folder}"):
@@ -54,7 +56,9 @@ class Mark:
         Raises StoreMissingError, NotAStoreError, FormatVersionError and CorruptStoreError.
         """
         part = f"part {self.rank} of {sharded}"
-        advice = "restore it from a copy, move it back, or train with as many ranks as before and parts= where it is"
+        advice = (
+            "restore it from a copy, move it back, or train with as many ranks as before and shard_dirs= where it is"
+        )
         if not folder.exists():
             raise StoreMissingError(f"{part} is missing: there is no {folder}: {advice}")
         found = Mark.read(folder)

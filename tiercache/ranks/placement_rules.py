@@ -30,7 +30,7 @@ class PlacementCosts:
     batches_per_step: int = 1
     """Batches, or micro-batches, between two steps."""
     number_bytes: int | None = None
-    """Of a number on the wire; None: as the cache's ``wire_dtype`` says."""
+    """Of a number on the wire; None: as the cache's ``comm_dtype`` says."""
     link_bytes_per_second: float = 10e9
     """What a rank can send and receive, together."""
     store_bytes_per_second: float = 1e9
@@ -107,7 +107,7 @@ def asked_words(asked: Placement | PlacementRules | str | Mapping[str, str]) -> 
         } | asked.thresholds
     if not isinstance(asked, str | Mapping):
         raise ValueError(  # noqa: TRY004 - as for a word that there is not
-            f"placement is {asked!r:.60}: it must be a strategy, kinds by table, PlacementRules or a Placement"
+            f"sharding is {asked!r:.60}: it must be a strategy, kinds by table, PlacementRules or a Placement"
         )
     return asked if isinstance(asked, str) else _words(asked)
 

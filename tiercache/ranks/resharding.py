@@ -207,7 +207,7 @@ class _Copy:
         digest = share_digest(share.whole.digest, share.placement, share.rank)
         schedule = Schedule(num_passes=len(share), pass_set_digest=digest, order_seed=order_seed)
         self._digest = schedule.digest
-        self._uses, self._layout = first_uses(store, share, schedule, self.start)  # type: ignore[arg-type]
+        self._uses, self._layout = first_uses(store, share, schedule, self.start)
         parts = OldParts(old.tables, old.placement, old.parts)
         commit = old.parts[0].commit
         assert commit is not None
@@ -298,6 +298,6 @@ def _check_room(need: Need, opened: Parts, ranks: AnyCommunicator, store_budget:
         words = (
             f"the new parts on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
             f"files, that of rank {ranks.rank} {format_bytes(need.part)} and {format_bytes(need.scratch)}, and "
-            f"{format_bytes(free)} are free: free space there, or give folders on other disks with parts="
+            f"{format_bytes(free)} are free: free space there, or give folders on other disks with shard_dirs="
         )
     _refuse(opened, ranks, "finding room for new parts", [BudgetError(words)] if words else [])

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.passes.keyset import KeySet
     from tiercache.passes.passset import Pass, PassSet
     from tiercache.passes.samples import SampleBuffers, Samples
-    from tiercache.passes.samples_file import SamplesFile
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.placement import Placement
     from tiercache.schema import Schema
@@ -62,8 +60,6 @@ class SharedPass:
         """Its place in the pass set."""
         self.samples = whole.samples
         """How many samples the whole pass has."""
-        self.digest = whole.digest
-        """Over all content of the whole pass."""
         self.whole = whole
         """The pass of all ranks."""
         self._share = share
@@ -86,21 +82,6 @@ class SharedPass:
         bounds = hash_bounds(placement.num_ranks)[rank : rank + 2]
         return slice(*(hash_range_bound(keys, table_id, bound) for bound in bounds))
 
-    @property
-    def key_set(self) -> KeySet:
-        """The unique keys of the whole pass, mapped."""
-        return self.whole.key_set
-
-    @property
-    def samples_file(self) -> SamplesFile:
-        """The sub-dataset, mapped. Raises PassSetError where there is none."""
-        return self.whole.samples_file
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether there is a sub-dataset; opens nothing."""
-        return self.whole.has_samples
-
     def check_samples(self) -> None:
         """Raise PassSetError where the pass has a key set alone."""
         self.whole.check_samples()
@@ -114,10 +95,6 @@ class SharedPass:
         """Return the keys of a table that the rank owns, in hash order: mapped, read-only."""
         return self.whole.keys(table)[self.span(table)]
 
-    def counts(self, table: str) -> NDArray[np.int64]:
-        """Return how often each of ``keys(table)`` occurs in the whole pass: mapped, read-only."""
-        return self.whole.counts(table)[self.span(table)]
-
     def read(
         self,
         indices: NDArray[np.int64],
@@ -128,20 +105,11 @@ class SharedPass:
         """Read the samples at ``indices``, in their order, with local ids of the whole pass."""
         return self.whole.read(indices, into, features=features)
 
-    def prefetch(self) -> None:
-        """Ask the kernel to read the sub-dataset ahead; returns at once."""
-        self.whole.prefetch()
-
-    def close(self) -> None:
-        """Let go of the mapped files; they come back at the next use."""
-        self.whole.close()
-
 
 class Share:
     """What one rank owns of a pass set: passes with its own keys, for the tables of its part.
 
-    A ``TierCache`` takes it in place of a pass set, to keep the rows of the rank; its batches are not for looking rows
-    up, because their local ids are those of the whole pass. Key sets are in hash order, so a rank's keys of a table
+    Its samples have local ids of the whole pass. Key sets are in hash order, so a rank's keys of a table
     placed by row are one stretch of them: nothing is copied.
     """
 

@@ -44,7 +44,7 @@ class Wanted:
         if retention is not None and retention < 1:
             raise ValueError(f"retention is {retention}: at least the newest commit must be kept")
         if parts is not None and len(parts) != num_ranks:
-            raise ValueError(f"parts= names {len(parts)} folders for {num_ranks} ranks: give one for each rank")
+            raise ValueError(f"shard_dirs= names {len(parts)} folders for {num_ranks} ranks: give one for each rank")
         self._parts = None if parts is None else [Path(part).absolute() for part in parts]
 
     def record(self, path: Path, before: Record | None) -> Record:

@@ -1,68 +1,82 @@
-"""TierCache: trains the passes of a pass set over the tiers, and commits."""
+"""TierCache: trains the passes of a dataset over the tiers, on one rank or several, and commits."""
 
 from __future__ import annotations
 
 import sys
-import weakref
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tiercache.dist.communicator import communicator_of
+from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError
-from tiercache.planning.budget import HostBudget
-from tiercache.planning.positions import Positions
-from tiercache.planning.schedule import Schedule
 from tiercache.processors.opening import open_processor
-from tiercache.sizes import parse_bytes
-from tiercache.tiers.device_tier import DeviceTier
-from tiercache.tiers.host_memory import HostMemory
-from tiercache.tiers.rows import RowView
-from tiercache.tiers.segments import waiting_streams
-from tiercache.tiers.transfer import Transfer
-from tiercache.tiers.use_files import UseFiles
-from tiercache.training.ahead import Ahead
-from tiercache.training.commit_state import CommitState
-from tiercache.training.evaluation import Evaluation, RowsNow
-from tiercache.training.matching import check_commit_every, check_features, check_schedule, check_tables
-from tiercache.training.plans import Plans
+from tiercache.ranks.budgets import Budgets
+from tiercache.ranks.opening import closed_on_error
+from tiercache.ranks.rank_exchange import RankExchange
+from tiercache.ranks.shares import Share
+from tiercache.ranks.training_store import StoreOptions, TrainingStore
+from tiercache.store.table import group_tables
+from tiercache.training.batch_pipeline import BatchPipeline
+from tiercache.training.evaluation import Evaluation
+from tiercache.training.exchange import LocalExchange
+from tiercache.training.matching import check_features, check_tables
 from tiercache.training.progress import TrainingProgress, prepare_kernels
+from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
+from tiercache.training.row_optimizer import changed_rates
 from tiercache.training.step_hooks import StepHooks, named_objects
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
-    import torch
     from numpy.typing import NDArray
-    from torch import nn
+    from torch.distributed import ProcessGroup
 
     from tiercache.passes.passset import PassSet
     from tiercache.planning.store_plan import StorePlan
     from tiercache.planning.visit_plan import VisitPlan
     from tiercache.processors.processor import Processor
+    from tiercache.ranks.placement import Placement
+    from tiercache.ranks.placement_rules import PlacementRules
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.training.batch import Batch
+    from tiercache.training.exchange import Exchange
+    from tiercache.training.rows_now import RowsNow
 
-_TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[TierCache]] = weakref.WeakKeyDictionary()
-"""The cache that is in a loop over its passes, by the store that it commits to."""
+_COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SWITCHING = "changing the rows of the visit"
 
 
 class TierCache:
-    """Device tier and host tier over a store, for the passes of one pass set.
+    """Device tier and host tier over a store, for the passes of one dataset.
 
     Rows are trained on the device; at each switch of passes they move as planned. Host and device bytes are
     planned before the first batch and held. Use it from one thread; it owns a reader and a writer thread until
     ``close``. Not for tables that fit: ``ResidentCache`` trains those without a store.
+
+    Where torch.distributed is initialized it trains on all ranks, one process for each device. A pass holds what all
+    devices together hold; each rank loads, trains and dumps its own rows, from its own shard of the store, and looks up
+    the rows of others by an exchange for each batch. Every method is collective then, unless it says otherwise: all
+    ranks call it, in the same order. An error on one rank is raised on all; but one in the user's own code, or amid an
+    exchange, ends the others when the process ends, as torchrun does too.
     """
 
     def __init__(
         self,
-        store: Store,
-        passes: PassSet,
+        store: str | os.PathLike[str] | Store,
+        data: PassSet,
         *,
+        group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         device: str | Processor = "cpu",
@@ -70,6 +84,12 @@ class TierCache:
         host_budget: int | str,
         eval_budget: int | str | None = None,
         store_budget: int | str | None = None,
+        sharding: Placement | PlacementRules | str | Mapping[str, str] = "auto",
+        comm_dtype: str = "float32",
+        shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
+        engine: str | None = None,
+        retention: int | None = None,
+        reorganize: bool = False,
         commit_every: int = 1,
         seed: int = 0,
         order_seed: int | None = None,
@@ -77,59 +97,98 @@ class TierCache:
     ) -> None:
         """Plan the budgets.
 
+        store: a path, where the cache makes a store if there is none, or a Store, which stays open. With one rank it is
+        a plain store, unless a sharded one is there or ``shard_dirs`` asks for one; with several it is sharded. engine,
+        retention: of a store that the cache opens, as in ``Store.open``; retention counts commits of all ranks.
+        reorganize: whether a store that was trained with other passes is put into the order of these first, as
+        `tiercache.reorganise` does; else that is refused.
+
         model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on; see
-        ``register``. device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too.
+        ``register``. device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too. With several
+        ranks "cuda" is the GPU of LOCAL_RANK, or the only one that this process sees.
         device_budget: bytes ("64MiB") there for rows and slot maps, and for an index of raw keys where they leave room.
         host_budget: bytes of anonymous memory for dump, staging, cached rows, one write transaction and evaluation.
         eval_budget: bytes of it reserved for rows of evaluation passes; a sixteenth where not given. store_budget:
         bytes that the store may come to take, checked here and, with the dense state, before training; it stops no
-        write, as Store.open's max_bytes does.
+        write, as Store.open's max_bytes does. Budgets are those of each rank.
         commit_every: visits between commits. seed: of the shuffling of batches. order_seed: None trains the passes of
         every epoch in their order, a number in a seeded one. progress: whether a bar shows; None: on a terminal.
 
+        group: a process group of torch.distributed; where not given the default one, and where there is none, this
+        process is one rank. The ranks talk over process groups of their own, made like it. sharding: how tables are
+        divided over ranks: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each
+        table ("row", "table", "column", "replicate"; tables not named are placed by cost), PlacementRules, or a
+        Placement. "auto" keeps that of the store, others are found anew for these passes; another than the store's, or
+        another number of ranks, writes its shards anew first. comm_dtype: of rows and gradients on their way between
+        ranks: "float32", "bfloat16" or "float16". shard_dirs: a folder for each rank's shard, on disks of their own
+        perhaps; inside ``store`` where not given.
+
         Raises BudgetError where the plan exceeds a budget or the device, PassSetError where passes and store do not
-        belong together, CudaError where the GPU cannot be used, ValueError for a commit_every below 1.
+        belong together, CudaError where the GPU cannot be used, ValueError for a commit_every below 1, RankError where
+        ranks disagree or one fails, and what Store.open raises.
         """
-        check_commit_every(commit_every)
-        self._processor = processor = open_processor(device, store.tables)
-        prepare_kernels(store.tables)
-        share_threads()
-        self.store, self.pass_set = store, passes
-        self._check_alone()
-        check_tables(store, passes)
-        self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
-        check_schedule(store, passes, self._schedule)
-        self._seed = seed
-        self._shown = sys.stderr.isatty() if progress is None else progress
-        self._progress: TrainingProgress | None = None
-        self._positions = Positions.of(passes, store.groups)
-        self._device = DeviceTier(self._positions, parse_bytes(device_budget), processor.mover)
-        evaluation = None if eval_budget is None else parse_bytes(eval_budget)
-        self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store))
-        self._keys_of = self._positions.keys_of(passes)  # nothing that the cache has refers to it: it goes when dropped
-        self._uses = UseFiles(self._schedule, self._positions, self._keys_of, store.path if store.mode == "a" else None)
-        self._plans = Plans(
-            store, self._schedule, self._positions, self._uses.of, self._budget, commit_every=commit_every,
-            store_budget=None if store_budget is None else parse_bytes(store_budget),
+        self.pass_set, self._closed = data, False
+        self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
+        options = StoreOptions(
+            sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention, reorganize=reorganize,
+            order_seed=order_seed,
         )  # fmt: skip
-        self._memory = HostMemory(self._budget.rows, self._budget.region, processor.mover)
-        self._state = CommitState(store.groups, processor)
-        self.dense, self.optimizer = self._state.dense, self._state.optimizer
-        self._transfer = Transfer(
-            store, self._device, processor.mover, self._memory, self._budget, self._positions, self._keys_of,
-            self._uses.of, schedule_digest=self._schedule.digest, environment=self._state.environment,
-        )  # fmt: skip
-        room = parse_bytes(device_budget) - self._device.num_bytes
-        self._raw = RawKeys(passes.schema, store.groups, self.rows_now, self.optimizer, processor, room)
-        self._ahead, self._hooks = Ahead(processor), StepHooks(self.step)
-        self._visit: Visit | None = None
-        self._run: object = None
-        self._closed = False
-        self.reports: list[VisitReport] = []
-        """One report for each visit trained by this object, the last one unfinished while it runs."""
-        self.plan()  # a budget that cannot hold says so here, not in the middle of a run
-        self._plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
-        self.register(**named_objects(model=model, optimizer=optimizer))
+        with closed_on_error(self, "_exchange", "_rows", "_beside", "_opened", "communicator"):
+            with ranks.raise_on_all("reading the budgets"):
+                facts = options.facts
+                budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget, commit_every)
+                if comm_dtype not in _COMM_DTYPES:
+                    raise ValueError(f"comm_dtype {comm_dtype!r} is unknown: it must be one of {[*_COMM_DTYPES]}")
+            if ranks.size > 1:
+                check_same(ranks, self._facts(data, budgets) | facts | {"comm_dtype": comm_dtype, "seed": int(seed)})
+            self._opened = TrainingStore(store, data, ranks, options)
+            source = self._opened.choose(number_bytes=_COMM_DTYPES[comm_dtype].itemsize)
+            with ranks.raise_on_all("opening the device"):
+                where = str(ranks.device) if isinstance(device, str) else device
+                self._processor = processor = open_processor(where, source.tables)
+                prepare_kernels(source.tables)
+                share_threads()
+            with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
+                device_bytes = budgets.check_device(source, processor.mover)
+            self.store = self._opened.open(source, budgets, progress=progress)
+            self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
+            self._shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
+            self._seed = seed
+            with ranks.raise_on_all("planning the budgets"):
+                self._rows = RankRows(
+                    self.store, source, processor, budgets, device_bytes=device_bytes, order_seed=order_seed
+                )
+            self.dense, self.optimizer = self._rows.state.dense, self._rows.state.optimizer
+            self._opened.drop_older()  # nothing is refused any more
+            self._groups = group_tables(data.tables)
+            self._modules: list[nn.Module] = []
+            """What looks rows up."""
+            self._exchange = self._new_exchange(_COMM_DTYPES[comm_dtype])
+            room = device_bytes - self._rows.device.num_bytes
+            self._raw = RawKeys(data.schema, self._groups, self._exchange, self.optimizer, processor, room)
+            self._pipeline, self._hooks = BatchPipeline(processor), StepHooks(self.step)
+            self._progress: TrainingProgress | None = None
+            self._visit: Visit | None = None
+            self._run: object = None
+            self.reports: list[VisitReport] = []
+            """What this rank moved, a report for each visit trained by this object; the last one while it runs."""
+            self.register(**named_objects(model=model, optimizer=optimizer))
+
+    @staticmethod
+    def _facts(data: PassSet, budgets: Budgets) -> dict[str, Any]:
+        """Return what has to be the same on all ranks of what is trained."""
+        tables = [str(table) for table in data.tables]
+        return {"the schema": data.schema.digest, "the tables": tables, "the pass set": data.digest, **budgets.facts}
+
+    def _new_exchange(self, comm_dtype: torch.dtype) -> Exchange:
+        ranks, processor, optimizer = self.communicator, self._processor, self.optimizer
+        if ranks.size == 1:
+            return LocalExchange(ranks, processor, optimizer, self.rows_now)
+        share = self._rows.source
+        assert isinstance(share, Share)
+        return RankExchange(
+            ranks, self._beside, share, processor, optimizer, self.rows_now, self._modules, comm_dtype=comm_dtype
+        )
 
     # -- before training ----------------------------------------------------------------------------------
 
@@ -138,17 +197,27 @@ class TierCache:
 
         Objects have ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers. A registered torch
         optimizer's ``step()`` applies the pending row gradients after its own work; without one call ``step``
-        yourself. Random generators of torch, numpy and random are part of every commit. Raises StateError for
+        yourself. Random generators of torch, numpy and random are part of every commit. Of a DistributedDataParallel
+        the model in it is kept, so that another number of ranks goes on from the commit. Not collective: every rank's
+        shard keeps the state; what modules look up is brought with each batch, and nothing else. Raises StateError for
         state that cannot be stored.
         """
         self._check_open()
+        objects = {
+            name: value.module if isinstance(value, DistributedDataParallel) else value
+            for name, value in objects.items()
+        }
         self._hooks.check(objects)
         self.dense.register(objects)
+        self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self.optimizer.gradients.is_stepped |= self._hooks.follow(objects)
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
-        """Plan the next visits (one epoch and one visit more where not said) without training them."""
-        return self._plans.visits(visits)
+        """Plan the next visits of this rank (one epoch and one visit more where not said) without training them.
+
+        Not collective.
+        """
+        return self._rows.plans.visits(visits)
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -159,240 +228,256 @@ class TierCache:
         state as it is now. A visit ends, and every ``commit_every``-th and the last commits, when the next one is
         asked for, so what the loop's body does after its batches belongs to it. The commit of visit t is durable by
         the end of visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
+        On several ranks that is a commit of all: every shard is durable then, and a record names them.
         """
         self._check_open()
-        self._check_alone()
+        ranks, rows = self.communicator, self._rows
         run = self._run = object()
         self._end_visit()
-        self._transfer.stop()
+        rows.stop()
         share_threads()
-        self._restore()
-        self._plans.check_store(self.dense.most_bytes)
-        cursor, end = self._plans.cursor, epochs * self._schedule.num_passes
-        if cursor[0] >= end:
+        self._opened.meet()
+        with ranks.raise_on_all(_SWITCHING):
+            first, first_sample = rows.restore()
+        self._opened.publish()
+        end = epochs * rows.schedule.num_passes
+        if first >= end:
             return
-        if self.store.mode != "a":
-            raise StateError(f"{self.store.label} is open for reading: open it with mode='a' to train")
-        self._transfer.begin(self._plans.planner(end), end=end)
-        first_sample = cursor[1]
-        visits = range(cursor[0], end)
-        total = self._schedule.samples_left(cursor[0], epochs, [one.samples for one in self.pass_set.passes])
+        with ranks.raise_on_all(_SWITCHING):
+            rows.begin(end)
+        total = rows.schedule.samples_left(first, epochs, [one.samples for one in self.pass_set.passes])
         progress = self._progress = TrainingProgress(total, shown=self._shown)
-        _TRAINED_BY[self.store] = weakref.ref(self)
         try:
-            for index in visits:
-                visit = self._begin_visit(index, first_sample)
+            for index in range(first, end):
+                with ranks.raise_on_all(_SWITCHING):
+                    visit = self._begin_visit(index, first_sample if index == first else 0)
                 yield visit
                 if self._run is not run:
                     self._check_open()
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
-                self.optimizer.check_stepped(f"visit {index}")
-                first_sample = 0
-                self._transfer.check()
-                report = self._transfer.report
-                assert report is not None
-                with report.timing("commit"):
-                    state = self._state.capture()
-                self._end_visit()
-                progress.visit_done(visit.num_samples, report)
-                if index + 1 < end:
-                    self._transfer.switch(state)
-                else:
-                    self._transfer.finish(state)
+                self._settle(
+                    f"visit {index} ended between backward and step, and its row gradients would be lost: call step() "
+                    "after its last batch, or discard()"
+                )
+                with ranks.raise_on_all(_SWITCHING):
+                    self._switch(visit, last=index + 1 == end)
+            self._opened.publish()
         finally:
             progress.stop()
             if self._run is run:
                 self._end_visit()
-                self._transfer.stop()
-                _TRAINED_BY.pop(self.store, None)
+                rows.stop()
 
     def step(self) -> None:
         """Apply the pending row gradients: each row of the batches since the last step is updated once.
 
-        Called by a tracked optimizer's ``step()``; call it yourself only where there is none.
+        Called by a tracked optimizer's ``step()``; call it yourself only where there is none. Of several ranks
+        duplicates are added in the order of batches, in each by rank.
         """
         if self._visit is None:
             raise StateError("step() was called outside a visit: step inside the loop over passes()")
-        self.optimizer.step(self._visit.rows.groups)
+        self._exchange.step(self._visit.rows.groups)
 
     def discard(self) -> None:
         """Drop the pending row gradients: for a skipped step, as ``zero_grad()`` does for dense ones."""
-        self.optimizer.discard()
+        self._exchange.discard()
 
     def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
         """Change the row optimizers' learning rate from the next step on; part of the next commit.
 
         tables: names, all tables where not given. Tables of one group share a rate: raises ValueError where
-        only a part of a group is named.
+        only a part of a group is named, of whole tables or of a rank's: nothing has changed then.
         """
-        self.optimizer.set_learning_rate(learning_rate, tables)
+        with self.communicator.raise_on_all("setting the learning rate"):
+            changed_rates(self._groups, [0.0] * len(self._groups), learning_rate, tables)
+            rates = changed_rates(self._rows.positions.groups, self.optimizer.learning_rates, learning_rate, tables)
+        self.optimizer.learning_rates = rates
 
     def commit(self) -> None:
-        """Commit now, inside the visit, after the batches yielded so far; returns when it is durable.
+        """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks.
 
         Raises StateError between a backward and its step, and outside a visit.
         """
-        if self._visit is None:
+        visit, ranks = self._visit, self.communicator
+        if visit is None:
             raise StateError("commit() was called outside a visit: a visit commits by itself when it ends")
-        if self.optimizer.pending:
-            raise StateError("commit() was called between backward and step: call step() or discard() first")
-        self._transfer.check()
-        if self._visit.samples_done == 0:
-            raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
-        state, settings = self._state.capture()
-        self._transfer.commit_within(self._visit.samples_done, (state, settings | {"order": self._visit.order}))
+        self._settle("commit() was called between backward and step: call step() or discard() first")
+        with ranks.raise_on_all("committing inside a visit"):
+            if visit.samples_done == 0:
+                raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
+            state, settings = self._rows.state.capture()
+            self._rows.transfer.commit_within(visit.samples_done, (state, settings | {"order": visit.order}))
+        self._opened.publish()
 
     def drain(self, *, staged: bool = True) -> None:
         """Wait until every dump is durable and, with ``staged``, the next visit's rows are staged.
 
-        Training needs no such wait; measurements do. Raises what went wrong on either thread.
+        Training needs no such wait; measurements do. Raises what went wrong on either thread. Not collective.
         """
-        self._transfer.drain()
+        self._rows.transfer.drain()
         if staged:
-            self._transfer.await_staging()
+            self._rows.transfer.await_staging()
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def evaluation(self, passes: PassSet) -> Iterator[Evaluation]:
-        """Yield read-only slices of another pass set, at any moment between batches.
+        """Yield read-only slices of another dataset, at any moment between batches.
 
         Rows are as of now: from the device, the host or the store; keys never trained have the out-of-vocabulary
         row where their table was trained with one, else their initial row. Nothing is written. A slice is as
-        many samples as ``eval_budget`` holds rows for; lookups in it leave no gradients.
+        many samples as ``eval_budget`` holds rows for, on every rank; each rank gets its part of every batch. Lookups
+        in it leave no gradients.
         """
         self._check_open()
-        check_tables(self.store, passes)
-        check_features(self.pass_set, passes)
-        yield from Evaluation.slices(passes, self.rows_now(), self.eval_bytes, self._ahead)
+        self._exchange.rest()
+        with self.communicator.raise_on_all("beginning an evaluation"):
+            check_features(self.pass_set, passes)
+            view = self._opened.view(passes)
+            check_tables(self.store, view)
+        exchange = self._exchange.evaluating(view)
+        try:
+            yield from Evaluation.slices(
+                view, self._exchange.rows_now(), self.eval_bytes, exchange, self._pipeline, self._processor
+            )
+        finally:
+            exchange.rest()
 
-    def evaluation_batch(self, keys: Mapping[str, Any], **others: Any) -> Batch:
+    def evaluation_batch(self, keys: Mapping[str, Any] | None, **others: Any) -> Batch | None:
         """Return a read-only batch of raw keys, as ``Visit.batch`` takes them, at any moment between batches.
 
-        Rows are as of now, as in ``evaluation``, read for this batch alone. Raises BudgetError where its unique keys
-        have more rows than ``eval_budget`` holds.
+        Rows are as of now, as in ``evaluation``, read for this batch alone, by the ranks that own them. None in place
+        of keys as of ``Visit.batch``. Raises BudgetError where its unique keys have more rows than ``eval_budget``
+        holds, or a rank is to read more for the others.
         """
         self._check_open()
         return self._raw.evaluate(keys, self.eval_bytes, **others)
 
     def rows_now(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> RowsNow:
-        """Return a reader of any rows as of now; used between batches, before the next one is trained.
+        """Return a reader of any rows of this rank as of now; used between batches, before the next one is trained.
 
         Waits until every dump is durable: a row that is on its way to the store is nowhere else. ``unknown``: fields
-        of out-of-vocabulary rows that stand elsewhere.
+        of out-of-vocabulary rows that stand elsewhere. Not collective.
         """
         self._check_open()
-        self._transfer.drain()
-        visit = self._visit
-        return RowsNow(
-            store=self.store, device=self._device if visit else None, placements=self._transfer.placements,
-            pass_now=visit.pass_index if visit else None, positions=self._positions, keys_of=self._keys_of,
-            after=visit.index if visit else self._plans.cursor[0] - 1, cached=self._transfer.cached_piece,
-            trained=self.pass_set, unknown=unknown,
-        )  # fmt: skip
+        return self._rows.now(self._visit, unknown)
+
+    # -- ending -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End both threads and let go of all memory. What is not committed is not kept; the store stays open.
+        """End the threads and let go of all memory. What is not committed is not kept; a Store given stays open.
 
-        Whatever asks the cache for rows from then on raises StateError; reports can be read.
+        Whatever asks the cache for rows from then on raises StateError; reports can be read. Not collective.
         """
-        self._run, self._closed = None, True  # a loop that was left open finds nothing to end when it is collected
-        if self._trained_by() is self:
-            del _TRAINED_BY[self.store]
-        with ExitStack() as last:
-            for close in (self._processor.drop_scratch, self._raw.close, self._transfer.close, self._hooks.remove):
-                last.callback(close)  # the last one first
-            self._end_visit()
+        self._close(failed=False)
 
     def __enter__(self) -> TierCache:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close(failed=error is not None)
+
+    def _close(self, *, failed: bool) -> None:
+        if self._closed:
+            return
+        self._run, self._closed = None, True  # a loop that was left open finds nothing to end when it is collected
+        with ExitStack() as last:
+            for close in (
+                self._opened.close, self._processor.drop_scratch, self._rows.close, self._raw.close,
+                partial(self.communicator.close, failed=failed), partial(self._beside.close, failed=failed),
+                self._exchange.close, self._hooks.remove,
+            ):  # fmt: skip
+                last.callback(close)  # the last one first
+            if failed:  # before anything waits: a rank that waits for this one at an agreement raises
+                self.communicator.close(failed=True)
+            self._end_visit()
 
     # -- parts --------------------------------------------------------------------------------------------
 
     @property
     def tables(self) -> tuple[Any, ...]:
-        """The tables trained, in the store's order."""
-        return self._positions.tables
+        """The tables trained, whole, in the store's order."""
+        return tuple(table for group in self._groups for table in group.tables)
 
     @property
     def groups(self) -> tuple[Any, ...]:
         """The groups of tables with the same row layout."""
-        return self._positions.groups
+        return self._groups
 
     @property
     def schema(self) -> Any:
-        """The schema of the pass set."""
+        """The schema of the dataset."""
         return self.pass_set.schema
 
     @property
+    def sharding(self) -> Placement | None:
+        """Where tables stand in the shards of the store; None of a plain store."""
+        return self._opened.placement
+
+    @property
     def device(self) -> torch.device:
-        """Where rows are trained."""
+        """Where this rank's rows are trained."""
         return self._processor.device
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of rows, slot maps and, once raw keys were looked up, of the index of keys on the device."""
-        return self._device.num_bytes + self._raw.index_bytes
+        """Bytes on the device of rows, slot maps, mirrors and, once raw keys were looked up, of the index of keys."""
+        return self._rows.device.num_bytes + self._exchange.device_bytes + self._raw.index_bytes
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes kept on the device from batch to batch, beside ``device_bytes``: batches made ahead included."""
-        return self._processor.scratch_bytes + self._ahead.device_bytes
+        return self._processor.scratch_bytes + self._pipeline.device_bytes
 
     @property
     def pinned_batch_bytes(self) -> int:
         """Bytes of pinned memory that batches made ahead take now, beside ``host_budget``; 0 on a CPU."""
-        return self._ahead.host_bytes
+        return self._pipeline.host_bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank for others so far, for batches of trainings and their steps."""
+        return self._exchange.bytes_sent
 
     @property
     def eval_bytes(self) -> int:
         """Bytes of host memory for the rows of an evaluation."""
-        return self._budget.evaluation
+        return self._rows.budget.evaluation
 
     @property
     def host_bytes_peak(self) -> int:
         """The most bytes of rows the host held so far."""
-        return self._memory.peak_bytes
+        return self._rows.memory.peak_bytes
 
-    def _trained_by(self) -> TierCache | None:
-        return _TRAINED_BY.get(self.store, lambda: None)()
+    def store_plan(self, state_bytes: int = 0) -> StorePlan:
+        """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
+        return self._rows.plans.store_plan(state_bytes)
 
-    def _check_alone(self) -> None:
-        """Raise StateError where another cache is in a loop over its passes of the same store."""
-        if self._trained_by() not in {None, self}:
-            raise StateError(
-                f"{self.store.label} is being trained by another TierCache: end its loop over passes(), or close it, "
-                "before another one trains"
-            )
+    # -- inside -------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this cache is closed: open another one on its store to go on")
 
-    def store_plan(self, state_bytes: int = 0) -> StorePlan:
-        """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
-        return self._plans.store_plan(state_bytes)
+    def _settle(self, unstepped: str) -> None:
+        """Come to where a commit may be captured: of a sharded store the commit before is published first.
 
-    def _restore(self) -> None:
-        if self.store.commit is None:
-            self._transfer.publish_first(self._state.capture())
-            return
-        check_schedule(self.store, self.pass_set, self._schedule)
-        self._state.restore(self.store)
+        Raises StateError, ``unstepped``, between a backward and its step.
+        """
+        self._exchange.rest()
+        with self.communicator.raise_on_all("writing the rows of the visit before"):
+            if self._exchange.pending:
+                raise StateError(unstepped)
+            self._rows.transfer.check()
+            if self._opened.is_sharded:
+                self._rows.transfer.drain()
+        self._opened.publish()
 
     def _begin_visit(self, index: int, first_sample: int) -> Visit:
-        plan, report = self._transfer.plan, self._transfer.report
-        assert plan is not None
-        assert report is not None
-        assert plan.visit == index
-        self.optimizer.discard()
-        groups = self._device.rows_of(plan.pass_index)
-        rows = RowView(groups, self.optimizer.gradients, f"visit {index}", self._processor)
+        plan, report, rows = self._rows.visit(index)
+        self._exchange.open(plan.pass_index, rows)
         self._visit = Visit(
-            index=index, epoch=plan.epoch, source=self.pass_set.passes[plan.pass_index], rows=rows,
-            seed=self._seed, raw=self._raw, ahead=self._ahead, first_sample=first_sample,
+            index=index, epoch=plan.epoch, source=self._rows.source.passes[plan.pass_index], rows=rows,
+            seed=self._seed, raw=self._raw, exchange=self._exchange, pipeline=self._pipeline, first_sample=first_sample,
             order=self.store.commit.settings.get("order") if first_sample and self.store.commit else None,
             before_batch=self._before_batch, note_loss=report.losses.append,
         )  # fmt: skip
@@ -400,9 +485,23 @@ class TierCache:
         report.begin_training()
         return self._visit
 
+    def _switch(self, visit: Visit, *, last: bool) -> None:
+        """End a visit and bring the rows of the next one, or write those of the last."""
+        report, transfer = self._rows.transfer.report, self._rows.transfer
+        assert report is not None
+        assert self._progress is not None
+        with report.timing("commit"):
+            state = self._rows.state.capture()
+        self._end_visit()
+        self._progress.visit_done(visit.num_samples, report)
+        if last:
+            transfer.finish(state)
+        else:
+            transfer.switch(state)
+
     def _before_batch(self, done: int) -> None:
         """Raise what went wrong on a thread, and show how far the visit is."""
-        self._transfer.check()
+        self._rows.transfer.check()
         assert self._visit is not None
         assert self._progress is not None
         self._progress.batch(self._visit.index, done)
@@ -412,4 +511,4 @@ class TierCache:
             self._visit.end()
             self._visit = None
             self.reports[-1].end_training()
-        self.optimizer.discard()
+        self._exchange.discard()

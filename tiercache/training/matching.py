@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from tiercache.errors import PassSetError
 
 if TYPE_CHECKING:
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.view import DatasetView
     from tiercache.planning.schedule import Schedule
     from tiercache.store import Commit, Store
 
 
-def check_tables(store: Store, passes: PassSet) -> None:
+def check_tables(store: Store, passes: DatasetView) -> None:
     """Raise PassSetError unless ``passes`` was extracted for the tables of ``store``."""
     theirs = {table.name: table for table in passes.tables}
     ours = {table.name: table for table in store.tables}
@@ -25,7 +25,7 @@ def check_tables(store: Store, passes: PassSet) -> None:
         )
 
 
-def check_features(trained: PassSet, passes: PassSet) -> None:
+def check_features(trained: DatasetView, passes: DatasetView) -> None:
     """Raise PassSetError unless the model finds its features in ``passes``; labels and dense columns are its own."""
     theirs = {feature.name: feature for feature in passes.schema.features}
     for feature in trained.schema.features:
@@ -37,7 +37,7 @@ def check_features(trained: PassSet, passes: PassSet) -> None:
             )
 
 
-def check_schedule(store: Store, passes: PassSet, schedule: Schedule) -> None:
+def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> None:
     """Raise PassSetError where the store's rows do not stand in the order of ``schedule``."""
     commit = store.commit
     empty = commit is not None and not commit.segment_ids and not commit.schedule_digest and not any(commit.cursor)

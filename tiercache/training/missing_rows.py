@@ -20,8 +20,6 @@ from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.row_optimizer import RowGradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from tiercache.passes.keybatch import FeatureKeys
@@ -68,12 +66,11 @@ class MissingRows:
         features: dict[str, FeatureKeys],
         places: dict[str, NDArray[np.int32]],
         missing: Missing,
-        reader: Callable[[], RowReader],
+        reader: RowReader | None,
     ) -> Batch:
         """Return a batch with rows of its own in the groups with missing keys, whose local ids are -1.
 
-        features, places: the keys and local ids of the features that it has. reader: where "load" finds rows, asked for
-        by table.
+        features, places: the keys and local ids of the features that it has. reader: where "load" finds rows.
         """
         rows = made.rows
         lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
@@ -117,7 +114,7 @@ class MissingRows:
         first: int,
         missing: Missing,
         vectors: list[NDArray[np.float32]],
-        reader: Callable[[], RowReader],
+        reader: RowReader | None,
     ) -> int:
         """Number the missing keys of one table from ``first`` on and append their vectors; returns how many."""
         unique = KeyNumbers()
@@ -130,7 +127,8 @@ class MissingRows:
         if keys.size:
             if missing == "load":
                 vectors.append(np.empty((keys.size, table.dim), np.float32))
-                reader().fill(table.name, keys, (vectors[-1],))
+                assert reader is not None, "keys are loaded and nothing reads them"
+                reader.fill(table.name, keys, (vectors[-1],))
             else:
                 vectors.append(initial_vectors(table, keys))
         return keys.size

@@ -1,9 +1,14 @@
-"""Batches of raw keys: int64 keys become local ids of the pass being trained, or rows of their own beside it."""
+"""Batches of raw keys: int64 keys become local ids of the pass being trained, or rows of their own beside it.
+
+Each rank brings its own samples; before a batch is made, ranks tell each other how many they have and whether their
+loaders have ended. An index of the whole pass finds local ids on every rank; from there on a batch is one of samples.
+"""
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from tiercache.passes.samples import FeatureIds
 from tiercache.training.batch import Batch
@@ -11,37 +16,50 @@ from tiercache.training.missing_rows import MissingRows
 from tiercache.training.raw_samples import RawReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tiercache.passes.passset import Pass
     from tiercache.processors.processor import Processor
     from tiercache.schema import Schema
     from tiercache.store.table import Group
-    from tiercache.tiers.rows import RowView
-    from tiercache.training.missing_rows import RowReader
+    from tiercache.training.exchange import Exchange
+    from tiercache.training.missing_rows import Missing, RowReader
+    from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
+    from tiercache.training.visit import Visit
+
+
+class _Turn(NamedTuple):
+    """What a rank tells the others of its part of a batch."""
+
+    num_samples: int = 0
+    loads: bool = False
+    """Whether it has keys to load."""
+    ended: bool = False
+    """Whether it had no keys to give."""
 
 
 class RawKeys:
-    """Makes the batches of raw keys of one cache; on the training thread."""
+    """Makes the batches of raw keys of one cache. Every call but ``close`` is collective; on the training thread."""
 
     def __init__(
         self,
         schema: Schema,
         groups: Sequence[Group],
-        rows_now: Callable[[], RowReader],
+        exchange: Exchange,
         optimizer: RowOptimizer,
         processor: Processor,
         index_room: int | None = None,
     ) -> None:
-        """rows_now: a method of the cache that has this, which it does not keep alive: a reader of rows as of now.
+        """groups: of whole tables. optimizer: counts how often rows were stepped.
 
-        optimizer: counts how often rows were stepped. index_room: bytes that an index of keys may take on the device,
-        None: any number.
+        index_room: bytes that an index of keys may take on the device, None: any number.
         """
-        self._rows_of_cache = weakref.WeakMethod(rows_now)
-        self._reader = RawReader(schema, [table for group in groups for table in group.tables], processor, index_room)
+        tables = [table for group in groups for table in group.tables]
+        self._schema, self._exchange, self._ranks = schema, exchange, exchange.ranks
+        self._reader = RawReader(schema, tables, processor, index_room)
         self._missing = MissingRows(schema, groups, optimizer, processor)
+        self._dense_columns = len(schema.dense)
 
     @property
     def index_bytes(self) -> int:
@@ -52,28 +70,112 @@ class RawKeys:
         """Let go of the index."""
         self._reader.close()
 
-    def batch(self, source: Pass, rows: RowView, keys: Mapping[str, Any], **given: Any) -> Batch:
-        """Return a batch of the visit that trains ``source`` with ``rows``: ``Visit.batch`` promises it.
+    def batch(self, visit: Visit, keys: Mapping[str, Any] | None, *, missing: Missing, **given: Any) -> Batch | None:
+        """Return this rank's part of the next batch of a visit: ``Visit.batch`` promises it.
 
         given: as of ``RawReader.read``.
         """
-        samples = self._reader.read(source, rows.name, keys, **given)
-        made = Batch(samples.label, samples.dense, samples.ids, rows, samples.num_samples)
-        if not samples.lacking:
-            return made
-        return self._missing.add(made, samples.features, samples.places(), given["missing"], self._rows_now)
+        source, number = visit.source.whole, visit.batches_done
+        mine, error = None, None
+        name = f"batch {number} of visit {visit.index}"
+        try:
+            visit.begin_raw()
+            if keys is not None:
+                mine = self._reader.read(source, visit.rows.name, keys, number=number, missing=missing, **given)
+                self._dense_columns = mine.dense.shape[1]
+        except Exception as caught:  # told to all ranks
+            error = caught
+        turn = _Turn(ended=True) if mine is None else _Turn(mine.num_samples, missing == "load" and mine.lacking)
+        turns = self._turns(turn, f"making {name}", error)
+        if all(turn.ended for turn in turns):
+            return None
+        sizes = [turn.num_samples for turn in turns]
+        if any(sizes) and not all(sizes):
+            mine, missing = self._borrowed(source, mine, missing, sizes)
+        elif mine is None:
+            mine = self._nothing(source)
+        reader: RowReader | None = None
+        if any(turn.loads for turn in turns):
+            lacking = mine if missing == "load" else None
+            reader = self._exchange.load(lambda: {} if lacking is None else self._reader.keys_of(lacking))
+        made, ids = self._exchange.raw(mine, visit.rows, name, self._weight(sizes))
+        if ids is not None:
+            made = self._exchange.named(self._missing.add(made, mine.features, ids, missing, reader))
+        visit.count_raw(sum(sizes))
+        return made
 
-    def evaluate(self, keys: Mapping[str, Any], budget: int, **given: Any) -> Batch:
+    def evaluate(self, keys: Mapping[str, Any] | None, budget: int, **given: Any) -> Batch | None:
         """Return a batch outside any visit: ``TierCache.evaluation_batch`` promises it."""
-        samples = self._reader.read(None, "", keys, **given)
-        self._reader.check_budget(samples.num_samples, self._reader.keys_of(samples), budget)
-        places = samples.places()
-        ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in samples.features.items()}
-        rows = self._missing.no_rows("an evaluation of raw keys")
-        made = Batch(samples.label, samples.dense, ids, rows, samples.num_samples)
-        return self._missing.add(made, samples.features, places, "load", self._rows_now)
+        what, mine, error, wanted = "an evaluation of raw keys", None, None, dict[str, Any]()
+        try:
+            if keys is not None:
+                mine = self._exchange.used(self._reader.read(None, "", keys, **given))
+                self._dense_columns = mine.dense.shape[1]
+                wanted = self._reader.keys_of(mine)
+                self._reader.check_budget(mine.num_samples, wanted, budget)
+        except Exception as caught:  # told to all ranks
+            error = caught
+        turn = _Turn(0 if mine is None else mine.num_samples, True, mine is None)
+        turns = self._turns(turn, f"making a batch of {what}", error)
+        if all(turn.ended for turn in turns):
+            return None
+        reader = self._exchange.load(lambda: wanted, budget)
+        mine = self._exchange.used(self._nothing(None)) if mine is None else mine
+        places = mine.places()
+        ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in mine.features.items()}
+        weight = self._weight([turn.num_samples for turn in turns])
+        made = Batch(mine.label, mine.dense, ids, self._missing.no_rows(what), mine.num_samples, weight)
+        return self._exchange.named(self._missing.add(made, mine.features, places, "load", reader))
 
-    def _rows_now(self) -> RowReader:
-        rows_now = self._rows_of_cache()
-        assert rows_now is not None, "a batch was asked for of a cache that is gone"
-        return rows_now()
+    def _turns(self, mine: _Turn, what: str, error: Exception | None) -> list[_Turn]:
+        """Tell the others of this rank's part; raises where any rank has an error."""
+        told = self._exchange.tell([mine.num_samples, int(mine.loads), int(mine.ended)], what, error)
+        return [_Turn(samples, bool(loads), bool(ended)) for samples, loads, ended in told]
+
+    def _weight(self, sizes: Sequence[int]) -> float:
+        """Return what the mean loss of this rank's samples counts for; 1 of one rank."""
+        return self._ranks.size * (sizes[self._ranks.rank] / max(1, sum(sizes))) if len(sizes) > 1 else 1.0
+
+    def _borrowed(
+        self, source: Pass, mine: RawSamples | None, missing: Missing, sizes: Sequence[int]
+    ) -> tuple[RawSamples, Missing]:
+        """Return this rank's samples; the first one of the first rank that has some in place of none."""
+        lender = next(rank for rank, size in enumerate(sizes) if size)
+        lent = self._lent(mine, missing) if self._ranks.rank == lender and mine is not None else None
+        lent = self._ranks.all_gather_object(lent, "lending a sample to ranks without")[lender]
+        borrowed = None
+        with self._ranks.raise_on_all("borrowing a sample"):
+            if mine is None or not mine.num_samples:
+                keys = {name: tuple(given) if ragged else given for name, (given, ragged) in lent["keys"].items()}
+                others = {name: lent[name] for name in ("weights", "label", "dense", "missing")}
+                borrowed = self._reader.read(source, "", keys, **others)
+        if borrowed is None:
+            assert mine is not None
+            return mine, missing
+        return borrowed, lent["missing"]
+
+    def _lent(self, mine: RawSamples, missing: Missing) -> dict[str, Any]:
+        """Return the first sample as its reader takes it."""
+        keys, weights = {}, {}
+        for feature in self._schema.features:
+            one, ragged = mine.features[feature.name].slice(0, 1), feature.hotness == "ragged"
+            values, shape = one.keys, (1, -1) if feature.hotness == "fixed" else (-1,)
+            given = values.reshape(shape).tolist()
+            keys[feature.name] = ([given, [0, values.size]] if ragged else given), ragged
+            if one.weights is not None:
+                weights[feature.name] = one.weights.reshape(shape).tolist()
+        return {
+            "keys": keys,
+            "weights": weights,
+            "label": mine.label[:1].tolist() or None,
+            "dense": mine.dense[:1].tolist(),
+            "missing": missing,
+        }
+
+    def _nothing(self, source: Pass | None) -> RawSamples:
+        """Return no samples, with as many dense columns as those before."""
+        keys: dict[str, Any] = {}
+        for feature in self._schema.features:
+            none = np.empty(0, np.int64)
+            keys[feature.name] = none.reshape(0, feature.length or 0) if feature.hotness == "fixed" else none
+        return self._reader.read(source, "", keys, dense=np.empty((0, self._dense_columns), np.float32))

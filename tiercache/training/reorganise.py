@@ -29,13 +29,14 @@ from tiercache.training.progress import RewriteProgress, prepare_kernels
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from tiercache.passes.view import DatasetView
     from tiercache.store import Commit, Store, Table
     from tiercache.store.base_segment import Layout
 
 
 def reorganise(
     store: Store,
-    passes: PassSet,
+    passes: DatasetView,
     *,
     order_seed: int | None = None,
     start: Cursor | tuple[int, int] | None = None,
@@ -85,7 +86,7 @@ def reorganise(
         )  # fmt: skip
 
 
-def reorganise_plan(store: Store, passes: PassSet, *, order_seed: int | None = None) -> ReorganisePlan:
+def reorganise_plan(store: Store, passes: DatasetView, *, order_seed: int | None = None) -> ReorganisePlan:
     """Return the most that ``store`` takes on disk while it is put in the order of ``passes``; writes nothing.
 
     Reads the keys of all passes once, and no row. Of a store that follows them already: what it would take.
@@ -104,10 +105,9 @@ def reorganise_plan(store: Store, passes: PassSet, *, order_seed: int | None = N
     )
 
 
-def _continued(commit: Commit, passes: PassSet, order_seed: int | None) -> Cursor | None:
+def _continued(commit: Commit, passes: DatasetView, order_seed: int | None) -> Cursor | None:
     """Return where training goes on with the parts of the passes that it had; None where these are others."""
-    source = split_source(passes) if isinstance(passes, PassSet) else None
-    if source is None:
+    if not isinstance(passes, PassSet) or (source := split_source(passes)) is None:
         return None
     before = Schedule(num_passes=len(source.parts), pass_set_digest=source.digest, order_seed=order_seed)
     if commit.schedule_digest != before.digest:
@@ -115,7 +115,7 @@ def _continued(commit: Commit, passes: PassSet, order_seed: int | None) -> Curso
     return Cursor(*split_cursor(passes, commit.cursor, order=commit.settings.get("order"), order_seed=order_seed))
 
 
-def first_uses(store: Store, passes: PassSet, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
+def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
     """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pieces."""
     positions = Positions.of(passes, store.groups)
     keys_of = positions.keys_of(passes)
@@ -128,7 +128,7 @@ def _layout(positions: Positions) -> Layout:
     return partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))
 
 
-def _check_start(start: Cursor, schedule: Schedule, passes: PassSet) -> None:
+def _check_start(start: Cursor, schedule: Schedule, passes: DatasetView) -> None:
     """Raise ValueError where a schedule has no such place."""
     if min(start) < 0:
         raise ValueError(f"start is {tuple(start)}: visits and samples count from 0")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.dist.communicator import LocalCommunicator
 from tiercache.errors import StateError
 from tiercache.kernels.numbering import KeyNumbers
 from tiercache.planning.positions import Positions
@@ -16,7 +17,8 @@ from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
-from tiercache.training.ahead import Ahead
+from tiercache.training.batch_pipeline import BatchPipeline
+from tiercache.training.exchange import LocalExchange
 from tiercache.training.held_keys import HeldKeys
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.raw_batch import RawKeys
@@ -85,8 +87,10 @@ class ResidentCache:
         for g in range(len(self._groups)):
             self._fill(g)
         self.optimizer = RowOptimizer(self._groups, self._processor)
-        self._ahead, self._hooks = Ahead(self._processor), StepHooks(self.step)
-        self._raw = RawKeys(passes.schema, self._groups, self.rows_now, self.optimizer, self._processor)
+        self._pipeline, self._hooks = BatchPipeline(self._processor), StepHooks(self.step)
+        alone = LocalCommunicator(self._processor.device)
+        self._exchange = LocalExchange(alone, self._processor, self.optimizer, self.rows_now)
+        self._raw = RawKeys(passes.schema, self._groups, self._exchange, self.optimizer, self._processor)
         self._visit: Visit | None = None
         self._trained = 0
         self._closed = False
@@ -139,7 +143,7 @@ class ResidentCache:
             view = RowView(self._rows_of(p), self.optimizer.gradients, f"visit {index}", self._processor)
             self._visit = Visit(
                 index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=view,
-                seed=self._seed, raw=self._raw, ahead=self._ahead,
+                seed=self._seed, raw=self._raw, exchange=self._exchange, pipeline=self._pipeline,
             )  # fmt: skip
             try:
                 yield self._visit

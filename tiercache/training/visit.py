@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NoReturn, overload
+
+import numpy as np
 
 from tiercache.errors import StateError
 from tiercache.training.batch import SHUFFLED_BY, cut_batches, sample_order
+from tiercache.training.evaluation import check_exchange_schedule
+from tiercache.training.exchange import BatchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import Pass
+    from tiercache.passes.view import SubDatasetView
     from tiercache.tiers.rows import RowView
-    from tiercache.training.ahead import Ahead, Cut
     from tiercache.training.batch import Batch
+    from tiercache.training.batch_pipeline import BatchPipeline
+    from tiercache.training.exchange import Exchange
     from tiercache.training.missing_rows import Missing
     from tiercache.training.raw_batch import RawKeys
 
@@ -29,11 +35,12 @@ class Visit:
         *,
         index: int,
         epoch: int,
-        source: Pass,
+        source: SubDatasetView,
         rows: RowView,
         seed: int,
         raw: RawKeys,
-        ahead: Ahead,
+        exchange: Exchange,
+        pipeline: BatchPipeline,
         first_sample: int = 0,
         order: Mapping[str, object] | None = None,
         before_batch: Callable[[int], None] | None = None,
@@ -46,54 +53,115 @@ class Visit:
         self.pass_index = source.index
         """The pass it trains."""
         self.num_samples = source.samples
-        """Samples of the pass."""
+        """Samples of the pass, those of all ranks."""
         self.samples_done = first_sample
-        """Samples whose batches were yielded, those before the last commit inside this visit included."""
+        """Samples of all ranks whose batches were yielded, those before the last commit inside the visit included."""
         self.start_sample = first_sample
-        """Samples of this visit that a commit inside it has behind it: 0 but where training goes on from one. A loader
-        of one's own begins after so many; ``batches`` does by itself."""
+        """Samples of all ranks that a commit inside this visit has behind it: 0 but where training goes on from one.
+        Loaders of one's own begin after so many; ``batches`` does by itself."""
         self.start_batch = int(str((order or {}).get("raw_batches", 0)))
-        """Batches of raw keys that such a commit has behind it."""
+        """Batches of raw keys that such a commit has behind it: the same number on every rank."""
         self.batches_done = self.start_batch
         """Batches that ``batch`` made, those included."""
         self.rows = rows
         self.order = order
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
         self.source = source
-        """The pass, with its samples."""
-        self._seed, self._raw, self._ahead = seed, raw, ahead
+        """The pass, with its samples and the keys that this rank trains."""
+        self._seed, self._raw, self._exchange, self._pipeline = seed, raw, exchange, pipeline
         self._before_batch, self._note_loss = before_batch or _nothing, note_loss
 
-    def batches(self, size: int, *, shuffle: bool = False, ahead: int | None = None) -> Iterator[Batch]:
-        """Yield batches of ``size`` samples from where the visit stands; the last one may be short.
+    def batches(
+        self,
+        size: int,
+        *,
+        shuffle: bool = False,
+        prefetch: int | None = None,
+        input: str = "data",  # noqa: A002 - what is said of each rank's input
+    ) -> Iterator[Batch]:
+        """Yield this rank's part of batches of ``size`` samples, from where the visit stands; the last may be short.
 
         Shuffling is seeded by (seed, epoch, pass). After a commit inside the visit the rest follows in the same
         order, in batches of any size.
 
-        ahead: how many batches are made, on as many threads, before they are asked for. None: 0 where rows are trained
-        on a CPU; 2 on a GPU, and 4 beside 8 or more cores. They are the same batches, and count when they are yielded;
-        what goes wrong in making one is raised in its place. Threads end with the iterator or the visit.
+        On W ranks the size is that of all their parts, and all take the same batches. Multiply the mean loss by
+        ``batch.weight``: with DistributedDataParallel's averaging the step is then that of one process on the whole
+        batch, on ranks with more and with fewer samples. A rank without samples of a batch gets one of another rank's
+        with weight 0. A batch's rows are as of when it was yielded: it can be looked up until the next step. What
+        embedding modules look up is brought: give them to the cache before.
 
-        Raises, with its cause, what went wrong on the reader or the writer thread; RuntimeError where the visit has
-        ended; StateError where a commit inside it stands in another order, and in a fork of this process; PassSetError
-        where the pass has a key set alone; ValueError for a size below 1 or an ``ahead`` below 0.
+        prefetch: how many batches are read, on as many threads, before they are asked for; rows wait for their step.
+        None: 0 where rows are trained on a CPU; 2 on a GPU, and 4 beside 8 or more cores. They are the same batches,
+        and count when they are yielded; what goes wrong in making one is raised in its place. Threads end with the
+        iterator or the visit.
+
+        input: what each rank reads. "data": its own samples, with all features. "model": of features that are pooled
+        by sum or mean, those whose tables it owns, whole or in columns, for the samples of all ranks, so that their ids
+        do not travel; all other features, dense and label of its own samples. The result is the same, but for the order
+        of additions. All ranks have the same embedding modules then.
+
+        Raises, on all ranks, with its cause, what went wrong on a reader or a writer thread; RuntimeError where the
+        visit has ended; StateError where a commit inside it stands in another order, and in a fork of this process;
+        PassSetError where the pass has a key set alone; ValueError for a size below 1, a ``prefetch`` below 0 or an
+        unknown ``input``.
         """
 
         def counted(made: tuple[int, Batch]) -> Batch:
             self.samples_done, batch = made
             return batch
 
-        cuts = self._cuts(size, shuffle)  # no name here is a batch's: while the next is made, it is the caller's alone
-        yield from map(counted, self._ahead.batches(self.source, self.rows, cuts, most=ahead, before=self._before))
+        by_owner = _read_by_owner(input)
+        requests = (
+            BatchRequest(self.source, places, places.size, done) for done, places in self._cuts(size, shuffle)
+        )  # no name here is a batch's: while the next is made, it is the caller's alone
+        made = self._pipeline.batches(
+            self._exchange, requests, self.rows, prefetch=prefetch, before=self._before, by_owner=by_owner
+        )
+        yield from map(counted, made)
 
-    def places(self, size: int, *, shuffle: bool = False) -> Iterator[NDArray[np.int64]]:
-        """Yield the places in the sub-dataset of each batch that ``batches`` yields; counts it as yielded."""
-        for done, places in self._cuts(size, shuffle):
-            self._before()
-            self.samples_done = done
-            yield places
+    def steps(
+        self,
+        size: int,
+        *,
+        micro_batches: int,
+        shuffle: bool = False,
+        schedule: str = "interleaved",
+        input: str = "data",  # noqa: A002 - as above
+    ) -> Iterator[Iterator[Batch]]:
+        """Yield each batch as an iterator over its micro-batches; step once behind all of them.
 
-    def _cuts(self, size: int, shuffle: bool) -> Iterator[Cut]:
+        Multiply the mean loss of each by its ``weight``: they add up to those of one batch. All see rows as before the
+        step, so the result is one batch's, but for the order of additions. "interleaved": on several ranks the rows of
+        the next micro-batch are exchanged while the one yielded is trained, on another thread or, on a GPU, on another
+        stream; "simple": one thing after the other. A batch with fewer samples than ``micro_batches`` has fewer of
+        them. input: as of ``batches``. Raises as ``batches`` does; ValueError for less than 1 micro-batch.
+        """
+        by_owner = _read_by_owner(input)
+        check_exchange_schedule(schedule)
+        if micro_batches < 1:
+            raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
+        cuts = self._cuts(size, shuffle)
+        while True:
+            requests, before = list[BatchRequest](), self._before
+            try:
+                if (cut := next(cuts, None)) is None:
+                    return
+                self.samples_done, places = cut
+                n, count = places.size, min(micro_batches, places.size)
+                requests = [
+                    BatchRequest(self.source, places[i * n // count : (i + 1) * n // count], n, cut[0])
+                    for i in range(count)
+                ]
+            except Exception as error:  # told to all ranks, by the first micro-batch
+                before = partial(_fail, error)
+                requests = [BatchRequest(self.source, np.empty(0, np.int64), 1)]
+            made = self._pipeline.batches(
+                self._exchange, iter(requests), self.rows, prefetch=0, before=before,
+                overlap=schedule == "interleaved", by_owner=by_owner,
+            )  # fmt: skip
+            yield map(itemgetter(1), made)
+
+    def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the samples behind each batch and its places, from where the visit stands at the first."""
         self.source.check_samples()
         mine: dict[str, object] = {"seed": self._seed, "shuffle": shuffle}
@@ -120,42 +188,58 @@ class Visit:
         self.rows.check()
         self._before_batch(self.samples_done)
 
+    @overload
+    def batch(
+        self, keys: Mapping[str, Any], *, weights: Mapping[str, Any] | None = ..., label: Any = ...,
+        dense: Any = ..., missing: Missing = ...,
+    ) -> Batch: ...  # fmt: skip
+
+    @overload
+    def batch(
+        self, keys: Mapping[str, Any] | None, *, weights: Mapping[str, Any] | None = ..., label: Any = ...,
+        dense: Any = ..., missing: Missing = ...,
+    ) -> Batch | None: ...  # fmt: skip
+
     def batch(
         self,
-        keys: Mapping[str, Any],
+        keys: Mapping[str, Any] | None,
         *,
         weights: Mapping[str, Any] | None = None,
         label: Any = None,
         dense: Any = None,
         missing: Missing = "error",
-    ) -> Batch:
+    ) -> Batch | None:
         """Return the batch of raw int64 keys that a loader of one's own gave; modules look it up as any other.
 
         keys: of every feature, NumPy or torch: (N,), (N, L) for lists of one length, or a pair (values (E,), offsets
         (N + 1,)). weights: by feature, in the shape of its keys or values; without a gradient: the embedding module
-        takes those with one. label (N,) and dense (N, columns) are handed through as float32.
+        takes those with one. label (N,) and dense (N, columns) are handed through as float32. None in place of keys
+        where the loader has ended: the batch is None where that of every rank has, so a loop of any number of ranks is
+        ``while (batch := visit.batch(next(loader, None))) is not None``.
+
+        Each rank gives its own samples, of which it may have any number, and none; one whose loader has ended takes
+        part as one without. Multiply the mean loss by ``batch.weight``, as of ``batches``: what is trained is one
+        process's batch of the samples of all ranks, in their order. A rank without samples gets the first one of
+        another rank with weight 0. Where no rank has any, the batch is empty on all. If a rank leaves the loop before
+        the others, these raise RankError after torch's time-out.
 
         missing: what a key is that the key set of the pass lacks. "error": KeyNotInPassError, which names table, key
-        and batch; the batch does not count. The others read a row that is **not trained**: no gradient goes to it and
-        nothing is stored for it, for only rows of the pass are on the device. "zero": zeros. "init": the key's initial
-        row. "load": its row as of now, from host or store, else what an evaluation would see; the first such batch of
-        a visit waits until the last dump is durable. Such keys count in means, and their vectors in maxima. A batch
-        with missing keys has in their group ids of its own in place of local ids, and a float32 copy of the vectors
-        that it looks up there, made anew after each step.
+        and batch; the batch does not count, and all ranks may go on with another one. The others read a row that is
+        **not trained**: no gradient goes to it and nothing is stored for it, for only rows of the pass are on the
+        device. "zero": zeros. "init": the key's initial row. "load": its row as of now, from host or store, read by the
+        rank that owns the key, else what an evaluation would see; the first such batch of a visit waits until the last
+        dump is durable. Such keys count in means, and their vectors in maxima. A batch with missing keys has in their
+        group ids of its own in place of local ids, and a float32 copy of the vectors that it looks up there, made anew
+        after each step.
 
-        The batch counts when it is made: a commit inside the visit has its N samples behind it, so make it right before
-        it is trained. Training goes on after ``start_sample`` samples and ``start_batch`` batches. On the training
-        thread. Raises ValueError for keys, offsets or weights that do not fit each other or the schema, and for
-        INT64_MIN and INT64_MIN + 1; RuntimeError where the visit has ended; StateError in a visit that takes its
-        samples from ``batches``; and, with its cause, what went wrong on the reader or the writer thread.
+        The batch counts when it is made, with the samples of all ranks: a commit inside the visit has them behind it,
+        so make it right before it is trained. Training goes on after ``start_sample`` samples and ``start_batch``
+        batches. On the training thread. What goes wrong on a rank is raised on all, RankError on the others: ValueError
+        for keys, offsets or weights that do not fit each other or the schema, and for INT64_MIN and INT64_MIN + 1;
+        RuntimeError where the visit has ended; StateError in a visit that takes its samples from ``batches``; and, with
+        its cause, what went wrong on the reader or the writer thread.
         """
-        self.begin_raw()
-        made = self._raw.batch(
-            self.source, self.rows, keys, number=self.batches_done, missing=missing, weights=weights, label=label,
-            dense=dense,
-        )  # fmt: skip
-        self.count_raw(made.num_samples)
-        return made
+        return self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
 
     def begin_raw(self) -> None:
         """Raise what ``batch`` raises of the visit, before a batch of raw keys is made."""
@@ -174,7 +258,7 @@ class Visit:
         self.order = {"raw_batches": self.batches_done}
 
     def note_loss(self, loss: float) -> None:
-        """Add a loss to the visit's report."""
+        """Add a loss of this rank to the visit's report."""
         self._note_loss(loss)
 
     def __repr__(self) -> str:
@@ -183,3 +267,13 @@ class Visit:
 
 def _nothing(_: int) -> None:
     """Of a cache that wants to know nothing."""
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
+
+
+def _read_by_owner(given: str) -> bool:
+    if given not in ("data", "model"):
+        raise ValueError(f"input {given!r} is unknown: it must be 'data' or 'model'")
+    return given == "model"

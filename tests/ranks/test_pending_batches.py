@@ -11,7 +11,7 @@ import torch
 
 from tiercache.kernels.vectors import Vectors
 from tiercache.processors.entries import Entries
-from tiercache.ranks.batches import Coming, tensors_of
+from tiercache.ranks.pending_batches import Coming, tensors_of
 from tiercache.ranks.pooling import PooledBatch, _Served
 from tiercache.tiers.rows import GroupRows
 from tiercache.training.batch import Pooled

@@ -97,7 +97,7 @@ def test_batches_are_the_same_however_far_ahead_they_are_made(passes: tc.PassSet
         order = sample_order(visit.num_samples, seed=0, epoch=0, pass_index=0, shuffle=True)(0, visit.num_samples)
     for ahead in (0, 1, 3, 50):
         visit.samples_done, seen = 0, 0
-        for batch in visit.batches(30, shuffle=shuffle, ahead=ahead):
+        for batch in visit.batches(30, shuffle=shuffle, prefetch=ahead):
             expected = visit.source.read(order[seen : seen + 30])
             seen += batch.num_samples
             assert batch.num_samples == expected.num_samples
@@ -117,7 +117,7 @@ def test_a_training_has_the_same_bits_however_far_ahead_batches_are_made(passes:
     """Rows, optimizer state and dense weights, of every kind of feature, with commits inside visits."""
     results = []
     for ahead in (0, 3):
-        case = replace(CASE, ahead=ahead)
+        case = replace(CASE, prefetch=ahead)
         cache = resident(passes, device=DEVICES[device]())
         results.append(result_of_resident(cache, train(cache, case)))
         with open_store(Path(), case, "memory") as store:
@@ -139,7 +139,7 @@ def test_after_the_first_batches_the_training_thread_brings_nothing(passes: tc.P
 
     uploads: list[bool] = []
     cache, seen = resident(passes, device=CudaProcessor(Noting())), []
-    train(cache, replace(CASE, ahead=2), each_batch=lambda *_: seen.append(sum(uploads)))
+    train(cache, replace(CASE, prefetch=2), each_batch=lambda *_: seen.append(sum(uploads)))
     assert seen[0] > 0
     assert seen[3:] == [seen[3]] * (len(seen) - 3)
     assert len(uploads) - sum(uploads) > 4 * len(seen)
@@ -151,7 +151,7 @@ def test_other_ids_than_those_that_were_joined_are_joined_anew(passes: tc.PassSe
         cache = resident(passes, device=device())
         bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in SPECS})
         visits = cache.passes(epochs=1)
-        batches = list(next(visits).batches(20, ahead=2))
+        batches = list(next(visits).batches(20, prefetch=2))
         again = [bag(batch).detach().clone() for batch in batches]
         other = replace(batches[4], ids=batches[3].ids)
         assert torch.equal(bag(other), again[3])
@@ -171,7 +171,7 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassSet, tmp_path
                 bag = tc.EmbeddingBagCollection(cache.schema)
                 visits = cache.passes(epochs=1)
                 visit, outs = next(visits), []
-                one, two = (visit.batches(25, ahead=ahead) for _ in range(2))
+                one, two = (visit.batches(25, prefetch=ahead) for _ in range(2))
                 next(two)  # it began at the first sample, and the other one begins behind it
                 for both in zip(one, two, strict=True):
                     for batch in both:
@@ -180,7 +180,7 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassSet, tmp_path
                         cache.step()
                         outs.append(out.detach().clone())
                     for part in cache.evaluation(others):
-                        outs += [bag(batch).clone() for batch in part.batches(16, ahead=ahead)]
+                        outs += [bag(batch).clone() for batch in part.batches(16, prefetch=ahead)]
                 visits.close()
             found.append(outs)
         assert len(found[0]) == len(found[1]) == 6 + 3 * 4
@@ -192,7 +192,7 @@ def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassSet, tm
     with open_store(tmp_path / "x", CASE, "memory") as store:
         with tiered(store, passes) as cache:
             visit = next(visits := cache.passes(epochs=1))
-            batches = visit.batches(16, shuffle=True, ahead=4)
+            batches = visit.batches(16, shuffle=True, prefetch=4)
             first = [next(batches).label.clone() for _ in range(2)]
             wait_for(lambda: cache.scratch_bytes > 0)
             cache.commit()
@@ -201,7 +201,7 @@ def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassSet, tm
         assert store.commit.cursor.sample == 32
         with tiered(store, passes) as cache:
             visit = next(visits := cache.passes(epochs=1))
-            rest = [batch.label.clone() for batch in visit.batches(16, shuffle=True, ahead=4)]
+            rest = [batch.label.clone() for batch in visit.batches(16, shuffle=True, prefetch=4)]
             visits.close()
     order = sample_order(visit.num_samples, seed=0, epoch=0, pass_index=0, shuffle=True)
     assert np.array_equal(torch.cat(first + rest).cpu().numpy(), visit.source.read(order(0, visit.num_samples)).label)
@@ -215,7 +215,7 @@ def test_no_random_generator_is_drawn_from(passes: tc.PassSet) -> None:
 
     before = states()
     visits, visit = one_visit(passes)
-    list(visit.batches(10, shuffle=True, ahead=3))
+    list(visit.batches(10, shuffle=True, prefetch=3))
     visits.close()
     assert states() == before
 
@@ -242,7 +242,7 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(
         visits, visit = one_visit(passes, device)
         cache = visits.gi_frame.f_locals["self"]
         bag = tc.EmbeddingBagCollection(cache.schema, ["g", "h"], mode="mean")
-        for batch in visit.batches(10, ahead=ahead):
+        for batch in visit.batches(10, prefetch=ahead):
             if visit.samples_done == 50:
                 with pytest.raises(IndexError) as caught:
                     bag(batch)
@@ -268,7 +268,7 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
 
     monkeypatch.setattr(Pass, "read", fails)
     visits, visit = one_visit(passes)
-    batches = visit.batches(20, ahead=ahead)
+    batches = visit.batches(20, prefetch=ahead)
     assert [next(batches).num_samples for _ in range(2)] == [20, 20]
     with pytest.raises(PassSetError, match="the samples are gone"):
         next(batches)
@@ -280,10 +280,10 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
 def test_a_number_of_batches_that_is_none_is_refused(passes: tc.PassSet) -> None:
     """Before anything is made; so is a size below 1."""
     visits, visit = one_visit(passes)
-    with pytest.raises(ValueError, match="-1 batches ahead were asked for: it must be at least 0"):
-        next(visit.batches(10, ahead=-1))
+    with pytest.raises(ValueError, match="prefetch is -1: it must be at least 0 batches"):
+        next(visit.batches(10, prefetch=-1))
     with pytest.raises(ValueError, match="a batch of 0 samples was asked for"):
-        next(visit.batches(0, ahead=2))
+        next(visit.batches(0, prefetch=2))
     visits.close()
 
 
@@ -303,7 +303,7 @@ def test_threads_end_with_whatever_ends_first(passes: tc.PassSet, tmp_path: Path
     """The loop over batches, its visit or the cache; an iterator that outlives its visit says so."""
     with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes) as cache:
         visits = cache.passes(epochs=1)
-        batches = next(visits).batches(10, ahead=2)
+        batches = next(visits).batches(10, prefetch=2)
         next(batches)
         assert threads()
         if how == "exhausted":
@@ -333,9 +333,9 @@ def test_memory_of_batches_that_wait_is_reported(passes: tc.PassSet, tmp_path: P
         visits = cache.passes(epochs=1)
         visit, kept = next(visits), cache._processor.scratch_bytes
         assert cache.scratch_bytes - kept == cache.pinned_batch_bytes == 0
-        batches = visit.batches(10, ahead=2)
+        batches = visit.batches(10, prefetch=2)
         next(batches)
-        wait_for(lambda: all(future.done() for line in cache._ahead._lines for _, future in line.waiting))
+        wait_for(lambda: all(future.done() for line in cache._pipeline._lines for _, future in line.waiting))
         samples = [visit.source.read(np.arange(low, low + 10)) for low in (10, 20)]
         read = sum(s.label.nbytes + s.dense.nbytes + sum(one.ids.nbytes for one in s.ids.values()) for s in samples)
         if device == "cuda":
@@ -345,14 +345,14 @@ def test_memory_of_batches_that_wait_is_reported(passes: tc.PassSet, tmp_path: P
             assert cache.scratch_bytes - kept >= read
             assert cache.pinned_batch_bytes == 0
         list(batches)
-        assert cache._ahead.device_bytes == cache.pinned_batch_bytes == 0
+        assert cache._pipeline.device_bytes == cache.pinned_batch_bytes == 0
         visits.close()
 
 
 def test_a_fork_is_told_that_the_threads_are_elsewhere(passes: tc.PassSet) -> None:
     """It neither hangs nor takes batches; the process that began goes on."""
     visits, visit = one_visit(passes)
-    batches = visit.batches(10, ahead=2)
+    batches = visit.batches(10, prefetch=2)
     next(batches)
     child = os.fork()
     if not child:
@@ -378,7 +378,7 @@ def slow(self, indices, *others, **named):
     return read(self, indices, *others, **named)
 Pass.read = slow
 visits = tc.ResidentCache(passes).passes(epochs=1)
-batches = next(visits).batches(10, ahead=2)
+batches = next(visits).batches(10, prefetch=2)
 next(batches)
 if sys.argv[2] == "interrupted":
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()

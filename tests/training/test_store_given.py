@@ -1,0 +1,110 @@
+"""A cache opens the store at a path, or trains one that its caller opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.training.cases import SPECS, Case, Net, assert_same_bits, open_store, result_of, table, tiered, train
+from tiercache.errors import PassSetError, StateError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASE = Case(tables=(table("a", 8), table("b", 3, tc.Adam())), specs=SPECS, num_samples=200, pass_rows=100, batch=16)
+BUDGETS: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "16MiB"}
+
+
+@pytest.fixture
+def passes(tmp_path: Path) -> tc.PassSet:
+    """The passes of the case."""
+    return CASE.cut(tmp_path / "passes")
+
+
+def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: Path, passes: tc.PassSet) -> None:
+    """To the bits of one that was opened before; another cache at the path goes on."""
+    with open_store(tmp_path / "given", CASE, "memory") as store, tiered(store, passes) as cache:
+        expected = result_of(store, passes, train(cache, CASE))
+    with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
+        train(cache, CASE, epochs=1)
+        assert cache.sharding is None
+    with tc.TierCache(tmp_path / "model.tc", passes, retention=2, **BUDGETS) as cache:
+        model = train(cache, CASE, seed=9)
+    with tc.Store.open(tmp_path / "model.tc") as store:
+        assert len(store.commits) == 2
+        assert_same_bits(result_of(store, passes, model), expected)
+
+
+def test_a_store_that_was_given_stays_open_and_reading_is_all_that_one_for_reading_does(
+    tmp_path: Path, passes: tc.PassSet
+) -> None:
+    """It is evaluated, and not trained."""
+    with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
+        bag = tc.EmbeddingBagCollection(cache.schema)
+        for visit in cache.passes(epochs=1):
+            for batch in visit.batches(50):
+                bag(batch).sum().backward()
+                cache.step()
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        with tc.TierCache(store, passes, **BUDGETS) as cache:
+            found = [bag(batch) for piece in cache.evaluation(passes) for batch in piece.batches(50)]
+            with pytest.raises(StateError, match="is open for reading: open it with mode='a' to train"):
+                next(cache.passes(epochs=2))
+        assert torch.cat(found).shape[0] == 200
+        assert store.lookup("a", passes.passes[0].keys("a")[:1])
+
+
+def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path, passes: tc.PassSet) -> None:
+    """How it was opened was decided before."""
+    with open_store(tmp_path, CASE, "memory") as store:
+        for options in ({"engine": "zarr"}, {"retention": 3}, {"shard_dirs": [tmp_path]}):
+            with pytest.raises(
+                ValueError, match="engine, retention and shard_dirs are of a store that the cache opens"
+            ):
+                tc.TierCache(store, passes, **BUDGETS, **options)
+        with pytest.raises(ValueError, match="unknown table 't9'"):
+            tc.TierCache(store, passes, **BUDGETS, sharding={"t9": "row"})
+
+
+def test_a_store_of_other_passes_is_put_into_their_order_where_that_is_asked_for(
+    tmp_path: Path, passes: tc.PassSet
+) -> None:
+    """Else it is refused, as `tiercache.reorganise` would have to be called."""
+    with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
+        train(cache, CASE)
+    others = Case(tables=CASE.tables, specs=SPECS, num_samples=80, pass_rows=40, data_seed=5).cut(tmp_path / "others")
+    with pytest.raises(PassSetError, match="is not the one that"):
+        tc.TierCache(tmp_path / "model.tc", others, **BUDGETS)
+    with tc.TierCache(tmp_path / "model.tc", others, reorganize=True, **BUDGETS) as cache:
+        assert cache.store.commit is not None
+        assert cache.store.commit.cursor == (0, 0)
+        train(cache, CASE, epochs=1)
+
+
+def test_micro_batches_of_one_rank_end_as_its_batches(tmp_path: Path, passes: tc.PassSet) -> None:
+    """Their weights add up to 1, and each row is stepped once."""
+    results = []
+    for micro_batches in (1, 3):
+        with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes) as cache:
+            torch.manual_seed(1)
+            model = Net(cache, CASE)
+            optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
+            cache.register(model=model, optimizer=optimizer)
+            for visit in cache.passes(epochs=1):
+                for step in visit.steps(CASE.batch, micro_batches=micro_batches):
+                    weights = []
+                    for batch in step:
+                        (nn.functional.mse_loss(model(batch), batch.label) * batch.weight).backward()
+                        weights.append(batch.weight)
+                    assert sum(weights) == pytest.approx(1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert visit.samples_done == visit.num_samples
+            results.append(result_of(store, passes, model))
+    for name, (_, fields) in results[0].rows.items():
+        for one, other in zip(fields, results[1].rows[name][1], strict=True):
+            torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other), atol=1e-5, rtol=1e-4)

@@ -1,0 +1,106 @@
+"""Batches on their way to this rank, and those that wait for their step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiercache.processors.processor import Processor
+    from tiercache.ranks.exchange import Exchanged
+    from tiercache.ranks.pooling import PooledBatch
+    from tiercache.tiers.rows import RowView
+    from tiercache.training.batch import Batch
+    from tiercache.training.row_optimizer import RowGradients
+
+__all__ = ["Coming", "PendingBatch", "PendingBatches", "tensors_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingBatch:
+    """A batch that waits for its step."""
+
+    exchanged: Exchanged
+    pooled: PooledBatch | None
+    gradients: RowGradients
+    view: RowView
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward left something."""
+        found = self.pooled.features.values() if self.pooled else ()
+        return any(self.gradients.pending) or any(one.gradients for one in found)
+
+
+class PendingBatches:
+    """The batches since the last step, in order, with the gradients that backward left in them."""
+
+    def __init__(self) -> None:
+        self._batches: list[PendingBatch] = []
+
+    def add(self, batch: PendingBatch) -> None:
+        """Add a batch; one of an evaluation waits for no step."""
+        if batch.view.gradients is not None:
+            self._batches.append(batch)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward was not stepped yet."""
+        return any(one.pending for one in self._batches)
+
+    def take(self) -> list[PendingBatch]:
+        """Return them; their rows are of before the step and can be looked up no more."""
+        taken, self._batches = self._batches, []
+        for one in taken:
+            one.view.ended = True
+        return taken
+
+    def discard(self) -> None:
+        """Drop them and their gradients."""
+        self.take()
+
+
+class Coming:
+    """A batch on its way: asked for, then brought, then received. Asked for where this is made."""
+
+    def __init__(self, bring: Callable[[], tuple[Batch, PendingBatch]], processor: Processor) -> None:
+        self._bring, self._processor = bring, processor
+        self._brought: tuple[Batch, PendingBatch] | None = None
+        self._exchanged: Any = None
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether ``bring`` was called."""
+        return self._brought is not None
+
+    def bring(self) -> PendingBatch:
+        """Have its rows brought; beside the training that comes behind this, where the processor queues its work."""
+        with self._processor.exchanging():
+            self._brought = self._bring()
+        self._exchanged = self._processor.exchanged()
+        return self._brought[1]
+
+    def receive(self) -> Batch:
+        """Return it; what is done with it comes behind its being brought. On the training thread."""
+        assert self._brought is not None, "a batch is received that was not brought"
+        batch, pending = self._brought
+        made = tensors_of((batch.label, batch.dense, batch.rows.groups, pending)) if self._processor.queues else []
+        self._processor.receive(self._exchanged, made)
+        return batch
+
+
+def tensors_of(found: object) -> list[torch.Tensor]:
+    """Return the tensors that tuples, lists, dictionaries and dataclasses hold, however deep."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    if isinstance(found, dict):
+        return tensors_of(list(found.values()))
+    if isinstance(found, tuple | list):
+        return [tensor for one in found for tensor in tensors_of(one)]
+    if is_dataclass(found):
+        return tensors_of([getattr(found, one.name) for one in fields(found)])
+    return []

@@ -1,0 +1,171 @@
+"""Exchange: how a batch comes to the rows that it looks up, and its gradients to the rows that are stepped.
+
+`LocalExchange` is that of one rank, whose rows are all here; `tiercache.ranks.rank_exchange` has that of several.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from tiercache.training.batch import Batch, make_batch
+from tiercache.training.joining import FeaturePart, Joins, Key, join_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.passes.view import DatasetView, SubDatasetView
+    from tiercache.processors.delivery import Delivery
+    from tiercache.processors.processor import Processor
+    from tiercache.ranks.rank_exchange import RankExchange
+    from tiercache.tiers.rows import GroupRows, RowView
+    from tiercache.training.missing_rows import RowReader
+    from tiercache.training.raw_samples import RawSamples
+    from tiercache.training.row_optimizer import RowOptimizer
+
+Exchange: TypeAlias = "LocalExchange | RankExchange"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchRequest:
+    """A batch that is to be made."""
+
+    source: SubDatasetView
+    places: NDArray[np.int64]
+    """Of its samples, those of all ranks, in the pass."""
+    step_samples: int
+    """Samples of the step that it is part of: more than its own where it is a micro-batch."""
+    done: int = 0
+    """Samples of the pass up to the end of the batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Brought:
+    """A batch, and what brought it where it was made ahead."""
+
+    batch: Batch
+    delivery: Delivery | None
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self.delivery is None else self.delivery.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self.delivery is None else self.delivery.host_bytes
+
+
+class LocalExchange:
+    """The exchange of one rank: batches look up rows where they are, whose gradients wait there for the step."""
+
+    bytes_sent = device_bytes = 0
+
+    def __init__(
+        self, ranks: AnyCommunicator, processor: Processor, optimizer: RowOptimizer, rows_now: Callable[[], RowReader]
+    ) -> None:
+        """rows_now: a method of the cache that has this, which it does not keep alive: a reader of rows as of now."""
+        self.ranks = ranks
+        self._processor, self._optimizer, self._rows_now = processor, optimizer, weakref.WeakMethod(rows_now)
+        self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward was not stepped yet."""
+        return self._optimizer.pending
+
+    def open(self, pass_index: int, rows: RowView) -> None:
+        """Do nothing."""
+
+    def end_pass(self) -> None:
+        """Do nothing."""
+
+    def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
+        """Return what makes a batch; ahead, what modules look up is joined and brought on that thread too."""
+        if ahead:
+            return partial(self._make_ahead, request, rows, list(self._seen.values()))
+        return partial(self._make, request, rows)
+
+    @staticmethod
+    def _make(request: BatchRequest, rows: RowView) -> _Brought:
+        samples = request.source.read(request.places)
+        return _Brought(make_batch(samples, rows, weight=samples.num_samples / request.step_samples), None)
+
+    def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _Brought:
+        delivery = self._processor.delivery()
+        samples = request.source.read(request.places, delivery.buffers)
+        joined = {}
+        for part in parts:
+            found = [samples.ids[name] for name in part.features]
+            joined[part.key] = join_part(part, found, rows, samples.num_samples, delivery, weights=True)
+        weight = samples.num_samples / request.step_samples
+        batch = make_batch(samples, rows, weight=weight, joins=Joins(self._seen, joined), bringer=delivery)
+        delivery.send()
+        return _Brought(batch, delivery)
+
+    def finish(self, read: Callable[[], Any], rows: RowView, *, by_owner: bool = False) -> Batch:
+        """Return the batch, for torch's current stream."""
+        brought: _Brought = read()
+        if brought.delivery is not None:
+            brought.delivery.receive()
+        return brought.batch
+
+    def overlapped(
+        self, reads: Iterator[Callable[[], Any]], rows: RowView, *, by_owner: bool = False
+    ) -> Iterator[Batch]:
+        """Yield them as ``finish`` returns them: nothing is exchanged."""
+        return (self.finish(read, rows) for read in reads)
+
+    def tell(self, mine: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
+        """Return the numbers."""
+        if error is not None:
+            raise error
+        return [list(mine)]
+
+    def raw(
+        self, samples: RawSamples, rows: RowView, name: str, weight: float
+    ) -> tuple[Batch, dict[str, NDArray[np.int32]] | None]:
+        """Return samples as they are: their ids stay on the device."""
+        made = Batch(samples.label, samples.dense, samples.ids, rows, samples.num_samples, weight)
+        return made, samples.places() if samples.lacking else None
+
+    def used(self, samples: RawSamples) -> RawSamples:
+        """Return them all."""
+        return samples
+
+    def named(self, batch: Batch) -> Batch:
+        """Return it: it lacks no feature."""
+        return batch
+
+    def rows_now(self) -> Any:
+        """Return a reader of any rows."""
+        rows_now = self._rows_now()
+        assert rows_now is not None, "rows were asked for of a cache that is gone"
+        return rows_now()
+
+    def load(self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None) -> RowReader:
+        """Return a reader of any rows."""
+        return self.rows_now()  # type: ignore[no-any-return]
+
+    def evaluating(self, passes: DatasetView) -> LocalExchange:
+        """Return this one."""
+        return self
+
+    def step(self, rows: Sequence[GroupRows]) -> None:
+        """Step the rows."""
+        self._optimizer.step(rows)
+
+    def discard(self) -> None:
+        """Drop the gradients."""
+        self._optimizer.discard()
+
+    def rest(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""

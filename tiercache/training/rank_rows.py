@@ -1,0 +1,143 @@
+"""RankRows: the rows that one rank trains, on the device, on the host and in its store, within its budgets."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from tiercache.errors import StateError
+from tiercache.planning.budget import HostBudget
+from tiercache.planning.positions import Positions
+from tiercache.planning.schedule import Schedule
+from tiercache.tiers.device_tier import DeviceTier
+from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers.rows import RowView
+from tiercache.tiers.segments import waiting_streams
+from tiercache.tiers.transfer import Transfer
+from tiercache.tiers.use_files import UseFiles
+from tiercache.training.commit_state import CommitState
+from tiercache.training.matching import check_schedule, check_tables
+from tiercache.training.plans import Plans
+from tiercache.training.rows_now import RowsNow
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.passes.view import DatasetView
+    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.processors.processor import Processor
+    from tiercache.ranks.budgets import Budgets
+    from tiercache.store import Store
+    from tiercache.tiers.report import VisitReport
+    from tiercache.training.visit import Visit
+
+_TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.WeakKeyDictionary()
+"""What is in a loop over its passes, by the store that it commits to."""
+
+
+class RankRows:
+    """Plans and moves the rows of one rank; it owns a reader and a writer thread until ``close``."""
+
+    def __init__(
+        self,
+        store: Store,
+        source: DatasetView,
+        processor: Processor,
+        budgets: Budgets,
+        *,
+        device_bytes: int,
+        order_seed: int | None,
+    ) -> None:
+        """Plan, and take the memory. device_bytes: of the device's budget, for rows and slot maps.
+
+        Raises BudgetError where the plan exceeds a budget or the device, PassSetError where passes and store do not
+        belong together, StateError where the store is being trained.
+        """
+        self.store, self.source, self._processor = store, source, processor
+        self.check_alone()
+        check_tables(store, source)
+        self.schedule = Schedule(num_passes=len(source.passes), pass_set_digest=source.digest, order_seed=order_seed)
+        check_schedule(store, source, self.schedule)
+        self.positions = positions = Positions.of(source, store.groups)
+        self.device = DeviceTier(positions, device_bytes, processor.mover)
+        self.budget = HostBudget.of(positions, budgets.host_budget, budgets.eval_budget, waiting_streams(store))
+        self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
+        self._uses = UseFiles(self.schedule, positions, self._keys_of, store.path if store.mode == "a" else None)
+        self.plans = Plans(
+            store, self.schedule, positions, self._uses.of, self.budget, commit_every=budgets.commit_every,
+            store_budget=budgets.store_budget,
+        )  # fmt: skip
+        self.memory = HostMemory(self.budget.rows, self.budget.region, processor.mover)
+        self.state = CommitState(store.groups, processor)
+        self.transfer = Transfer(
+            store, self.device, processor.mover, self.memory, self.budget, positions, self._keys_of, self._uses.of,
+            schedule_digest=self.schedule.digest, environment=self.state.environment,
+        )  # fmt: skip
+        self.plans.visits(None)  # a budget that cannot hold says so here, not in the middle of a run
+        self.plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
+
+    def restore(self) -> tuple[int, int]:
+        """Go back to the last commit, with tracked state, and return where it stands; without one, make one."""
+        self.check_alone()
+        if self.store.commit is None:
+            self.transfer.publish_first(self.state.capture())
+        else:
+            check_schedule(self.store, self.source, self.schedule)
+            self.state.restore(self.store)
+        self.plans.check_store(self.state.dense.most_bytes)
+        return self.plans.cursor
+
+    def begin(self, end: int) -> None:
+        """Begin with the next visit, on to ``end``; nobody else trains the store until ``stop``."""
+        if self.store.mode != "a":
+            raise StateError(f"{self.store.label} is open for reading: open it with mode='a' to train")
+        _TRAINED_BY[self.store] = weakref.ref(self)
+        self.transfer.begin(self.plans.planner(end), end=end)
+
+    def visit(self, index: int) -> tuple[VisitPlan, VisitReport, RowView]:
+        """Return the visit that was brought: its plan, its report and its rows."""
+        plan, report = self.transfer.plan, self.transfer.report
+        assert plan is not None
+        assert report is not None
+        assert plan.visit == index
+        groups = self.device.rows_of(plan.pass_index)
+        return plan, report, RowView(groups, self.state.optimizer.gradients, f"visit {index}", self._processor)
+
+    def stop(self) -> None:
+        """End a loop over the passes, wherever it is."""
+        self.transfer.stop()
+        if self._trained_by() is self:
+            del _TRAINED_BY[self.store]
+
+    def now(self, visit: Visit | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> RowsNow:
+        """Return a reader of any rows as of now, amid ``visit`` or outside; waits until every dump is durable.
+
+        ``unknown``: fields of out-of-vocabulary rows that stand elsewhere.
+        """
+        self.transfer.drain()
+        return RowsNow(
+            store=self.store, device=self.device if visit else None, placements=self.transfer.placements,
+            pass_now=visit.pass_index if visit else None, positions=self.positions, keys_of=self._keys_of,
+            after=visit.index if visit else self.plans.cursor[0] - 1, cached=self.transfer.cached_piece,
+            trained=self.source, unknown=unknown,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End both threads and let go of all memory; the store stays open."""
+        if self._trained_by() is self:
+            del _TRAINED_BY[self.store]
+        self.transfer.close()
+
+    def _trained_by(self) -> RankRows | None:
+        return _TRAINED_BY.get(self.store, lambda: None)()
+
+    def check_alone(self) -> None:
+        """Raise StateError where another cache is in a loop over its passes of the same store."""
+        if self._trained_by() not in {None, self}:
+            raise StateError(
+                f"{self.store.label} is being trained by another TierCache: end its loop over passes(), or close it, "
+                "before another one trains"
+            )
