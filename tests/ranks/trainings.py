@@ -93,6 +93,7 @@ def train(
                     continue
                 for batch in batches:
                     (criterion(model(batch), batch.label) * batch.weight).backward()
+                assert cache.pinned_batch_bytes == 0 <= cache.scratch_bytes
                 optimizer.step()
                 optimizer.zero_grad()
                 done += 1

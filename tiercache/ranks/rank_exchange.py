@@ -7,7 +7,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -63,6 +63,8 @@ class _Read:
     weight: float = 1.0
     token: int = 0
     """Says which of the global batches it is of: of ranks that ask for different ones none trains."""
+    delivery: ClassVar[None] = None
+    """Nothing was brought yet."""
 
 
 def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:

@@ -18,6 +18,7 @@ from tiercache.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tiercache.processors.delivery import Delivery
     from tiercache.processors.processor import Processor
     from tiercache.tiers.rows import RowView
     from tiercache.training.batch import Batch
@@ -66,12 +67,12 @@ class BatchPipeline:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device of batches that are made and wait; on a CPU all bytes of them."""
-        return sum(one.device_bytes for line in list(self._lines) for one in line.made())
+        return sum(one.device_bytes for line in list(self._lines) for one in line.deliveries())
 
     @property
     def host_bytes(self) -> int:
         """Bytes of pinned memory of batches that are made and wait; 0 on a CPU."""
-        return sum(one.host_bytes for line in list(self._lines) for one in line.made())
+        return sum(one.host_bytes for line in list(self._lines) for one in line.deliveries())
 
 
 class _Line:
@@ -119,10 +120,11 @@ class _Line:
         self.done, read = self.waiting.popleft()
         return partial(_result, [read]) if isinstance(read, Future) else read
 
-    def made(self) -> list[Any]:
-        """Return those that wait."""
+    def deliveries(self) -> list[Delivery]:
+        """Return what brought those that wait; several ranks bring them when it is their turn."""
         ended = [one for _, one in self.waiting if isinstance(one, Future) and one.done() and not one.cancelled()]
-        return [future.result() for future in ended if future.exception() is None]
+        found = [future.result().delivery for future in ended if future.exception() is None]
+        return [delivery for delivery in found if delivery is not None]
 
     def close(self) -> None:
         """Drop all, and wait until the threads have ended."""

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tiercache.training.batch import Batch, make_batch
 from tiercache.training.joining import FeaturePart, Joins, Key, join_part
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 Exchange: TypeAlias = "LocalExchange | RankExchange"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchRequest:
+class BatchRequest(NamedTuple):
     """A batch that is to be made."""
 
     source: SubDatasetView
@@ -45,20 +43,11 @@ class BatchRequest:
     """Samples of the pass up to the end of the batch."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Brought:
+class _Brought(NamedTuple):
     """A batch, and what brought it where it was made ahead."""
 
     batch: Batch
     delivery: Delivery | None
-
-    @property
-    def device_bytes(self) -> int:
-        return 0 if self.delivery is None else self.delivery.device_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self.delivery is None else self.delivery.host_bytes
 
 
 class LocalExchange:
