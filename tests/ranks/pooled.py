@@ -66,6 +66,13 @@ class Model(nn.Module):
         return self.top(torch.cat([left, right, batch.dense], dim=1)).squeeze(1)
 
 
+def opened(folder: str, name: str, kind: str = "table", **options: Any) -> tc.TierCache:
+    """Open the store of a test, with all tables divided alike."""
+    sharding = dict.fromkeys([one.name for one in CASE.tables], kind)
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **OPTIONS | options)
+
+
 def train(
     ranks: AnyCommunicator,
     folder: str,
@@ -80,11 +87,9 @@ def train(
 ) -> dict[str, Any]:
     """Train two epochs, then look all samples up; return what was pooled, bytes sent, vectors and dense weights."""
     torch.manual_seed(1)
-    passes = tc.PassSet.open(Path(folder) / "passes")
-    placement = dict.fromkeys([one.name for one in CASE.tables], kind)
     given = {} if input_ == "data" else {"input": input_}
     pooled: set[str] = set()
-    with tc.TierCache(Path(folder) / name, passes, sharding=placement, **OPTIONS | options) as cache:
+    with opened(folder, name, kind, **options) as cache:
         inner = Model(cache, by_rows=by_rows)
         model = DistributedDataParallel(inner) if ranks.size > 1 else inner
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -109,7 +114,7 @@ def train(
         sent = cache.bytes_sent
         found = [
             inner.left(batch).detach().numpy().copy()
-            for piece in cache.evaluation(passes)
+            for piece in cache.evaluation(cache.pass_set)
             for batch in piece.batches(23)
             if batch.weight
         ]
@@ -118,9 +123,7 @@ def train(
 
 def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
     """Give weights to a feature that its owner pools where that was not announced."""
-    passes = tc.PassSet.open(Path(folder) / "passes")
-    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.TierCache(Path(folder) / "weighed.tc", passes, sharding=placement, **OPTIONS) as cache:
+    with opened(folder, "weighed.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title", "more"], weighted=["title"] if announced else ())
         cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
@@ -134,9 +137,7 @@ def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
 
 def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dict[str, Any]:
     """Return what a batch says of ids that it does not have, and what of it is a dict's all the same."""
-    passes = tc.PassSet.open(Path(folder) / "passes")
-    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.TierCache(Path(folder) / "asked.tc", passes, sharding=placement, **OPTIONS) as cache:
+    with opened(folder, "asked.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["user", "more"])
         cache.register(bag=bag)
         for visit in cache.passes(epochs=1):
@@ -156,10 +157,8 @@ def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dic
 
 def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[list[str]]]:
     """Return the features of batches, with rows and pooled, as modules are registered."""
-    passes = tc.PassSet.open(Path(folder) / "passes")
-    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
     found = []
-    with tc.TierCache(Path(folder) / "modules.tc", passes, sharding=placement, **OPTIONS) as cache:
+    with opened(folder, "modules.tc") as cache:
         for visit in cache.passes(epochs=1):
             batches = visit.batches(8)
 
@@ -183,9 +182,7 @@ def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[lis
 
 def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None:
     """Make a batch in which the last rank reads an id that the table of a pooled feature does not have."""
-    passes = tc.PassSet.open(Path(folder) / "passes")
-    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.TierCache(Path(folder) / "wrong.tc", passes, sharding=placement, **OPTIONS) as cache:
+    with opened(folder, "wrong.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title"], mode="mean")
         cache.register(bag=bag)
         owner = cache.sharding.tables["words"].slices[0].rank
@@ -206,9 +203,7 @@ def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
 
 def differ(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
     """Have ranks with input by model look different features up, or make batches of different sizes."""
-    passes = tc.PassSet.open(Path(folder) / "passes")
-    placement = dict.fromkeys([one.name for one in CASE.tables], "table")
-    with tc.TierCache(Path(folder) / "differ.tc", passes, sharding=placement, **OPTIONS) as cache:
+    with opened(folder, "differ.tc") as cache:
         bag = tc.EmbeddingBagCollection(
             cache.schema, ["more"], mode="sum" if ranks.rank and what == "modes" else "mean"
         )
