@@ -291,7 +291,7 @@ def test_parts_may_be_on_other_disks_and_move(tmp_path: Path) -> None:
     assert "is missing: there is no" in sentences(train_parts(path, 2, 0))
     assert train_parts(path, 2, 1, parts=[disks[0], tmp_path / "new"]) == [None] * 2
     check_parts(path, Cursor(3))
-    with pytest.raises(ValueError, match="parts= names 1 folders for 2 ranks: give one for each rank"):
+    with pytest.raises(ValueError, match="shard_dirs= names 1 folders for 2 ranks: give one for each rank"):
         raise train_parts(path, 2, 0, parts=[disks[0]])[0]
     assert "is there already" in sentences(train_parts(tmp_path / "other", 2, 0, parts=disks))
 
