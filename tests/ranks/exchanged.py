@@ -20,7 +20,7 @@ from tiercache.store.table import group_tables
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Batch
 from tiercache.training.embedding import EmbeddingBagCollection, EmbeddingCollection
-from tiercache.training.row_optimizer import RowGradients
+from tiercache.training.row_gradients import RowGradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,6 +188,10 @@ class Training:
     def step(self, waiting: list[tuple[Any, RowView]], rows: list[Any]) -> None:
         """Apply what the batches left."""
         for (exchanged, pooled), view in waiting:
+            factors = self.cache.optimizer.begin_step(view.gradients.marks, None)
+            view.gradients.settle(factors)
+            for one in pooled.features.values() if pooled is not None else ():
+                one.settle(factors)
             self.exchange.gradients_of(exchanged, view.gradients, self.cache.optimizer.gradients)
             if pooled is not None:
                 self.pooling.gradients_of(pooled, self.cache.optimizer.gradients)
@@ -246,7 +250,7 @@ def train_alone(passes: tc.PassSet, case: str, **given: Any) -> dict[str, Any]:
     """Train a case in one process that exchanges nothing."""
     options = Options(**given)
     cache = tc.ResidentCache(passes)
-    cache.optimizer.gradients.is_stepped = True  # by hand, and not after each backward
+    cache.optimizer.tracers.is_stepped = True  # by hand, and not after each backward
     model = Model(CASES[case], options, cache.groups)
     outputs, gradients = [], []
     for visit in cache.passes(options.epochs):
@@ -256,7 +260,7 @@ def train_alone(passes: tc.PassSet, case: str, **given: Any) -> dict[str, Any]:
             outputs.append(out.detach().numpy().copy())
             gradients.append({name: one.grad.numpy() for name, one in weights.items()})
             if (held + 1) % options.accumulate == 0 or visit.samples_done == visit.num_samples:
-                cache.step()
+                cache.optimizer.step()
     rows = {}
     for one in cache.tables:
         keys = np.array(cache.keys(one.name))

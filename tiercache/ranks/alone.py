@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tiercache.passes.samples import FeatureIds
     from tiercache.store.table import Group
     from tiercache.tiers.rows import GroupRows
-    from tiercache.training.row_optimizer import RowGradients, RowOptimizer
+    from tiercache.training.row_gradients import RowGradients
+    from tiercache.training.row_optimizer import RowOptimizer
 
 __all__ = ["RowsHere", "rows_are_here"]
 
@@ -62,4 +63,4 @@ class RowsHere(RowExchange):
 
     def step(self, optimizer: RowOptimizer, rows: Sequence[GroupRows]) -> None:
         """Step all rows, column slices too: they are whole."""
-        optimizer.step(rows)
+        optimizer.apply(rows)

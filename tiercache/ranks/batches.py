@@ -6,6 +6,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tiercache.ranks.batch_ids import BatchIds
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import make_batch
 from tiercache.training.embedding import poolings
-from tiercache.training.row_optimizer import NOBODY_STEPS, RowGradients
+from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.pooling import AskedBags, PooledBatch, Pooling
     from tiercache.schema import Schema
     from tiercache.training.batch import Batch, Pooled
+    from tiercache.training.tracers import Mark, Tracer, Tracers
 
 SCHEDULES = ("interleaved", "simple")
 
@@ -57,8 +59,23 @@ class Due:
     @property
     def pending(self) -> bool:
         """Whether a backward left something."""
+        return self.gradients.is_pending or any(mark.drops == mark.tracer.drops for mark in self._pooled_marks)
+
+    @property
+    def marks(self) -> Iterator[Mark]:
+        """The gradients that wait for a step."""
+        return chain(self.gradients.marks, self._pooled_marks)
+
+    @property
+    def _pooled_marks(self) -> Iterator[Mark]:
         found = self.pooled.features.values() if self.pooled else ()
-        return any(self.gradients.pending) or any(one.gradients for one in found)
+        return (mark for one in found for _, mark in one.waiting)
+
+    def settle(self, factors: Mapping[Tracer, float]) -> None:
+        """Take what a step applies, as `RowGradients.settle` does."""
+        self.gradients.settle(factors)
+        for one in self.pooled.features.values() if self.pooled else ():
+            one.settle(factors)
 
 
 class Coming:
@@ -132,8 +149,10 @@ class BatchMaker:
         modules: Sequence[nn.Module],
         processor: Processor,
         thread: ThreadPoolExecutor,
+        tracers: Tracers,
     ) -> None:
         """modules: features that none of these looks up are not brought."""
+        self._tracers = tracers
         self._ranks, self._exchange, self._pooling, self._processor = ranks, exchange, pooling, processor
         self._modules = modules
         self._tables = {feature.name: feature.table for feature in schema.features}
@@ -141,8 +160,6 @@ class BatchMaker:
         self._thread = thread
         self.due: list[Due] = []
         """Batches made since the last step, in order."""
-        self.is_stepped = False
-        """Whether an optimizer is tracked, or a step was taken."""
 
     def make(self, source: Pass, places: NDArray[np.int64], name: str, **options: Any) -> Batch:
         """Make a batch, as ``_ask`` describes it."""
@@ -247,8 +264,7 @@ class BatchMaker:
         """Have rows brought and bags pooled."""
         groups, exchanged = self._exchange.answer(asked)  # first: it knows whether the pass is still open
         pooled = self._pooling.answer(bags) if bags else None
-        gradients = RowGradients(len(groups))
-        gradients.is_stepped = self.is_stepped
+        gradients = RowGradients(len(groups), self._tracers)
         view = RowView(groups, gradients if trained else None, asked.where, self._processor)
         elsewhere = pooled.features if pooled else {}
         batch = finish(view, ids=self.named(asked.ids, elsewhere), pooled=elsewhere)
@@ -271,7 +287,7 @@ class BatchMaker:
         return coming
 
     def _received(self, coming: Coming) -> Batch:
-        if not self.is_stepped and self.pending:
+        if not self._tracers.is_stepped and self.pending:
             raise StateError(NOBODY_STEPS)
         return self._brought(coming).receive()
 

@@ -29,7 +29,6 @@ from tiercache.ranks.visit import ShardedVisit
 from tiercache.store.table import group_tables
 from tiercache.training.cache import TierCache
 from tiercache.training.matching import check_features, check_tables
-from tiercache.training.row_optimizer import changed_rates
 from tiercache.training.step_hooks import StepHooks, named_objects
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.training.batch import Batch
+    from tiercache.training.row_optimizer import RowOptimizer
     from tiercache.training.visit import Visit
 
 
@@ -162,7 +162,7 @@ class ShardedCache:
             passes, self._groups, ranks, self._beside, self._maker, self._loader, self._inner.optimizer,
             self._processor, device_bytes - self._inner.device_bytes,
         )  # fmt: skip
-        self._hooks = StepHooks(self.step)
+        self._hooks = StepHooks(self)
         self._visit: Visit | None = None
         self._run: Iterator[Visit] | None = None
         with closed_on_error(self, "_inner", "_beside", "_parts"):
@@ -181,10 +181,9 @@ class ShardedCache:
             name: value.module if isinstance(value, DistributedDataParallel) else value
             for name, value in objects.items()
         }
-        self._hooks.check(objects)
         self._inner.dense.register(objects)
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
-        self._maker.is_stepped |= self._hooks.follow(objects)
+        self._hooks.follow(objects.values())
 
     def passes(self, epochs: int) -> Iterator[ShardedVisit]:
         """Yield the visits up to the end of epoch ``epochs``, from the last commit of all ranks on.
@@ -217,7 +216,7 @@ class ShardedCache:
                     if self._maker.pending:
                         raise StateError(
                             f"visit {visit.index} ended between a backward and its step: step the optimizer, or call "
-                            "discard(), before the visit ends"
+                            "zero_grad(), before the visit ends"
                         )
                     self._end_visit()
                     self._inner.drain(staged=False)
@@ -227,46 +226,48 @@ class ShardedCache:
                 self._end_visit()
                 run.close()  # type: ignore[attr-defined]
 
-    def step(self) -> None:
-        """Apply the pending row gradients of all ranks: each row of the batches since the last step is updated once.
+    @property
+    def optimizer(self) -> RowOptimizer:
+        """The optimizer of rows; its ``step`` and ``zero_grad`` are collective."""
+        return self._inner.optimizer
 
-        Duplicates are added in the order of batches, in each by rank. Called by a tracked optimizer's ``step()``.
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending gradients of all ranks, of tables that step with ``optimizer``: each row is updated once.
+
+        Duplicates are added in the order of batches, in each by rank.
         """
         if self._visit is None:
-            raise StateError("step() was called outside a visit: step inside the loop over passes()")
-        self._maker.is_stepped = True
-        optimizer = self._inner.optimizer
-        for due in self._maker.take_due():
-            self._exchange.gradients_of(due.exchanged, due.gradients, optimizer.gradients)
+            raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
+        rows = self.optimizer
+        taken = self._maker.take_due()
+        factors = rows.begin_step((mark for due in taken for mark in due.marks), optimizer)
+        for due in taken:
+            due.settle(factors)
+            self._exchange.gradients_of(due.exchanged, due.gradients, rows.gradients)
             if due.pooled is not None:
-                self._pooling.gradients_of(due.pooled, optimizer.gradients)
-        self._exchange.step(optimizer, self._visit.rows.groups)
+                self._pooling.gradients_of(due.pooled, rows.gradients)
+            due.gradients.clear_settled()
+        self._maker.due[:0] = [due for due in taken if due.pending]
+        self._exchange.step(rows, self._visit.rows.groups)
+        for tracer in factors:
+            tracer.clear()
 
-    def discard(self) -> None:
-        """Drop the pending row gradients: for a skipped step, as ``zero_grad()`` does for dense ones."""
+    def _discard(self) -> None:
+        """Drop the pending row gradients."""
         self._maker.take_due()
-        self._inner.discard()
+        self._inner._discard()
         if self._visit is not None:
             self._exchange.discard()
-
-    def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
-        """Change the row optimizers' learning rate from the next step on; part of the next commit.
-
-        tables: names, all tables where not given. Raises ValueError where only a part of a group is named, of whole
-        tables or of a rank's: nothing has changed then.
-        """
-        optimizer = self._inner.optimizer
-        with self.communicator.raise_on_all("setting the learning rate"):
-            changed_rates(self._groups, [0.0] * len(self._groups), learning_rate, tables)
-            rates = changed_rates(self._inner.groups, optimizer.learning_rates, learning_rate, tables)
-        optimizer.learning_rates = rates
 
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks."""
         self._maker.rest()
         with self.communicator.raise_on_all("committing inside a visit"):
             if self._maker.pending:
-                raise StateError("commit() was called between backward and step: call step() or discard() first")
+                raise StateError(
+                    "commit() was called between backward and step: step the optimizer first, or drop the gradients "
+                    "with zero_grad()"
+                )
             self._inner.drain(staged=False)
         self._record()
         with self.communicator.raise_on_all("committing inside a visit"):
@@ -381,7 +382,9 @@ class ShardedCache:
         exchange_of = RowsHere if rows_are_here(ranks, self._groups, self._inner.groups) else RowExchange
         exchange = exchange_of(ranks, processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
         pooling = Pooling(exchange, processor, schema.features)
-        maker = BatchMaker(self.communicator, exchange, pooling, schema, self._modules, processor, self._thread)
+        maker = BatchMaker(
+            self.communicator, exchange, pooling, schema, self._modules, processor, self._thread, self.optimizer.tracers
+        )
         return exchange, pooling, maker
 
     def _record(self) -> None:

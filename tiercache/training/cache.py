@@ -121,7 +121,7 @@ class TierCache:
         )  # fmt: skip
         room = parse_bytes(device_budget) - self._device.num_bytes
         self._raw = RawKeys(passes.schema, store.groups, self.rows_now, self.optimizer, processor, room)
-        self._ahead, self._hooks = Ahead(processor), StepHooks(self.step)
+        self._ahead, self._hooks = Ahead(processor), StepHooks(self)
         self._visit: Visit | None = None
         self._run: object = None
         self._closed = False
@@ -142,9 +142,8 @@ class TierCache:
         state that cannot be stored.
         """
         self._check_open()
-        self._hooks.check(objects)
         self.dense.register(objects)
-        self.optimizer.gradients.is_stepped |= self._hooks.follow(objects)
+        self._hooks.follow(objects.values())
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits (one epoch and one visit more where not said) without training them."""
@@ -206,26 +205,26 @@ class TierCache:
                 self._transfer.stop()
                 _TRAINED_BY.pop(self.store, None)
 
-    def step(self) -> None:
-        """Apply the pending row gradients: each row of the batches since the last step is updated once.
-
-        Called by a tracked optimizer's ``step()``; call it yourself only where there is none.
-        """
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once."""
         if self._visit is None:
-            raise StateError("step() was called outside a visit: step inside the loop over passes()")
-        self.optimizer.step(self._visit.rows.groups)
+            raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
+        self.optimizer.step_rows(self._visit.rows.groups, optimizer)
 
-    def discard(self) -> None:
-        """Drop the pending row gradients: for a skipped step, as ``zero_grad()`` does for dense ones."""
-        self.optimizer.discard()
+    def clip_grad_norm_(
+        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of rows and of dense parameters by their common 2-norm, which is returned.
 
-    def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
-        """Change the row optimizers' learning rate from the next step on; part of the next commit.
-
-        tables: names, all tables where not given. Tables of one group share a rate: raises ValueError where
-        only a part of a group is named.
+        In place of `torch.nn.utils.clip_grad_norm_`, which sees no rows: dense parameters are those of ``optimizer``,
+        or of all that the cache was given, and the rows those that step with it. Call it between backward and step,
+        and with a GradScaler behind ``unscale_``.
         """
-        self.optimizer.set_learning_rate(learning_rate, tables)
+        return self.optimizer.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
+
+    def _discard(self) -> None:
+        """Drop the pending row gradients."""
+        self.optimizer.discard()
 
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches yielded so far; returns when it is durable.
@@ -235,7 +234,11 @@ class TierCache:
         if self._visit is None:
             raise StateError("commit() was called outside a visit: a visit commits by itself when it ends")
         if self.optimizer.pending:
-            raise StateError("commit() was called between backward and step: call step() or discard() first")
+            raise StateError(
+                "commit() was called between backward and step: step the optimizer first, or drop the gradients with "
+                "zero_grad()"
+            )
+        self.optimizer.gradients.leave(f"visit {self._visit.index} before its commit")
         self._transfer.check()
         if self._visit.samples_done == 0:
             raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
