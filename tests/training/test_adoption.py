@@ -1,8 +1,8 @@
 """A plain DLRM adopts tiercache by replacing its `nn.EmbeddingBag`s, and trains to the numbers that torch gives.
 
-Both sides run the loop that people write, and the same variants of it: loss scaling, clipping, schedulers, accumulation,
-two optimizers, a batch fetched ahead. The rows are out of core: each pass has an eighth of them, and in the middle
-the training is given up and goes on with new objects from its last commit.
+Both sides run the loop that people write, and the same variants of it: loss scaling, clipping, schedulers,
+accumulation, two optimizers, a batch fetched ahead. The rows are out of core: the device holds a quarter of them, and
+in the middle the training is given up and goes on with new objects from its last commit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class DLRM(nn.Module):
     def forward(self, dense: torch.Tensor, bags: list[Any]) -> torch.Tensor:
         """Return logits (N,)."""
         x = self.bottom(dense)
-        looked_up = [table(*bag) if isinstance(bag, tuple) else table(bag) for table, bag in zip(self.tables, bags)]
+        looked_up = [
+            table(*bag) if isinstance(bag, tuple) else table(bag) for table, bag in zip(self.tables, bags, strict=True)
+        ]
         vectors = torch.stack([x, *looked_up], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         i, j = self.rows_of_pairs
@@ -121,7 +123,7 @@ Loop = Any
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """Return torch's; an accumulator that begins at 0 divides the first small gradients by themselves, and their noise."""
+    """Return torch's. An accumulator that begins at 0 would divide small gradients, and their noise, by themselves."""
     if name == "Adagrad":
         return torch.optim.Adagrad(parameters, lr=DENSE_RATE, initial_accumulator_value=0.1)
     return torch.optim.SGD(parameters, lr=DENSE_RATE)
@@ -172,7 +174,7 @@ def torch_batch(part: KeyBatch) -> tuple[Any, ...]:
     return torch.from_numpy(part.dense), bags, torch.from_numpy(part.label)
 
 
-class GivenUp(Exception):
+class GivenUpError(Exception):
     """The process is gone."""
 
 
@@ -183,7 +185,7 @@ def ours(optimizer: str, folder: Path, passes: tc.PassSet, loop: Loop, *, gan: b
         with tc.Store.open(folder, tables=passes.tables, mode="a") as store:
             try:
                 side = ours_until(optimizer, store, passes, loop, losses, stop, gan=gan, ahead=ahead)
-            except GivenUp:
+            except GivenUpError:
                 continue
     return side
 
@@ -228,7 +230,7 @@ def by_pass(cache: tc.TierCache, stop: int | None, *, ahead: bool) -> Iterator[B
         for visit in cache.passes(epochs=EPOCHS):
             for b, batch in enumerate(visit.batches(BATCH)):
                 if visit.index * BATCHES + b == stop:
-                    raise GivenUp
+                    raise GivenUpError
                 yield visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label
 
     if ahead:
@@ -245,7 +247,7 @@ def checked(visit: Any, stop: int | None) -> Iterator[Any]:
     """Yield batches up to the one where the process is gone."""
     for b, batch in enumerate(visit.batches(BATCH)):
         if visit.index * BATCHES + b == stop:
-            raise GivenUp
+            raise GivenUpError
         yield batch
 
 

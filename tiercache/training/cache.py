@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
@@ -21,6 +22,7 @@ from tiercache.tiers.transfer import Transfer
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.ahead import Ahead
 from tiercache.training.commit_state import CommitState
+from tiercache.training.embedding import table_modules
 from tiercache.training.evaluation import Evaluation, RowsNow
 from tiercache.training.matching import check_commit_every, check_features, check_schedule, check_tables
 from tiercache.training.plans import Plans
@@ -144,6 +146,8 @@ class TierCache:
         self._check_open()
         self.dense.register(objects)
         self._hooks.follow(objects.values())
+        for module in table_modules(objects.values()):
+            module.bind(partial(_marker_of, weakref.ref(self)))
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits (one epoch and one visit more where not said) without training them."""
@@ -416,3 +420,10 @@ class TierCache:
             self._visit = None
             self.reports[-1].end_training()
         self.optimizer.discard()
+
+
+def _marker_of(cache: weakref.ref[TierCache]) -> dict[str, Any]:
+    """Return which rows a state dict belongs to."""
+    found = cache()
+    commit = None if found is None else found.store.commit
+    return {"store": "" if found is None else found.store.label, "commit": -1 if commit is None else commit.id}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tiercache.errors import StateError
 from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
@@ -15,7 +16,7 @@ from tiercache.training.scaled_loss import watch_scalers
 from tiercache.training.tracers import tracer_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tiercache.processors.processor import Processor
     from tiercache.schema import Feature, Schema
@@ -39,6 +40,8 @@ class TableModule(nn.Module):
         """The tables looked up."""
         self.handles = nn.ParameterList(nn.Parameter(torch.zeros((), device="cpu")) for _ in self.tables)
         """The parameter of each table."""
+        self._marker: Callable[[], dict[str, Any]] | None = None
+        self._loaded: dict[str, Any] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -46,8 +49,33 @@ class TableModule(nn.Module):
             handle.data = torch.zeros((), device=handle.device)
         return found
 
+    def bind(self, marker: Callable[[], dict[str, Any]]) -> None:
+        """Belong to the rows that ``marker`` names: those of a store at a commit.
+
+        Raises StateError where a state was loaded that belongs to others.
+        """
+        self._marker = marker
+        if self._loaded is not None:
+            self.set_extra_state(self._loaded)
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """Return which rows the state belongs to, for ``state_dict()``: the store and its newest commit."""
+        return None if self._marker is None else {_MARKER: True} | self._marker()
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Check that the rows are those that a state of ``state_dict()`` belongs to. Raises StateError."""
+        self._loaded = state
+        if state is None or self._marker is None:
+            return
+        now = self._marker()
+        if (state["store"], state["commit"]) != (now["store"], now["commit"]):
+            raise StateError(
+                f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has "
+                f"those of commit {now['commit']} of {now['store']}: roll the store back, or load the state of its rows"
+            )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state without the handles."""
+        """Return the state: no rows and no handles, but which rows it belongs to."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for index in range(len(self.handles)):
@@ -55,9 +83,29 @@ class TableModule(nn.Module):
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict.setdefault(f"{prefix}_extra_state", None)
         for index, handle in enumerate(self.handles):
             state_dict.setdefault(f"{prefix}handles.{index}", handle.detach())
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_MARKER = "tiercache"
+
+
+def is_marker(value: object) -> bool:
+    """Whether a value of a state dict says which rows the state belongs to."""
+    return isinstance(value, dict) and _MARKER in value
+
+
+def table_modules(objects: Iterable[object]) -> list[TableModule]:
+    """Return the modules that look tables up, of all modules among ``objects``."""
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    return [part for module in modules for part in module.modules() if isinstance(part, TableModule)]
+
+
+def handle_ids(objects: Iterable[object]) -> set[int]:
+    """Return the ids of the handles of all modules among ``objects``."""
+    return {id(handle) for module in table_modules(objects) for handle in module.handles}
 
 
 class EmbeddingBagCollection(TableModule):
@@ -251,7 +299,10 @@ class EmbeddingBag(EmbeddingBagCollection):
         super().__init__(schema, [feature], mode=mode)
 
     def forward(  # type: ignore[override]
-        self, input: Batch | JaggedIds, offsets: None = None, per_sample_weights: torch.Tensor | None = None
+        self,
+        input: Batch | JaggedIds,  # noqa: A002 - torch's name
+        offsets: None = None,
+        per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Look up ``batch.features[name]``, or its feature of a batch.
 
@@ -269,7 +320,10 @@ class Embedding(EmbeddingCollection):
     def __init__(self, schema: Schema, feature: str) -> None:
         super().__init__(schema, [feature])
 
-    def forward(self, input: Batch | JaggedIds) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        input: Batch | JaggedIds,  # noqa: A002 - torch's name
+    ) -> torch.Tensor:
         """Look up ``batch.features[name]``, or its feature of a batch: as `EmbeddingCollection` does."""
         return super().forward(_batch_of(input, None, self.features[0]))[self.features[0]]
 
@@ -285,8 +339,8 @@ def _batch_of(given: Any, offsets: object, feature: str) -> Batch:
     if isinstance(given, Batch):
         return given
     raise TypeError(
-        f"a module that looks up {feature!r} was given a {type(given).__name__}: give it batch.features[{feature!r}] or "
-        "the batch; make one of your own keys with Visit.batch"
+        f"a module that looks up {feature!r} was given a {type(given).__name__}: give it batch.features[{feature!r}] "
+        "or the batch; make one of your own keys with Visit.batch"
     )
 
 

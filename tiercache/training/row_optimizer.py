@@ -61,7 +61,10 @@ class RowOptimizer(torch.optim.Optimizer):
         """Take the handles of tables among its parameters, by table."""
         for table, some in handles.items():
             parameters = self._of[table]["params"] if table in self._of else []
-            parameters += [one for one in some if not any(one is other for other in parameters)]
+            for one in some:
+                self.tracers.of(one, table)
+                if not any(one is other for other in parameters):
+                    parameters.append(one)
 
     def step(self, closure: Callable[[], Any] | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Update the rows of all tables that have gradients; those dropped since backward are not applied.

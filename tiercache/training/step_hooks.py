@@ -6,10 +6,9 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
 
 from tiercache.errors import StateError
-from tiercache.training.embedding import TableModule
+from tiercache.training.embedding import table_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,10 +58,8 @@ class StepHooks:
             if isinstance(value, torch.optim.Optimizer):
                 self._hooks.append(value.register_step_post_hook(self._call))
                 rows.tracers.follow(value)
-            elif isinstance(value, nn.Module):
-                for part in value.modules():
-                    if isinstance(part, TableModule):
-                        rows.own({table: [handle] for table, handle in zip(part.tables, part.handles, strict=True)})
+            for part in table_modules([value]):
+                rows.own({table: [handle] for table, handle in zip(part.tables, part.handles, strict=True)})
 
     def _call(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         rows = self._rows()
