@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from tiercache.errors import StateError
-from tiercache.training.embedding import handle_ids, is_marker
+from tiercache.training.embedding import handle_ids
 from tiercache.training.optimizer_state import state_without, with_handles
 
 if TYPE_CHECKING:
@@ -143,13 +142,8 @@ class DenseState:
 
 
 def _state_of(value: Stateful, handles: Collection[int]) -> dict[str, Any]:
-    """Return the state of an object without what means something only beside rows: they are in the same commit."""
-    if isinstance(value, torch.optim.Optimizer):
-        return state_without(value, handles)
-    state = value.state_dict()
-    return (
-        {key: None if is_marker(one) else one for key, one in state.items()} if isinstance(value, nn.Module) else state
-    )
+    """Return the state of an object, without that of handles."""
+    return state_without(value, handles) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
 
 
 def _names(names: set[str]) -> str:

@@ -40,7 +40,7 @@ class TableModule(nn.Module):
         """The tables looked up."""
         self.handles = nn.ParameterList(nn.Parameter(torch.zeros((), device="cpu")) for _ in self.tables)
         """The parameter of each table."""
-        self._marker: Callable[[], dict[str, Any]] | None = None
+        self._rows: Callable[[], dict[str, Any]] | None = None
         self._loaded: dict[str, Any] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -49,52 +49,41 @@ class TableModule(nn.Module):
             handle.data = torch.zeros((), device=handle.device)
         return found
 
-    def bind(self, marker: Callable[[], dict[str, Any]]) -> None:
-        """Belong to the rows that ``marker`` names: those of a store at a commit.
+    def bind(self, rows: Callable[[], dict[str, Any]]) -> None:
+        """Belong to ``rows``: those of a store at a commit.
 
         Raises StateError where a state was loaded that belongs to others.
         """
-        self._marker = marker
-        if self._loaded is not None:
-            self.set_extra_state(self._loaded)
+        self._rows = rows
+        self._check_rows()
 
-    def get_extra_state(self) -> dict[str, Any] | None:
-        """Return which rows the state belongs to, for ``state_dict()``: the store and its newest commit."""
-        return None if self._marker is None else {_MARKER: True} | self._marker()
-
-    def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Check that the rows are those that a state of ``state_dict()`` belongs to. Raises StateError."""
-        self._loaded = state
-        if state is None or self._marker is None:
+    def _check_rows(self) -> None:
+        """Raise StateError where the rows are not those that the loaded state belongs to."""
+        state = self._loaded
+        if state is None or self._rows is None or state == (now := self._rows()):
             return
-        now = self._marker()
-        if (state["store"], state["commit"]) != (now["store"], now["commit"]):
-            raise StateError(
-                f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has "
-                f"those of commit {now['commit']} of {now['store']}: roll the store back, or load the state of its rows"
-            )
+        self._loaded = None
+        raise StateError(
+            f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has those "
+            f"of commit {now['commit']} of {now['store']}: roll the store back, or load the state that belongs to its rows"
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state: no rows and no handles, but which rows it belongs to."""
+        """Return the state: no rows and no handles; its metadata say to which commit of which store it belongs."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for index in range(len(self.handles)):
             found.pop(f"{prefix}handles.{index}", None)
+        if self._rows is not None and hasattr(found, "_metadata"):
+            found._metadata[prefix[:-1]]["rows"] = self._rows()
         return found
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        state_dict.setdefault(f"{prefix}_extra_state", None)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        self._loaded = local_metadata.get("rows")
+        self._check_rows()
         for index, handle in enumerate(self.handles):
             state_dict.setdefault(f"{prefix}handles.{index}", handle.detach())
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-_MARKER = "tiercache"
-
-
-def is_marker(value: object) -> bool:
-    """Whether a value of a state dict says which rows the state belongs to."""
-    return isinstance(value, dict) and _MARKER in value
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 def table_modules(objects: Iterable[object]) -> list[TableModule]:
