@@ -187,7 +187,7 @@ class Step:
         self._optimizer.step()
         self._optimizer.zero_grad()
         if not self._track:
-            self._cache.step()
+            self._cache.optimizer.step()
 
 
 class DenseTimer:
@@ -240,7 +240,7 @@ def seconds_without_dense(passes: tc.PassSet, size: Size) -> float:
         for batch in visit.batches(size.batch, shuffle=True):
             begun = time.perf_counter()
             loss_of(model(batch, light=True), batch.label).backward()
-            cache.step()
+            cache.optimizer.step()
             taken.append(time.perf_counter() - begun)
         if visit.index == min(3, size.passes - 1):
             break

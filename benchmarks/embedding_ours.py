@@ -69,7 +69,7 @@ class _WholeTables:
 
 
 class Ours:
-    """``out = bag(batch); out.backward(gradient); cache.step()``."""
+    """``out = bag(batch); out.backward(gradient); cache.optimizer.step()``."""
 
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
         whole = _WholeTables(shape, optimizer, ids_BFN)
@@ -85,4 +85,4 @@ class Ours:
         """Forward, backward and update of one batch."""
         out = self._bag(self._batches[number % NUM_BATCHES])
         out.backward(self._grads[number % len(self._grads)])
-        self._cache.step()
+        self._cache.optimizer.step()

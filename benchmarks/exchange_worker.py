@@ -30,13 +30,15 @@ from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch import Batch
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import PooledLookup
-from tiercache.training.row_optimizer import RowGradients, RowOptimizer
+from tiercache.training.row_gradients import RowGradients
+from tiercache.training.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.exchange import Exchanged
+    from tiercache.training.tracers import Mark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,7 @@ class Rank:
         slots = np.random.default_rng(1).permutation(int(starts[-1])).astype(np.int32)
         self.all_rows = [GroupRows.of(self.groups[0], (vectors,), slots, starts)]
         self.processor = open_processor("cpu", self.tables)
-        self.optimizer = RowOptimizer(self.groups, self.processor)
+        self.optimizer, self.handle = RowOptimizer(self.groups, self.processor), torch.nn.Parameter(torch.zeros(()))
         self.exchange = RowExchange(ranks, self.processor, self.groups, self.groups)
         self.exchange.open_pass(self.owners, self.rows)
         names = tuple(table.name for table in self.tables)
@@ -132,6 +134,7 @@ class Rank:
         seconds["there"] = time.perf_counter() - begun
         self._look_up(RowView(rows, gradients, "a visit", self.processor), asked.ids)
         pooled = time.perf_counter()
+        gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
         self.exchange.gradients_of(exchanged, gradients, self.optimizer.gradients)
         seconds["back"] = time.perf_counter() - pooled
         self.exchange.step(self.optimizer, self.rows)
@@ -152,7 +155,13 @@ class Rank:
         none = torch.empty(0)
         lookup = PooledLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]), {})
         self.processor.pool([(lookup.rows, lookup.entries)], self.processor.empty(self.gradient.shape, np.float32))
-        lookup.backward(self.gradient)
+        lookup.backward(self.gradient, self._marks())
+
+    def _marks(self) -> dict[str, Mark]:
+        """Return what a backward leaves beside the gradient."""
+        found = {table: self.optimizer.tracers.of(self.handle, table) for table in self.part.tables[:1]}
+        one = {table: tracer.mark() for table, tracer in found.items() if tracer is not None}
+        return dict.fromkeys(self.part.tables, next(iter(one.values())))
 
     def bare(self, exchanged: Exchanged, *, times: float = 1.0) -> tuple[float, float]:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""

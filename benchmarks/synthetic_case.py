@@ -209,4 +209,4 @@ class Trainer:
         self._loss_of(self.net(batch), batch.label).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._cache.step()
+        self._cache.optimizer.step()

@@ -62,6 +62,7 @@ class Training:
     cache: Any
     model: FlightsModel
     optimizer: torch.optim.Optimizer
+    schedulers: list[torch.optim.lr_scheduler.LambdaLR]
     settings: Settings
 
     @classmethod
@@ -70,14 +71,20 @@ class Training:
         torch.manual_seed(settings.seed)
         model = FlightsModel(cache.schema)
         optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-        cache.register(model=model, optimizer=optimizer)
-        return cls(cache, model, optimizer, settings)
+        schedulers = [
+            torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: settings.drop**epoch)
+            for one in (optimizer, cache.optimizer)
+        ]
+        cache.register(model=model, optimizer=optimizer, dense_rate=schedulers[0], row_rate=schedulers[1])
+        return cls(cache, model, optimizer, schedulers, settings)
 
     def run(self, after_batch: Callable[[Any, int, float], None] = lambda visit, samples, loss: None) -> None:
         """Train from the last commit to the last epoch; ``after_batch(visit, samples, loss)`` follows every batch."""
         criterion = nn.BCEWithLogitsLoss()
         for visit in self.cache.passes(epochs=self.settings.epochs):
-            self._set_learning_rates(self.settings.drop**visit.epoch)
+            for scheduler in self.schedulers:
+                if scheduler.last_epoch < visit.epoch:
+                    scheduler.step()
             for batch in visit.batches(self.settings.batch, shuffle=True):
                 loss = criterion(self.model(batch), batch.label)
                 loss.backward()
@@ -85,13 +92,6 @@ class Training:
                 self.optimizer.zero_grad()
                 visit.note_loss(loss.item())
                 after_batch(visit, len(batch), loss.item())
-
-    def _set_learning_rates(self, factor: float) -> None:
-        for group in self.cache.groups:
-            names = [table.name for table in group.tables]
-            self.cache.set_learning_rate(factor * group.optimizer.learning_rate, tables=names)
-        for dense in self.optimizer.param_groups:
-            dense["lr"] = factor * self.settings.learning_rate
 
 
 def open_tiers(store: tc.Store, passes: tc.PassSet, settings: Settings) -> tc.TierCache:

@@ -41,7 +41,7 @@ with tc.Store.open(sys.argv[1] + "/model.tc", tables=schema.tables) as store:
         for visit in cache.passes(epochs=2):
             for batch in visit.batches(8):
                 bag(batch).sum().backward()
-                cache.step()
+                cache.optimizer.step()
         assert all(report.planned_equals_measured for report in cache.reports)
     assert store.commit.cursor.visit == 6
 print("trained")

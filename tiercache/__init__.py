@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from tiercache.store.table import Zeros as Zeros
     from tiercache.training.batch import Batch as Batch
     from tiercache.training.cache import TierCache as TierCache
+    from tiercache.training.embedding import Embedding as Embedding
+    from tiercache.training.embedding import EmbeddingBag as EmbeddingBag
     from tiercache.training.embedding import EmbeddingBagCollection as EmbeddingBagCollection
     from tiercache.training.embedding import EmbeddingCollection as EmbeddingCollection
     from tiercache.training.reorganise import reorganise as reorganise
@@ -52,6 +54,8 @@ _HOME = {
     "Batch": "training.batch",
     "Constant": "store.table",
     "Dense": "schema",
+    "Embedding": "training.embedding",
+    "EmbeddingBag": "training.embedding",
     "Feature": "schema",
     "Normal": "store.table",
     "PassSet": "passes.passset",

@@ -168,7 +168,9 @@ def train(training: Training, data: Path, folder: Path, ledger: Ledger, process:
                     cache.commit()
                     ledger.enter("training")
             scheduler.step()
-            cache.set_learning_rate(0.05 / (1 + visit.index), tables=["user"])
+            for table in cache.optimizer.param_groups:
+                if table["table"] == "user":
+                    table["lr"] = 0.05 / (1 + visit.index)
             ledger.enter("switch" if visit.index + 1 < training.epochs * len(passes) else "end")
     ledger.enter("end")
     result = read_back(training, folder)

@@ -206,9 +206,10 @@ def run(
                 continue
             if step in entry.rates:
                 rate, tables = entry.rates[step]
-                cache.set_learning_rate(rate, tables=tables)
+                for table in cache.optimizer.param_groups:
+                    table["lr"] = rate if tables is None or table["table"] in tables else table["lr"]
             if step in entry.discarded:
-                cache.discard()
+                cache.optimizer.zero_grad()
             else:
                 optimizer.step()
             optimizer.zero_grad()
@@ -340,9 +341,9 @@ def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> Non
         tc.TierCache(Path(folder) / "model.tc", passes, **options | wrong[what])
     with open_cache(ranks, entry, folder) as cache:
         if what == "a step before any visit":
-            cache.step()
+            cache.optimizer.step()
         if what == "rows of no batch":
             visits = cache.passes(epochs=1)
             batch = next(next(visits).batches(entry.batch))
-            cache.discard()
+            cache.optimizer.zero_grad()
             Model(cache, entry)(batch)

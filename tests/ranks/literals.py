@@ -89,7 +89,7 @@ def train(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
                         each = out[:, 2:4].sum(dim=1)
                         found[way] = out[: None if batch.weight else 0, 2:6].detach().numpy().copy()
                     (4 * each.mean() * batch.weight).backward()
-                    cache.step()
+                    cache.optimizer.step()
     return found
 
 

@@ -130,7 +130,7 @@ def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
             batch = next(visit.batches(8))
             weights = torch.ones(4 * 6, requires_grad=True)
             bag(batch, {"title": weights}).sum().backward()
-            cache.step()
+            cache.optimizer.step()
             return [sorted(batch.pooled), sorted(batch.ids), float(weights.grad.abs().sum())]  # type: ignore[union-attr]
     raise AssertionError("there was no visit")
 

@@ -165,7 +165,7 @@ def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
             mine, others = dealt(arguments, 0, 3)
             batch = visit.batch(mine, **others)
             model(batch).sum().backward()
-            cache.step()
+            cache.optimizer.step()
             if number == 1:
                 break
         error = None
@@ -197,7 +197,7 @@ def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
                     if what == "shapes":
                         others["label"] = [1.0]
                 model(visit.batch(mine, **others)).sum().backward()
-                cache.step()
+                cache.optimizer.step()
 
 
 def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
@@ -239,6 +239,6 @@ def evaluate_unknown(ranks: AnyCommunicator, folder: str, *, asked: list[int]) -
         for visit in cache.passes(epochs=1):
             for batch in visit.batches(4):
                 (rows(batch)["a"].sum() * batch.weight).backward()
-                cache.step()
+                cache.optimizer.step()
         keys = asked[: ranks.rank + 1]
         return {"found": rows(cache.evaluation_batch({"a": keys}))["a"].detach().numpy()}

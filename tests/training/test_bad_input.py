@@ -251,14 +251,6 @@ def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
         assert store.commit.cursor.visit <= 1
 
 
-def test_two_tracked_optimizers_are_refused(store: tc.Store, passes: tc.PassSet) -> None:
-    """Rows step once for each step, so one optimizer leads."""
-    with tiered(store, passes) as cache:
-        model, _ = tracked(cache)
-        with one_sentence(StateError, "two optimizers", "give one"):
-            cache.register(second=torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_tracking_other_names_than_the_last_commit_is_refused_on_resume(store: tc.Store, passes: tc.PassSet) -> None:
     """The error names both sets of names."""
     with tiered(store, passes) as cache:

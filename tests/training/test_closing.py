@@ -173,7 +173,7 @@ def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(passes: tc.Pass
     batches = visit.batches(8)
     batch = next(batches)
     asked: list[Any] = [
-        partial(next, visits), cache.rows_now, cache.step, partial(cache.register, model=model),
+        partial(next, visits), cache.rows_now, cache.optimizer.step, partial(cache.register, model=model),
         lambda: next(cache.passes(epochs=3)),
     ]  # fmt: skip
     if kind == "tiered":

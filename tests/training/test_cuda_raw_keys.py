@@ -110,7 +110,7 @@ def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) ->
             gpu.came_back.clear()
             batch = visit.batch(own_keys(visit.pass_index))
             (bag(batch).sum() + sum(part.sum() for part in single(batch).values())).backward()
-            cache.step()
+            cache.optimizer.step()
             assert gpu.came_back == [16]
         ids = {name: one.ids for name, one in batch.ids.items()}
         assert gpu.came_back == [16, 4 * sum(one.size for one in ids.values())]
@@ -136,7 +136,7 @@ def test_a_missing_key_on_cuda_is_the_error_of_a_cpu_and_trains_nothing(tmp_path
                 bag = tc.EmbeddingBagCollection(cache.schema)
                 for visit in cache.passes(epochs=1):
                     bag(visit.batch(own_keys(visit.pass_index))).sum().backward()
-                    cache.step()
+                    cache.optimizer.step()
                     before = [cache.rows_now().fields(t.name, np.array(PASS_KEYS[visit.pass_index])) for t in TABLES]
                     keys = own_keys(visit.pass_index) | change
                     if "one" in change:

@@ -275,7 +275,7 @@ def test_single_vectors_and_weights_have_the_gradients_of_a_cpu(tmp_path: Path) 
                 out = bag(batch, weights={"g": weights}).square().sum()
                 (out + sum(part.square().sum() for part in single(batch).values())).backward()
                 weight_grads.append(weights.grad.cpu())
-                cache.step()
+                cache.optimizer.step()
         seen.append((torch.cat(weight_grads), cache.fields("a"), cache.fields("b")))
     cpu, cuda = seen
     torch.testing.assert_close(cpu[0], cuda[0], rtol=1e-5, atol=1e-6)

@@ -97,7 +97,7 @@ def test_rows_beside_missing_keys_are_trained_to_the_same_bits(
         visit = next(visits)
         for _ in range(2):
             bag(visit.batch(keys, missing=missing)).backward(gradient)
-            cache.step()
+            cache.optimizer.step()
         results.append(result_of_resident(cache, bag))
     assert calls["spread_one"] == 2
     assert_same_bits(*results)

@@ -77,7 +77,7 @@ def visited(batches: list[dict[str, Any]], cache: Any) -> Any:
     visits = cache.passes(epochs=1)
     bag = tc.EmbeddingBagCollection(cache.schema)
     bag(next(visits).batch(batches[0])).sum().backward()
-    cache.step()
+    cache.optimizer.step()
     return visits, next(visits)
 
 
@@ -158,7 +158,7 @@ def check_step(
     coefficients = torch.arange(1.0, found.numel() + 1).reshape(found.shape)
     (found * coefficients).sum().backward()
     (expected * coefficients).sum().backward()
-    cache.step()
+    cache.optimizer.step()
     stepped: Rows = {}
     for spec in TABLES:
         grad = weights[spec.name].grad
@@ -299,7 +299,7 @@ def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_p
     visit = next(visits)
     bag = tc.EmbeddingBagCollection(cache.schema)
     bag(visit.batch(own_keys(2))).sum().backward()
-    cache.step()
+    cache.optimizer.step()
     counts.clear()
     for rows, few in ((cache.rows_now(), 3), (early, 2)):
         rows.fill("a", trained, (np.empty((4, 5), np.float32),))

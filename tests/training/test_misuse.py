@@ -42,7 +42,7 @@ def test_a_step_outside_a_visit_is_refused(cache: TierCache) -> None:
     """Neither step() nor a tracked optimizer steps rows that are on no device."""
     _, optimizer = tracked(cache)
     with one_sentence(StateError, "step() was called outside a visit", "inside the loop"):
-        cache.step()
+        cache.optimizer.step()
     with one_sentence(StateError, "step() was called outside a visit"):
         optimizer.step()
 
@@ -54,11 +54,11 @@ def test_a_commit_outside_a_visit_is_refused(cache: TierCache) -> None:
 
 
 def test_a_commit_between_backward_and_step_is_refused(cache: TierCache) -> None:
-    """Gradients belong to no commit; after step() or discard() it is possible again."""
+    """Gradients belong to no commit; after a step or zero_grad() it is possible again."""
     model, _ = tracked(cache)
     visits, batch = first_batch(cache, model)
     model(batch).sum().backward()
-    with one_sentence(StateError, "between backward and step", "step() or discard()"):
+    with one_sentence(StateError, "between backward and step", "zero_grad()"):
         cache.commit()
     visits.close()
 
@@ -71,7 +71,7 @@ def test_gradients_left_at_the_end_of_a_visit_are_refused(cache: TierCache, pass
     visits = trained.passes(epochs=2)
     batch = next(next(visits).batches(16))
     model(batch).sum().backward()
-    with one_sentence(StateError, "between backward and step", "step()", "discard()"):
+    with one_sentence(StateError, "between backward and step", "step the optimizer", "zero_grad()"):
         next(visits)
 
 
@@ -252,17 +252,28 @@ def test_max_takes_no_weights(cache: TierCache) -> None:
 def test_a_learning_rate_that_is_no_rate_is_refused(cache: TierCache, rate: float) -> None:
     """Rates are finite and not negative."""
     with one_sentence(ValueError, f"learning rate {rate}", "at least 0"):
-        cache.set_learning_rate(rate)
+        train_one(cache, {"a": rate, "b": rate, "c": rate})
 
 
 def test_a_learning_rate_for_a_part_of_a_group_is_refused(cache: TierCache) -> None:
-    """Tables of one group share a rate: the error names the others."""
-    with one_sentence(ValueError, "table 'a' shares its group", "with b", "name them all"):
-        cache.set_learning_rate(0.1, tables=["a"])
-    with one_sentence(ValueError, "no table 'typo'", "a, b, c"):
-        cache.set_learning_rate(0.1, tables=["typo"])
-    cache.set_learning_rate(0.2, tables=["b", "a"])
+    """Tables of one row layout step together: the error names both."""
+    with one_sentence(ValueError, "'a'", "'b'", "one row layout", "lr 0.1", "set both"):
+        train_one(cache, {"a": 0.1})
+    train_one(cache, {"a": 0.2, "b": 0.2})
     assert 0.2 in cache.optimizer.learning_rates
+
+
+def train_one(cache: TierCache, rates: dict[str, float]) -> None:
+    """Train a batch with these rates."""
+    for table in cache.optimizer.param_groups:
+        table["lr"] = rates.get(table["table"], table["lr"])
+    model, optimizer = tracked(cache)
+    visits = cache.passes(epochs=2)
+    model(next(next(visits).batches(16))).sum().backward()
+    try:
+        optimizer.step()
+    finally:
+        visits.close()
 
 
 def test_an_evaluation_budget_below_the_rows_of_one_sample_is_refused(store: tc.Store, passes: tc.PassSet) -> None:

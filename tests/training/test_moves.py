@@ -112,7 +112,7 @@ def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp
         launches = [kernel for kernel in gpu.kernels.launches if kernel.startswith("gathering.")]
         for name in ("f", "g"):
             (vectors[name] ** 2).sum().backward()
-        cache.step()
+        cache.optimizer.step()
         seen.append([found.detach() for found in vectors.values()] + [cache.fields(name)[0] for name in ("a", "b")])
     assert launches == ["gathering.map_slots", "gathering.map_slots", "gathering.gather"]
     assert [found.shape[1] for found in seen[0]] == [32, 5, 32, 5]

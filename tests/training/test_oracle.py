@@ -68,7 +68,8 @@ def compare(
             cache.register(top=top, optimizer=ours)
             for visit in cache.passes(epochs=case.epochs):
                 if visit.index == 2:
-                    cache.set_learning_rate(later_rate)
+                    for table in cache.optimizer.param_groups:
+                        table["lr"] = later_rate
                     oracle.set_learning_rate(later_rate)
                 for number, batch in enumerate(visit.batches(case.batch, shuffle=True)):
                     if unpooled:

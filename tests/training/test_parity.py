@@ -266,7 +266,7 @@ def test_two_modules_in_one_step_add_their_gradients(tmp_path: Path, mode: str, 
                 else:
                     loss = torch.cat(outs).square().sum()
                 loss.backward()
-                cache.step()
+                cache.optimizer.step()
         results.append(cache.fields("a")[0].copy())
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-6)
 

@@ -177,7 +177,7 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassSet, tmp_path
                     for batch in both:
                         out = bag(batch)
                         out.sum().backward()
-                        cache.step()
+                        cache.optimizer.step()
                         outs.append(out.detach().clone())
                     for part in cache.evaluation(others):
                         outs += [bag(batch).clone() for batch in part.batches(16, prefetch=ahead)]

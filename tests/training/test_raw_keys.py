@@ -286,7 +286,7 @@ def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path
                     pair = np.stack([keys["b"], keys["b"]], 1)
                     batch = visit.batch({"one": keys["a"], "bag": ones["a"], "pair": pair, "c": ones["c"]})
                     bag(batch).sum().backward()
-                    cache.step()
+                    cache.optimizer.step()
     for spec in TABLES:
         fresh = np.array([initial_row(spec, key) for key in (1, 5, 1000)])
         assert np.array_equal(before[spec.name][2], fresh[2])

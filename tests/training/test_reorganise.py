@@ -267,7 +267,7 @@ def test_a_store_inside_a_visit_is_not_reorganised(tmp_path: Path) -> None:
             for visit in cache.passes(epochs=1):
                 batch = next(iter(visit.batches(8)))
                 nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
-                cache.step()
+                cache.optimizer.step()
                 cache.commit()
                 break
         with pytest.raises(ValueError, match="stands inside visit 0: train to the end of a visit"):

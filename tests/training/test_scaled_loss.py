@@ -1,4 +1,4 @@
-"""Row gradients that a GradScaler scaled are refused before a step, whatever the loop does with the scaler."""
+"""Rows follow a GradScaler, whatever the loop does with it: unscaled, skipped, or refused with a sentence."""
 
 from __future__ import annotations
 
@@ -32,45 +32,112 @@ def cache(request: pytest.FixtureRequest, store: tc.Store, passes: tc.PassSet) -
         yield made
 
 
-def vectors_of(cache: Trained, keys: np.ndarray) -> np.ndarray:
+def vectors_of(cache: Trained, visit: Any) -> np.ndarray:
     """Return vectors of a table as of now."""
+    keys = np.array(visit.source.keys(CASE.tables[0].name))
     out = (np.empty((keys.size, CASE.tables[0].dim), np.float32),)
     cache.rows_now().fill(CASE.tables[0].name, keys, out)
     return out[0]
 
 
-class OwnScale(GradScaler):
-    """A scaler with a ``scale`` of its own, as FSDP's has."""
+def opened(cache: Trained) -> tuple[Any, Any, Any, Any]:
+    """Return the loop, the first visit, its first batch and what is trained."""
+    trained, loop = tracked(cache), cache.passes(epochs=2)
+    visit = next(loop)
+    return loop, visit, next(visit.batches(16)), trained
 
-    def scale(self, outputs: Any) -> Any:
-        """Scale without the base class."""
-        return outputs * 4.0
 
-
-SCALED: dict[str, Callable[[torch.Tensor], None]] = {
-    "one loss": lambda loss: GradScaler("cpu").scale(loss).backward(),
-    "a list": lambda loss: GradScaler("cpu").scale([loss])[0].backward(),
-    "an iterator": lambda loss: next(iter(GradScaler("cpu").scale(iter([loss])))).backward(),
-    "a subclass with its own scale": lambda loss: OwnScale("cpu").scale(loss).backward(),
-    "a part of the loss": lambda loss: (GradScaler("cpu").scale(loss * 2) + loss).backward(),
-    "torch.autograd.backward": lambda loss: torch.autograd.backward([GradScaler("cpu").scale(loss)]),
+SCALED: dict[str, Callable[[GradScaler, torch.Tensor], None]] = {
+    "one loss": lambda scaler, loss: scaler.scale(loss).backward(),
+    "a list": lambda scaler, loss: scaler.scale([loss])[0].backward(),
+    "an iterator": lambda scaler, loss: next(iter(scaler.scale(iter([loss])))).backward(),
+    "torch.autograd.backward": lambda scaler, loss: torch.autograd.backward([scaler.scale(loss)]),
+    "twice": lambda scaler, loss: [scaler.scale(loss / 2).backward(retain_graph=True) for _ in range(2)],
 }
 
 
 @pytest.mark.parametrize("how", SCALED)
-def test_a_scaled_loss_is_refused_before_the_step(cache: Trained, how: str) -> None:
-    """In backward: no row gradient is pending after it, and no row has changed."""
+def test_a_scaled_loss_trains_rows_as_one_that_is_not(tmp_path: Path, passes: tc.PassSet, how: str) -> None:
+    """To the same bits: a scale is a power of two."""
+    found = []
+    for enabled in (False, True):
+        with tc.ResidentCache(passes) as cache:
+            torch.manual_seed(0)
+            loop, visit, batch, (model, optimizer) = opened(cache)
+            scaler = GradScaler("cpu", enabled=enabled)
+            SCALED[how](scaler, model(batch).sum())
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(vectors_of(cache, visit))
+            loop.close()
+    assert np.array_equal(*found)
+
+
+def test_a_subclass_with_its_own_scale_is_noticed(cache: Trained) -> None:
+    """As FSDP's has; it scales by 4 and unscales by what the base class keeps, which is refused."""
+
+    class OwnScale(GradScaler):
+        def scale(self, outputs: Any) -> Any:
+            return outputs * 4.0
+
+    loop, _, batch, (model, optimizer) = opened(cache)
+    OwnScale("cpu").scale(model(batch).sum()).backward()
+    with one_sentence(StateError, "scaled by a GradScaler", "were not unscaled", "scaler.step(optimizer)"):
+        optimizer.step()
+    loop.close()
+
+
+def test_a_step_beside_the_scaler_is_refused(cache: Trained) -> None:
+    """The gradients are 65,536 times too large, and no row has changed."""
+    loop, visit, batch, (model, optimizer) = opened(cache)
+    before = vectors_of(cache, visit)
+    GradScaler("cpu").scale(model(batch).sum()).backward()
+    with one_sentence(StateError, "scaled by a GradScaler", "were not unscaled", "parameters of the embedding modules"):
+        optimizer.step()
+    assert np.array_equal(vectors_of(cache, visit), before)
+    loop.close()
+
+
+def test_a_scaler_whose_optimizer_has_no_tables_is_refused(cache: Trained) -> None:
+    """It unscales dense parameters alone."""
     model, _ = tracked(cache)
-    visits = cache.passes(epochs=2)
-    visit = next(visits)
-    keys = np.array(visit.source.keys(CASE.tables[0].name))
-    before = vectors_of(cache, keys)
-    batch = next(visit.batches(16))
-    with one_sentence(StateError, "scaled by a GradScaler", "does not unscale yet", "bfloat16"):
-        SCALED[how](model(batch).sum())
+    dense = torch.optim.SGD([p for name, p in model.named_parameters() if "handles" not in name], lr=0.1)
+    loop = cache.passes(epochs=2)
+    scaler = GradScaler("cpu")
+    scaler.scale(model(next(next(loop).batches(16))).sum()).backward()
+    scaler.step(dense)
+    with one_sentence(StateError, "scaled by a GradScaler", "were not unscaled"):
+        cache.optimizer.step()
+    loop.close()
+
+
+def test_an_overflow_skips_rows_too(cache: Trained) -> None:
+    """No row changes, and the pass may end behind it."""
+    loop, visit, batch, (model, optimizer) = opened(cache)
+    before = vectors_of(cache, visit)
+    scaler = GradScaler("cpu")
+    scaler.scale(model(batch).sum() * 1e38).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    assert np.array_equal(vectors_of(cache, visit), before)
     assert not cache.optimizer.pending
-    assert np.array_equal(vectors_of(cache, keys), before)
-    visits.close()
+    loop.close()
+
+
+def test_a_rows_optimizer_takes_a_scaler_of_its_own(passes: tc.PassSet) -> None:
+    """``scaler.step(cache.optimizer)``: as with torch's optimizers."""
+    model = Net()
+    with tc.ResidentCache(passes, model=model) as cache:
+        loop = cache.passes(epochs=2)
+        visit = next(loop)
+        before, scaler = vectors_of(cache, visit), GradScaler("cpu")
+        scaler.scale(model(next(visit.batches(16))).sum()).backward()
+        scaler.step(cache.optimizer)
+        changed = vectors_of(cache, visit) - before
+        assert changed.any()
+        assert np.abs(changed).max() < 100
+        loop.close()
 
 
 def test_the_first_loss_of_a_process_is_noticed_in_one_expression() -> None:
@@ -81,26 +148,6 @@ def test_the_first_loss_of_a_process_is_noticed_in_one_expression() -> None:
         "assert GradScaler.scale is not before"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
-
-
-def test_a_whole_loop_with_a_scaler_is_refused(cache: Trained) -> None:
-    """As people write it; it is never silent, and disabling the scaler is all that it takes."""
-    model, optimizer = tracked(cache)
-    for enabled in (True, False):
-        scaler = GradScaler("cpu", enabled=enabled)
-        visits = cache.passes(epochs=2)
-        visit = next(visits)
-        for batch in visit.batches(16):
-            optimizer.zero_grad()
-            loss = model(batch).sum()
-            if enabled:
-                with one_sentence(StateError, "scaled by a GradScaler"):
-                    scaler.scale(loss).backward()
-                break
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        visits.close()
 
 
 def test_a_scaler_of_another_model_disturbs_nobody(cache: Trained) -> None:
@@ -117,14 +164,13 @@ def test_a_scaler_of_another_model_disturbs_nobody(cache: Trained) -> None:
     visits.close()
 
 
-def test_lookups_that_are_not_pooled_are_refused_too(store: tc.Store, passes: tc.PassSet) -> None:
+class Net(torch.nn.Module):
     """One vector for each id."""
-    with tiered(store, passes) as cache:
-        tracked(cache)
-        module = tc.EmbeddingCollection(cache.schema, [CASE.specs[0].name])
-        visits = cache.passes(epochs=2)
-        batch = next(next(visits).batches(16))
-        loss = module(batch)[CASE.specs[0].name].sum()
-        with one_sentence(StateError, "scaled by a GradScaler"):
-            GradScaler("cpu").scale(loss).backward()
-        visits.close()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = tc.EmbeddingCollection(CASE.schema, [CASE.specs[0].name])
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return all vectors."""
+        return self.vectors(batch)[CASE.specs[0].name]

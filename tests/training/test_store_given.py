@@ -48,7 +48,7 @@ def test_a_store_that_was_given_stays_open_and_reading_is_all_that_one_for_readi
         for visit in cache.passes(epochs=1):
             for batch in visit.batches(50):
                 bag(batch).sum().backward()
-                cache.step()
+                cache.optimizer.step()
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
         with tc.TierCache(store, passes, **BUDGETS) as cache:
             found = [bag(batch) for piece in cache.evaluation(passes) for batch in piece.batches(50)]

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.requests import Request
     from tiercache.store.table import Group
-    from tiercache.training.row_optimizer import RowGradients, RowOptimizer
+    from tiercache.training.row_gradients import RowGradients
+    from tiercache.training.row_optimizer import RowOptimizer
 
 __all__ = ["WIRE_DTYPES", "Asked", "Exchanged", "RowExchange"]
 
@@ -382,12 +383,12 @@ class RowExchange:
             at += part.numel()
 
     def step(self, optimizer: RowOptimizer, rows: Sequence[GroupRows]) -> None:
-        """Step the rows that this rank owns, in place of ``optimizer.step(rows)``; mirrors follow.
+        """Step the rows that this rank owns, in place of ``optimizer.apply(rows)``; mirrors follow.
 
         Column slices of a table with row-wise Adagrad add up their squares first.
         """
         self.slices.step(optimizer, rows)
-        optimizer.step(rows)
+        optimizer.apply(rows)
         self._mirrors.follow(rows)
 
     def discard(self) -> None:

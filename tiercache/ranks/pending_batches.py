@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tiercache.processors.processor import Processor
     from tiercache.ranks.exchange import Exchanged
     from tiercache.ranks.pooling import PooledBatch
     from tiercache.tiers.rows import RowView
     from tiercache.training.batch import Batch
-    from tiercache.training.row_optimizer import RowGradients
+    from tiercache.training.row_gradients import RowGradients
+    from tiercache.training.tracers import Mark, Tracer
 
 __all__ = ["Coming", "PendingBatch", "PendingBatches", "tensors_of"]
 
@@ -32,8 +34,23 @@ class PendingBatch:
     @property
     def pending(self) -> bool:
         """Whether a backward left something."""
+        return self.gradients.is_pending or any(mark.drops == mark.tracer.drops for mark in self._pooled_marks)
+
+    @property
+    def marks(self) -> Iterator[Mark]:
+        """The gradients that wait for a step."""
+        return chain(self.gradients.marks, self._pooled_marks)
+
+    @property
+    def _pooled_marks(self) -> Iterator[Mark]:
         found = self.pooled.features.values() if self.pooled else ()
-        return any(self.gradients.pending) or any(one.gradients for one in found)
+        return (mark for one in found for _, mark in one.waiting)
+
+    def settle(self, factors: Mapping[Tracer, float]) -> None:
+        """Take what a step applies, as `RowGradients.settle` does."""
+        self.gradients.settle(factors)
+        for one in self.pooled.features.values() if self.pooled else ():
+            one.settle(factors)
 
 
 class PendingBatches:
@@ -58,6 +75,15 @@ class PendingBatches:
         for one in taken:
             one.view.ended = True
         return taken
+
+    def put_back(self, taken: Sequence[PendingBatch]) -> None:
+        """Keep those of which some tables wait for another optimizer's step."""
+        self._batches[:0] = [one for one in taken if any(mark.drops == mark.tracer.drops for mark in one.marks)]
+
+    def leave(self, where: str) -> None:
+        """Give up gradients, as `RowGradients.leave` does."""
+        for one in self._batches:
+            one.gradients.leave(where)
 
     def discard(self) -> None:
         """Drop them and their gradients."""

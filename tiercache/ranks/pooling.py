@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.owners import Owners
     from tiercache.schema import Feature
     from tiercache.tiers.rows import GroupRows
-    from tiercache.training.row_optimizer import RowGradients
+    from tiercache.training.row_gradients import RowGradients
 
 __all__ = ["AskedBags", "PooledBatch", "Pooling"]
 

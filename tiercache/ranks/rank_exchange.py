@@ -24,7 +24,7 @@ from tiercache.store.table import group_tables
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Batch, make_batch
 from tiercache.training.embedding import poolings
-from tiercache.training.row_optimizer import NOBODY_STEPS, RowGradients
+from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
@@ -258,8 +258,7 @@ class RankExchange:
         """Have rows brought and bags pooled."""
         groups, exchanged = self.rows.answer(asked)  # first: it knows whether the pass is still open
         pooled = self.pooling.answer(bags) if bags else None
-        gradients = RowGradients(len(groups))
-        gradients.is_stepped = self._optimizer.gradients.is_stepped
+        gradients = RowGradients(len(groups), self._optimizer.tracers)
         view = RowView(groups, gradients if trained else None, asked.where, self._processor)
         elsewhere = pooled.features if pooled else {}
         batch = finish(view, ids=self._named(asked.ids, elsewhere), pooled=elsewhere)
@@ -272,7 +271,7 @@ class RankExchange:
         return coming
 
     def _received(self, coming: Coming) -> Batch:
-        if not self._optimizer.gradients.is_stepped and self.pending:
+        if not self._optimizer.tracers.is_stepped and self.pending:
             raise StateError(NOBODY_STEPS)
         return self._brought(coming).receive()
 
@@ -355,18 +354,28 @@ class RankExchange:
 
     # -- the step -----------------------------------------------------------------------------------------
 
-    def step(self, rows: Sequence[GroupRows]) -> None:
-        """Apply the pending row gradients of all ranks to the rows that this one owns.
+    def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending row gradients of all ranks to the rows that this one owns, as `LocalExchange.step`.
 
         Duplicates are added in the order of batches, in each by rank.
         """
         self.rest()
-        into = self._optimizer.gradients
-        for one in self._pending.take():
+        into, taken = self._optimizer.gradients, self._pending.take()
+        factors = self._optimizer.begin_step((mark for one in taken for mark in one.marks), optimizer)
+        for one in taken:
+            one.settle(factors)
             self.rows.gradients_of(one.exchanged, one.gradients, into)
             if one.pooled is not None:
                 self.pooling.gradients_of(one.pooled, into)
+            one.gradients.clear_settled()
+        self._pending.put_back(taken)
         self.rows.step(self._optimizer, rows)
+        for tracer in factors:
+            tracer.clear()
+
+    def leave(self, where: str) -> None:
+        """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
+        self._pending.leave(where)
 
     def discard(self) -> None:
         """Drop the pending row gradients. Not collective."""

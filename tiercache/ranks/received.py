@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.processors.processor import Processor
-    from tiercache.training.row_optimizer import RowGradients
+    from tiercache.training.row_gradients import RowGradients
 
 __all__ = ["Received"]
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.received import Received
     from tiercache.tiers.rows import GroupRows
-    from tiercache.training.row_optimizer import RowGradients, RowOptimizer
+    from tiercache.training.row_gradients import RowGradients
+    from tiercache.training.row_optimizer import RowOptimizer
 
 __all__ = ["SliceSteps"]
 
@@ -96,7 +97,7 @@ class SliceSteps:
 
     def _merge(self, one: _Mine, optimizer: RowOptimizer, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots (K,) of the rows that have gradients, by position, and their sums (K, dim) with decay."""
-        p, group = self._processor, self._part_groups[one.group]
+        p, group = self._processor, optimizer.group(one.group)
         pending = optimizer.gradients.pending[one.group]
         none = torch.empty(0, dtype=torch.int32, device=p.device)
         positions, number = torch.unique(torch.cat([none, *self._positions[one.group]]), return_inverse=True)
@@ -135,7 +136,7 @@ class SliceSteps:
         total: torch.Tensor,
     ) -> None:  # fmt: skip
         """Add to the state, and step the vectors by rate / (sqrt(state) + eps) times the gradient."""
-        p, group = self._processor, self._part_groups[one.group]
+        p, group = self._processor, optimizer.group(one.group)
         assert isinstance(group.optimizer, RowWiseAdagrad)
         state, where = p.tensor(rows.states[0]).view(-1), slots.long()
         sums = state[where] + total / one.whole_dim
@@ -145,8 +146,8 @@ class SliceSteps:
             slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=group.dim, cols=_FIRST_COLUMN,
             places=None, scales=NONE_F4, argmax=NONE_I4,
         )  # fmt: skip
-        rate = optimizer.learning_rates[one.group]
-        p.step([GroupStep(_plain(group, group.dtype), rows, [pending], rate)], optimizer.steps + 1)
+        rate = optimizer.learning_rate(one.group)
+        p.step([GroupStep(_plain(group, group.dtype), rows, [pending], rate)], optimizer.number(one.group))
 
 
 def _plain(group: Group, dtype: str) -> Group:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiercache.processors.entries import Array
     from tiercache.processors.processor import Processor
     from tiercache.store.table import Group
-    from tiercache.training.row_optimizer import RowGradients
+    from tiercache.training.row_gradients import RowGradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from tiercache.kernels.shuffle import shuffled
 from tiercache.store.hashing import mix
+from tiercache.training.row_gradients import factor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import torch
     from numpy.typing import NDArray
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tiercache.processors.entries import FoundIds
     from tiercache.tiers.rows import RowView
     from tiercache.training.joining import Bringer, Joins
+    from tiercache.training.tracers import Mark, Tracer
 
 Order = Callable[[int, int], "NDArray[np.int64]"]
 """Gives the samples at the places from the first up to the last, the latter left out; makes no others."""
@@ -38,11 +40,25 @@ class Pooled:
     """"sum" or "mean"."""
     vectors: torch.Tensor
     """(N, dim) float32; zeros for an empty bag."""
+    waiting: list[tuple[torch.Tensor, Mark]] = field(default_factory=list)
+    """What backward left: (N, dim) for each lookup, as the table's handle says at the step."""
     gradients: list[torch.Tensor] = field(default_factory=list)
-    """What backward left: (N, dim) for each lookup, to be added up at the step."""
+    """What the step applies, to be added up."""
+
+    def settle(self, factors: Mapping[Tracer, float]) -> None:
+        """Move to ``gradients`` what a step applies, as `RowGradients.settle` does."""
+        self.gradients.clear()
+        left = []
+        for gradient, mark in self.waiting:
+            factor = factor_of(mark, factors)
+            if factor is None:
+                left.append((gradient, mark))
+            elif factor:
+                self.gradients.append(gradient if factor == 1.0 else gradient * factor)
+        self.waiting[:] = left
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Batch:
     """Some samples: ``label`` (N,), ``dense`` (N, dense features), both float32, and ids for the embedding modules.
 
@@ -66,6 +82,73 @@ class Batch:
 
     def __len__(self) -> int:
         return self.num_samples
+
+    @property
+    def features(self) -> Mapping[str, JaggedIds]:
+        """By name, what a module of one feature looks up."""
+        return _Features(self)
+
+    def __repr__(self) -> str:
+        return f"Batch({self.num_samples} samples of {self.rows.name}: {', '.join([*self.ids, *self.pooled])})"
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return it with ``label`` and ``dense`` on a device; ids go where the rows are by themselves."""
+        label, dense = (one.to(device, non_blocking=non_blocking) for one in (self.label, self.dense))
+        return self if label is self.label and dense is self.dense else replace(self, label=label, dense=dense)
+
+    def pin_memory(self) -> Batch:
+        """Return it with ``label`` and ``dense`` in pinned memory, from where they are copied beside other work."""
+        if self.label.device.type != "cpu":
+            return self
+        return replace(self, label=self.label.pin_memory(), dense=self.dense.pin_memory())
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class JaggedIds:
+    """The ids of one feature of a batch: local ids, which mean rows only together with it."""
+
+    batch: Batch
+    feature: str
+
+    @property
+    def values(self) -> NDArray[np.int32]:
+        """(ids,) all samples' one behind the other, in host memory."""
+        return self.batch.ids[self.feature].ids
+
+    @property
+    def offsets(self) -> NDArray[np.int64] | None:
+        """(N + 1,) where each sample's ids begin; None: one id per sample."""
+        return self.batch.ids[self.feature].offsets
+
+    @property
+    def weights(self) -> NDArray[np.float32] | None:
+        """(ids,) one per id; None: all 1."""
+        return self.batch.ids[self.feature].weights
+
+    def to(self, *_: object, **__: object) -> JaggedIds:
+        """Return it: ids go where the rows are by themselves."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"JaggedIds({self.feature!r} of {self.batch.num_samples} samples)"
+
+
+class _Features(Mapping[str, JaggedIds]):
+    """The features of a batch, by name."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __getitem__(self, name: str) -> JaggedIds:
+        if name not in self._batch.ids and name not in self._batch.pooled:
+            raise KeyError(f"the batch has no feature {name!r}: it has {', '.join(self)}")
+        return JaggedIds(self._batch, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._batch.ids, *self._batch.pooled])
+
+    def __len__(self) -> int:
+        return len(self._batch.ids) + len(self._batch.pooled)
 
 
 def in_order(first: int, last: int) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,13 @@ from tiercache.ranks.shares import Share
 from tiercache.ranks.training_store import StoreOptions, TrainingStore
 from tiercache.store.table import group_tables
 from tiercache.training.batch_pipeline import BatchPipeline
+from tiercache.training.embedding import table_modules
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.matching import check_features, check_tables
 from tiercache.training.progress import TrainingProgress, prepare_kernels
 from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
-from tiercache.training.row_optimizer import changed_rates
 from tiercache.training.step_hooks import StepHooks, named_objects
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
@@ -166,7 +167,7 @@ class TierCache:
             self._exchange = self._new_exchange(_COMM_DTYPES[comm_dtype])
             room = device_bytes - self._rows.device.num_bytes
             self._raw = RawKeys(data.schema, self._groups, self._exchange, self.optimizer, processor, room)
-            self._pipeline, self._hooks = BatchPipeline(processor), StepHooks(self.step)
+            self._pipeline, self._hooks = BatchPipeline(processor), StepHooks(self)
             self._progress: TrainingProgress | None = None
             self._visit: Visit | None = None
             self._run: object = None
@@ -207,10 +208,11 @@ class TierCache:
             name: value.module if isinstance(value, DistributedDataParallel) else value
             for name, value in objects.items()
         }
-        self._hooks.check(objects)
         self.dense.register(objects)
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
-        self.optimizer.gradients.is_stepped |= self._hooks.follow(objects)
+        self._hooks.follow(objects.values())
+        for module in table_modules(objects.values()):
+            module.bind(partial(_marker_of, weakref.ref(self)))
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits of this rank (one epoch and one visit more where not said) without training them.
@@ -256,8 +258,9 @@ class TierCache:
                     self._check_open()
                     raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
                 self._settle(
-                    f"visit {index} ended between backward and step, and its row gradients would be lost: call step() "
-                    "after its last batch, or discard()"
+                    f"visit {index} ended between backward and step, and its row gradients would be lost: step the "
+                    "optimizer after its last batch, or drop them with zero_grad()",
+                    left=f"visit {index}",
                 )
                 with ranks.raise_on_all(_SWITCHING):
                     self._switch(visit, last=index + 1 == end)
@@ -268,30 +271,34 @@ class TierCache:
                 self._end_visit()
                 rows.stop()
 
-    def step(self) -> None:
-        """Apply the pending row gradients: each row of the batches since the last step is updated once.
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
 
-        Called by a tracked optimizer's ``step()``; call it yourself only where there is none. Of several ranks
-        duplicates are added in the order of batches, in each by rank.
+        Of several ranks duplicates are added in the order of batches, in each by rank.
         """
         if self._visit is None:
-            raise StateError("step() was called outside a visit: step inside the loop over passes()")
-        self._exchange.step(self._visit.rows.groups)
+            raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
+        self._exchange.step(self._visit.rows.groups, optimizer)
 
-    def discard(self) -> None:
-        """Drop the pending row gradients: for a skipped step, as ``zero_grad()`` does for dense ones."""
-        self._exchange.discard()
+    def clip_grad_norm_(
+        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of rows and of dense parameters by their common 2-norm, which is returned.
 
-    def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
-        """Change the row optimizers' learning rate from the next step on; part of the next commit.
-
-        tables: names, all tables where not given. Tables of one group share a rate: raises ValueError where
-        only a part of a group is named, of whole tables or of a rank's: nothing has changed then.
+        In place of `torch.nn.utils.clip_grad_norm_`, which sees no rows: dense parameters are those of ``optimizer``,
+        or of all that the cache was given, and the rows those that step with it. Call it between backward and step,
+        and with a GradScaler behind ``unscale_``. Raises StateError on several ranks, where it is not built yet.
         """
-        with self.communicator.raise_on_all("setting the learning rate"):
-            changed_rates(self._groups, [0.0] * len(self._groups), learning_rate, tables)
-            rates = changed_rates(self._rows.positions.groups, self.optimizer.learning_rates, learning_rate, tables)
-        self.optimizer.learning_rates = rates
+        if self.communicator.size > 1:
+            raise StateError(
+                "clip_grad_norm_() counts the rows of one rank, and there are "
+                f"{self.communicator.size}: train on one rank, or without clipping"
+            )
+        return self.optimizer.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
+
+    def _discard(self) -> None:
+        """Drop the pending row gradients."""
+        self._exchange.discard()
 
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks.
@@ -301,7 +308,11 @@ class TierCache:
         visit, ranks = self._visit, self.communicator
         if visit is None:
             raise StateError("commit() was called outside a visit: a visit commits by itself when it ends")
-        self._settle("commit() was called between backward and step: call step() or discard() first")
+        self._settle(
+            "commit() was called between backward and step: step the optimizer first, or drop the gradients with "
+            "zero_grad()",
+            left=f"visit {visit.index} before its commit",
+        )
         with ranks.raise_on_all("committing inside a visit"):
             if visit.samples_done == 0:
                 raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
@@ -458,7 +469,7 @@ class TierCache:
         if self._closed:
             raise StateError("this cache is closed: open another one on its store to go on")
 
-    def _settle(self, unstepped: str) -> None:
+    def _settle(self, unstepped: str, *, left: str) -> None:
         """Come to where a commit may be captured: of a sharded store the commit before is published first.
 
         Raises StateError, ``unstepped``, between a backward and its step.
@@ -467,6 +478,7 @@ class TierCache:
         with self.communicator.raise_on_all("writing the rows of the visit before"):
             if self._exchange.pending:
                 raise StateError(unstepped)
+            self._exchange.leave(left)
             self._rows.transfer.check()
             if self._opened.is_sharded:
                 self._rows.transfer.drain()
@@ -512,3 +524,10 @@ class TierCache:
             self._visit = None
             self.reports[-1].end_training()
         self._exchange.discard()
+
+
+def _marker_of(cache: weakref.ref[TierCache]) -> dict[str, Any]:
+    """Return which rows a state dict belongs to."""
+    found = cache()
+    commit = None if found is None else found.store.commit
+    return {"store": "" if found is None else found.store.label, "commit": -1 if commit is None else commit.id}

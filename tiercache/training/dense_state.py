@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from tiercache.errors import StateError
+from tiercache.training.embedding import handle_ids
+from tiercache.training.optimizer_state import state_without, with_handles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from tiercache.processors.processor import Processor
 
@@ -49,13 +51,14 @@ class DenseState:
 
     def register(self, objects: dict[str, Any]) -> None:
         """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
+        handles = handle_ids([*self._objects.values(), *objects.values()])
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise StateError(
                     f"register({name}=...) got a {type(value).__name__}, which has no state_dict and load_state_dict: "
                     "pass a module, an optimizer, a scheduler, or an object with these two methods"
                 )
-            state = value.state_dict()
+            state = _state_of(value, handles)
             _refuse_unstorable(state, name)
             try:
                 _load(_save(state))
@@ -73,7 +76,8 @@ class DenseState:
         """
         version, numbers, gauss = random.getstate()
         kind, words, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
-        objects = {name: value.state_dict() for name, value in self._objects.items()}
+        handles = handle_ids(self._objects.values())
+        objects = {name: _state_of(value, handles) for name, value in self._objects.items()}
         for name, value in objects.items():
             _refuse_unstorable(value, name)
         state = {
@@ -116,9 +120,13 @@ class DenseState:
                 f"the last commit holds the state of {_names(stored)}, but register() was given {_names(tracked)}: "
                 "register the same objects under the same names"
             )
+        handles = handle_ids(self._objects.values())
         for name, value in self._objects.items():
+            kept = state["objects"][name]
             try:
-                value.load_state_dict(state["objects"][name])
+                value.load_state_dict(
+                    with_handles(value, handles, kept) if isinstance(value, torch.optim.Optimizer) else kept
+                )
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateError(
                     f"the state that the last commit holds for {name!r} does not fit the {type(value).__name__} "
@@ -131,6 +139,11 @@ class DenseState:
         random.setstate((version, tuple(map(int, numbers)), gauss))  # a tuple in commits of earlier versions
         kind, words, place, has_gauss, cached = state["numpy"]
         np.random.set_state((kind, words.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above
+
+
+def _state_of(value: Stateful, handles: Collection[int]) -> dict[str, Any]:
+    """Return the state of an object, without that of handles."""
+    return state_without(value, handles) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
 
 
 def _names(names: set[str]) -> str:

@@ -2,33 +2,110 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from tiercache.errors import StateError
+from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
-from tiercache.training.scaled_loss import check_unscaled, watch_scalers
+from tiercache.training.scaled_loss import watch_scalers
+from tiercache.training.tracers import tracer_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tiercache.processors.processor import Processor
     from tiercache.schema import Feature, Schema
-    from tiercache.training.batch import Batch
+    from tiercache.training.row_gradients import RowGradients
+    from tiercache.training.tracers import Mark
 
 
-class EmbeddingBagCollection(nn.Module):
+class TableModule(nn.Module):
+    """A module that looks tables up.
+
+    It has no rows: of each table it has a 0-dim parameter, by which rows follow what a loop does to gradients (see
+    `tracers`). An optimizer that owns it steps the table, ``requires_grad_(False)`` freezes that. Its value means
+    nothing, and it is not part of the module's state.
+    """
+
+    def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
+        super().__init__()
+        watch_scalers()
+        self.features, self.dims, self._specs = _choose(schema, features)
+        self.tables = [*dict.fromkeys(self._specs[name].table for name in self.features)]
+        """The tables looked up."""
+        self.handles = nn.ParameterList(nn.Parameter(torch.zeros((), device="cpu")) for _ in self.tables)
+        """The parameter of each table."""
+        self._rows: Callable[[], dict[str, Any]] | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for handle in self.handles:  # no 16-bit number holds a tracer, and to_empty() leaves anything
+            handle.data = torch.zeros((), device=handle.device)
+        return found
+
+    def bind(self, rows: Callable[[], dict[str, Any]]) -> None:
+        """Belong to ``rows``: those of a store at a commit.
+
+        Raises StateError where a state was loaded that belongs to others.
+        """
+        self._rows = rows
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raise StateError where the rows are not those that the loaded state belongs to."""
+        state = self._loaded
+        if state is None or self._rows is None or state == (now := self._rows()):
+            return
+        self._loaded = None
+        raise StateError(
+            f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has those "
+            f"of commit {now['commit']} of {now['store']}: roll the store back, or load the state of its rows"
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state: no rows and no handles; its metadata say to which commit of which store it belongs."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        for index in range(len(self.handles)):
+            found.pop(f"{prefix}handles.{index}", None)
+        if self._rows is not None and hasattr(found, "_metadata"):
+            found._metadata[prefix[:-1]]["rows"] = self._rows()
+        return found
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        self._loaded = local_metadata.get("rows")
+        self._check_rows()
+        for index, handle in enumerate(self.handles):
+            state_dict.setdefault(f"{prefix}handles.{index}", handle.detach())
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def table_modules(objects: Iterable[object]) -> list[TableModule]:
+    """Return the modules that look tables up, of all modules among ``objects``."""
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    return [part for module in modules for part in module.modules() if isinstance(part, TableModule)]
+
+
+def handle_ids(objects: Iterable[object]) -> set[int]:
+    """Return the ids of the handles of all modules among ``objects``."""
+    return {id(handle) for module in table_modules(objects) for handle in module.handles}
+
+
+class EmbeddingBagCollection(TableModule):
     """Looks up features and pools each: (N, sum of dims), features side by side in the order given.
 
     schema: that of the dataset. The module exists without a cache, and is bound to one by being given to it.
 
     mode: "sum", "mean" or "max", for all features or by feature name. Per-id weights multiply the vectors before
-    pooling ("mean" still divides by the number of ids; "max" takes none); an empty bag is zeros. It has no
-    parameters: rows step with the tracked optimizer, and no gradient of a table ever exists. Outputs are float32 and
-    come from a pool: they are yours as long as you refer to them.
+    pooling ("mean" still divides by the number of ids; "max" takes none); an empty bag is zeros. No
+    gradient of a table ever exists: its parameters are handles, see `TableModule`. Outputs are float32 and come from a
+    pool: they are yours as long as you refer to them.
 
     weighted: the features whose weights ``forward`` will be given. On several ranks it has to be known before: their
     rows are brought, and other features may be pooled by the rank that owns them.
@@ -44,9 +121,7 @@ class EmbeddingBagCollection(nn.Module):
         mode: str | Mapping[str, str] = "sum",
         weighted: Sequence[str] = (),
     ) -> None:
-        super().__init__()
-        watch_scalers()
-        self.features, self.dims, specs = _choose(schema, features)
+        super().__init__(schema, features)
         modes = {name: mode if isinstance(mode, str) else mode.get(name, "sum") for name in self.features}
         if not isinstance(mode, str) and (unknown := [name for name in mode if name not in modes]):
             raise ValueError(
@@ -63,8 +138,7 @@ class EmbeddingBagCollection(nn.Module):
         """Columns of the output."""
         cols = np.concatenate([[0], np.cumsum(self.dims)]).astype(np.int64)
         self._cols = {name: int(cols[i]) for i, name in enumerate(self.features)}
-        self._specs, self._modes = specs, modes
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._modes = modes
         self._parts: dict[tuple[tuple[int, ...], frozenset[str], frozenset[str]], list[FeaturePart]] = {}
         self.pooling = {name: None if name in weighted else chosen for name, chosen in modes.items()}
         """By feature, how it is pooled; None where its rows are needed."""
@@ -104,10 +178,11 @@ class EmbeddingBagCollection(nn.Module):
             PooledLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
             for part in self._parts[key]
         ]
-        shape, names = (batch.num_samples, self.out_features), tuple(given)
+        shape, names, handles = (batch.num_samples, self.out_features), tuple(given), tuple(self.handles)
         result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
-            self._anchor, processor, lookups, list(ready.values()), shape, names, *given.values()
-        )
+            _Handles(self.tables, handles, batch.rows.gradients), processor, lookups, list(ready.values()), shape,
+            names, *handles, *given.values(),
+        )  # fmt: skip
         return result
 
     def split(self, out: torch.Tensor) -> list[torch.Tensor]:
@@ -123,7 +198,7 @@ class EmbeddingBagCollection(nn.Module):
                     f"weights were given for {name!r}, which the rank that owns table {self._specs[name].table!r} has "
                     f"pooled already: make the module with weighted=[{name!r}]"
                 )
-        return {name: ReadyLookup(batch, one, self._cols[name]) for name, one in found.items()}
+        return {name: ReadyLookup(batch, one, self._specs[name].table, self._cols[name]) for name, one in found.items()}
 
     def _cut(self, features: Sequence[str], groups: Sequence[int], weighted: frozenset[str]) -> list[FeaturePart]:
         """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""
@@ -153,7 +228,7 @@ class EmbeddingBagCollection(nn.Module):
         )
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(TableModule):
     """Looks up one vector for each id, without pooling.
 
     The output is a dictionary by feature: (N, dim) where a sample has one id, (N, length, dim) for a fixed list,
@@ -162,11 +237,8 @@ class EmbeddingCollection(nn.Module):
     """
 
     def __init__(self, schema: Schema, features: Sequence[str] | None = None) -> None:
-        super().__init__()
-        watch_scalers()
-        self.features, self.dims, self._specs = _choose(schema, features)
+        super().__init__(schema, features)
         self._parts: dict[tuple[int, ...], list[FeaturePart]] = {}
-        self._anchor = torch.zeros((), requires_grad=True)
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -181,7 +253,10 @@ class EmbeddingCollection(nn.Module):
             self._parts[groups] = self._cut(groups)
         parts = self._parts[groups]
         lookups = [RowLookup(part, batch) for part in parts]
-        outs = _RowFunction.apply(self._anchor, batch.rows.processor, lookups)  # type: ignore[no-untyped-call]
+        handles = _Handles(self.tables, tuple(self.handles), batch.rows.gradients)
+        outs = _RowFunction.apply(  # type: ignore[no-untyped-call]
+            handles, batch.rows.processor, lookups, *handles.parameters
+        )
         found: dict[str, torch.Tensor] = {}
         for name, out in zip((name for part in parts for name in part.features), outs, strict=True):
             spec = self._specs[name]
@@ -206,11 +281,87 @@ class EmbeddingCollection(nn.Module):
         ]
 
 
+class EmbeddingBag(EmbeddingBagCollection):
+    """Looks up and pools one feature, in place of an `nn.EmbeddingBag`: (N, dim)."""
+
+    def __init__(self, schema: Schema, feature: str, *, mode: str = "mean") -> None:
+        super().__init__(schema, [feature], mode=mode)
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Batch | JaggedIds,  # noqa: A002 - torch's name
+        offsets: None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Look up ``batch.features[name]``, or its feature of a batch.
+
+        per_sample_weights: float32 (ids,), differentiable; they take the place of the data's own. offsets: those of the
+        batch; give none. Raises ValueError for another feature, TypeError for what is no feature of a batch.
+        """
+        batch = _batch_of(input, offsets, self.features[0])
+        weights = None if per_sample_weights is None else {self.features[0]: per_sample_weights}
+        return super().forward(batch, weights)
+
+
+class Embedding(EmbeddingCollection):
+    """Looks up one vector for each id of one feature, in place of an `nn.Embedding`."""
+
+    def __init__(self, schema: Schema, feature: str) -> None:
+        super().__init__(schema, [feature])
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Batch | JaggedIds,  # noqa: A002 - torch's name
+    ) -> torch.Tensor:
+        """Look up ``batch.features[name]``, or its feature of a batch: as `EmbeddingCollection` does."""
+        return super().forward(_batch_of(input, None, self.features[0]))[self.features[0]]
+
+
+def _batch_of(given: Any, offsets: object, feature: str) -> Batch:
+    """Return the batch that ids are of."""
+    if offsets is not None:
+        raise TypeError(f"offsets were given with feature {feature!r}: a feature of a batch has its own, so give none")
+    if isinstance(given, JaggedIds):
+        if given.feature != feature:
+            raise ValueError(f"this module looks up {feature!r} and was given {given.feature!r}: give that feature")
+        return given.batch
+    if isinstance(given, Batch):
+        return given
+    raise TypeError(
+        f"a module that looks up {feature!r} was given a {type(given).__name__}: give it batch.features[{feature!r}] "
+        "or the batch; make one of your own keys with Visit.batch"
+    )
+
+
+class _Handles(NamedTuple):
+    """The tables of one lookup by their handles."""
+
+    tables: Sequence[str]
+    parameters: tuple[nn.Parameter, ...]
+    gradients: RowGradients | None
+
+    def mark(self, needed: Sequence[bool]) -> dict[str, Mark]:
+        """Note, in backward, that the gradients of the tables that need one wait for a step."""
+        tracers = None if self.gradients is None else self.gradients.tracers
+        found: dict[str, Mark] = {}
+        for table, handle, need in zip(self.tables, self.parameters, needed, strict=True):
+            tracer = tracers.of(handle, table) if tracers is not None and need else None
+            if tracer is not None:
+                found[table] = tracer.mark()
+        return found
+
+    def gradient(
+        self, marks: Mapping[str, Mark], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return what backward leaves in the handles."""
+        return tracer_gradients(self.parameters, [table in marks for table in self.tables], gradients)
+
+
 class _PooledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor, lookups: list[PooledLookup],
+    def forward(ctx: Any, handles: _Handles, processor: Processor, lookups: list[PooledLookup],
                 ready: list[ReadyLookup], shape: tuple[int, int], names: tuple[str, ...],
-                *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                *_tensors: torch.Tensor) -> torch.Tensor:  # fmt: skip
         # here, as torch lets nobody change in place what was given and comes back
         out = processor.empty(shape, np.float32)
         if lookups:
@@ -218,41 +369,48 @@ class _PooledFunction(torch.autograd.Function):
         result = processor.tensor(out)
         for found in ready:
             found.write(result)
-        ctx.processor, ctx.lookups, ctx.ready, ctx.names = processor, lookups, ready, names
+        ctx.handles, ctx.processor, ctx.lookups, ctx.ready, ctx.names = handles, processor, lookups, ready, names
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        check_unscaled()
         processor: Processor = ctx.processor
+        handles: _Handles = ctx.handles
+        marks = handles.mark(ctx.needs_input_grad[_NOT_TENSORS : _NOT_TENSORS + len(handles.parameters)])
         grad = processor.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
         for lookup in ctx.lookups:
             if set(lookup.part.features) & set(ctx.names):
                 by_name |= {n: processor.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
-            lookup.backward(grad)
+            lookup.backward(grad, marks)
         for found in ctx.ready:
-            found.backward(grads[0])
-        return None, None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
+            found.backward(grads[0], marks)
+        of_handles = handles.gradient(marks, grads)
+        return *(None,) * _NOT_TENSORS, *of_handles, *(by_name.get(name) for name in ctx.names)
+
+
+_NOT_TENSORS = 6
+"""Arguments of `_PooledFunction` before its tensors."""
 
 
 class _RowFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor,
-                lookups: list[RowLookup]) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        ctx.processor = processor
+    def forward(ctx: Any, handles: _Handles, processor: Processor, lookups: list[RowLookup],
+                *_handles: torch.Tensor) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.handles, ctx.processor = handles, processor
         ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
         ctx.set_materialize_grads(False)
         outs = processor.gather([(lookup.rows, lookup.entries) for lookup in lookups])
         return tuple(processor.tensor(out) for out in outs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
-        check_unscaled()
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        handles: _Handles = ctx.handles
+        marks = handles.mark(ctx.needs_input_grad[3:])
         for (lookup, feature), grad in zip(ctx.features, grads, strict=True):
             if grad is not None:
-                lookup.backward(feature, ctx.processor.array(grad))
-        return None, None, None
+                lookup.backward(feature, ctx.processor.array(grad), marks)
+        return None, None, None, *handles.gradient(marks, grads)
 
 
 def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
@@ -145,9 +146,13 @@ class LocalExchange:
         """Return this one."""
         return self
 
-    def step(self, rows: Sequence[GroupRows]) -> None:
-        """Step the rows."""
-        self._optimizer.step(rows)
+    def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
+        """Step the rows of the tables that step with ``optimizer``; None: all."""
+        self._optimizer.step_rows(rows, optimizer)
+
+    def leave(self, where: str) -> None:
+        """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
+        self._optimizer.gradients.leave(where)
 
     def discard(self) -> None:
         """Drop the gradients."""

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.pooling import MAX, MEAN, SUM
 from tiercache.processors.entries import Entries, Pending
 from tiercache.training.joining import join_part
+from tiercache.training.row_gradients import NOBODY_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tiercache.processors.entries import Array
     from tiercache.tiers.rows import GroupRows
     from tiercache.training.batch import Batch, Pooled
     from tiercache.training.joining import FeaturePart
+    from tiercache.training.tracers import Mark
 
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
 
@@ -74,8 +77,10 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
 
 
 def _check_stepped(batch: Batch) -> None:
-    if batch.rows.gradients is not None and torch.is_grad_enabled():
-        batch.rows.gradients.check_stepped()
+    """Raise StateError where gradients wait for a step that nobody takes."""
+    gradients = batch.rows.gradients
+    if gradients is not None and torch.is_grad_enabled() and not gradients.tracers.is_stepped and gradients.is_pending:
+        raise StateError(NOBODY_STEPS)
 
 
 class PooledLookup:
@@ -92,18 +97,19 @@ class PooledLookup:
         """The rows looked up."""
         return self.batch.rows.groups[self.part.group]
 
-    def backward(self, grad_NT: Array) -> None:
-        """Leave the gradient for the step."""
+    def backward(self, grad_NT: Array, marks: Mapping[str, Mark]) -> None:
+        """Leave the gradient for the step, with the marks of tables that are not frozen."""
         gradients, e = self.batch.rows.gradients, self.entries
         if gradients is None or e.starts[-1] == 0:
             return
         self.batch.rows.check()  # slots mean other rows in the next visit
-        gradients.add(
+        gradients.wait(
             self.part.group,
             Pending(
                 slots=e.slots, gradient=grad_NT.reshape(-1), width=grad_NT.shape[1], cols=self.part.cols,
                 places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), sorted=e.sorted,
             ),
+            e.starts, [marks.get(table) for table in self.part.tables],
         )  # fmt: skip
 
     def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
@@ -117,20 +123,20 @@ class PooledLookup:
 class ReadyLookup:
     """Forward and backward of one feature that another rank pooled."""
 
-    def __init__(self, batch: Batch, found: Pooled, col: int) -> None:
+    def __init__(self, batch: Batch, found: Pooled, table: str, col: int) -> None:
         """col: its first column in the output and its gradient."""
-        self._rows, self._found = batch.rows, found
+        self._rows, self._found, self._table = batch.rows, found, table
         self._columns = slice(col, col + found.vectors.shape[1])
 
     def write(self, out_NT: torch.Tensor) -> None:
         """Write its columns."""
         out_NT[:, self._columns] = self._found.vectors
 
-    def backward(self, grad_NT: torch.Tensor) -> None:
+    def backward(self, grad_NT: torch.Tensor, marks: Mapping[str, Mark]) -> None:
         """Leave the gradient for the step."""
-        if self._rows.gradients is not None:
+        if self._rows.gradients is not None and self._table in marks:
             self._rows.check()  # as above
-            self._found.gradients.append(grad_NT[:, self._columns].detach())
+            self._found.waiting.append((grad_NT[:, self._columns].detach(), marks[self._table]))
 
 
 class RowLookup:
@@ -146,17 +152,18 @@ class RowLookup:
         """The rows looked up."""
         return self.batch.rows.groups[self.part.group]
 
-    def backward(self, feature: int, grad_ED: Array) -> None:
+    def backward(self, feature: int, grad_ED: Array, marks: Mapping[str, Mark]) -> None:
         """Leave one feature's gradient for the step."""
         gradients = self.batch.rows.gradients
         first, last = (int(n) for n in self.entries.starts[feature : feature + 2])
         if gradients is None or first == last:
             return
         self.batch.rows.check()  # as above
-        gradients.add(
+        gradients.wait(
             self.part.group,
             Pending(
                 slots=self.entries.slots[first:last], gradient=grad_ED.reshape(-1), width=grad_ED.shape[1],
                 cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4,
             ),
+            np.array([0, last - first]), [marks.get(self.part.tables[feature])],
         )  # fmt: skip

@@ -17,7 +17,7 @@ from tiercache.passes.samples import FeatureIds
 from tiercache.processors.entries import Wanted
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
-from tiercache.training.row_optimizer import RowGradients
+from tiercache.training.row_gradients import RowGradients
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
     from tiercache.training.batch import Batch
     from tiercache.training.row_optimizer import RowOptimizer
+    from tiercache.training.tracers import Mark
 
 Missing = Literal["error", "zero", "init", "load"]
 MISSING = ("error", "zero", "init", "load")
@@ -196,13 +197,13 @@ class _HeldGradients(RowGradients):
     """Passes the gradients of rows of the visit on, under their slots; those of missing keys go nowhere."""
 
     def __init__(self, visit: RowGradients, added: dict[int, _GatheredRows], processor: Processor) -> None:
-        super().__init__(0)
+        super().__init__(0, visit.tracers)
         self._visit, self._added, self._processor = visit, added, processor
 
-    def add(self, group: int, pending: Pending) -> None:
+    def wait(self, group: int, pending: Pending, starts: NDArray[np.int64], marks: Sequence[Mark | None]) -> None:
         """Add the gradient of one lookup. Waits for a GPU."""
         if group not in self._added:
-            self._visit.add(group, pending)
+            self._visit.wait(group, pending, starts, marks)
             return
         added = self._added[group]
         seen, given = self._processor.tensor, self._processor.array
@@ -212,7 +213,7 @@ class _HeldGradients(RowGradients):
             return
         slots = given(seen(added.slots_R)[numbers[kept]])
         if len(kept) == len(numbers):
-            self._visit.add(group, replace(pending, slots=slots))
+            self._visit.wait(group, replace(pending, slots=slots), starts, marks)
             return
         argmax, scales = pending.argmax, pending.scales
         if argmax.shape[0]:  # it names entries by their numbers, which change; without a maximum it is anything
@@ -224,4 +225,9 @@ class _HeldGradients(RowGradients):
         if scales.shape[0]:
             scales = given(seen(scales)[kept])
         places = given(seen(self._processor.places(pending))[kept])
-        self._visit.add(group, replace(pending, slots=slots, places=places, scales=scales, argmax=argmax))
+        self._visit.wait(
+            group,
+            replace(pending, slots=slots, places=places, scales=scales, argmax=argmax),
+            np.searchsorted(kept.cpu().numpy(), starts),
+            marks,
+        )

@@ -87,7 +87,7 @@ class ResidentCache:
         for g in range(len(self._groups)):
             self._fill(g)
         self.optimizer = RowOptimizer(self._groups, self._processor)
-        self._pipeline, self._hooks = BatchPipeline(self._processor), StepHooks(self.step)
+        self._pipeline, self._hooks = BatchPipeline(self._processor), StepHooks(self)
         alone = LocalCommunicator(self._processor.device)
         self._exchange = LocalExchange(alone, self._processor, self.optimizer, self.rows_now)
         self._raw = RawKeys(passes.schema, self._groups, self._exchange, self.optimizer, self._processor)
@@ -131,7 +131,7 @@ class ResidentCache:
     def register(self, **objects: Any) -> None:
         """Step rows when an optimizer among these objects steps; nothing is saved."""
         self._check_open()
-        self.optimizer.gradients.is_stepped |= self._hooks.follow(objects)
+        self._hooks.follow(objects.values())
 
     def passes(self, epochs: int) -> Iterator[Visit]:
         """Yield the visits up to the end of epoch ``epochs``, from the first not trained yet."""
@@ -194,19 +194,26 @@ class ResidentCache:
         if self._closed:
             raise StateError("this cache is closed, and its rows are gone: read them before close()")
 
-    def step(self) -> None:
-        """Apply the pending row gradients."""
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending gradients of the tables that step with ``optimizer``."""
         if self._visit is None:
-            raise StateError("step() was called outside a visit: step inside the loop over passes()")
-        self.optimizer.step(self._visit.rows.groups)
+            raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
+        self.optimizer.step_rows(self._visit.rows.groups, optimizer)
 
-    def discard(self) -> None:
+    def clip_grad_norm_(
+        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of rows and of dense parameters by their common 2-norm, which is returned.
+
+        In place of `torch.nn.utils.clip_grad_norm_`, which sees no rows: dense parameters are those of ``optimizer``,
+        or of all that the cache was given, and the rows those that step with it. Call it between backward and step,
+        and with a GradScaler behind ``unscale_``.
+        """
+        return self.optimizer.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
+
+    def _discard(self) -> None:
         """Drop the pending row gradients."""
         self.optimizer.discard()
-
-    def set_learning_rate(self, learning_rate: float, *, tables: Sequence[str] | None = None) -> None:
-        """Change the row optimizers' learning rate from the next step on."""
-        self.optimizer.set_learning_rate(learning_rate, tables)
 
     def keys(self, table_name: str) -> NDArray[np.int64]:
         """Return all keys of a table, in the order of ``fields``."""

@@ -1,99 +1,224 @@
-"""The row optimizers: pending gradients of the batches since the last step, and the step that applies them."""
+"""RowOptimizer: the optimizer of the rows of all tables, as torch's optimizers are of dense parameters."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tiercache.errors import StateError
 from tiercache.processors.entries import GroupStep
+from tiercache.store.table import Group
+from tiercache.training.clipping import clip, squared_norm
+from tiercache.training.row_gradients import RowGradients
+from tiercache.training.tracers import Tracers, parameter_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from tiercache.processors.entries import Pending
+    from torch import nn
+
     from tiercache.processors.processor import Processor
-    from tiercache.store.table import Group
+    from tiercache.store.optimizer import Optimizer
+    from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
-
-NOBODY_STEPS = (
-    "row gradients of an earlier batch are pending, but the cache has no optimizer and step() was never called, so no "
-    "row would be trained: give the cache the optimizer (optimizer=...) before the loop, or step() after each backward"
-)
+    from tiercache.training.tracers import Mark, Tracer
 
 
-class RowGradients:
-    """What backward leaves for the step, by group, in the order of the backward calls."""
+class RowOptimizer(torch.optim.Optimizer):
+    """Updates rows by the optimizer that their table was made with.
 
-    def __init__(self, num_groups: int) -> None:
-        self.pending: list[list[Pending]] = [[] for _ in range(num_groups)]
-        self.is_stepped = False
-        """Whether the cache has an optimizer, or a step was taken: else nobody may ever step them."""
+    ``param_groups`` are the tables: ``lr``, ``weight_decay`` (L2, of the rows that a step touches) and, as the table's
+    optimizer has them, ``eps`` and ``betas``. They are read at each step, so schedulers of `torch.optim.lr_scheduler`
+    work on it. Tables with the same row layout share them. All gradients of a row since the last step are summed in the
+    order of the backward calls, in each by feature and sample, and the row is updated once.
 
-    def add(self, group: int, pending: Pending) -> None:
-        """Add the gradient of one lookup."""
-        self.pending[group].append(pending)
-
-    def check_stepped(self) -> None:
-        """Raise StateError where gradients wait for a step that nobody takes; called before another lookup."""
-        if not self.is_stepped and any(self.pending):
-            raise StateError(NOBODY_STEPS)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        for pending in self.pending:
-            pending.clear()
-
-
-class RowOptimizer:
-    """Steps rows of every group: all gradients of a row since the last step are summed, then it is updated once.
-
-    The sum is in the order of the backward calls, in each by feature and sample, whatever slots rows have and
-    however many threads there are.
+    Rows step behind the optimizers that the cache was given, or by ``step()`` of this one.
     """
 
     def __init__(self, groups: tuple[Group, ...], processor: Processor) -> None:
         self._groups, self._processor = groups, processor
-        self.gradients = RowGradients(len(groups))
-        self.learning_rates = [float(group.optimizer.learning_rate) for group in groups]
-        """One rate for each group."""
+        self.tracers = Tracers()
+        self.gradients = RowGradients(len(groups), self.tracers)
         self.steps = 0
-        """Steps applied so far: Adam's bias correction counts them, and stochastic rounding draws its bits by them."""
+        """Steps applied so far."""
+        self._step: Callable[[torch.optim.Optimizer | None], None] | None = None
+        self._discard: Callable[[], None] = self.discard
+        tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
+        all_adam = all("betas" in table for table in tables)
+        super().__init__(tables, {"betas": (0.9, 0.999)} if all_adam else {})
+        self._of = {group["table"]: group for group in self.param_groups}
+
+    # -- as torch's optimizers ----------------------------------------------------------------------------
+
+    def bind(self, step: Callable[[torch.optim.Optimizer | None], None], discard: Callable[[], None]) -> None:
+        """Let ``step()`` and ``zero_grad()`` call these; whoever has this is not kept alive by a scheduler on it."""
+        self._step, self._discard = step, discard
+
+    def own(self, handles: Mapping[str, Iterable[nn.Parameter]]) -> None:
+        """Take the handles of tables among its parameters, by table."""
+        for table, some in handles.items():
+            parameters = self._of[table]["params"] if table in self._of else []
+            for one in some:
+                self.tracers.of(one, table)
+                if not any(one is other for other in parameters):
+                    parameters.append(one)
+
+    def step(self, closure: Callable[[], Any] | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Update the rows of all tables that have gradients; those dropped since backward are not applied.
+
+        optimizer: of those tables alone that step with it; the cache calls it so behind each step of that.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._step is None:
+            raise StateError("this optimizer belongs to no cache: step the one that a cache has as cache.optimizer")
+        self._step(optimizer)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the row gradients of all tables."""
+        super().zero_grad(set_to_none)
+        self._discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings of all tables; what rows keep is in the store."""
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        return {"state": {}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them back. Raises StateError where the tables are others."""
+        stored, mine = [group.get("table") for group in state_dict["param_groups"]], [*self._of]
+        if sorted(stored, key=str) != sorted(mine):
+            raise StateError(f"the state is of tables {stored} and the cache has {mine}: use the same tables")
+        for group in state_dict["param_groups"]:
+            self._of[group["table"]].update(group)
+
+    # -- for the cache ------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
         """Whether a backward was not stepped yet."""
-        return any(self.gradients.pending)
+        return self.gradients.is_pending
 
     def check_stepped(self, visit: str) -> None:
         """Raise StateError where gradients are pending though ``visit`` ends."""
         if self.pending:
             raise StateError(
-                f"{visit} ended between backward and step, and its row gradients would be lost: call step() after its "
-                "last batch, or discard()"
+                f"{visit} ended between backward and step, and its row gradients would be lost: step the optimizer "
+                "after its last batch, or drop them with zero_grad()"
             )
+        self.gradients.leave(visit)
 
     def discard(self) -> None:
         """Drop the pending gradients."""
         self.gradients.clear()
 
-    def step(self, rows: Sequence[GroupRows]) -> None:
-        """Apply the pending gradients to ``rows`` and drop them. Without any, only the step is counted."""
-        self.steps += 1
-        self.gradients.is_stepped = True
-        every = zip(self._groups, rows, self.gradients.pending, self.learning_rates, strict=True)
-        due = [GroupStep(group, mine, pending, rate) for group, mine, pending, rate in every if pending]
-        self._processor.step(due, self.steps)
-        self.gradients.clear()
+    def begin_step(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
+        """Return what each table's gradients are multiplied by in the step of ``optimizer``, and count it.
 
-    def set_learning_rate(self, learning_rate: float, tables: Sequence[str] | None = None) -> None:
-        """Change the rate of the groups of ``tables``, or of all, from the next step on."""
-        self.learning_rates = changed_rates(self._groups, self.learning_rates, learning_rate, tables)
+        None: of all tables. A step without gradients, or whose gradients were dropped, is not counted.
+        """
+        self.tracers.is_stepped = True
+        factors = self.tracers.factors(marks, optimizer)
+        if any(factors.values()) or any(self.gradients.pending):
+            self.steps += 1
+            for table in self._tables_of(optimizer):
+                table["step"] += 1
+        return factors
+
+    def _tables_of(self, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+        """Return the tables that step with ``optimizer``: all where it owns none, or is None."""
+        parameters = set() if optimizer is None else parameter_ids(optimizer)
+        owned = [table for table in self.param_groups if any(id(one) in parameters for one in table["params"])]
+        return owned or self.param_groups
+
+    def apply(self, rows: Sequence[GroupRows], factors: Collection[Tracer] = ()) -> None:
+        """Update ``rows`` by the pending gradients and drop them, and those of the handles of ``factors``."""
+        by_number: dict[int, list[GroupStep]] = {}
+        for g, (mine, pending) in enumerate(zip(rows, self.gradients.pending, strict=True)):
+            if pending:
+                by_number.setdefault(self.number(g), []).append(
+                    GroupStep(self.group(g), mine, pending, self.learning_rate(g))
+                )
+        for number, due in by_number.items():
+            self._processor.step(due, number)
+        self.gradients.clear_settled()
+        for tracer in factors:
+            tracer.clear()
+
+    def step_rows(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
+        """Take the step of ``optimizer``, or of all tables: `begin_step` and `apply`."""
+        factors = self.begin_step(self.gradients.marks, optimizer)
+        self.gradients.settle(factors)
+        self.apply(rows, factors)
+
+    def clip(
+        self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Clip the gradients of ``optimizer``, or of all that are followed, and of the rows that step with it."""
+        factors = self.tracers.factors(self.gradients.marks, optimizer)
+        squares = squared_norm(self._groups, self.gradients.applied(factors), self._processor)
+        optimizers = self.tracers.optimizers if optimizer is None else [optimizer]
+        parameters = (one for found in optimizers for group in found.param_groups for one in group["params"])
+        stepped = [tracer for tracer, factor in factors.items() if factor]
+        return clip(parameters, squares, stepped, max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def number(self, g: int) -> int:
+        """Return the number of the step that a group takes now: Adam's bias correction and rounding go by it."""
+        return max(int(self._of[table.name]["step"]) for table in self._groups[g].tables)
+
+    def learning_rate(self, g: int) -> float:
+        """Return the rate of a group."""
+        return float(self._shared(g)["lr"])
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """That of each group."""
+        return [self.learning_rate(g) for g in range(len(self._groups))]
+
+    def group(self, g: int) -> Group:
+        """Return a group whose optimizer has the settings of now."""
+        group, settings = self._groups[g], self._shared(g)
+        now = _optimizer(group.optimizer, settings)
+        return (
+            group
+            if now == group.optimizer
+            else Group(index=group.index, tables=(replace(group.tables[0], optimizer=now),))
+        )
+
+    def _shared(self, g: int) -> dict[str, Any]:
+        """Return the settings of a group. Raises ValueError where those of its tables differ, or are none."""
+        first, *others = (self._of[table.name] for table in self._groups[g].tables)
+        for other in others:
+            for name in _HYPERPARAMETERS:
+                if first.get(name) != other.get(name):
+                    raise ValueError(
+                        f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, with "
+                        f"{name} {first.get(name)} and {other.get(name)}: set both, or give one a dim, dtype or "
+                        "optimizer of its own"
+                    )
+        if not np.isfinite(first["lr"]) or first["lr"] < 0:
+            raise ValueError(
+                f"learning rate {first['lr']} of table {first['table']!r} is not a finite number of at least 0"
+            )
+        return first
 
     def settings(self) -> dict[str, Any]:
         """Return what a commit keeps."""
-        return {"steps": self.steps, "learning_rates": list(self.learning_rates)}
+        kept: dict[str, Any] = {"steps": self.steps, "learning_rates": self.learning_rates}
+        changed = {
+            table.name: {name: value for name, value in now.items() if name not in {"params", "table", "lr"}}
+            for group in self._groups
+            for table in group.tables
+            if (now := self._of[table.name])["step"] != self.steps
+            or _optimizer(group.optimizer, now | {"lr": group.optimizer.learning_rate}) != group.optimizer
+        }
+        return kept | ({"tables": changed} if changed else {})
 
     def restore(self, settings: dict[str, Any]) -> None:
         """Take back what a commit kept; one of rows from outside may keep the steps alone, or nothing."""
@@ -103,31 +228,31 @@ class RowOptimizer:
                 f"the commit has learning rates for {len(rates)} groups of tables and the cache has "
                 f"{len(self._groups)}: open the store with the tables it was made with"
             )
-        self.learning_rates, self.steps = rates, int(settings.get("steps", 0))
+        self.steps = int(settings.get("steps", 0))
+        for group, rate in zip(self._groups, rates, strict=True):
+            for table in group.tables:
+                self._of[table.name].update(
+                    _settings(table) | {"lr": rate, "step": self.steps} | settings.get("tables", {}).get(table.name, {})
+                )
 
 
-def changed_rates(
-    groups: Sequence[Group], rates: Sequence[float], learning_rate: float, tables: Sequence[str] | None
-) -> list[float]:
-    """Return the rates of ``groups`` with that of the groups of ``tables``, or of all, changed.
+_HYPERPARAMETERS = ("lr", "weight_decay", "eps", "betas")
 
-    Raises ValueError for a rate that is none, an unknown table, and where only a part of a group is named.
-    """
-    if not np.isfinite(learning_rate) or learning_rate < 0:
-        raise ValueError(f"learning rate {learning_rate} is not a finite number of at least 0")
-    known = {table.name for group in groups for table in group.tables}
-    wanted = known if tables is None else set(tables)
-    if unknown := wanted - known:
-        raise ValueError(f"there is no table {sorted(unknown)[0]!r}: there are {', '.join(sorted(known))}")
-    changed = list(rates)
-    for g, group in enumerate(groups):
-        names = {table.name for table in group.tables}
-        if names <= wanted:
-            changed[g] = float(learning_rate)
-        elif both := names & wanted:
-            others = ", ".join(sorted(names - wanted))
-            raise ValueError(
-                f"table {sorted(both)[0]!r} shares its group, and so its rate, with {others}: "
-                "name them all, or give the table an optimizer of its own (any other value of eps or decay will do)"
-            )
-    return changed
+
+def _settings(table: Table) -> dict[str, Any]:
+    """Return the settings of a table by torch's names."""
+    kept = asdict(table.optimizer)
+    found = {"table": table.name, "lr": float(kept["learning_rate"]), "weight_decay": kept["decay"], "step": 0}
+    if "beta1" in kept:
+        found["betas"] = (kept["beta1"], kept["beta2"])
+    return found | ({"eps": kept["eps"]} if "eps" in kept else {})
+
+
+def _optimizer(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:
+    """Return an optimizer with other settings but the learning rate, which is a step's."""
+    changed: dict[str, Any] = {"decay": float(settings["weight_decay"])}
+    if hasattr(optimizer, "eps"):
+        changed["eps"] = float(settings["eps"])
+    if hasattr(optimizer, "beta1"):
+        changed["beta1"], changed["beta2"] = map(float, settings["betas"])
+    return replace(optimizer, **changed)

@@ -1,25 +1,26 @@
-"""Refuses row gradients that a GradScaler scaled, because rows do not unscale theirs.
+"""Whether a backward pass began at a scaled loss: known without being told, whatever the loop looks like.
 
-`GradScaler.scale` is wrapped once for the whole process. Each tensor that it returns notes, when a backward pass begins
-at it, which pass that is; a lookup that this pass reaches finds its own pass among those noted. So it does not matter
-what the loop does with the scaler, and a scaled loss that no row is part of disturbs nobody.
+A `GradScaler` scales gradients in backward and unscales the ``.grad`` of the parameters of its optimizer. So ``scale``
+is wrapped once: the tensors that it returns note the backward pass that begins at them, and by how much it is scaled.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from functools import wraps
-from typing import Any
+from collections import OrderedDict
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from tiercache.errors import StateError
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-__all__ = ["check_unscaled", "watch_scalers"]
+__all__ = ["backward_number", "scale_of_backward", "watch_scalers"]
 
-_scaled_passes: deque[int] = deque(maxlen=64)
-"""Numbers of the newest backward passes that began at a scaled loss; no more of them run at a time."""
+_MOST = 64
+_scales: OrderedDict[int, torch.Tensor] = OrderedDict()
+"""By the number of the backward pass, of the newest that began at a scaled loss; no more of them run at a time."""
 _watched: set[type[GradScaler]] = set()
 
 
@@ -34,13 +35,14 @@ def watch_scalers() -> None:
                 _watch(scaler)
 
 
-def check_unscaled() -> None:
-    """Raise StateError in a backward pass that began at a scaled loss."""
-    if _scaled_passes and torch._C._current_graph_task_id() in _scaled_passes:
-        raise StateError(
-            "row gradients are scaled by a GradScaler, which tiercache does not unscale yet: disable it, or train in "
-            "bfloat16"
-        )
+def backward_number() -> int:
+    """Return the number of the backward pass that runs in this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def scale_of_backward() -> torch.Tensor | None:
+    """Return what the loss of the backward pass that runs was multiplied by, 0-dim; None where it was not."""
+    return _scales.get(backward_number()) if _scales else None
 
 
 def _watch(scaler: type[GradScaler]) -> None:
@@ -49,22 +51,25 @@ def _watch(scaler: type[GradScaler]) -> None:
     @wraps(scale)
     def watched(self: GradScaler, outputs: Any) -> Any:
         scaled = scale(self, outputs)
-        return _noting(scaled) if self.is_enabled() else scaled
+        return _noting(scaled, partial(scale, self)) if self.is_enabled() else scaled
 
     scaler.scale = watched  # type: ignore[method-assign]
 
 
-def _noting(scaled: Any) -> Any:
+def _noting(scaled: Any, scale: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return ``scaled``, a tensor or an iterable of them, whose backward passes are noted."""
     if isinstance(scaled, list | tuple):
         for one in scaled:
-            _noting(one)
+            _noting(one, scale)
     elif not isinstance(scaled, torch.Tensor):
-        return map(_noting, scaled)
+        return (_noting(one, scale) for one in scaled)
     elif scaled.grad_fn is not None:
-        scaled.grad_fn.register_prehook(_note)
+        # one, scaled: the scale as of now, without waiting for a GPU as get_scale() does
+        scaled.grad_fn.register_prehook(partial(_note, scale(torch.ones((), device=scaled.device))))
     return scaled
 
 
-def _note(_gradients: object) -> None:
-    _scaled_passes.append(torch._C._current_graph_task_id())
+def _note(scale: torch.Tensor, _gradients: object) -> None:
+    _scales[backward_number()] = scale
+    while len(_scales) > _MOST:
+        _scales.popitem(last=False)

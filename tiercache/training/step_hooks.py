@@ -1,43 +1,70 @@
-"""Rows step when a tracked optimizer does."""
+"""Rows step when an optimizer that the cache was given does."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from tiercache.errors import StateError
+from tiercache.training.embedding import table_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable
+
+    from tiercache.training.row_optimizer import RowOptimizer
+
+
+class Stepped(Protocol):
+    """A cache, as its optimizer calls it."""
+
+    optimizer: RowOptimizer
+
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None: ...
+
+    def _discard(self) -> None: ...
 
 
 class StepHooks:
-    """Calls ``step`` behind each step of the optimizer that is followed: at most one."""
+    """Steps the optimizer of a cache's rows behind the optimizers that are followed.
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        """step: a method of whoever has this; an optimizer does not keep that one alive."""
-        self._step = weakref.WeakMethod(step)
+    Neither these nor a scheduler of the rows' optimizer keep the cache alive.
+    """
+
+    def __init__(self, cache: Stepped) -> None:
+        step, discard = weakref.WeakMethod(cache._step), weakref.WeakMethod(cache._discard)
+
+        def call_step(optimizer: torch.optim.Optimizer | None) -> None:
+            found = step()
+            if found is None:
+                raise StateError("the cache of this optimizer is gone: keep the cache as long as its loop")
+            found(optimizer)
+
+        def call_discard() -> None:
+            found = discard()
+            if found is not None:
+                found()
+
+        cache.optimizer.bind(call_step, call_discard)
+        self._rows = weakref.ref(cache.optimizer)
         self._hooks: list[Any] = []
 
-    def check(self, objects: dict[str, Any]) -> None:
-        """Raise StateError where ``objects`` would make it two optimizers."""
-        if len(_optimizers(objects)) + len(self._hooks) > 1:
-            raise StateError(
-                "register() was given two optimizers, and rows step when the optimizer does: give one, and keep "
-                "the other's state in an object of your own"
-            )
+    def follow(self, objects: Iterable[Any]) -> None:
+        """Follow the optimizers among ``objects``; the rows' optimizer gets the handles of the modules among them."""
+        rows = self._rows()
+        assert rows is not None
+        for value in objects:
+            if isinstance(value, torch.optim.Optimizer):
+                self._hooks.append(value.register_step_post_hook(self._call))
+                rows.tracers.follow(value)
+            for part in table_modules([value]):
+                rows.own({table: [handle] for table, handle in zip(part.tables, part.handles, strict=True)})
 
-    def follow(self, objects: dict[str, Any]) -> bool:
-        """Follow the optimizers among ``objects``; returns whether any is followed now."""
-        self._hooks += [found.register_step_post_hook(self._call) for found in _optimizers(objects)]
-        return bool(self._hooks)
-
-    def _call(self, *_: object) -> None:
-        step = self._step()
-        if step is not None:
-            step()
+    def _call(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        rows = self._rows()
+        if rows is not None:
+            rows.step(optimizer=optimizer)
 
     def remove(self) -> None:
         """Follow none any more."""
@@ -55,7 +82,3 @@ def named_objects(**given: Any) -> dict[str, Any]:
         elif value is not None:
             found[name] = value
     return found
-
-
-def _optimizers(objects: dict[str, Any]) -> list[torch.optim.Optimizer]:
-    return [value for value in objects.values() if isinstance(value, torch.optim.Optimizer)]

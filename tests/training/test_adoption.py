@@ -1,0 +1,427 @@
+"""A plain DLRM adopts tiercache by replacing its `nn.EmbeddingBag`s, and trains to the numbers that torch gives.
+
+Both sides run the loop that people write, and the same variants of it: loss scaling, clipping, schedulers,
+accumulation, two optimizers, a batch fetched ahead. The rows are out of core: the device holds a quarter of them, and
+in the middle the training is given up and goes on with new objects from its last commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+import tiercache as tc
+from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.tiers.first_vectors import initial_vectors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+TABLES, ROWS, DIM, DENSE = 8, 400, 16, 4
+PASSES, BATCHES, BATCH, EPOCHS = 8, 5, 32, 5
+STEPS = PASSES * BATCHES * EPOCHS
+DENSE_RATE, ROW_RATE = 0.05, 0.2
+ROW_OPTIMIZERS = {
+    "SGD": tc.SGD(learning_rate=ROW_RATE),
+    "Adagrad": tc.Adagrad(learning_rate=ROW_RATE, initial_accumulator=0.1),
+}
+
+
+# -- the model, as people write it ----------------------------------------------------------------------------
+
+
+class DLRM(nn.Module):
+    """A bottom of dense features, a vector for each table, the products of all pairs, and a top."""
+
+    def __init__(self, tables: list[nn.Module], top_width: int = 16) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+        self.bottom = nn.Sequential(nn.Linear(DENSE, 16), nn.ReLU(), nn.Linear(16, DIM), nn.ReLU())
+        pairs = (TABLES + 1) * TABLES // 2
+        self.top = nn.Sequential(nn.Linear(DIM + pairs, top_width), nn.ReLU(), nn.Linear(top_width, 1))
+        self.register_buffer("rows_of_pairs", torch.tril_indices(TABLES + 1, TABLES + 1, offset=-1))
+
+    def forward(self, dense: torch.Tensor, bags: list[Any]) -> torch.Tensor:
+        """Return logits (N,)."""
+        x = self.bottom(dense)
+        looked_up = [
+            table(*bag) if isinstance(bag, tuple) else table(bag) for table, bag in zip(self.tables, bags, strict=True)
+        ]
+        vectors = torch.stack([x, *looked_up], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        i, j = self.rows_of_pairs
+        return self.top(torch.cat([x, products[:, i, j]], dim=1)).squeeze(1)
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """Return all but the tables'."""
+        return [*self.bottom.parameters(), *self.top.parameters()]
+
+
+# -- the data: pass p has the keys of a window, most of them several times ------------------------------------
+
+
+def schema_of(optimizer: str) -> tc.Schema:
+    """Eight tables, of which half have bags of any length."""
+    features = [tc.Feature(name=f"f{t}", hotness="ragged" if t % 2 else "one") for t in range(TABLES)]
+    tables = [
+        tc.Table(name=f"f{t}", dim=DIM, optimizer=ROW_OPTIMIZERS[optimizer], initializer=tc.Uniform(low=-0.3, high=0.3))
+        for t in range(TABLES)
+    ]
+    return tc.Schema(
+        features=tuple(features),
+        tables=tuple(tables),
+        label="y",
+        dense=tuple(tc.Dense(column=f"d{i}") for i in range(DENSE)),
+    )
+
+
+def samples() -> list[KeyBatch]:
+    """The samples of every pass."""
+    chance = np.random.default_rng(5)
+    found = []
+    for p in range(PASSES):
+        n, features = BATCH * BATCHES, {}
+        for t in range(TABLES):
+            offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 5, n))]) if t % 2 else None
+            count = n if offsets is None else int(offsets[-1])
+            keys = (p * ROWS // PASSES + (chance.random(count) ** 2 * ROWS / 6).astype(np.int64)) % ROWS
+            features[f"f{t}"] = FeatureKeys(keys, offsets)
+        dense = chance.normal(size=(n, DENSE)).astype(np.float32)
+        label = (dense.sum(axis=1) + chance.normal(size=n) > 0).astype(np.float32)
+        found.append(KeyBatch(label, dense, features))
+    return found
+
+
+# -- two sides of one training --------------------------------------------------------------------------------
+
+
+@dataclass
+class Side:
+    """A model with what trains it; the loops see nothing else."""
+
+    model: DLRM
+    optimizers: list[torch.optim.Optimizer]
+    clip: Callable[[float], Any]
+    rate_optimizers: list[torch.optim.Optimizer]
+    """What a scheduler is made for."""
+    register: Callable[..., None]
+    losses: dict[int, float] = field(default_factory=dict)
+    rows: list[Any] = field(default_factory=list)
+
+
+Batches = Any
+Loop = Any
+
+
+def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """Return torch's. An accumulator that begins at 0 would divide small gradients, and their noise, by themselves."""
+    if name == "Adagrad":
+        return torch.optim.Adagrad(parameters, lr=DENSE_RATE, initial_accumulator_value=0.1)
+    return torch.optim.SGD(parameters, lr=DENSE_RATE)
+
+
+def torch_optimizer(name: str, model: DLRM, tables: slice = slice(None), dense: list[Any] | None = None) -> Any:
+    """Return torch's optimizer, whose second group are tables."""
+    groups = [
+        {"params": model.dense_parameters() if dense is None else dense, "lr": DENSE_RATE},
+        {"params": [p for table in model.tables[tables] for p in table.parameters()], "lr": ROW_RATE},
+    ]
+    return make_optimizer(name, groups)
+
+
+def theirs(optimizer: str, data: list[KeyBatch], loop: Loop, *, gan: bool) -> Side:
+    """Train with `nn.EmbeddingBag` in memory."""
+    torch.manual_seed(1)
+    tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(TABLES)]
+    torch.manual_seed(1)
+    model = DLRM(list(tables))
+    for table, spec in zip(tables, schema_of(optimizer).tables, strict=True):
+        table.weight.data = torch.from_numpy(initial_vectors(spec, np.arange(ROWS)))
+    if gan:
+        optimizers = [
+            torch_optimizer(optimizer, model, slice(0, 4), [*model.bottom.parameters()]),
+            torch_optimizer(optimizer, model, slice(4, 8), [*model.top.parameters()]),
+        ]
+    else:
+        optimizers = [torch_optimizer(optimizer, model)]
+    side = Side(
+        model, optimizers, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm), optimizers, lambda **_: None
+    )
+    state: dict[str, Any] = {}
+    for index in range(PASSES * EPOCHS):
+        part = data[index % PASSES]
+        loop(side, state, [(index * BATCHES + b, *torch_batch(part.slice(b * BATCH, b * BATCH + BATCH)))
+                           for b in range(BATCHES)])  # fmt: skip
+    return side
+
+
+def torch_batch(part: KeyBatch) -> tuple[Any, ...]:
+    """Return (dense, bags, label) as torch takes them."""
+    bags = []
+    for one in part.features.values():
+        offsets = np.arange(part.dense.shape[0]) if one.offsets is None else one.offsets[:-1]
+        bags.append((torch.from_numpy(one.keys), torch.from_numpy(offsets)))
+    assert part.label is not None
+    return torch.from_numpy(part.dense), bags, torch.from_numpy(part.label)
+
+
+class GivenUpError(Exception):
+    """The process is gone."""
+
+
+def ours(optimizer: str, folder: Path, passes: tc.PassSet, loop: Loop, *, gan: bool, ahead: bool = False) -> Side:
+    """Train out of core; the second time from the last commit, with new objects."""
+    losses: dict[int, float] = {}
+    for stop in (STEPS // 2 + 2, None):
+        with tc.Store.open(folder, tables=passes.tables, mode="a") as store:
+            try:
+                side = ours_until(optimizer, store, passes, loop, losses, stop, gan=gan, ahead=ahead)
+            except GivenUpError:
+                continue
+    return side
+
+
+def ours_until(
+    optimizer: str, store: tc.Store, passes: tc.PassSet, loop: Loop, losses: dict[int, float], stop: int | None,
+    *, gan: bool, ahead: bool,
+) -> Side:  # fmt: skip
+    """Train up to a step."""
+    torch.manual_seed(1)
+    model = DLRM([tc.EmbeddingBag(passes.schema, f"f{t}", mode="sum") for t in range(TABLES)])
+    parts: list[Any] = [model.parameters()]
+    if gan:
+        parts = [[*one.parameters(), *tables.parameters()]
+                 for one, tables in ((model.bottom, model.tables[:4]), (model.top, model.tables[4:]))]  # fmt: skip
+    optimizers = [make_optimizer(optimizer, part) for part in parts]
+    row_bytes = ROWS * TABLES * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
+    with tc.TierCache(
+        store, passes, model=model, optimizer=optimizers, device_budget=row_bytes // 4, host_budget="32MiB",
+        progress=False,
+    ) as cache:  # fmt: skip
+        side = Side(model, optimizers, cache.clip_grad_norm_, [*optimizers, cache.optimizer], cache.register, losses)
+        state: dict[str, Any] = {}
+        prepare(side, state, loop)
+        for batches in by_pass(cache, stop, ahead=ahead):
+            loop(side, state, batches)
+    side.rows = [store.lookup(f"f{t}", np.arange(ROWS), missing="initial")["vector"] for t in range(TABLES)]
+    return side
+
+
+def prepare(side: Side, state: dict[str, Any], loop: Loop) -> None:
+    """Make what a loop has beside model and optimizer, before the training goes on."""
+    begin = getattr(loop, "begin", None)
+    if begin is not None:
+        begin(side, state)
+
+
+def by_pass(cache: tc.TierCache, stop: int | None, *, ahead: bool) -> Iterator[Batches]:
+    """Yield the batches of each pass, or all as one where one is fetched ahead."""
+
+    def numbered() -> Iterator[Any]:
+        for visit in cache.passes(epochs=EPOCHS):
+            for b, batch in enumerate(visit.batches(BATCH)):
+                if visit.index * BATCHES + b == stop:
+                    raise GivenUpError
+                yield visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label
+
+    if ahead:
+        yield one_ahead(numbered())
+        return
+    for visit in cache.passes(epochs=EPOCHS):
+        yield (
+            (visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label)
+            for b, batch in enumerate(checked(visit, stop))
+        )
+
+
+def checked(visit: Any, stop: int | None) -> Iterator[Any]:
+    """Yield batches up to the one where the process is gone."""
+    for b, batch in enumerate(visit.batches(BATCH)):
+        if visit.index * BATCHES + b == stop:
+            raise GivenUpError
+        yield batch
+
+
+def one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Fetch the next batch before the one at hand is used, as loaders do."""
+    held = next(batches)
+    for following in batches:
+        yield held
+        held = following
+    yield held
+
+
+# -- the loops ------------------------------------------------------------------------------------------------
+
+loss_of = nn.BCEWithLogitsLoss()
+
+
+def plain(side: Side, _state: dict[str, Any], batches: Batches) -> None:
+    """The loop of every tutorial."""
+    for step, dense, bags, label in batches:
+        loss = loss_of(side.model(dense, bags), label)
+        loss.backward()
+        side.optimizers[0].step()
+        side.optimizers[0].zero_grad()
+        side.losses[step] = loss.item()
+
+
+def scaled(side: Side, state: dict[str, Any], batches: Batches) -> None:
+    """Loss scaling, with an overflow at every 37th step."""
+    if "scaler" not in state:
+        scaled.begin(side, state)  # type: ignore[attr-defined]
+    scaler = state["scaler"]
+    for step, dense, bags, label in batches:
+        loss = loss_of(side.model(dense, bags), label)
+        side.optimizers[0].zero_grad()
+        scaler.scale(loss * (1e38 if step % 37 == 36 else 1.0)).backward()
+        scaler.step(side.optimizers[0])
+        scaler.update()
+        side.losses[step] = loss.item()
+
+
+def begin_scaled(side: Side, state: dict[str, Any]) -> None:
+    """Make the scaler."""
+    state["scaler"] = GradScaler("cpu", init_scale=2.0**10, growth_interval=15)
+    side.register(scaler=state["scaler"])
+
+
+scaled.begin = begin_scaled  # type: ignore[attr-defined]
+
+
+def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
+    """Clipping by the norm of all gradients, over two accumulated batches where there are two."""
+    for step, dense, bags, label in batches:
+        loss = loss_of(side.model(dense, bags), label) * 5
+        loss.backward()
+        side.losses[step] = loss.item()
+        at = step % BATCHES
+        if at % 2 or at == BATCHES - 1:
+            side.clip(0.4)
+            side.optimizers[0].step()
+            side.optimizers[0].zero_grad()
+
+
+def scaled_and_clipped(side: Side, state: dict[str, Any], batches: Batches) -> None:
+    """Both, as the documentation of AMP has it."""
+    if "scaler" not in state:
+        begin_scaled(side, state)
+    scaler = state["scaler"]
+    for step, dense, bags, label in batches:
+        loss = loss_of(side.model(dense, bags), label)
+        scaler.scale(loss).backward()
+        scaler.unscale_(side.optimizers[0])
+        side.clip(0.1)
+        scaler.step(side.optimizers[0])
+        scaler.update()
+        side.optimizers[0].zero_grad()
+        side.losses[step] = loss.item()
+
+
+scaled_and_clipped.begin = begin_scaled  # type: ignore[attr-defined]
+
+
+def stepped_rate(side: Side, state: dict[str, Any], batches: Batches) -> None:
+    """A rate that drops every pass."""
+    if "schedulers" not in state:
+        begin_stepped_rate(side, state)
+    plain(side, state, batches)
+    for scheduler in state["schedulers"]:
+        scheduler.step()
+
+
+def begin_stepped_rate(side: Side, state: dict[str, Any]) -> None:
+    """Make the schedulers."""
+    state["schedulers"] = [StepLR(one, step_size=3, gamma=0.7) for one in side.rate_optimizers]
+    side.register(**{f"scheduler{i}": one for i, one in enumerate(state["schedulers"])})
+
+
+stepped_rate.begin = begin_stepped_rate  # type: ignore[attr-defined]
+
+
+def one_cycle(side: Side, state: dict[str, Any], batches: Batches) -> None:
+    """A rate of its own for every step."""
+    if "schedulers" not in state:
+        begin_one_cycle(side, state)
+    for batch in batches:
+        plain(side, state, [batch])
+        for scheduler in state["schedulers"]:
+            scheduler.step()
+
+
+def begin_one_cycle(side: Side, state: dict[str, Any]) -> None:
+    """Make the schedulers."""
+    rates = [[2 * (ROW_RATE if "table" in group else group["lr"]) for group in one.param_groups]
+             for one in side.rate_optimizers]  # fmt: skip
+    state["schedulers"] = [
+        OneCycleLR(one, max_lr=rate, total_steps=STEPS + 1, cycle_momentum=False)
+        for one, rate in zip(side.rate_optimizers, rates, strict=True)
+    ]
+    side.register(**{f"scheduler{i}": one for i, one in enumerate(state["schedulers"])})
+
+
+one_cycle.begin = begin_one_cycle  # type: ignore[attr-defined]
+
+
+def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
+    """A step for four batches, and one for the rest of a pass."""
+    for step, dense, bags, label in batches:
+        loss = loss_of(side.model(dense, bags), label)
+        (loss / 4).backward()
+        side.losses[step] = loss.item()
+        at = step % BATCHES
+        if at % 4 == 3 or at == BATCHES - 1:
+            side.optimizers[0].step()
+            side.optimizers[0].zero_grad()
+
+
+def adversarial(side: Side, _state: dict[str, Any], batches: Batches) -> None:
+    """Two optimizers: each backward reaches the parameters of both, and each step takes its own alone."""
+    generator, discriminator = side.optimizers
+    for step, dense, bags, label in batches:
+        discriminator.zero_grad()
+        loss = loss_of(side.model(dense, bags), label)
+        loss.backward()
+        discriminator.step()
+        generator.zero_grad()
+        other = loss_of(-side.model(dense, bags), label)
+        (other * 0.5).backward()
+        generator.step()
+        side.losses[step] = loss.item() + other.item()
+
+
+LOOPS: dict[str, Loop] = {
+    "plain": plain, "GradScaler": scaled, "clip_grad_norm": clipped, "both": scaled_and_clipped, "StepLR": stepped_rate,
+    "OneCycleLR": one_cycle, "accumulation": accumulated, "two optimizers": adversarial,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer: str) -> None:
+    """Every loss, the dense weights and every row, through a resume in the middle."""
+    data, gan = samples(), name == "two optimizers"
+    passes = write_pass_set(tmp_path / "passes", schema_of(optimizer), data)
+    reference = theirs(optimizer, data, LOOPS[name], gan=gan)
+    side = ours(optimizer, tmp_path / "model.tc", passes, LOOPS[name], gan=gan)
+    compare(side, reference)
+
+
+def compare(side: Side, reference: Side) -> None:
+    """Compare losses and weights."""
+    assert len(reference.losses) == len(side.losses) == STEPS
+    np.testing.assert_allclose([side.losses[s] for s in range(STEPS)], [reference.losses[s] for s in range(STEPS)],
+                               atol=1e-5, rtol=1e-5)  # fmt: skip
+    for mine, other in zip(side.model.dense_parameters(), reference.model.dense_parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+    for mine, table in zip(side.rows, reference.model.tables, strict=True):
+        np.testing.assert_allclose(mine, table.weight.detach().numpy(), atol=1e-5, rtol=0)

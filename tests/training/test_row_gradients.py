@@ -1,0 +1,288 @@
+"""What a training loop does to gradients happens to rows too, or is refused with a sentence."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import tiercache as tc
+from tests.training.cases import Case, Spec, table
+from tests.training.test_bad_input import one_sentence
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+CASE = Case(
+    tables=(table("a", 4, tc.SGD(learning_rate=0.5)), table("b", 4, tc.SGD(learning_rate=0.5))),
+    specs=(
+        Spec(name="f", table="a", hotness="ragged"),
+        Spec(name="g", table="b"),
+        Spec(name="h", table="b", mode="mean"),
+    ),
+    num_samples=64,
+    pass_rows=200,
+    num_keys=20,
+)
+
+
+class Net(nn.Module):
+    """Both tables, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = tc.EmbeddingBagCollection(CASE.schema, mode={"h": "mean"})
+        self.top = nn.Linear(self.rows.out_features, 1)
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return a loss."""
+        return self.top(self.rows(batch)).square().mean()
+
+
+class World:
+    """A cache amid a pass, with a model and an optimizer."""
+
+    def __init__(self, passes: tc.PassSet, *, owns: Callable[[Net], Any] = nn.Module.parameters) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(owns(self.model), lr=0.1)
+        self.cache = tc.ResidentCache(passes, model=self.model, optimizer=self.optimizer)
+        self.loop = self.cache.passes(epochs=2)
+        self.visit = next(self.loop)
+        self.batches = list(self.visit.batches(16))
+
+    def rows(self, name: str = "a") -> np.ndarray:
+        """Return all vectors of a table."""
+        return self.cache.fields(name)[0].copy()
+
+
+@pytest.fixture
+def passes(tmp_path: Path) -> tc.PassSet:
+    """The data."""
+    return CASE.cut(tmp_path / "passes")
+
+
+@pytest.fixture
+def world(passes: tc.PassSet) -> Iterator[World]:
+    """A cache amid a pass."""
+    made = World(passes)
+    yield made
+    made.loop.close()
+    made.cache.close()
+
+
+def stepped_once(passes: tc.PassSet, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows after one step of the batch of that index alone."""
+    world = World(passes)
+    world.model(world.batches[index]).backward()
+    world.optimizer.step()
+    return world.rows("a"), world.rows("b")
+
+
+DROPS: dict[str, Callable[[World], Any]] = {
+    "optimizer.zero_grad": lambda w: w.optimizer.zero_grad(),
+    "set_to_none=False": lambda w: w.optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad": lambda w: w.model.zero_grad(),
+    "grad = None": lambda w: [setattr(p, "grad", None) for p in w.model.parameters()],
+    "cache.optimizer.zero_grad": lambda w: (w.optimizer.zero_grad(), w.cache.optimizer.zero_grad()),
+}
+
+
+@pytest.mark.parametrize("how", DROPS)
+def test_gradients_that_are_dropped_train_no_row(world: World, passes: tc.PassSet, how: str) -> None:
+    """The next step applies what came behind that, and nothing else."""
+    before = world.rows()
+    world.model(world.batches[0]).backward()
+    DROPS[how](world)
+    assert not world.cache.optimizer.pending
+    world.optimizer.step()
+    assert np.array_equal(world.rows(), before)
+    world.model(world.batches[0]).backward()
+    DROPS[how](world)
+    world.model(world.batches[1]).backward()
+    world.optimizer.step()
+    for mine, other in zip((world.rows("a"), world.rows("b")), stepped_once(passes, 1), strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_rows_are_stepped_once_whoever_steps(world: World, passes: tc.PassSet) -> None:
+    """By the loop's optimizer, by the rows' own, or by both."""
+    world.model(world.batches[0]).backward()
+    world.cache.optimizer.step()
+    world.optimizer.step()
+    world.cache.optimizer.step()
+    assert np.array_equal(world.rows(), stepped_once(passes, 0)[0])
+    assert world.cache.optimizer.steps == 1
+
+
+CHANGES: dict[str, Callable[[World], Any]] = {
+    "clip_grad_norm_": lambda w: nn.utils.clip_grad_norm_(w.model.parameters(), 1e-3),
+    "clip_grad_norm_ above the norm": lambda w: nn.utils.clip_grad_norm_(w.model.parameters(), 1e9),
+    "clip_grad_value_": lambda w: nn.utils.clip_grad_value_(w.model.parameters(), 1e-3),
+    "by hand": lambda w: [p.grad.mul_(0.5) for p in w.model.parameters() if p.grad is not None],
+    "replaced": lambda w: [setattr(p, "grad", p.grad * 1.0) for p in w.model.parameters() if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_gradients_that_are_changed_are_refused(world: World, how: str) -> None:
+    """Rows cannot follow a norm that leaves them out: the sentence names what can, and no row changes."""
+    before = world.rows()
+    world.model(world.batches[0]).backward()
+    CHANGES[how](world)
+    with one_sentence(StateError, "gradients were changed", "cache.clip_grad_norm_(max_norm)"):
+        world.optimizer.step()
+    assert np.array_equal(world.rows(), before)
+
+
+def test_clipping_returns_the_norm_of_all_gradients(world: World) -> None:
+    """Of a table's dense gradient and of the dense layer; what is below the norm stays as it is."""
+    weights = [nn.Parameter(torch.from_numpy(world.rows(name))) for name in ("a", "b")]
+    before = [one.detach().clone() for one in weights]
+    world.model(world.batches[0]).backward()
+    dense = [p.grad.clone() for p in world.model.top.parameters()]
+    norm = world.cache.clip_grad_norm_(1e9)
+    world.optimizer.step()
+    rows = [(old - torch.from_numpy(world.rows(name))) / 0.5 for old, name in zip(before, ("a", "b"), strict=True)]
+    expected = torch.stack([one.norm() for one in (*rows, *dense)]).norm()
+    torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
+    assert all(torch.equal(p.grad, one) for p, one in zip(world.model.top.parameters(), dense, strict=True))
+
+
+def test_clipping_a_norm_that_is_not_finite_can_be_an_error(world: World) -> None:
+    """As torch's; without it the step is taken with gradients of which nothing is left."""
+    (world.model(world.batches[0]) * float("inf")).backward()
+    with one_sentence(RuntimeError, "the norm of gradients is", "error_if_nonfinite=False"):
+        world.cache.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_frozen_table_is_not_stepped(world: World, passes: tc.PassSet) -> None:
+    """The other one, whose rows live in the same group, is stepped as ever."""
+    before = world.rows("a")
+    world.model.rows.handles[world.model.rows.tables.index("a")].requires_grad_(False)
+    world.model(world.batches[0]).backward()
+    world.optimizer.step()
+    assert np.array_equal(world.rows("a"), before)
+    assert np.array_equal(world.rows("b"), stepped_once(passes, 0)[1])
+
+
+def test_a_frozen_model_leaves_no_gradients(world: World) -> None:
+    """``requires_grad_(False)`` of a module freezes all of its tables, and its output needs no gradient."""
+    world.model.requires_grad_(False)
+    assert not world.model(world.batches[0]).requires_grad
+    world.model.requires_grad_(True)
+    world.model(world.batches[0]).backward()
+    assert world.cache.optimizer.pending
+
+
+def test_gradients_that_are_asked_for_train_nothing(world: World) -> None:
+    """``torch.autograd.grad`` returns gradients, and leaves none."""
+    before = world.rows()
+    out = world.model.rows(world.batches[0])
+    torch.autograd.grad(out.sum(), [*world.model.rows.parameters()])
+    world.model(world.batches[1]).backward()
+    world.optimizer.zero_grad()
+    world.optimizer.step()
+    assert np.array_equal(world.rows(), before)
+
+
+def test_a_module_that_no_optimizer_has_is_refused(world: World) -> None:
+    """A copy of the model, which is trained beside it: the sentence names its table."""
+    other = copy.deepcopy(world.model)
+    other(world.batches[0]).backward()
+    with one_sentence(StateError, "'a'", "in none of the cache's optimizers", "requires_grad_(False)"):
+        world.optimizer.step()
+
+
+def test_an_optimizer_of_dense_parameters_alone_steps_all_rows(passes: tc.PassSet) -> None:
+    """Where no optimizer has a table, the only one steps them."""
+    world = World(passes, owns=lambda model: model.top.parameters())
+    world.model(world.batches[0]).backward()
+    world.optimizer.step()
+    assert np.array_equal(world.rows(), stepped_once(passes, 0)[0])
+
+
+def test_gradients_of_another_optimizer_have_to_be_dropped_once_their_pass_has_ended(passes: tc.PassSet) -> None:
+    """They belong to rows that have left the device."""
+    world = World(passes)
+    other, tables = Net(), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    tables.add_param_group({"params": [*other.parameters()]})
+    world.cache.register(other=other, tables=tables)
+    (world.model(world.batches[0]) + other(world.batches[0])).backward()
+    world.optimizer.step()
+    batch = next(next(world.loop).batches(16))
+    with one_sentence(StateError, "from visit 0 were neither stepped nor dropped", "zero_grad()"):
+        other(batch).backward()
+    tables.zero_grad()
+    other(batch).backward()
+    tables.step()
+
+
+def test_schedulers_work_on_the_rows_optimizer(world: World) -> None:
+    """And warn of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = StepLR(world.cache.optimizer, step_size=1, gamma=0.5)
+        world.model(world.batches[0]).backward()
+        world.optimizer.step()
+        scheduler.step()
+    assert [group["lr"] for group in world.cache.optimizer.param_groups] == [0.25, 0.25]
+    assert world.cache.optimizer.learning_rates == [0.25]
+    state = world.cache.optimizer.state_dict()
+    world.cache.optimizer.param_groups[0]["lr"] = 9.0
+    world.cache.optimizer.load_state_dict(state)
+    assert world.cache.optimizer.learning_rates == [0.25]
+
+
+def test_weight_decay_is_read_at_each_step(world: World) -> None:
+    """As torch's optimizers do: with no gradient but zeros, rows that are looked up decay."""
+    for group in world.cache.optimizer.param_groups:
+        group["weight_decay"] = 0.1
+    before = world.rows("b")
+    (world.model(world.batches[0]) * 0).backward()
+    world.optimizer.step()
+    changed = np.abs(world.rows("b") - before).sum(axis=1) > 0
+    assert 0 < changed.sum() <= len(before)
+    np.testing.assert_allclose(world.rows("b")[changed], before[changed] * 0.95, rtol=1e-6)
+
+
+def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, passes: tc.PassSet) -> None:
+    """And loading it beside rows of another commit is refused."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store,
+        tc.TierCache(
+            store, passes, model=model, optimizer=optimizer, device_budget="1MiB", host_budget="32MiB", progress=False
+        ) as cache,
+    ):
+        for visit in cache.passes(epochs=1):
+            state = copy.deepcopy(model.state_dict())
+            for batch in visit.batches(16):
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert set(state) == {"top.weight", "top.bias"}
+        assert state._metadata["rows"]["rows"]["commit"] == len(passes.passes) - 1
+        with one_sentence(StateError, "belongs to the rows of commit", "roll the store back"):
+            model.load_state_dict(state)
+        model.load_state_dict(model.state_dict())
+    other = Net()
+    other.load_state_dict(dict(state))
+    other.load_state_dict(state)
+
+
+def test_handles_stay_float32_on_a_device(world: World) -> None:
+    """In 16 bits no tracer could be told from 0; and a model on "meta" has them where they work."""
+    assert all(handle.dtype == torch.float32 for handle in Net().half().rows.handles)
+    with torch.device("meta"):
+        model = Net()
+    assert all(handle.device.type == "cpu" for handle in model.rows.handles)

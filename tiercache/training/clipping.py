@@ -1,0 +1,68 @@
+"""Clipping by the norm of all gradients: those of rows and those of dense parameters, as of one model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tiercache.processors.entries import Pending
+    from tiercache.processors.processor import Processor
+    from tiercache.store.table import Group
+    from tiercache.training.tracers import Tracer
+
+__all__ = ["clip", "squared_norm"]
+
+_EPS = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds to the norm."""
+
+
+def squared_norm(groups: Sequence[Group], pending_G: Sequence[Sequence[Pending]], processor: Processor) -> torch.Tensor:
+    """Return the sum of squares of row gradients, float64 0-dim: duplicates of a row are added before."""
+    total = torch.zeros((), dtype=torch.float64, device=processor.device)
+    for group, pending in zip(groups, pending_G, strict=True):
+        if not pending:
+            continue
+        slots = [processor.tensor(one.slots) for one in pending]
+        rows, number = torch.unique(torch.cat(slots), return_inverse=True)
+        numbers = torch.split(number.to(torch.int32), [one.numel() for one in slots])
+        named = [
+            replace(one, slots=processor.array(mine), sorted=None) for one, mine in zip(pending, numbers, strict=True)
+        ]
+        sums = processor.empty((rows.numel(), group.dim), np.float32)
+        processor.sum(named, 1.0, sums)
+        total += processor.tensor(sums).double().square().sum()
+    return total
+
+
+def clip(
+    parameters: Iterable[torch.nn.Parameter], row_squares: torch.Tensor, tracers: Sequence[Tracer], max_norm: float,
+    *, error_if_nonfinite: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Multiply the gradients of ``parameters`` and of the rows of ``tracers`` so that their norm is ``max_norm``.
+
+    Returns the norm before, float32 0-dim; gradients of a smaller norm stay as they are. As
+    `torch.nn.utils.clip_grad_norm_` with the 2-norm. Raises RuntimeError for a norm that is not finite where that
+    is asked for.
+    """
+    handles = {id(tracer.handle) for tracer in tracers}
+    grads = [one.grad for one in parameters if one.grad is not None and id(one) not in handles]
+    squares = [torch.linalg.vector_norm(grad.detach(), dtype=torch.float64).square().to(row_squares.device)
+               for grad in grads]  # fmt: skip
+    norm = torch.stack([row_squares, *squares]).sum().sqrt().float()
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of gradients is {float(norm)}, and cannot be clipped: skip this step, or give "
+            "error_if_nonfinite=False"
+        )
+    factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
+    for grad in grads:
+        grad.detach().mul_(factor.to(grad.device))
+    for tracer in tracers:
+        tracer.scale_by(float(factor))
+    return norm

@@ -1,0 +1,46 @@
+"""The state of an optimizer without that of handles: their values mean nothing, so commits do not keep it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
+__all__ = ["state_without", "with_handles"]
+
+
+def state_without(optimizer: torch.optim.Optimizer, handles: Collection[int]) -> dict[str, Any]:
+    """Return its ``state_dict()`` as if it had no parameter of ``handles``, which are ids of objects."""
+    state = optimizer.state_dict()
+    numbers: dict[Any, int] = {}
+    groups = []
+    for group, kept in zip(state["param_groups"], _kept(optimizer, handles), strict=True):
+        mine = [number for number, keep in zip(group["params"], kept, strict=True) if keep]
+        numbers |= {number: len(numbers) + i for i, number in enumerate(mine)}
+        groups.append(group | {"params": [numbers[number] for number in mine]})
+    kept_state = {numbers[number]: value for number, value in state["state"].items() if number in numbers}
+    return state | {"state": kept_state, "param_groups": groups}
+
+
+def with_handles(optimizer: torch.optim.Optimizer, handles: Collection[int], state: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``optimizer`` loads of a ``state`` that `state_without` returned; new numbers have no state."""
+    kept = _kept(optimizer, handles)
+    if [len(group["params"]) for group in state["param_groups"]] != [sum(some) for some in kept]:
+        return state  # of other parameters: loading it says so
+    last = max((number for group in state["param_groups"] for number in group["params"]), default=-1)
+    groups = []
+    for group, some in zip(state["param_groups"], kept, strict=True):
+        mine = iter(group["params"])
+        numbers = []
+        for keep in some:
+            last += not keep
+            numbers.append(next(mine) if keep else last)
+        groups.append(group | {"params": numbers})
+    return state | {"param_groups": groups}
+
+
+def _kept(optimizer: torch.optim.Optimizer, handles: Collection[int]) -> list[list[bool]]:
+    return [[id(one) not in handles for one in group["params"]] for group in optimizer.param_groups]
