@@ -41,9 +41,9 @@ def first_batch(cache: TierCache, model: Net | None = None) -> tuple[Any, tc.Bat
 def test_a_step_outside_a_visit_is_refused(cache: TierCache) -> None:
     """Neither step() nor a tracked optimizer steps rows that are on no device."""
     _, optimizer = tracked(cache)
-    with one_sentence(StateError, "step() was called outside a visit", "inside the loop"):
+    with one_sentence(StateError, "rows were stepped outside a visit", "inside the loop"):
         cache.optimizer.step()
-    with one_sentence(StateError, "step() was called outside a visit"):
+    with one_sentence(StateError, "rows were stepped outside a visit"):
         optimizer.step()
 
 
@@ -87,15 +87,15 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassSet, r
     model(next(batches)).sum().backward()
     optimizer.step()
     batch = next(batches)
-    with one_sentence(StateError, "the cache has no optimizer", "optimizer=...", "step() after each backward"):
+    with one_sentence(StateError, "the cache has no optimizer", "optimizer=..."):
         model(batch)
     with torch.no_grad():
         model(batch)  # leaves no gradients
-    trained.step()
+    trained.optimizer.step()
     for batch in batches:  # rows are stepped by hand, also every other batch
         model(batch).sum().backward()
         model(batch).sum().backward()
-        trained.step()
+        trained.optimizer.step()
     visits.close()
     trained.close()
 
@@ -257,7 +257,7 @@ def test_a_learning_rate_that_is_no_rate_is_refused(cache: TierCache, rate: floa
 
 def test_a_learning_rate_for_a_part_of_a_group_is_refused(cache: TierCache) -> None:
     """Tables of one row layout step together: the error names both."""
-    with one_sentence(ValueError, "'a'", "'b'", "one row layout", "lr 0.1", "set both"):
+    with one_sentence(ValueError, "'a'", "'b'", "one row layout", "lr 0.05 and 0.1", "set both"):
         train_one(cache, {"a": 0.1})
     train_one(cache, {"a": 0.2, "b": 0.2})
     assert 0.2 in cache.optimizer.learning_rates
@@ -265,11 +265,12 @@ def test_a_learning_rate_for_a_part_of_a_group_is_refused(cache: TierCache) -> N
 
 def train_one(cache: TierCache, rates: dict[str, float]) -> None:
     """Train a batch with these rates."""
-    for table in cache.optimizer.param_groups:
-        table["lr"] = rates.get(table["table"], table["lr"])
     model, optimizer = tracked(cache)
     visits = cache.passes(epochs=2)
-    model(next(next(visits).batches(16))).sum().backward()
+    visit = next(visits)
+    for table in cache.optimizer.param_groups:
+        table["lr"] = rates.get(table["table"], table["lr"])
+    model(next(visit.batches(16))).sum().backward()
     try:
         optimizer.step()
     finally:

@@ -260,7 +260,7 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
         for visits in zip(cache.passes(epochs=2), memory.passes(epochs=2), strict=True):
             for kind, bag, visit in zip((cache, memory), bags, visits, strict=True):
                 bag(visit.batch(own_keys(visit.pass_index))).sum().backward()
-                kind.step()
+                kind.optimizer.step()
             check({t.name: dict(zip(memory.keys(t.name).tolist(), memory.fields(t.name)[0], strict=True))
                    for t in TABLES})  # fmt: skip
     with open_store(tmp_path / "small.tc", case, engine) as store, tiered(store, passes, eval_budget=700) as cache:

@@ -194,6 +194,10 @@ class RowOptimizer(torch.optim.Optimizer):
     def _shared(self, g: int) -> dict[str, Any]:
         """Return the settings of a group. Raises ValueError where those of its tables differ, or are none."""
         first, *others = (self._of[table.name] for table in self._groups[g].tables)
+        if not np.isfinite(first["lr"]) or first["lr"] < 0:
+            raise ValueError(
+                f"learning rate {first['lr']} of table {first['table']!r} is not a finite number of at least 0"
+            )
         for other in others:
             for name in _HYPERPARAMETERS:
                 if first.get(name) != other.get(name):
@@ -202,10 +206,6 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"{name} {first.get(name)} and {other.get(name)}: set both, or give one a dim, dtype or "
                         "optimizer of its own"
                     )
-        if not np.isfinite(first["lr"]) or first["lr"] < 0:
-            raise ValueError(
-                f"learning rate {first['lr']} of table {first['table']!r} is not a finite number of at least 0"
-            )
         return first
 
     def settings(self) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""The README's code runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def block(language: str) -> str:
+    """Return the first block of code in a language."""
+    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_main_job_of_the_readme_trains(tmp_path: Path) -> None:
+    """From files to a store with a commit for each pass; run again it has nothing left to do."""
+    chance, n = np.random.default_rng(0), 3000
+    offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 4, n))]).astype(np.int32)
+    columns = {
+        "user": chance.integers(0, 500, n),
+        "item": chance.integers(0, 300, n),
+        "history": pa.ListArray.from_arrays(offsets, chance.integers(0, 300, int(offsets[-1]))),
+        "price": chance.random(n).astype(np.float32),
+        "age": chance.random(n).astype(np.float32),
+        "clicked": chance.integers(0, 2, n),
+    }
+    (tmp_path / "clicks").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "clicks" / "day.parquet")
+    (tmp_path / "clicks.toml").write_text(block("toml"))
+    main, again = tmp_path / "main.py", tmp_path / "again.py"
+    main.write_text(block("python") + "    print('commit', cache.store.commit.id)\n")
+    again.write_text(main.read_text().replace("tc.extract(", "# tc.extract("))
+    told = [
+        subprocess.run([sys.executable, str(one)], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        for one in (main, again)
+    ]
+    assert told[0].splitlines()[-1] == told[1].splitlines()[-1] != "commit 0"
