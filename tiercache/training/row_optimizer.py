@@ -222,7 +222,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def restore(self, settings: dict[str, Any]) -> None:
         """Take back what a commit kept; one of rows from outside may keep the steps alone, or nothing."""
-        rates = [float(rate) for rate in settings.get("learning_rates", self.learning_rates)]
+        first = [group.optimizer.learning_rate for group in self._groups]
+        rates = [float(rate) for rate in settings.get("learning_rates", first)]
         if len(rates) != len(self._groups):
             raise StateError(
                 f"the commit has learning rates for {len(rates)} groups of tables and the cache has "
