@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from benchmarks.kernel_clock import COPY_BYTES, GpuClock, Times
-from tiercache.kernels import cuda
 from tiercache.kernels.arrays import aligned_zeros
+from tiercache.kernels.cuda import device as cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class Machine(Protocol):
         """Return an array where the kernels want it, of any content."""
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call an operation of ``tiercache.kernels.MODULE``, or of its CUDA twin."""
+        """Call an operation of ``tiercache.kernels.cpu.MODULE``, or of its CUDA twin."""
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
         """Return the median times of a call."""
@@ -69,7 +69,7 @@ class CpuMachine:
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
         """Call a numba kernel."""
-        return getattr(importlib.import_module(f"tiercache.kernels.{module}"), function)(*arguments, **options)
+        return getattr(importlib.import_module(f"tiercache.kernels.cpu.{module}"), function)(*arguments, **options)
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
         """Return the median of single calls, after one that counts for nothing."""
@@ -101,7 +101,7 @@ class _OnDevice:
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
         """Call a CUDA kernel's launch side."""
-        found = importlib.import_module(f"tiercache.kernels.cuda_{module}")
+        found = importlib.import_module(f"tiercache.kernels.cuda.{module}")
         if not hasattr(found, function):
             found = importlib.import_module("tests.kernels.one_group")
         return getattr(found, function)(self.device, *arguments, **options)

@@ -44,7 +44,7 @@ from benchmarks.kernel_link import over_link
 from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
 from benchmarks.kernel_steps import our_step
 from benchmarks.machine import Elsewhere, Goal, console, environment, report
-from tiercache.kernels import cuda
+from tiercache.kernels.cuda import device as cuda
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

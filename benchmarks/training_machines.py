@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from benchmarks.machine import middle
-from tiercache.kernels.cuda import CudaError, open_device
+from tiercache.kernels.cuda.device import CudaError, open_device
 
 if TYPE_CHECKING:
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
 
 __all__ = ["CpuTraining", "CudaTraining", "ShimTraining", "TrainingMachine", "open_training"]
 
@@ -24,7 +24,7 @@ class TrainingMachine(Protocol):
     name: str
     is_gpu: bool
 
-    def device(self) -> str | Processor:
+    def device(self) -> str | Backend:
         """Return what a cache takes as its device."""
 
     def rest(self) -> None:

@@ -15,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tiercache.kernels.cuda import CudaError, NoGpuError, open_device
+from tiercache.kernels.cuda.device import CudaError, NoGpuError, open_device
 
 ROOT = Path(__file__).parents[1]
 KERNELS = "tests/kernels"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tiercache.kernels import cuda
+from tiercache.kernels.cuda import device as cuda
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tiercache.kernels.cuda_pooling import Bags, pool_many
-from tiercache.kernels.cuda_rounding import NO_ROUNDING
-from tiercache.kernels.cuda_update import Step, update_many
-from tiercache.kernels.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, adam_rule, make_rule
+from tiercache.kernels.cpu.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, adam_rule, make_rule
+from tiercache.kernels.cuda.pooling import Bags, pool_many
+from tiercache.kernels.cuda.rounding import NO_ROUNDING
+from tiercache.kernels.cuda.update import Step, update_many
 
 
 def pool_one(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.kernels import cuda, launch
+from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.cuda import launch
 
 ROOT = Path(__file__).parents[2]
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
@@ -20,7 +21,7 @@ needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason
 def test_every_kernel_compiles_to_machine_code(architecture: str) -> None:
     """NVRTC needs neither driver nor GPU; a cubin is an ELF file."""
     cubins = cuda.compile_all(architecture)
-    assert set(cubins) == {path.stem for path in (ROOT / "kernels").glob("*.cu")}
+    assert set(cubins) == {path.stem for path in (ROOT / "kernels" / "cuda").glob("*.cu")}
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
 
 
@@ -115,7 +116,7 @@ def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
 def test_importing_tiercache_or_the_launch_side_imports_no_cupy() -> None:
     """CuPy is imported when a device is asked for."""
     code = (
-        "import sys, tiercache, tiercache.kernels.cuda, tiercache.kernels.cuda_gathering;"
+        "import sys, tiercache, tiercache.kernels.cuda.device, tiercache.kernels.cuda.gathering;"
         "print([name for name in sys.modules if name.startswith('cupy')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)

@@ -14,7 +14,13 @@ from tests.kernels import one_group
 from tests.kernels.cases import same_bits
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_update import update as update_on_cpu
-from tiercache.kernels import cubins, cuda, cuda_gathering, cuda_sorting, cuda_update, jit, launch, update
+from tiercache.kernels.cpu import jit, update
+from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.cuda import gathering as cuda_gathering
+from tiercache.kernels.cuda import kernel_cache as cubins
+from tiercache.kernels.cuda import launch
+from tiercache.kernels.cuda import sorting as cuda_sorting
+from tiercache.kernels.cuda import update as cuda_update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

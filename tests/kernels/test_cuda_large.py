@@ -8,10 +8,13 @@ import pytest
 from tests.kernels import one_group
 from tests.kernels.shim.device import device_for
 from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
-from tiercache.kernels import cuda_initial, cuda_pooling, cuda_sorting, cuda_update
-from tiercache.kernels.cuda_vectors import Vectors
-from tiercache.kernels.initial import CONSTANT, UNIFORM, ZEROS, initial_rows
-from tiercache.kernels.pooling import MEAN, SUM
+from tiercache.kernels.cpu.initial import CONSTANT, UNIFORM, ZEROS, initial_rows
+from tiercache.kernels.cpu.pooling import MEAN, SUM
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda import pooling as cuda_pooling
+from tiercache.kernels.cuda import sorting as cuda_sorting
+from tiercache.kernels.cuda import update as cuda_update
+from tiercache.kernels.cuda.vectors import Vectors
 from tiercache.store.vectors import to_bits
 
 

@@ -13,8 +13,9 @@ from tests.kernels import one_group
 from tests.kernels.cases import Bags, bags, same_bits
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.test_pooling import pool
-from tiercache.kernels import cuda_pooling, pooling
-from tiercache.kernels.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cpu import pooling
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cuda import pooling as cuda_pooling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

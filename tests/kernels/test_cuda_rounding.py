@@ -19,10 +19,14 @@ from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import OPTIMIZERS, states
 from tests.kernels.test_vectors import DTYPES, F4, SEED, TABLE_ID, narrow, numbers
-from tiercache.kernels import cuda_pooling, cuda_rounding, cuda_sorting, cuda_update, rounding, sorting, update
-from tiercache.kernels.cuda_vectors import Vectors
-from tiercache.kernels.optimizers import ADAGRAD, SGD, make_rule
-from tiercache.kernels.pooling import MAX
+from tiercache.kernels.cpu import rounding, sorting, update
+from tiercache.kernels.cpu.optimizers import ADAGRAD, SGD, make_rule
+from tiercache.kernels.cpu.pooling import MAX
+from tiercache.kernels.cuda import pooling as cuda_pooling
+from tiercache.kernels.cuda import rounding as cuda_rounding
+from tiercache.kernels.cuda import sorting as cuda_sorting
+from tiercache.kernels.cuda import update as cuda_update
+from tiercache.kernels.cuda.vectors import Vectors
 from tiercache.store.vectors import from_bits
 
 if TYPE_CHECKING:

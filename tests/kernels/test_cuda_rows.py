@@ -13,8 +13,10 @@ from tests.kernels.cases import DIMS
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_for, devices
 from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
 from tests.kernels.test_rows import pieces_of
-from tiercache.kernels import cuda_initial, cuda_rows, rows
-from tiercache.kernels.initial import UNIFORM, initial_rows
+from tiercache.kernels.cpu import rows
+from tiercache.kernels.cpu.initial import UNIFORM, initial_rows
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda import rows as cuda_rows
 
 
 def mapped(device: Any, array: Any, *, writable: bool = True) -> cuda_rows.Memory:

@@ -13,8 +13,11 @@ from tests.kernels import one_group
 from tests.kernels.cases import same_bits
 from tests.kernels.shim.device import ShimDevice, device_for
 from tests.kernels.test_vectors import narrow
-from tiercache.kernels import cuda_rounding, cuda_sorting, cuda_update, pooling, rounding, sorting, update
-from tiercache.kernels.cuda_vectors import Vectors
+from tiercache.kernels.cpu import pooling, rounding, sorting, update
+from tiercache.kernels.cuda import rounding as cuda_rounding
+from tiercache.kernels.cuda import sorting as cuda_sorting
+from tiercache.kernels.cuda import update as cuda_update
+from tiercache.kernels.cuda.vectors import Vectors
 
 F4 = np.float32
 SMALL = (np.arange(1, 25, dtype=F4) * F4(2.0**-133)).reshape(6, 4)

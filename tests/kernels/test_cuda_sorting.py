@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_for, devices
-from tiercache.kernels import cuda_sorting, sorting
-from tiercache.kernels.launch import source
+from tiercache.kernels.cpu import sorting
+from tiercache.kernels.cuda import sorting as cuda_sorting
+from tiercache.kernels.cuda.launch import source
 
 # After the one that is not listed all lanes wait for each other again, in __match_any_sync; but that orders no memory.
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);(?!  // and the next turn)")

@@ -17,9 +17,11 @@ from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_fo
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import F4, OPTIMIZERS, RATE, STEP, states
 from tests.kernels.test_update import update as update_on_cpu
-from tiercache.kernels import cuda_sorting, cuda_update, update
-from tiercache.kernels.optimizers import ADAGRAD, SGD, make_rule
-from tiercache.kernels.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cpu import update
+from tiercache.kernels.cpu.optimizers import ADAGRAD, SGD, make_rule
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cuda import sorting as cuda_sorting
+from tiercache.kernels.cuda import update as cuda_update
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

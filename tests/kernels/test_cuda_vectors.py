@@ -17,16 +17,19 @@ from tests.kernels.test_cuda_pooling import outputs
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_rows import pieces_of
 from tests.kernels.test_vectors import DTYPES, F4, SEED, TABLE_ID, narrow
-from tiercache.kernels import cuda_initial, cuda_pooling, cuda_rows, gathering, initial, pooling, rows
-from tiercache.kernels.cuda_vectors import Vectors
-from tiercache.kernels.launch import launch_parts, view
-from tiercache.kernels.pooling import MAX, SUM
+from tiercache.kernels.cpu import gathering, initial, pooling, rows
+from tiercache.kernels.cpu.pooling import MAX, SUM
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda import pooling as cuda_pooling
+from tiercache.kernels.cuda import rows as cuda_rows
+from tiercache.kernels.cuda.launch import launch_parts, view
+from tiercache.kernels.cuda.vectors import Vectors
 from tiercache.store.vectors import from_bits, to_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiercache.kernels import vectors
+    from tiercache.kernels.cpu import vectors
 
 
 def words_of(held: vectors.Vectors) -> Any:

@@ -8,8 +8,9 @@ import pytest
 from tests.kernels.cases import Bags, same_bits
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice
 from tests.kernels.test_cuda_pooling import group, outputs
-from tiercache.kernels import cuda_gathering, cuda_pooling
-from tiercache.kernels.pooling import SUM
+from tiercache.kernels.cpu.pooling import SUM
+from tiercache.kernels.cuda import gathering as cuda_gathering
+from tiercache.kernels.cuda import pooling as cuda_pooling
 
 TURN = "__shared__ int64 s[256]; s[i] = a[i]; {wait} b[i] = s[i / 32 * 32 + (i + {step}) % 32];"
 BODIES = {

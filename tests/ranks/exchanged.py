@@ -148,10 +148,10 @@ class Training:
         self.cache = tc.ResidentCache(self.share, device=shim() if options.shim else "cpu")
         self.groups = group_tables(passes.tables)
         self.exchange = RowExchange(
-            ranks, self.cache._processor, self.groups, self.cache.groups,
+            ranks, self.cache._backend, self.groups, self.cache.groups,
             wire_dtype=getattr(torch, options.wire_dtype),
         )  # fmt: skip
-        self.pooling = Pooling(self.exchange, self.cache._processor, passes.schema.features)
+        self.pooling = Pooling(self.exchange, self.cache._backend, passes.schema.features)
         self.tables = {feature.name: feature.table for feature in passes.schema.features}
         self.pooled: set[str] = set()
 
@@ -180,7 +180,7 @@ class Training:
         ready = pooled.features if pooled else {}
         self.pooled.update(ready)
         rows, exchanged = self.exchange.answer(asked)
-        view = RowView(rows, RowGradients(len(self.groups)), where, self.cache._processor)
+        view = RowView(rows, RowGradients(len(self.groups)), where, self.cache._backend)
         label = torch.from_numpy(np.array(samples.label))
         made = Batch(label, torch.from_numpy(np.array(samples.dense)), asked.ids, view, label.numel(), weight, ready)
         return made, (exchanged, pooled)

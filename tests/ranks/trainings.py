@@ -105,8 +105,8 @@ def train_alone(ranks: AnyCommunicator, case: str, folder: str, **options: Any) 
     with open_sharded(one, folder, **options) as cache:
         model, optimizer = model_of(cache, one)
         for name in ("find", "sum"):
-            whole = getattr(cache._processor, name)
-            setattr(cache._processor, name, lambda *a, _name=name, _whole=whole: calls.append(_name) or _whole(*a))
+            whole = getattr(cache._backend, name)
+            setattr(cache._backend, name, lambda *a, _name=name, _whole=whole: calls.append(_name) or _whole(*a))
         for visit in cache.passes(epochs=one.epochs):
             for batch in visit.batches(one.batch, shuffle=one.shuffle):
                 (criterion(model(batch), batch.label) * batch.weight).backward()

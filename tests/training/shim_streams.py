@@ -17,7 +17,7 @@ import torch
 
 from tests.kernels.shim.device import ShimDevice
 from tests.training.shim_memory import LentMemory
-from tiercache.kernels.cuda_rows import PIECE_PART
+from tiercache.kernels.cuda.rows import PIECE_PART
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -162,7 +162,7 @@ class LateKernels(ShimDevice):
         host = _host_memory(*arguments[:2]) if kernel in ("rows.pack", "rows.unpack") else []
 
         def work() -> None:
-            assert all(self._reaches(address) for address in host), "a kernel moves rows in pages that are not locked"
+            assert all(self._reaches(address) for address in host), "a kernel moves rows in pages that are not pinned"
             ShimDevice.launch(self, kernel, blocks, arguments, shared_bytes)
 
         self.do(work, host)
@@ -181,7 +181,7 @@ def _host_memory(table: float, count: float) -> list[int]:
     return begins
 
 
-class Mark:
+class Event:
     """The end of a stream as it was."""
 
     def __init__(self, kernels: LateKernels, stream: LateStream) -> None:

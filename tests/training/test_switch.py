@@ -25,9 +25,8 @@ from tests.training.cases import (
     tiered,
     train,
 )
+from tiercache.backends.cpu import CpuBackend, CpuStreams
 from tiercache.planning.visit_plan import Planner, VisitPlan
-from tiercache.processors.cpu_mover import CpuMover
-from tiercache.processors.cpu_processor import CpuProcessor
 from tiercache.tiers import report, transfer
 from tiercache.tiers.host_memory import HostMemory
 from tiercache.tiers.host_tier import HostTier
@@ -200,10 +199,12 @@ def test_a_dump_is_written_at_once_where_the_rows_of_the_next_visit_are_not_ther
         assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
-class QueueingMover(CpuMover):
+class QueueingBackend(CpuStreams, CpuBackend):
     """As a GPU with steps to do, on a clock of its own: they take long, and each thing moved behind them a second."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.streams = self
         self.now, self.queued, self.visit = 0.0, False, 0
         self.over = [threading.Event() for _ in range(CASE.epochs * -(-CASE.num_samples // CASE.pass_rows))]
         self.log: list[str] = []
@@ -214,7 +215,7 @@ class QueueingMover(CpuMover):
         self.visit, self.queued = visit, True
 
     def reach(self, name: str, seconds: float) -> Any:
-        """Return a mark behind the steps; to wait for it takes so much more."""
+        """Return an event behind the steps; to wait for it takes so much more."""
 
         def wait() -> None:
             with self._lock:
@@ -254,31 +255,32 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
     """Neither behind moved rows nor behind a late disk. Where all is there, rows are on their way before the wait."""
-    passes, stage, mover, device = CASE.cut(tmp_path / "passes"), Stager.stage, QueueingMover(), CpuProcessor()
-    device.mover = mover
+    passes, stage, backend = CASE.cut(tmp_path / "passes"), Stager.stage, QueueingBackend()
 
     def late(self: Stager, plan: VisitPlan, placements: Any) -> Any:
         if plan.visit:
-            assert mover.over[plan.visit - 1].wait(timeout=60), f"nobody waited for the steps of visit {plan.visit - 1}"
+            assert backend.over[plan.visit - 1].wait(timeout=60), (
+                f"nobody waited for the steps of visit {plan.visit - 1}"
+            )
         return stage(self, plan, placements)
 
     def each_batch(visit: int, batch: int) -> None:
-        mover.queue(visit, batch)
+        backend.queue(visit, batch)
         if disk == "quick":
             cache.drain()
 
-    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: mover.now))
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: backend.now))
     if disk == "late":
         monkeypatch.setattr(Stager, "stage", late)
-    with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=device) as cache:
+    with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=backend) as cache:
         train(cache, CASE, each_batch=each_batch)
         reports = cache.reports
-    assert len(reports) == len(mover.over)
+    assert len(reports) == len(backend.over)
     assert all(r.waited + r.switched < STEPS for r in reports)
-    assert mover.now >= STEPS * len(reports)
+    assert backend.now >= STEPS * len(reports)
     if disk == "quick":
         assert [r.switched for r in reports] == [1.0] * len(reports)
-        assert " ".join(mover.log).count(" pack trained") == 1, "only behind the last visit nothing is moved"
+        assert " ".join(backend.log).count(" pack trained") == 1, "only behind the last visit nothing is moved"
 
 
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.passset import Pass
     from tiercache.passes.samples import FeatureIds, Samples
-    from tiercache.processors.processor import Mover, Processor
     from tiercache.ranks.exchange import Asked, Exchanged, RowExchange
     from tiercache.ranks.pooling import AskedBags, PooledBatch, Pooling
     from tiercache.schema import Schema
@@ -64,8 +64,8 @@ class Due:
 class Coming:
     """A batch on its way: asked for, then brought, then received. Asked for where this is made."""
 
-    def __init__(self, bring: Callable[[], tuple[Batch, Due]], processor: Processor) -> None:
-        self._bring, self._processor = bring, processor
+    def __init__(self, bring: Callable[[], tuple[Batch, Due]], backend: Backend) -> None:
+        self._bring, self._backend = bring, backend
         self._brought: tuple[Batch, Due] | None = None
         self._exchanged: Any = None
 
@@ -75,18 +75,18 @@ class Coming:
         return self._brought is not None
 
     def bring(self) -> Due:
-        """Have its rows brought; beside the training that comes behind this, where the processor queues its work."""
-        with self._processor.exchanging():
+        """Have its rows brought; beside the training that comes behind this, where the backend queues its work."""
+        with self._backend.streams.exchanging():
             self._brought = self._bring()
-        self._exchanged = self._processor.exchanged()
+        self._exchanged = self._backend.streams.exchanged()
         return self._brought[1]
 
     def receive(self) -> Batch:
         """Return it; what is done with it comes behind its being brought. On the training thread."""
         assert self._brought is not None, "a batch is received that was not brought"
         batch, due = self._brought
-        made = tensors_of((batch.label, batch.dense, batch.rows.groups, due)) if self._processor.queues else []
-        self._processor.receive(self._exchanged, made)
+        made = tensors_of((batch.label, batch.dense, batch.rows.groups, due)) if self._backend.queues else []
+        self._backend.streams.receive(self._exchanged, made)
         return batch
 
 
@@ -103,11 +103,11 @@ def tensors_of(found: object) -> list[torch.Tensor]:
     return []
 
 
-def exchange_thread(mover: Mover) -> ThreadPoolExecutor:
+def exchange_thread(backend: Backend) -> ThreadPoolExecutor:
     """Return the one thread on which batches of a cache are made, or asked for, one after the other."""
 
     def enter() -> None:
-        mover.enter_thread()
+        backend.streams.enter_thread()
         share_threads()  # as many threads of the kernels as training has: else they would use all cores here
 
     return ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
@@ -130,11 +130,11 @@ class BatchMaker:
         pooling: Pooling,
         schema: Schema,
         modules: Sequence[nn.Module],
-        processor: Processor,
+        backend: Backend,
         thread: ThreadPoolExecutor,
     ) -> None:
         """modules: features that none of these looks up are not brought."""
-        self._ranks, self._exchange, self._pooling, self._processor = ranks, exchange, pooling, processor
+        self._ranks, self._exchange, self._pooling, self._backend = ranks, exchange, pooling, backend
         self._modules = modules
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._weighted = {feature.name for feature in schema.features if feature.weights is not None}
@@ -156,8 +156,8 @@ class BatchMaker:
         return self._coming(self._ask(source, places, name, **options))
 
     def _coming(self, bring: Callable[[], tuple[Batch, Due]]) -> Coming:
-        coming = Coming(bring, self._processor)
-        return coming if self._processor.queues else self._brought(coming)
+        coming = Coming(bring, self._backend)
+        return coming if self._backend.queues else self._brought(coming)
 
     def _ask(
         self,
@@ -249,7 +249,7 @@ class BatchMaker:
         pooled = self._pooling.answer(bags) if bags else None
         gradients = RowGradients(len(groups))
         gradients.is_stepped = self.is_stepped
-        view = RowView(groups, gradients if trained else None, asked.where, self._processor)
+        view = RowView(groups, gradients if trained else None, asked.where, self._backend)
         elsewhere = pooled.features if pooled else {}
         batch = finish(view, ids=self.named(asked.ids, elsewhere), pooled=elsewhere)
         return batch, Due(exchanged, pooled, gradients, view)
@@ -303,7 +303,7 @@ class BatchMaker:
                 yield self._received(begin().result())
                 continue
             coming = None if asked is None else asked.result()  # where it failed, no rank begins another
-            if coming is not None and self._processor.queues:
+            if coming is not None and self._backend.queues:
                 behind, coming = self._brought(coming), brought
                 brought = behind
             asked = begin()  # behind what was queued: no two threads of a rank tell others something at a time
@@ -318,7 +318,7 @@ class BatchMaker:
     def rest(self) -> None:
         """Wait until no batch is being made; what comes behind this comes behind those that were brought."""
         self._thread.submit(lambda: None).result()
-        self._processor.receive(self._processor.exchanged(), ())
+        self._backend.streams.receive(self._backend.streams.exchanged(), ())
 
     @property
     def pending(self) -> bool:

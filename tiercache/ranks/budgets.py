@@ -27,8 +27,8 @@ from tiercache.training.progress import prepare_kernels
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tiercache.backends.base import Backend
     from tiercache.planning.next_use import Uses
-    from tiercache.processors.processor import Mover
     from tiercache.ranks.shares import Share
     from tiercache.store import Store
 
@@ -70,7 +70,7 @@ class Budgets:
         """Return them by the names that users give them."""
         return asdict(self)
 
-    def check_device(self, share: Share, mover: Mover) -> int:
+    def check_device(self, share: Share, backend: Backend) -> int:
         """Return the bytes of the device that are left beside mirrors. Raises BudgetError where rows need more."""
         mirrors = mirror_bytes(share)
         if mirrors > self.device_budget:
@@ -80,7 +80,7 @@ class Budgets:
             )
         num_ranks = share.placement.num_ranks
         divided = num_ranks == 1 or all(one.kind == "row" for one in share.placement.tables.values())
-        DeviceNeed.of(_positions(share), mover).check(
+        DeviceNeed.of(_positions(share), backend).check(
             self.device_budget,
             num_ranks=num_ranks,
             mirrors=mirrors,

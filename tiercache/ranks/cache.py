@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError
-from tiercache.processors.opening import open_processor
 from tiercache.ranks.alone import RowsHere, rows_are_here
 from tiercache.ranks.batches import BatchMaker, exchange_thread
 from tiercache.ranks.budgets import Budgets
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.passset import PassSet
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.evaluation import ShardedEvaluation
     from tiercache.ranks.placement import Placement
     from tiercache.ranks.placement_rules import PlacementRules
@@ -70,7 +70,7 @@ class ShardedCache:
         group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Processor = "cpu",
+        device: str | Backend = "cpu",
         device_budget: int | str,
         host_budget: int | str,
         placement: Placement | PlacementRules | str | Mapping[str, str] = "auto",
@@ -134,9 +134,9 @@ class ShardedCache:
             self._share = Share(passes, self.placement, ranks.rank)
             with ranks.raise_on_all("opening the device"):
                 where = str(ranks.device) if isinstance(device, str) else device
-                self._processor = open_processor(where, self._share.tables)
+                self._backend = open_backend(where, self._share.tables)
             with ranks.raise_on_all("planning the budgets"):  # before the store is written anew for them
-                device_bytes = budgets.check_device(self._share, self._processor.mover)
+                device_bytes = budgets.check_device(self._share, self._backend)
             self._parts = open_parts(
                 path, self._share, ranks, engine=engine, parts=parts, retention=retention, reorganised=reorganised,
                 order_seed=order_seed, budgets=budgets,
@@ -146,7 +146,7 @@ class ShardedCache:
                 self._inner = TierCache(
                     self._parts.store,
                     self._share,  # type: ignore[arg-type]
-                    device=self._processor, device_budget=device_bytes, host_budget=budgets.host_budget,
+                    device=self._backend, device_budget=device_bytes, host_budget=budgets.host_budget,
                     eval_budget=budgets.eval_budget, store_budget=budgets.store_budget, commit_every=commit_every,
                     seed=seed, order_seed=order_seed, progress=progress if ranks.rank == 0 else False,
                 )  # fmt: skip
@@ -155,12 +155,12 @@ class ShardedCache:
         self._wire_dtype = _WIRE_DTYPES[wire_dtype]
         self._modules: list[nn.Module] = []
         """What looks rows up."""
-        self._thread = exchange_thread(self._processor.mover)
+        self._thread = exchange_thread(self._backend)
         self._exchange, self._pooling, self._maker = self._new_maker(passes.schema)
         self._loader = RowLoader(self._share, self._inner.rows_now, ranks)
         self._raw = RawBatches(
             passes, self._groups, ranks, self._beside, self._maker, self._loader, self._inner.optimizer,
-            self._processor, device_bytes - self._inner.device_bytes,
+            self._backend, device_bytes - self._inner.device_bytes,
         )  # fmt: skip
         self._hooks = StepHooks(self.step)
         self._visit: Visit | None = None
@@ -290,7 +290,7 @@ class ShardedCache:
         exchange, pooling, maker = self._new_maker(passes.schema)
         try:
             yield from evaluation_slices(
-                share, rows_now, self._inner.eval_bytes, self._processor, exchange, pooling, maker, self.communicator
+                share, rows_now, self._inner.eval_bytes, self._backend, exchange, pooling, maker, self.communicator
             )
         finally:
             maker.rest()
@@ -377,11 +377,11 @@ class ShardedCache:
     # -- inside -------------------------------------------------------------------------------------------
 
     def _new_maker(self, schema: Schema) -> tuple[RowExchange, Pooling, BatchMaker]:
-        ranks, processor = self._beside, self._processor
+        ranks, backend = self._beside, self._backend
         exchange_of = RowsHere if rows_are_here(ranks, self._groups, self._inner.groups) else RowExchange
-        exchange = exchange_of(ranks, processor, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
-        pooling = Pooling(exchange, processor, schema.features)
-        maker = BatchMaker(self.communicator, exchange, pooling, schema, self._modules, processor, self._thread)
+        exchange = exchange_of(ranks, backend, self._groups, self._inner.groups, wire_dtype=self._wire_dtype)
+        pooling = Pooling(exchange, backend, schema.features)
+        maker = BatchMaker(self.communicator, exchange, pooling, schema, self._modules, backend, self._thread)
         return exchange, pooling, maker
 
     def _record(self) -> None:

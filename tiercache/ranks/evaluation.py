@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.uses import search_keys
+from tiercache.kernels.cpu.next_use import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
 from tiercache.training.batch import cut_batches, in_order
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.passset import Pass
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.batches import BatchMaker
     from tiercache.ranks.exchange import RowExchange
     from tiercache.ranks.pooling import Pooling
@@ -57,7 +57,7 @@ def evaluation_slices(
     share: Share,
     rows_now: RowsNow,
     budget: int,
-    processor: Processor,
+    backend: Backend,
     exchange: RowExchange,
     pooling: Pooling,
     maker: BatchMaker,
@@ -80,7 +80,7 @@ def evaluation_slices(
             with ranks.raise_on_all("reading the rows of an evaluation"):
                 if last < mine:
                     wanted.end_at(first, last)
-                rows = bring_rows(rows_now, source, positions, wanted.used, processor)  # type: ignore[arg-type]
+                rows = bring_rows(rows_now, source, positions, wanted.used, backend)  # type: ignore[arg-type]
             exchange.open_pass(owners, rows, mirrored=False)
             pooling.open(owners, rows)
             yield ShardedEvaluation(source, first, last, maker)  # type: ignore[arg-type]

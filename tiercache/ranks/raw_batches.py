@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.passset import Pass, PassSet
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.batches import BatchMaker
     from tiercache.ranks.loaded_rows import RowLoader
     from tiercache.store.table import Group
@@ -59,7 +59,7 @@ class RawBatches:
         maker: BatchMaker,
         loader: RowLoader,
         optimizer: RowOptimizer,
-        processor: Processor,
+        backend: Backend,
         index_room: int,
     ) -> None:
         """groups: of whole tables. beside: the ranks as batches are asked for. index_room: bytes for an index.
@@ -69,8 +69,8 @@ class RawBatches:
         self._schema, self._ranks, self._beside, self._maker, self._loader = (
             passes.schema, ranks, beside, maker, loader,
         )  # fmt: skip
-        self._reader = RawReader(passes.schema, passes.tables, processor, index_room)
-        self._missing = MissingRows(passes.schema, groups, optimizer, processor)
+        self._reader = RawReader(passes.schema, passes.tables, backend, index_room)
+        self._missing = MissingRows(passes.schema, groups, optimizer, backend)
         self._dense_columns = len(passes.schema.dense)
 
     @property

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tiercache.backends.base import Layout
 from tiercache.errors import BudgetError
 from tiercache.passes.row_budget import device_bytes
-from tiercache.processors.processor import Layout
 from tiercache.sizes import format_bytes, option_bytes, told_apart
 
 if TYPE_CHECKING:
+    from tiercache.backends.base import Backend
     from tiercache.planning.positions import Positions
-    from tiercache.processors.processor import Mover
     from tiercache.store.table import Group
 
 
@@ -28,8 +28,8 @@ class DeviceNeed:
     num_bytes: int
 
     @classmethod
-    def of(cls, positions: Positions, mover: Mover) -> DeviceNeed:
-        """Count the rows of these passes on the device of ``mover``."""
+    def of(cls, positions: Positions, backend: Backend) -> DeviceNeed:
+        """Count the rows of these passes on the device of ``backend``."""
         groups = positions.groups
         rows_G = tuple(max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups)))
         layouts = tuple(
@@ -37,7 +37,7 @@ class DeviceNeed:
             for rows, group in zip(rows_G, groups, strict=True)
         )
         needs = sum(rows * device_bytes(group) for rows, group in zip(rows_G, groups, strict=True))
-        num_bytes = max(needs, mover.bytes_of(layouts))  # the latter for rows so few that gaps count
+        num_bytes = max(needs, backend.bytes_of(layouts))  # the latter for rows so few that gaps count
         return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=num_bytes)
 
     def check(self, budget: int, *, num_ranks: int = 1, mirrors: int = 0, advice: str = "") -> None:

@@ -10,7 +10,7 @@ from tiercache.planning.budget import PAGE_BYTES, paged
 from tiercache.tiers.host_region import HostRegion
 
 if TYPE_CHECKING:
-    from tiercache.processors.processor import Mover
+    from tiercache.backends.base import Backend
 
 _MOVED_PAGES = 32
 """The fewest that are moved: to give back fewer and have them zeroed elsewhere takes no longer."""
@@ -42,8 +42,8 @@ class HostMemory:
     pages of kept regions go first.
     """
 
-    def __init__(self, budget: int, region_bytes: int, mover: Mover) -> None:
-        self.budget, self.region_bytes, self._mover = budget, paged(region_bytes), mover
+    def __init__(self, budget: int, region_bytes: int, backend: Backend) -> None:
+        self.budget, self.region_bytes, self._backend = budget, paged(region_bytes), backend
         self.resident_bytes = 0
         self.peak_bytes = 0
         self._free: list[HostRegion] = []
@@ -64,13 +64,13 @@ class HostMemory:
         return region
 
     def _pop(self, num_bytes: int) -> HostRegion:
-        """Return a free region, one whose pages stay as they are where there is one: others are locked anew."""
+        """Return a free region, one whose pages stay as they are where there is one: others are pinned anew."""
         for i in range(len(self._free) - 1, -1, -1):
             if self._free[i].is_open_to(num_bytes):
                 return self._free.pop(i)
         if self._free:
             return self._free.pop()
-        return self._empty.pop() if self._empty else HostRegion(self.region_bytes, self._mover)
+        return self._empty.pop() if self._empty else HostRegion(self.region_bytes, self._backend)
 
     def _open(self, region: HostRegion, pages: int) -> None:
         """Have a region hold its first pages: its own, those of others, and fresh ones, in this order."""
@@ -158,7 +158,7 @@ class HostMemory:
         """Let all regions that came back go; nobody may take a region any more."""
         with self._lock:
             for region in (*self._free, *self._empty):
-                region.unlock()
+                region.unpin()
                 self.resident_bytes -= region.resident_bytes
             self.resident_bytes -= sum((spare.last - spare.first) * PAGE_BYTES for spare in self._spares)
             self._spares.clear()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.processors.processor import Mover
+    from tiercache.backends.base import Backend
 
 _NORMAL = 0
 _DONTNEED = 4
@@ -53,13 +53,13 @@ class HostRegion:
     """Anonymous memory of whole pages, of which some stretch is held.
 
     ``data`` is the uint8 array handed out: the first bytes of the map. What is not held has undefined content. Pages
-    that are held are locked for the device, and those only: none is while the stretch that is held changes.
+    that are held are pinned for the device, and those only: none is while the stretch that is held changes.
     """
 
-    __slots__ = ("_address", "_bytes", "_cuts", "_locked", "_mover", "_pid", "data", "first_page", "last_page")
+    __slots__ = ("_address", "_backend", "_bytes", "_cuts", "_pid", "_pinned", "data", "first_page", "last_page")
 
-    def __init__(self, capacity: int, mover: Mover) -> None:
-        self._mover, self._locked, self._pid = mover, -1, os.getpid()
+    def __init__(self, capacity: int, backend: Backend) -> None:
+        self._backend, self._pinned, self._pid = backend, -1, os.getpid()
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self._address = self._bytes.ctypes.data
@@ -69,12 +69,12 @@ class HostRegion:
         self.first_page = self.last_page = 0
 
     def __del__(self) -> None:
-        """Unlock what nobody closed: the device would take other pages at this address for these.
+        """Unpin what nobody closed: the device would take other pages at this address for these.
 
         A process that was forked off has a copy of what is not its own.
         """
         if not sys.is_finalizing() and self._pid == os.getpid():
-            self.unlock()
+            self.unpin()
 
     @property
     def resident_bytes(self) -> int:
@@ -92,24 +92,24 @@ class HostRegion:
     def hold(self, first: int, last: int) -> None:
         """Hold pages [first, last), which are here, and no others: what becomes of these is for the caller."""
         if (self.first_page, self.last_page) != (first, last):
-            self.unlock()
+            self.unpin()
             self.first_page, self.last_page = first, last
-        if self._locked < 0 and first < last:
+        if self._pinned < 0 and first < last:
             address = self._address + first * PAGE_BYTES
-            self._mover.lock(address, self.resident_bytes)
-            self._locked = address
+            self._backend.pin(address, self.resident_bytes)
+            self._pinned = address
 
     def hand_out(self, num_bytes: int) -> None:
         """Make the first bytes ``data``."""
         self.data = self._bytes[:num_bytes]
 
-    def unlock(self) -> None:
+    def unpin(self) -> None:
         """Take the pages from the device."""
-        if self._locked >= 0:
-            self._mover.unlock(self._locked)
-            self._locked = -1
+        if self._pinned >= 0:
+            self._backend.unpin(self._pinned)
+            self._pinned = -1
 
-    # -- pages nobody holds, none of them locked ---------------------------------------------------------------
+    # -- pages nobody holds, none of them pinned ---------------------------------------------------------------
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield [first, last) in parts that the system can move."""

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.planning.host_plan import Held
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.processors.processor import Mover
     from tiercache.store import Segment, Store
     from tiercache.store.stream import Stream
     from tiercache.store.table import Table
@@ -87,13 +87,13 @@ class Stager:
     def __init__(
         self,
         store: Store,
-        mover: Mover,
+        backend: Backend,
         memory: HostMemory,
         positions: Positions,
         keys_of: Callable[[int, int], NDArray[np.int64]],
         segments: Mapping[int, Segment],
     ) -> None:
-        self._store, self._mover, self._memory, self._segments = store, mover, memory, segments
+        self._store, self._backend, self._memory, self._segments = store, backend, memory, segments
         self._positions, self._keys_of = positions, keys_of
         self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._wanted: list[Pieces] = []
@@ -184,7 +184,7 @@ class Stager:
         for i, table in enumerate(spec.tables):
             low, high = int(cuts[i]), int(cuts[i + 1])
             keys = self._keys_of(plan.pass_index, first_table + i)
-            on_device = self._mover.generates(table) and 4 * width >= _KEY_BYTES + 4
+            on_device = self._backend.generates(table) and 4 * width >= _KEY_BYTES + 4
             while low < high:
                 if on_device:
                     low = self._stage_keys(staged, group, table, keys, order, int(starts[i]), low, high, first_row)

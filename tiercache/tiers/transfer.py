@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.checksum import crc32c, has_crc32c
-from tiercache.kernels.field_io import read_fields
-from tiercache.kernels.file_io import has_reads, read_checked
+from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
+from tiercache.kernels.cpu.field_io import read_fields
+from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.planning.budget import paged
 from tiercache.planning.next_use import longest_gap
 from tiercache.store import Cursor
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend, Event
     from tiercache.planning.budget import HostBudget
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import Planner, VisitPlan
-    from tiercache.processors.processor import Mark, Mover
     from tiercache.store import Segment, Store
     from tiercache.tiers.device_tier import DeviceTier, Placement
     from tiercache.tiers.dump_room import DumpRoom
@@ -60,7 +60,7 @@ class Transfer:
         self,
         store: Store,
         device: DeviceTier,
-        mover: Mover,
+        backend: Backend,
         memory: HostMemory,
         budget: HostBudget,
         positions: Positions,
@@ -71,16 +71,16 @@ class Transfer:
         environment: dict[str, object],
     ) -> None:
         self.device, self.host, self.memory = device, HostTier(memory), memory
-        self._store, self._mover, self._budget, self._positions = store, mover, budget, positions
+        self._store, self._backend, self._budget, self._positions = store, backend, budget, positions
         self._keys_of, self._uses_of = keys_of, uses_of
         self._digest, self.environment = schedule_digest, environment
-        self._packer = Packer(device, mover, positions, keys_of)
-        self._unpacker = Unpacker(device, mover, self.host, positions, keys_of)
+        self._packer = Packer(device, backend, positions, keys_of)
+        self._unpacker = Unpacker(device, backend, self.host, positions, keys_of)
         if has_crc32c():
             store.checksums = crc32c
         if has_reads():
             store.read_with(read_checked, read_fields)
-        self._reader, self._writer = nicer_thread("reader", mover), nicer_thread("writer", mover)
+        self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
         self._segments: dict[int, Segment] = {}
         self._preparer: Preparer | None = None
         self._following: Future[Prepared] | None = None
@@ -115,19 +115,19 @@ class Transfer:
         self._segments.clear()
         self._segments.update(segments_by_visit(self._store))
         self._planner = planner
-        self._stager = Stager(self._store, self._mover, self.memory, self._positions, self._keys_of, self._segments)
+        self._stager = Stager(self._store, self._backend, self.memory, self._positions, self._keys_of, self._segments)
         self._preparer, self._to_prepare = Preparer(planner, self.device, self._uses_of), planner.next_visit
         self._prepare_next()
         self._stage_next()
         self._held_G = self._unpacker.lay_out_held(None)
         self._departed_G = [[] for _ in self._held_G]
-        self._load(self._mover.trained())
+        self._load(self._backend.streams.trained())
         self._stage_next()
         self._make_room()
 
     def switch(self, state: StateBytes) -> None:
         """End the visit on the device and bring in the next one."""
-        trained = self._mover.trained()
+        trained = self._backend.streams.trained()
         write, staging = self._dump(state, trained), self._staging
         assert staging is not None, "no visit is staged behind this one"
         if not staging.done():  # the training waits for the disk, which gets all its work now
@@ -143,7 +143,7 @@ class Transfer:
 
     def finish(self, state: StateBytes) -> None:
         """End the last visit and wait until it is durable."""
-        report, trained = self._report_now(), self._mover.trained()
+        report, trained = self._report_now(), self._backend.streams.trained()
         self._writing = self._writer.submit(self._dump(state, trained))
         report.wait("durable", self._writing, trained)
         self._await_writer()
@@ -154,7 +154,7 @@ class Transfer:
         for thread in (self._reader, self._writer):  # the writer waits for the reader, and never the other way round
             with suppress(RuntimeError):  # it was shut down
                 thread.submit(int).result()
-        self._mover.rest()
+        self._backend.streams.synchronize()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
         self._following = self._prepared = self._staging = self._writing = self._thinned = self._room = None
@@ -214,12 +214,12 @@ class Transfer:
         )  # fmt: skip
 
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
-            scratch = self._mover.scratch(paged(self._budget.block))
+            scratch = self._backend.scratch(paged(self._budget.block))
             for g, stream in enumerate(streams):
                 for b, keys in enumerate(self._packer.keys(plan.pass_index, g, None, stream)):
                     data = scratch[: int(stream.block_bytes_B[b])]
                     self._packer.pack(g, None, self._packer.target(stream, b, [data]))
-                    self._mover.dumped().wait()
+                    self._backend.streams.dumped().wait()
                     yield g, b, data, keys
 
         def write() -> None:
@@ -250,7 +250,7 @@ class Transfer:
 
         self._room = self._writer.submit(make)
 
-    def _dump(self, state: StateBytes, trained: Mark) -> Callable[[], None]:
+    def _dump(self, state: StateBytes, trained: Event) -> Callable[[], None]:
         """Pack the rows of the visit, trained then, into host blocks; return what the writer is to do."""
         plan, report, room = self._plan_now(), self._report_now(), self._room
         assert room is not None
@@ -262,13 +262,13 @@ class Transfer:
             dumps, self._held_G = room.result()
             self._departed_G = [self._packer.pack(g, order, target) for g, (_, order, _, target) in enumerate(dumps)]
         self._room = None
-        return partial(self._write, plan, dumps, self._mover.dumped(), state, report)
+        return partial(self._write, plan, dumps, self._backend.streams.dumped(), state, report)
 
     def _write(
         self,
         plan: VisitPlan,
         dumps: list[DumpRoom],
-        packed: Mark,
+        packed: Event,
         state: StateBytes,
         report: VisitReport,
     ) -> None:
@@ -343,7 +343,7 @@ class Transfer:
             self._release(staged)
             raise
 
-    def _load(self, trained: Mark) -> None:
+    def _load(self, trained: Event) -> None:
         """Unpack what was staged, behind what is trained."""
         assert self._staging is not None
         waited = seconds_of_waiting(self._staging, trained)

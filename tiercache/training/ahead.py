@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
+    from tiercache.backends.upload import BatchUpload
     from tiercache.passes.passset import Pass
-    from tiercache.processors.delivery import Delivery
-    from tiercache.processors.processor import Processor
     from tiercache.tiers.rows import RowView
     from tiercache.training.batch import Batch
 
@@ -36,8 +36,8 @@ Cut = tuple[int, "NDArray[np.int64]"]
 class Ahead:
     """Makes the batches of one cache. On the training thread; it has threads of its own while somebody iterates."""
 
-    def __init__(self, processor: Processor) -> None:
-        self.processor = processor
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
         """What looks them up."""
         self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
         self._lines: weakref.WeakSet[_Line] = weakref.WeakSet()
@@ -48,11 +48,11 @@ class Ahead:
         """Yield the samples behind each batch and the batch, in the order of ``cuts``.
 
         Up to ``most`` batches are made ahead, each on one of as many threads; 0: on the calling thread, when they are
-        asked for; None: as the processor says. ``before`` is called before a batch is handed out, and its errors are
+        asked for; None: as the backend says. ``before`` is called before a batch is handed out, and its errors are
         raised; what goes wrong in making a batch is raised in its place. Threads end with the iterator, or when the
         rows do. Raises ValueError for less than 0, StateError in the fork of the process that began.
         """
-        most = self.processor.ahead if most is None else most
+        most = self.backend.ahead if most is None else most
         if most < 0:
             raise ValueError(f"{most} batches ahead were asked for: it must be at least 0")
         if most == 0:
@@ -89,9 +89,9 @@ class _Line:
 
     def __init__(self, source: Pass, rows: RowView, most: int) -> None:
         self._source, self._rows, self._pid = source, rows, os.getpid()
-        enter = rows.processor.mover.enter_thread
+        enter = rows.backend.streams.enter_thread
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="tiercache-batches", initializer=enter)
-        self.waiting: deque[tuple[int, Future[tuple[Batch, Delivery]]]] = deque()
+        self.waiting: deque[tuple[int, Future[tuple[Batch, BatchUpload]]]] = deque()
         self.was_cut_short = False
         """Whether it was closed while some waited."""
 
@@ -106,13 +106,13 @@ class _Line:
         self._check()
         done, future = self.waiting.popleft()
         try:
-            batch, delivery = future.result()
+            batch, upload = future.result()
         finally:
             del future  # what went wrong refers to this call, and the future to what went wrong
-        delivery.receive()
+        upload.receive()
         return done, batch
 
-    def made(self) -> list[Delivery]:
+    def made(self) -> list[BatchUpload]:
         """Return what brought those that wait."""
         ended = [future for _, future in self.waiting if future.done() and not future.cancelled()]
         return [future.result()[1] for future in ended if future.exception() is None]
@@ -134,14 +134,14 @@ class _Line:
     def _make(
         self, places: NDArray[np.int64], seen: weakref.WeakValueDictionary[Key, FeaturePart],
         parts: Sequence[FeaturePart],
-    ) -> tuple[Batch, Delivery]:  # fmt: skip
+    ) -> tuple[Batch, BatchUpload]:  # fmt: skip
         """Read samples and bring what is looked up of them. On one of the threads."""
-        delivery = self._rows.processor.delivery()
-        samples = self._source.read(places, delivery.buffers)
+        upload = self._rows.backend.upload()
+        samples = self._source.read(places, upload.buffers)
         joined = {}
         for part in parts:
             found = [samples.ids[name] for name in part.features]
-            joined[part.key] = join_part(part, found, self._rows, samples.num_samples, delivery, weights=True)
-        batch = make_batch(samples, self._rows, joins=Joins(seen, joined), bringer=delivery)
-        delivery.send()
-        return batch, delivery
+            joined[part.key] = join_part(part, found, self._rows, samples.num_samples, upload, weights=True)
+        batch = make_batch(samples, self._rows, joins=Joins(seen, joined), bringer=upload)
+        upload.send()
+        return batch, upload

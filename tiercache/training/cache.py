@@ -7,11 +7,11 @@ import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from tiercache.backends.opening import open_backend
 from tiercache.errors import StateError
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
-from tiercache.processors.opening import open_processor
 from tiercache.sizes import parse_bytes
 from tiercache.tiers.device_tier import DeviceTier
 from tiercache.tiers.host_memory import HostMemory
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.passset import PassSet
     from tiercache.planning.store_plan import StorePlan
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.processors.processor import Processor
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
     from tiercache.training.batch import Batch
@@ -65,7 +65,7 @@ class TierCache:
         *,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Processor = "cpu",
+        device: str | Backend = "cpu",
         device_budget: int | str,
         host_budget: int | str,
         eval_budget: int | str | None = None,
@@ -91,7 +91,7 @@ class TierCache:
         belong together, CudaError where the GPU cannot be used, ValueError for a commit_every below 1.
         """
         check_commit_every(commit_every)
-        self._processor = processor = open_processor(device, store.tables)
+        self._backend = backend = open_backend(device, store.tables)
         prepare_kernels(store.tables)
         share_threads()
         self.store, self.pass_set = store, passes
@@ -103,7 +103,7 @@ class TierCache:
         self._shown = sys.stderr.isatty() if progress is None else progress
         self._progress: TrainingProgress | None = None
         self._positions = Positions.of(passes, store.groups)
-        self._device = DeviceTier(self._positions, parse_bytes(device_budget), processor.mover)
+        self._device = DeviceTier(self._positions, parse_bytes(device_budget), backend)
         evaluation = None if eval_budget is None else parse_bytes(eval_budget)
         self._budget = HostBudget.of(self._positions, parse_bytes(host_budget), evaluation, waiting_streams(store))
         self._keys_of = self._positions.keys_of(passes)  # nothing that the cache has refers to it: it goes when dropped
@@ -112,16 +112,16 @@ class TierCache:
             store, self._schedule, self._positions, self._uses.of, self._budget, commit_every=commit_every,
             store_budget=None if store_budget is None else parse_bytes(store_budget),
         )  # fmt: skip
-        self._memory = HostMemory(self._budget.rows, self._budget.region, processor.mover)
-        self._state = CommitState(store.groups, processor)
+        self._memory = HostMemory(self._budget.rows, self._budget.region, backend)
+        self._state = CommitState(store.groups, backend)
         self.dense, self.optimizer = self._state.dense, self._state.optimizer
         self._transfer = Transfer(
-            store, self._device, processor.mover, self._memory, self._budget, self._positions, self._keys_of,
+            store, self._device, backend, self._memory, self._budget, self._positions, self._keys_of,
             self._uses.of, schedule_digest=self._schedule.digest, environment=self._state.environment,
         )  # fmt: skip
         room = parse_bytes(device_budget) - self._device.num_bytes
-        self._raw = RawKeys(passes.schema, store.groups, self.rows_now, self.optimizer, processor, room)
-        self._ahead, self._hooks = Ahead(processor), StepHooks(self.step)
+        self._raw = RawKeys(passes.schema, store.groups, self.rows_now, self.optimizer, backend, room)
+        self._ahead, self._hooks = Ahead(backend), StepHooks(self.step)
         self._visit: Visit | None = None
         self._run: object = None
         self._closed = False
@@ -299,7 +299,7 @@ class TierCache:
         if self._trained_by() is self:
             del _TRAINED_BY[self.store]
         with ExitStack() as last:
-            for close in (self._processor.drop_scratch, self._raw.close, self._transfer.close, self._hooks.remove):
+            for close in (self._backend.drop_scratch, self._raw.close, self._transfer.close, self._hooks.remove):
                 last.callback(close)  # the last one first
             self._end_visit()
 
@@ -329,7 +329,7 @@ class TierCache:
     @property
     def device(self) -> torch.device:
         """Where rows are trained."""
-        return self._processor.device
+        return self._backend.device
 
     @property
     def device_bytes(self) -> int:
@@ -339,7 +339,7 @@ class TierCache:
     @property
     def scratch_bytes(self) -> int:
         """Bytes kept on the device from batch to batch, beside ``device_bytes``: batches made ahead included."""
-        return self._processor.scratch_bytes + self._ahead.device_bytes
+        return self._backend.scratch_bytes + self._ahead.device_bytes
 
     @property
     def pinned_batch_bytes(self) -> int:
@@ -389,7 +389,7 @@ class TierCache:
         assert plan.visit == index
         self.optimizer.discard()
         groups = self._device.rows_of(plan.pass_index)
-        rows = RowView(groups, self.optimizer.gradients, f"visit {index}", self._processor)
+        rows = RowView(groups, self.optimizer.gradients, f"visit {index}", self._backend)
         self._visit = Visit(
             index=index, epoch=plan.epoch, source=self.pass_set.passes[plan.pass_index], rows=rows,
             seed=self._seed, raw=self._raw, ahead=self._ahead, first_sample=first_sample,

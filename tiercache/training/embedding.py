@@ -15,7 +15,7 @@ from tiercache.training.scaled_loss import check_unscaled, watch_scalers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
     from tiercache.schema import Feature, Schema
     from tiercache.training.batch import Batch
 
@@ -77,7 +77,7 @@ class EmbeddingBagCollection(nn.Module):
         """
         watch_scalers()
         batch.rows.check()
-        given, processor = dict(weights or {}), batch.rows.processor
+        given, backend = dict(weights or {}), batch.rows.backend
         for name, weight in given.items():
             if name not in self._cols:
                 raise ValueError(
@@ -85,16 +85,16 @@ class EmbeddingBagCollection(nn.Module):
                 )
             if weight.dtype != torch.float32:
                 raise ValueError(f"weights of feature {name!r} are {weight.dtype}: give torch.float32")
-            if weight.device != processor.device:
+            if weight.device != backend.device:
                 raise ValueError(
-                    f"weights of feature {name!r} are on {weight.device}, and rows are trained on {processor.device}: "
+                    f"weights of feature {name!r} are on {weight.device}, and rows are trained on {backend.device}: "
                     "move them there"
                 )
         ready = self._ready(batch, given)
         here = [name for name in self.features if name not in ready]
         check_brought(batch, here)
         arrays = {name: values for name in here if (values := batch.ids[name].weights) is not None} | {
-            name: processor.array(value) for name, value in given.items()
+            name: backend.array(value) for name, value in given.items()
         }
         groups = _groups_of(batch, [self._specs[name].table for name in here])
         key = groups, frozenset(here), frozenset(arrays)
@@ -106,7 +106,7 @@ class EmbeddingBagCollection(nn.Module):
         ]
         shape, names = (batch.num_samples, self.out_features), tuple(given)
         result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
-            self._anchor, processor, lookups, list(ready.values()), shape, names, *given.values()
+            self._anchor, backend, lookups, list(ready.values()), shape, names, *given.values()
         )
         return result
 
@@ -181,7 +181,7 @@ class EmbeddingCollection(nn.Module):
             self._parts[groups] = self._cut(groups)
         parts = self._parts[groups]
         lookups = [RowLookup(part, batch) for part in parts]
-        outs = _RowFunction.apply(self._anchor, batch.rows.processor, lookups)  # type: ignore[no-untyped-call]
+        outs = _RowFunction.apply(self._anchor, batch.rows.backend, lookups)  # type: ignore[no-untyped-call]
         found: dict[str, torch.Tensor] = {}
         for name, out in zip((name for part in parts for name in part.features), outs, strict=True):
             spec = self._specs[name]
@@ -208,28 +208,28 @@ class EmbeddingCollection(nn.Module):
 
 class _PooledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor, lookups: list[PooledLookup],
+    def forward(ctx: Any, _anchor: torch.Tensor, backend: Backend, lookups: list[PooledLookup],
                 ready: list[ReadyLookup], shape: tuple[int, int], names: tuple[str, ...],
                 *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
         # here, as torch lets nobody change in place what was given and comes back
-        out = processor.empty(shape, np.float32)
+        out = backend.empty(shape, np.float32)
         if lookups:
-            processor.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
-        result = processor.tensor(out)
+            backend.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
+        result = backend.tensor(out)
         for found in ready:
             found.write(result)
-        ctx.processor, ctx.lookups, ctx.ready, ctx.names = processor, lookups, ready, names
+        ctx.backend, ctx.lookups, ctx.ready, ctx.names = backend, lookups, ready, names
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_unscaled()
-        processor: Processor = ctx.processor
-        grad = processor.array(grads[0])
+        backend: Backend = ctx.backend
+        grad = backend.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
         for lookup in ctx.lookups:
             if set(lookup.part.features) & set(ctx.names):
-                by_name |= {n: processor.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
+                by_name |= {n: backend.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
             lookup.backward(grad)
         for found in ctx.ready:
             found.backward(grads[0])
@@ -238,20 +238,20 @@ class _PooledFunction(torch.autograd.Function):
 
 class _RowFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, processor: Processor,
+    def forward(ctx: Any, _anchor: torch.Tensor, backend: Backend,
                 lookups: list[RowLookup]) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        ctx.processor = processor
+        ctx.backend = backend
         ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
         ctx.set_materialize_grads(False)
-        outs = processor.gather([(lookup.rows, lookup.entries) for lookup in lookups])
-        return tuple(processor.tensor(out) for out in outs)
+        outs = backend.gather([(lookup.rows, lookup.entries) for lookup in lookups])
+        return tuple(backend.tensor(out) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         check_unscaled()
         for (lookup, feature), grad in zip(ctx.features, grads, strict=True):
             if grad is not None:
-                lookup.backward(feature, ctx.processor.array(grad))
+                lookup.backward(feature, ctx.backend.array(grad))
         return None, None, None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError
-from tiercache.kernels.uses import search_keys
+from tiercache.kernels.cpu.next_use import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.planning.positions import Positions
 from tiercache.sizes import format_bytes
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.passset import Pass, PassSet
-    from tiercache.processors.processor import Processor
     from tiercache.schema import Feature
     from tiercache.store import Store
     from tiercache.tiers.device_tier import DeviceTier, Placement
@@ -200,10 +200,10 @@ class Evaluation:
             while first < source.samples:
                 last = wanted.cut(first, budget)
                 view = RowView(
-                    bring_rows(rows_now, source, positions, wanted.used, ahead.processor),
+                    bring_rows(rows_now, source, positions, wanted.used, ahead.backend),
                     None,
                     f"samples {first:,} to {last:,} of evaluation pass {source.index}",
-                    ahead.processor,
+                    ahead.backend,
                 )
                 yield Evaluation(source, first, last, view, ahead)
                 view.end()
@@ -272,15 +272,15 @@ class Wanted:
 
 
 def bring_rows(
-    rows_now: RowsNow, source: Pass, positions: Positions, used: dict[str, NDArray[np.bool_]], processor: Processor
+    rows_now: RowsNow, source: Pass, positions: Positions, used: dict[str, NDArray[np.bool_]], backend: Backend
 ) -> list[GroupRows]:
     """Fetch the vectors of all used ids, in float32 whatever their dtype."""
-    return [_bring(rows_now, source, positions, g, used, processor) for g in range(len(positions.groups))]
+    return [_bring(rows_now, source, positions, g, used, backend) for g in range(len(positions.groups))]
 
 
 def _bring(
     rows_now: RowsNow, source: Pass, positions: Positions, group: int, used: dict[str, NDArray[np.bool_]],
-    processor: Processor,
+    backend: Backend,
 ) -> GroupRows:  # fmt: skip
     """Fetch the vectors of one group's used ids, in float32 whatever their dtype."""
     spec = positions.groups[group]
@@ -296,4 +296,4 @@ def _bring(
             rows_now.fill(table.name, keys, (vectors[at : at + local.size],))
             slots[starts[i] + local] = np.arange(at, at + local.size, dtype=np.int32)
             at += local.size
-    return GroupRows.of(spec, (processor.bring(vectors),), processor.bring(slots), starts, dtype="float32")
+    return GroupRows.of(spec, (backend.to_device(vectors),), backend.to_device(slots), starts, dtype="float32")

@@ -13,8 +13,8 @@ from tiercache.training.raw_samples import RawReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.passset import Pass
-    from tiercache.processors.processor import Processor
     from tiercache.schema import Schema
     from tiercache.store.table import Group
     from tiercache.tiers.rows import RowView
@@ -31,7 +31,7 @@ class RawKeys:
         groups: Sequence[Group],
         rows_now: Callable[[], RowReader],
         optimizer: RowOptimizer,
-        processor: Processor,
+        backend: Backend,
         index_room: int | None = None,
     ) -> None:
         """rows_now: a method of the cache that has this, which it does not keep alive: a reader of rows as of now.
@@ -40,8 +40,8 @@ class RawKeys:
         None: any number.
         """
         self._rows_of_cache = weakref.WeakMethod(rows_now)
-        self._reader = RawReader(schema, [table for group in groups for table in group.tables], processor, index_room)
-        self._missing = MissingRows(schema, groups, optimizer, processor)
+        self._reader = RawReader(schema, [table for group in groups for table in group.tables], backend, index_room)
+        self._missing = MissingRows(schema, groups, optimizer, backend)
 
     @property
     def index_bytes(self) -> int:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.backends.jagged import OptimizerStep
 from tiercache.errors import StateError
-from tiercache.processors.entries import GroupStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiercache.processors.entries import Pending
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import SavedGradient
     from tiercache.store.table import Group
     from tiercache.tiers.rows import GroupRows
 
@@ -27,11 +27,11 @@ class RowGradients:
     """What backward leaves for the step, by group, in the order of the backward calls."""
 
     def __init__(self, num_groups: int) -> None:
-        self.pending: list[list[Pending]] = [[] for _ in range(num_groups)]
+        self.pending: list[list[SavedGradient]] = [[] for _ in range(num_groups)]
         self.is_stepped = False
         """Whether the cache has an optimizer, or a step was taken: else nobody may ever step them."""
 
-    def add(self, group: int, pending: Pending) -> None:
+    def add(self, group: int, pending: SavedGradient) -> None:
         """Add the gradient of one lookup."""
         self.pending[group].append(pending)
 
@@ -53,8 +53,8 @@ class RowOptimizer:
     however many threads there are.
     """
 
-    def __init__(self, groups: tuple[Group, ...], processor: Processor) -> None:
-        self._groups, self._processor = groups, processor
+    def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
+        self._groups, self._backend = groups, backend
         self.gradients = RowGradients(len(groups))
         self.learning_rates = [float(group.optimizer.learning_rate) for group in groups]
         """One rate for each group."""
@@ -83,8 +83,8 @@ class RowOptimizer:
         self.steps += 1
         self.gradients.is_stepped = True
         every = zip(self._groups, rows, self.gradients.pending, self.learning_rates, strict=True)
-        due = [GroupStep(group, mine, pending, rate) for group, mine, pending, rate in every if pending]
-        self._processor.step(due, self.steps)
+        due = [OptimizerStep(group, mine, pending, rate) for group, mine, pending, rate in every if pending]
+        self._backend.step(due, self.steps)
         self.gradients.clear()
 
     def set_learning_rate(self, learning_rate: float, tables: Sequence[str] | None = None) -> None:

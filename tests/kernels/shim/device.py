@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.shim.memory import GuardedMemory, reserved
-from tiercache.kernels.launch import BLOCK_THREADS, source
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
