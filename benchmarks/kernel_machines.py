@@ -11,10 +11,11 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
 
 from benchmarks.kernel_clock import COPY_BYTES, GpuClock, Times
+from tiercache.backends.cuda_runtime import open_runtime
 from tiercache.kernels.arrays import aligned_zeros
-from tiercache.kernels.cuda import device as cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,8 +84,6 @@ class CpuMachine:
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Copy 256 MiB by all threads of torch."""
-        import torch
-
         if self._copied is None:
             self._copied = torch.full((COPY_BYTES // 4,), 1.0), torch.full((COPY_BYTES // 4,), 2.0)
         source, target = self._copied
@@ -111,8 +110,7 @@ class CudaMachine(_OnDevice):
     """GPU 0, on the default stream but for what is done `beside`; time by CUDA events."""
 
     def __init__(self) -> None:
-        self._pointer = 0
-        super().__init__(cuda.open_device(stream=lambda: self._pointer))
+        super().__init__(open_runtime(0).kernels)
         self.device.prepare()
         self._cupy = importlib.import_module("cupy")
         self._beside = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -150,18 +148,15 @@ class CudaMachine(_OnDevice):
         begun.record(cupy.Stream.null)
         for stream, call in zip(self._beside, calls, strict=True):
             stream.wait_event(begun)
-            self._pointer = stream.ptr
-            try:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):  # type: ignore[no-untyped-call]
                 call()
-            finally:
-                self._pointer = 0
             done = cupy.Event(disable_timing=True)
             done.record(stream)
             cupy.Stream.null.wait_event(done)
 
     def forget(self) -> None:
         """Give what no array needs back to the GPU: torch has a pool of its own."""
-        importlib.import_module("torch").cuda.empty_cache()
+        torch.cuda.empty_cache()
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def copy_bytes_per_second(self, samples: int) -> float:

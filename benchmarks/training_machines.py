@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from benchmarks.machine import middle
-from tiercache.kernels.cuda.device import CudaError, open_device
+from tiercache.backends.cuda_runtime import open_runtime
+from tiercache.kernels.cuda.device import CudaError
 
 if TYPE_CHECKING:
     from tiercache.backends.base import Backend
@@ -56,7 +57,7 @@ class CudaTraining:
     is_gpu = True
 
     def __init__(self) -> None:
-        open_device()
+        open_runtime(None)
         self.name = torch.cuda.get_device_name()
 
     def device(self) -> str:

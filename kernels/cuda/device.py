@@ -7,21 +7,22 @@ CuPy is imported when a device is opened or a kernel compiled, never before. Its
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tiercache.kernels.cuda.kernel_cache import kept
-from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, source
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, View, describe, source
 
 __all__ = [
     "ARCHITECTURES",
     "CudaDevice",
     "CudaError",
+    "Host",
     "NoGpuError",
     "architecture_of",
     "compile_all",
@@ -138,23 +139,39 @@ def _kept_source(name: str, architecture: str) -> bytes:
     return kept(cache_folder(), f"{name}.{architecture}.cuda", made_from, lambda: compile_source(name, architecture))
 
 
-def open_device(
-    index: int = 0,
-    *,
-    stream: Callable[[], int] | None = None,
-    allocate: Callable[[int], Any] | None = None,
-    within: Callable[[], AbstractContextManager[Any]] | None = None,
-) -> "CudaDevice":
-    """Return GPU `index`.
+class Host(Protocol):
+    """What a device takes from the library that computes with its arrays: torch. CuPy allocates nothing."""
 
-    stream: gives the address of the stream to launch on, asked at every launch (torch's current one, so that kernels
-    come in order with the model's); the default is CUDA's default stream. allocate: gives memory of so many bytes with
-    `__cuda_array_interface__` for all that lies on the device (torch's caching allocator: what CuPy's own took would be
-    missed by torch, and the other way round); the default is CuPy's pool. within: makes the GPU current on the calling
-    thread, around every call (`torch.cuda.device`); the default is CuPy's own way, which goes back to the GPU before by
-    `cudaSetDevice` and so, since CUDA 12, makes a context there.
-    Raises NoGpuError where there is none, CudaError with what else is missing.
-    """
+    def stream(self) -> int:
+        """Return the address of the stream to launch on; asked at every launch, so that kernels follow the model's."""
+        ...
+
+    def within(self) -> AbstractContextManager[Any]:
+        """Make the GPU current on the calling thread.
+
+        CuPy's own way returns to the GPU before by `cudaSetDevice`, which since CUDA 12 makes a context there.
+        """
+        ...
+
+    def empty(self, size: int, dtype: DTypeLike) -> Any:
+        """Return an uninitialised array of one axis on the device."""
+        ...
+
+    def put(self, table: NDArray[Any]) -> Any:
+        """Return a copy of a small array on the device."""
+        ...
+
+    def read(self, array: Any) -> NDArray[Any]:
+        """Wait for the current stream and return a copy of a small array."""
+        ...
+
+    def sort(self, keys: Any) -> tuple[Any, Any]:
+        """Return int32 keys in ascending order, and where each was; equal keys keep their order."""
+        ...
+
+
+def open_device(index: int, host: Host) -> "CudaDevice":
+    """Return GPU `index`. Raises NoGpuError where there is none, CudaError with what else is missing."""
     cupy = _import_cupy()
     runtime = cupy.cuda.runtime
     wanted = runtime.runtimeGetVersion()
@@ -184,7 +201,7 @@ def open_device(
     if not 0 <= index < count:
         raise CudaError(f"there is no GPU {index}: the driver shows {count}, counted from 0.")
     _nvrtc()
-    return CudaDevice(cupy, index, stream, allocate, within)
+    return CudaDevice(cupy, index, host)
 
 
 def _driver_version(runtime: Any) -> int:
@@ -215,16 +232,10 @@ class _ExternalStream:
 class CudaDevice:
     """One GPU; make it with `open_device`. Meant for one thread at a time."""
 
-    def __init__(
-        self,
-        cupy: Any,
-        index: int,
-        stream: Callable[[], int] | None,
-        allocate: Callable[[int], Any] | None,
-        within: Callable[[], AbstractContextManager[Any]] | None,
-    ) -> None:
-        self._cupy, self._device, self._stream, self._allocate = cupy, cupy.cuda.Device(index), stream, allocate
-        self._within = (lambda: self._device) if within is None else within
+    def __init__(self, cupy: Any, index: int, host: Host) -> None:
+        self._cupy, self._device, self._host = cupy, cupy.cuda.Device(index), host
+        self.empty, self.put, self.read, self.sort = host.empty, host.put, host.read, host.sort
+        self.stream = host.stream
         attributes = self._device.attributes
         self.num_processors = int(attributes["MultiProcessorCount"])
         capability = (int(attributes["ComputeCapabilityMajor"]), int(attributes["ComputeCapabilityMinor"]))
@@ -238,7 +249,7 @@ class CudaDevice:
         self._tables_lock = threading.Lock()  # an exchange beside a training has tables too
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
-        self._streams: dict[int, Any] = {0: cupy.cuda.Stream.null}
+        self._streams: dict[int, Any] = {}
 
     def _module(self, name: str) -> Any:
         if name not in self._modules:
@@ -263,75 +274,18 @@ class CudaDevice:
             self._functions[kernel] = self._module(name).get_function(function)
         return self._functions[kernel]
 
-    def _current(self) -> tuple[int, Any]:
-        """Return the address of the stream to launch on, and CuPy's view of it."""
-        pointer = self._stream() if self._stream is not None else 0
-        if pointer not in self._streams:
-            self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
-        return pointer, self._streams[pointer]
-
     def prepare(self) -> None:
         """Compile every kernel, or take it from the cache, and load it, before the first batch needs it.
 
         Raises CudaError.
         """
-        with self._within():
+        with self._host.within():
             for name in sources():
                 self._module(name)
 
-    @contextmanager
-    def _allocating(self) -> Iterator[None]:
-        """Have this thread's arrays made on this device, its stream and its memory."""
-        if self._allocate is None:
-            with self._within(), self._current()[1]:
-                yield
-        else:
-            with self._within(), self._current()[1], self._cupy.cuda.using_allocator(self._memory):
-                yield
-
-    def _memory(self, num_bytes: int) -> Any:
-        """Return what ``allocate`` gives, as CuPy's own allocators return theirs."""
-        assert self._allocate is not None
-        num_bytes = max(num_bytes, 1)
-        owner = self._allocate(num_bytes)
-        address = owner.__cuda_array_interface__["data"][0]
-        cuda = self._cupy.cuda
-        return cuda.MemoryPointer(cuda.UnownedMemory(address, num_bytes, owner, self._device.id), 0)
-
-    def describe(self, array: Any) -> dict[str, Any] | None:
-        """Return the interface by which arrays of CuPy and torch tell their address."""
-        described: dict[str, Any] | None = getattr(array, "__cuda_array_interface__", None)
-        return described
-
-    def empty(self, size: int, dtype: DTypeLike) -> Any:
-        """Return an uninitialised array of one axis."""
-        with self._allocating():
-            return self._cupy.empty(size, dtype)
-
-    def put(self, array: NDArray[Any]) -> Any:
-        """Return a copy on the device, which nobody may write to.
-
-        The tables of one step are those of the step before where buffers are reused, so recent ones are kept. Large
-        ones are those of a switch, and no two switches have the same.
-        """
-        if array.nbytes > _KEPT_BYTES:
-            with self._allocating():
-                return self._cupy.asarray(array)
-        with self._within():  # the stream is that of the device which is current
-            key = (self._current()[0], array.tobytes())
-        with self._tables_lock:
-            if key not in self._tables:
-                with self._allocating():
-                    self._tables[key] = self._cupy.asarray(array)
-                if len(self._tables) > _KEPT_TABLES:
-                    self._tables.popitem(last=False)
-            self._tables.move_to_end(key)
-            return self._tables[key]
-
-    def read(self, array: Any) -> NDArray[Any]:
-        """Wait for all that was launched on the stream and return a copy of a small array."""
-        with self._within(), self._current()[1]:
-            return np.asarray(self._cupy.asnumpy(self._cupy.asarray(array)))  # synchronize!
+    def describe(self, array: Any) -> View | None:
+        """Return where a tensor of torch, or an array with `__cuda_array_interface__`, lies on a GPU."""
+        return None if getattr(array, "is_cuda", True) is False else describe(array, "__cuda_array_interface__")
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Register pages of host memory, which kernels then read and write at the address they have. Any thread.
@@ -339,7 +293,7 @@ class CudaDevice:
         Raises CudaError where the system gives no more locked memory, or the device sees the pages elsewhere.
         """
         runtime = self._cupy.cuda.runtime
-        with self._within():
+        with self._host.within():
             try:
                 runtime.hostRegister(address, num_bytes, _PORTABLE | _MAPPED)
             except runtime.CUDARuntimeError as error:
@@ -353,11 +307,36 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         """Undo a `pin` that began at this address. Any thread."""
-        with self._within():
+        with self._host.within():
             self._cupy.cuda.runtime.hostUnregister(address)
 
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
         """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`, on the stream."""
-        words = tuple(np.float32(word) if isinstance(word, float) else np.int64(word) for word in arguments)
-        with self._within(), self._current()[1]:
-            self._function(kernel)((blocks,), (BLOCK_THREADS,), words, shared_mem=shared_bytes)
+        with self._host.within():
+            pointer = self._host.stream()
+            if pointer not in self._streams:
+                self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
+            held = [self._copy(a, pointer) if isinstance(a, np.ndarray) else a for a in arguments]
+            words = tuple(np.float32(a) if isinstance(a, float) else np.int64(self._address(a)) for a in held)
+            self._function(kernel)((blocks,), (BLOCK_THREADS,), words, stream=self._streams[pointer])
+
+    def _address(self, argument: Any) -> int:
+        found = None if isinstance(argument, int) else self.describe(argument)
+        return argument if found is None else found.address
+
+    def _copy(self, table: NDArray[Any], stream: int) -> Any:
+        """Return a copy of a table on the device.
+
+        The tables of one step are those of the step before where arrays lie at the same places, so recent ones are
+        kept. Large ones are those of a switch, and no two switches have the same.
+        """
+        if table.nbytes > _KEPT_BYTES:
+            return self._host.put(table)
+        key = stream, table.tobytes()
+        with self._tables_lock:
+            if key not in self._tables:
+                self._tables[key] = self._host.put(table)
+                if len(self._tables) > _KEPT_TABLES:
+                    self._tables.popitem(last=False)
+            self._tables.move_to_end(key)
+            return self._tables[key]

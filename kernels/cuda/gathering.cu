@@ -15,15 +15,18 @@ struct GatherPart {
     int team;  // lanes of one row
     int is_half;
 };
-static_assert(sizeof(GatherPart) == 56, "as GATHER_PART in gathering.py");
 
-struct MapPart {
+struct MapPart {  // one feature
     int64 first_task;  // a task is 256 entries
-    Ids ids;
+    const void* ids;  // (E,)
+    const int* slot_of_local;  // (L,)
+    int* slots;  // (E,), written
+    int64 base;  // where the feature's table begins among the local positions
+    int64 limit;  // its number of keys
+    int64 wide;  // ids are int64
     int64 first;
     int64 last;
 };
-static_assert(sizeof(MapPart) == 72, "as MAP_PART in gathering.py");
 
 #define ENTRIES_OF_MAP_TASK 256
 
@@ -60,7 +63,9 @@ map_slots(const MapPart* parts, int64 num_parts, int64 num_tasks) {
         const int64 first = part.first + (task - part.first_task) * ENTRIES_OF_MAP_TASK + lane_id();
 #pragma unroll
         for (int i = 0; i < ENTRIES_OF_MAP_TASK; i += 32) {
-            if (first + i < part.last) part.ids.slots[first + i] = slot_of_entry(part.ids, first + i);
+            if (first + i >= part.last) continue;
+            const int* slot_of_id = part.slot_of_local + part.base;
+            part.slots[first + i] = slot_of_entry(part.ids, part.wide, first + i, slot_of_id, part.limit);
         }
     }
 }

@@ -12,17 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
-from tiercache.kernels.cuda.launch import Device, View, access, is_wide, launch_parts, part_struct, view
+from tiercache.kernels.cuda.launch import Device, access, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import by_width, rows_at
 
-__all__ = ["Gathered", "gather", "gather_many", "map_slots"]
+__all__ = ["Gathered", "Mapped", "gather", "gather_many", "limits_of", "map_slots"]
 
-IDS = (("ids", "p"), ("slot_of_local", "p"), ("slots", "p"), ("base", "l"), ("limit", "l"), ("wide", "l"))
-GATHER_PART = part_struct(
-    ("vectors", "p"), ("slots", "p"), ("out", "p"), ("entries", "l"),
-    ("dim", "i"), ("vec", "i"), ("team", "i"), ("is_half", "i"),
-)  # fmt: skip
-MAP_PART = part_struct(*IDS, ("first", "l"), ("last", "l"))
+_GATHER_PART, _MAP_PART = struct("GatherPart", "gathering"), struct("MapPart", "gathering")
 _GATHER_TASK, _MAP_TASK = 32, 256  # entries
 
 
@@ -34,10 +29,15 @@ class Gathered(NamedTuple):
     out: Any
 
 
-def view_ids(device: Device, ids: Any) -> tuple[View, bool]:
-    """Return where ids lie, and whether they are int64."""
-    wide = is_wide(device, "ids", ids)
-    return view(device, "ids", ids, np.int64 if wide else np.int32), wide
+class Mapped(NamedTuple):
+    """One group's part of `map_slots`: slots (E,) are written; bases, entry_starts and limits are NumPy arrays."""
+
+    ids: Any
+    bases: NDArray[np.int64]
+    entry_starts: NDArray[np.int64]
+    slot_of_local: Any
+    slots: Any
+    limits: NDArray[np.int64] | None = None
 
 
 def limits_of(
@@ -67,7 +67,7 @@ def gather_many(device: Device, tables: Sequence[Gathered]) -> None:
     for table in tables:
         vectors = rows_at(device, table.vectors)
         slots = view(device, "slots", table.slots, np.int32)
-        out = view(device, "out", table.out, np.float32, 2, written=True)
+        out = view(device, "out", table.out, np.float32, ndim=2, written=True)
         dim = vectors.dim
         if out.shape != (slots.size, dim):
             raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
@@ -75,31 +75,25 @@ def gather_many(device: Device, tables: Sequence[Gathered]) -> None:
         part = vectors.address, slots.address, out.address, slots.size, dim, vec, team, vectors.is_half
         parts.append((vectors, part, -(-slots.size // _GATHER_TASK)))
     for suffix, some, tasks in by_width(parts):
-        launch_parts(device, f"gathering.gather{suffix}", GATHER_PART, some, tasks)
+        launch_parts(device, f"gathering.gather{suffix}", _GATHER_PART, some, tasks)
 
 
-def map_slots(
-    device: Device,
-    ids: Any,
-    bases: NDArray[np.int64],
-    entry_starts: NDArray[np.int64],
-    slot_of_local: Any,
-    slots: Any,
-    *,
-    limits: NDArray[np.int64] | None = None,
-) -> None:
-    """Write each entry's slot to `slots` (E,): that of local position `bases[f]` + id, -1 where the id is bad."""
-    local = view(device, "slot_of_local", slot_of_local, np.int32)
-    to = view(device, "slots", slots, np.int32, written=True)
-    bases, limits = limits_of(bases, limits, local.size)
-    seen, wide = view_ids(device, ids)
-    if to.size != seen.size:
-        raise ValueError(f"{to.size} slots cannot hold those of {seen.size} ids.")
-    starts = expect("entry_starts", entry_starts, np.int64)
-    if starts.size != bases.size + 1 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > seen.size:
-        raise ValueError(f"{bases.size} features and {seen.size} ids do not fit entry starts {starts.tolist()}.")
+def map_slots(device: Device, groups: Sequence[Mapped]) -> None:
+    """Write each entry's slot: that of local position `bases[f]` + id, -1 where the id is bad. One launch for all."""
     parts, tasks = [], []
-    for base, limit, first, last in zip(bases, limits, starts[:-1], starts[1:], strict=True):
-        parts.append((seen.address, local.address, to.address, base, limit, int(wide), first, last))
-        tasks.append(-(-int(last - first) // _MAP_TASK))
-    launch_parts(device, "gathering.map_slots", MAP_PART, parts, tasks)
+    for group in groups:
+        local = view(device, "slot_of_local", group.slot_of_local, np.int32)
+        to = view(device, "slots", group.slots, np.int32, written=True)
+        bases, limits = limits_of(group.bases, group.limits, local.size)
+        seen = view(device, "ids", group.ids, np.int32, np.int64)
+        if to.size != seen.size:
+            raise ValueError(f"{to.size} slots cannot hold those of {seen.size} ids.")
+        starts = expect("entry_starts", group.entry_starts, np.int64)
+        if starts.size != bases.size + 1 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > seen.size:
+            raise ValueError(f"{bases.size} features and {seen.size} ids do not fit entry starts {starts.tolist()}.")
+        columns = (array.tolist() for array in (bases, limits, starts[:-1], starts[1:]))
+        wide = int(seen.dtype == np.int64)
+        for base, limit, first, last in zip(*columns, strict=True):
+            parts.append((seen.address, local.address, to.address, base, limit, wide, first, last))
+            tasks.append(-(-(last - first) // _MAP_TASK))
+    launch_parts(device, "gathering.map_slots", _MAP_PART, parts, tasks)

@@ -9,15 +9,12 @@ import numpy as np
 
 from tiercache.kernels.cpu.hashing import mix
 from tiercache.kernels.cpu.initial import CONSTANT, UNIFORM, ZEROS
-from tiercache.kernels.cuda.launch import Device, access, launch_parts, part_struct, view
+from tiercache.kernels.cuda.launch import Device, access, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import rows_at
 
 __all__ = ["CONSTANT", "UNIFORM", "ZEROS", "fill_rows", "initial_rows"]
 
-NEW_PART = part_struct(
-    ("keys", "p"), ("slots", "p"), ("out", "p"), ("rows", "l"), ("stream", "p"),
-    ("dim", "i"), ("vec", "i"), ("kind", "i"), ("a", "f"), ("b", "f"), ("is_half", "i"),
-)  # fmt: skip
+_PART = struct("NewRows", "initial")
 _TASK = 32  # rows
 
 
@@ -58,4 +55,4 @@ def _launch(
     rows = size if to.dim else 0
     vec = access(to.dim, *to.wide, narrow=to.narrow)[0]
     part = keys, address, to.address, rows, stream, to.dim, vec, kind, a, b, to.is_half
-    launch_parts(device, f"initial.initial_rows{to.suffix}", NEW_PART, [part], [-(-rows // _TASK)])
+    launch_parts(device, f"initial.initial_rows{to.suffix}", _PART, [part], [-(-rows // _TASK)])

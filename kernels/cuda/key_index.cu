@@ -20,7 +20,6 @@ struct InsertPart {
     int64 table;
     uint64 table_id;
 };
-static_assert(sizeof(InsertPart) == 48, "as INSERT_PART in key_index.py");
 
 struct FindPart {
     int64 first_task;  // a task is 256 entries
@@ -29,7 +28,6 @@ struct FindPart {
     int64 table;
     uint64 table_id;
 };
-static_assert(sizeof(FindPart) == 40, "as FIND_PART in key_index.py");
 
 __device__ __forceinline__ uint64 bucket_of(int64 key, uint64 table_id, int64 capacity) {
     return hash_of(key, table_id) & static_cast<uint64>(capacity / BUCKET - 1);

@@ -16,12 +16,11 @@ from tiercache.kernels.cpu.key_index import (
     check_room,
     check_table,
 )
-from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, part_struct, view
+from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
 
 __all__ = ["KeyIndex", "KeySet", "Missing", "MissingKeys"]
 
-INSERT_PART = part_struct(("keys", "p"), ("first_position", "l"), ("size", "l"), ("table", "l"), ("table_id", "p"))
-FIND_PART = part_struct(("first", "l"), ("last", "l"), ("table", "l"), ("table_id", "p"))
+_INSERT, _FIND = struct("InsertPart", "key_index"), struct("FindPart", "key_index")
 _TASK = 256  # keys
 
 
@@ -96,7 +95,7 @@ class KeyIndex:
         check_room(self.count, total, self.capacity)
         tasks = [-(-part[2] // _TASK) for part in parts]
         arguments = (self._places, self.capacity, self._apart)
-        launch_parts(self._device, "key_index.insert", INSERT_PART, parts, tasks, *arguments)
+        launch_parts(self._device, "key_index.insert", _INSERT, parts, tasks, *arguments)
         self.count += total
 
     def find(
@@ -124,4 +123,4 @@ class KeyIndex:
         tasks = [-(-(last - first) // _TASK) for first, last, _, _ in parts]
         words = missing.address if missing is not None else 0
         arguments = (seen.address, self._places, self.capacity, self._apart, to.address, words)
-        launch_parts(self._device, "key_index.find", FIND_PART, parts, tasks, *arguments)
+        launch_parts(self._device, "key_index.find", _FIND, parts, tasks, *arguments)

@@ -17,12 +17,6 @@ typedef unsigned int uint32;
 #define ALL_LANES 0xFFFFFFFFu
 #define BLOCK_THREADS 256
 
-#ifndef DYNAMIC_SHARED  // as large as the launch says; once in a kernel
-#define DYNAMIC_SHARED(type, name)                                \
-    extern __shared__ __align__(16) unsigned char dynamic_bytes[]; \
-    type* const name = reinterpret_cast<type*>(dynamic_bytes)
-#endif
-
 template <int VEC> struct Lanes {
     float v[VEC];
 };

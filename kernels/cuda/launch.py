@@ -1,11 +1,13 @@
 """What a launch of CUDA kernels needs: their sources, arrays on a device as addresses, the division of work.
 
-Nothing here touches a GPU or knows CuPy: `cuda.CudaDevice` launches on a GPU, and the tests launch the same sources,
-with the same division of work, on the CPU.
+Nothing here touches a GPU or imports CuPy: `device.CudaDevice` launches on a GPU, and the tests launch the same
+sources, with the same division of work, on the CPU.
 """
 
+import functools
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,10 +20,13 @@ __all__ = [
     "Device",
     "Part",
     "View",
+    "access",
     "blocks_for",
+    "describe",
     "given",
     "launch_parts",
     "source",
+    "struct",
     "view",
 ]
 
@@ -29,9 +34,27 @@ BLOCK_THREADS = 256
 """Threads of a block, in every launch: as in lanes.cuh."""
 _BLOCKS_PER_PROCESSOR = 32  # four times what a processor holds at once, so that the last ones end together
 
-Argument = int | float
-"""Of a kernel: addresses and integers travel as int64, floats as float32."""
+Argument = int | float | NDArray[Any]
+"""Of a kernel: addresses and integers travel as int64, floats as float32, a table as the address of its copy."""
 Part = tuple[Any, ...]
+
+
+class View(NamedTuple):
+    """Where an array lies on a device."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: "np.dtype[Any]"
+    contiguous: bool = True
+    writable: bool = True
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
 
 
 class Device(Protocol):
@@ -40,75 +63,52 @@ class Device(Protocol):
     num_processors: int
     """Multiprocessors: how many blocks there are depends on it, and no bit of a result does."""
 
-    def describe(self, array: Any) -> dict[str, Any] | None:
-        """Return the array interface of an array on this device; None for anything else."""
+    def describe(self, array: Any) -> View | None:
+        """Return where an array lies on this device; None for anything else."""
         ...
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
         """Return an uninitialised array of one axis."""
         ...
 
-    def put(self, array: NDArray[Any]) -> Any:
-        """Return a copy of a small array on the device, which nobody may write to."""
+    def put(self, table: NDArray[Any]) -> Any:
+        """Return a copy of a table on the device, which nobody may write to."""
         ...
 
     def read(self, array: Any) -> NDArray[Any]:
         """Wait for all that was launched and return a copy of a small array."""
         ...
 
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
-        """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS` with so much dynamic shared memory."""
+    def sort(self, keys: Any) -> tuple[Any, Any]:
+        """Return int32 keys in ascending order, and where each was (int64); equal keys keep their order."""
+        ...
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
+        """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`."""
         ...
 
 
-class View(NamedTuple):
-    """An array on a device: C-contiguous. Its owner must live until the launch that uses it is done."""
-
-    address: int
-    shape: tuple[int, ...]
-    owner: Any
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+_DTYPES: dict[Any, "np.dtype[Any]"] = {}
+"""NumPy's dtypes by torch's, which are not imported here."""
 
 
-def view(device: Device, name: str, array: Any, dtype: DTypeLike, ndim: int = 1, *, written: bool = False) -> View:
-    """Return where an array lies on the device, without a copy.
+def describe(array: Any, interface: str) -> View | None:
+    """Return where a tensor of torch, or an array with an array interface of that name, lies; None for anything else.
 
-    `array` is anything with `__cuda_array_interface__` (CuPy, torch, numba).
-    Raises ValueError when its dtype, number of dimensions or memory order is another, or when a kernel would write to a
-    read-only array.
+    What a tensor tells by its methods costs a tenth of its `__cuda_array_interface__`.
     """
-    described = _described(device, name, array)
-    shape = tuple(int(length) for length in described["shape"])
-    found = np.dtype(described["typestr"])
-    address, read_only = described["data"]
-    contiguous = described.get("strides") is None or 0 in shape or _is_c_order(shape, described["strides"], found)
-    aligned = address % found.itemsize == 0
-    if found != dtype or len(shape) != ndim or not contiguous or not aligned:
-        flaws = "" if contiguous else ", not C-contiguous"
-        flaws += "" if aligned else ", not aligned"
-        raise ValueError(
-            f"{name} is {len(shape)}-dimensional {found}{flaws}: "
-            f"give an aligned C-contiguous {ndim}-dimensional array of {np.dtype(dtype)}."
-        )
-    if written and read_only:
-        raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
-    return View(int(address), shape, array)
-
-
-def is_wide(device: Device, name: str, array: Any) -> bool:
-    """Return whether an array on the device is of int64. Raises ValueError for anything else."""
-    return bool(np.dtype(_described(device, name, array)["typestr"]) == np.int64)
-
-
-def _described(device: Device, name: str, array: Any) -> dict[str, Any]:
-    described = device.describe(array)
+    if hasattr(array, "data_ptr"):
+        dtype = _DTYPES.get(array.dtype)
+        if dtype is None:
+            dtype = _DTYPES[array.dtype] = np.dtype(str(array.dtype).removeprefix("torch."))
+        return View(array.data_ptr(), tuple(array.shape), dtype, array.is_contiguous())
+    described = getattr(array, interface, None)
     if described is None:
-        raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
-    return described
+        return None
+    shape, dtype = tuple(int(length) for length in described["shape"]), np.dtype(described["typestr"])
+    strides, (address, read_only) = described.get("strides"), described["data"]
+    contiguous = strides is None or 0 in shape or _is_c_order(shape, strides, dtype)
+    return View(int(address), shape, dtype, contiguous, not read_only)
 
 
 def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype[Any]") -> bool:
@@ -120,9 +120,34 @@ def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype
     return True
 
 
+def view(
+    device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False
+) -> View:  # fmt: skip
+    """Return where an array lies on the device. Its owner must live until the launch that uses it is done.
+
+    Raises ValueError when its dtype is none of `dtypes`, when its number of dimensions or memory order is another, or
+    when a kernel would write to a read-only array.
+    """
+    found = device.describe(array)
+    if found is None:
+        raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
+    aligned = found.address % found.dtype.itemsize == 0
+    if found.dtype not in dtypes or len(found.shape) != ndim or not found.contiguous or not aligned:
+        flaws = "" if found.contiguous else ", not C-contiguous"
+        flaws += "" if aligned else ", not aligned"
+        wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
+        raise ValueError(
+            f"{name} is {len(found.shape)}-dimensional {found.dtype}{flaws}: "
+            f"give an aligned C-contiguous {ndim}-dimensional array of {wanted}."
+        )
+    if written and not found.writable:
+        raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
+    return found
+
+
 def given(array: Any) -> bool:
     """Tell whether an optional array has elements: `None` and an empty array both mean "not given"."""
-    return array is not None and bool(np.prod(array.shape))
+    return array is not None and 0 not in array.shape
 
 
 def source(name: str) -> str:
@@ -142,6 +167,28 @@ def source(name: str) -> str:
         return lines
 
     return "\n".join(expand(f"{name}.cu"))
+
+
+_C_TYPES = {"int64": "i8", "uint64": "u8", "int": "i4", "uint32": "u4", "float": "f4"}
+
+
+@functools.cache
+def struct(name: str, of: str) -> "np.dtype[Any]":
+    """Return the dtype of a struct as `of`.cu defines it: a launch gives the kernel a table of them.
+
+    The fields of a struct within it stand in its place.
+    """
+    defined = re.search(rf"^struct {name} {{(.*?)^}};", source(of), re.MULTILINE | re.DOTALL)
+    assert defined is not None, f"{of}.cu defines no struct {name}"
+    fields: list[tuple[str, Any]] = []
+    for kind, star, field in re.findall(r"^ +(?:const )?(\w+)(\*?) (\w+);", defined[1], re.MULTILINE):
+        if star or kind in _C_TYPES:
+            fields.append((field, "u8" if star else _C_TYPES[kind]))
+        else:
+            inner = struct(kind, of)
+            assert inner.names is not None
+            fields += [(one, inner[one]) for one in inner.names]
+    return np.dtype(fields, align=True)
 
 
 def blocks_for(device: Device, warps: int, per_processor: int = _BLOCKS_PER_PROCESSOR) -> int:
@@ -165,24 +212,13 @@ def launch_parts(
     device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument,
     per_processor: int = _BLOCKS_PER_PROCESSOR,
 ) -> None:  # fmt: skip
-    """Launch a kernel over the tasks of several parts; `dtype` is the parts' struct without its first field.
+    """Launch a kernel over the tasks of several parts; `dtype` is that of a part's struct, without its first field.
 
     Every part begins with its first task, which is filled in here. Of blocks there are at most so many for each
     processor of the device.
     """
-    firsts = np.cumsum([0, *tasks])
-    if firsts[-1] == 0:
-        return
-    table = np.array([(first, *part) for first, part in zip(firsts[:-1], parts, strict=True)], dtype)
-    held = view(device, "parts", device.put(table.view(np.uint8)), np.uint8)  # until the launch is behind what frees it
-    num_tasks = int(firsts[-1])
-    device.launch(kernel, blocks_for(device, num_tasks, per_processor), (held.address, len(parts), num_tasks, *more))
-
-
-def part_struct(*fields: tuple[str, str]) -> "np.dtype[Any]":
-    """Return the dtype of a part: "p" is an address, "l" an int64, "i" an int32, "f" a float32."""
-    codes = {"p": np.uint64, "l": np.int64, "i": np.int32, "f": np.float32}
-    struct = np.dtype([("first_task", np.int64), *((name, codes[code]) for name, code in fields)])
-    if struct.itemsize % 8:
-        raise AssertionError("a part is a multiple of 8 bytes: give it an `unused` field.")
-    return struct
+    *firsts, num_tasks = accumulate(tasks, initial=0)
+    if num_tasks:
+        table = np.array([(first, *part) for first, part in zip(firsts, parts, strict=True)], dtype)
+        blocks = blocks_for(device, num_tasks, per_processor)
+        device.launch(kernel, blocks, (table, len(parts), num_tasks, *more))

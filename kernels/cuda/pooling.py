@@ -1,7 +1,7 @@
-"""Lookup with pooling on a CUDA device: `kernels.cpu.pooling`, with the same meaning of every argument.
+"""Lookup with pooling on a CUDA device: the bits of `kernels.cpu.pooling`, as sums go over the entries in order.
 
-Legend and promises as in `cuda_gathering`. Bits are those of the CPU's kernels: sums go over the entries in order.
-`pool_many` pools all groups of a lookup at once.
+Legend: S slots, L local positions, E entries of a group, F features, N samples, T width of the output, D dim.
+A plan has what the batches of a module share; each batch adds the addresses of its own arrays.
 """
 
 from collections.abc import Sequence
@@ -11,58 +11,147 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect, same_length
-from tiercache.kernels.cuda.gathering import (
-    IDS,
-    gather,
-    gather_many,
-    limits_of,
-    map_slots,
-    view_ids,
-)
-from tiercache.kernels.cuda.launch import Device, View, access, given, launch_parts, part_struct, view
-from tiercache.kernels.cuda.vectors import RowsAt, by_width, rows_at
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cuda.gathering import limits_of
+from tiercache.kernels.cuda.launch import Device, View, access, blocks_for, given, struct, view
+from tiercache.kernels.cuda.vectors import rows_at
 
-__all__ = [
-    "MAX",
-    "MEAN",
-    "SUM",
-    "Bags",
-    "gather",
-    "gather_many",
-    "map_slots",
-    "pool_many",
-    "weight_gradient",
-]
+__all__ = ["MAX", "MEAN", "SUM", "Features", "Ids", "PoolPlan"]
 
-SUM, MEAN, MAX = range(3)
-
-POOL_PART = part_struct(
-    ("vectors", "p"), *IDS, ("offsets", "p"), ("weights", "p"), ("out", "p"), ("argmax", "p"), ("entry_offset", "p"),
-    ("entry_scale", "p"), ("first_entry", "l"), ("num_samples", "l"), ("width", "l"), ("col", "l"),
-    ("dim", "i"), ("vec", "i"), ("team", "i"), ("mode", "i"), ("is_half", "i"), ("unused", "i"),
-)  # fmt: skip
+_FEATURE, _BATCH = struct("PoolFeature", "pooling"), struct("PoolBatch", "pooling")
 _SAMPLES_OF_TASK = 32
 
 
-class Bags(NamedTuple):
-    """One group's part of `pool_many`: as the arguments of `pool_bags`, or of `pool_one` where `offsets` is None.
+class Features(NamedTuple):
+    """The features of a group that a module looks up. Arrays of an element a feature are NumPy arrays.
 
-    `bases`, `modes`, `cols` and `limits` are NumPy arrays of an element a feature; the others lie on the device.
+    vectors: (S, D) float32, or `Vectors`; slot_of_local (L,) int32. Both lie on the device.
     """
 
     vectors: Any
     slot_of_local: Any
-    ids: Any
     bases: NDArray[np.int64]
     cols: NDArray[np.int64]
+    modes: NDArray[np.int8] | None = None
+    """None: SUM."""
+    limits: NDArray[np.int64] | None = None
+    """The number of keys of each feature's table; None: up to the last local position."""
+
+
+class Ids(NamedTuple):
+    """The ids of a group in one batch, on the device, and what the lookup writes. An id that is bad reads as zeros.
+
+    ids (E,) int32 or int64; slots (E,) int32, written. offsets (F * N + 1,) int64, where each bag begins, are not
+    checked; None: each sample has one id of each feature, and nothing else is written. weights (E,); argmax (N, T)
+    int32 for MAX; entry_offset (E,) int64; entry_scale (E,), needed for weights and MEAN.
+    """
+
+    ids: Any
     slots: Any
     offsets: Any = None
     weights: Any = None
-    modes: NDArray[np.int8] | None = None
     argmax: Any = None
     entry_offset: Any = None
     entry_scale: Any = None
-    limits: NDArray[np.int64] | None = None
+
+
+class _Group(NamedTuple):
+    num_features: int
+    has_max: bool
+    has_mean: bool
+
+
+class PoolPlan:
+    """Pools groups, which may have different dims, into their columns of an output (N, T): one launch a batch.
+
+    One for each width of vectors. A plan holds addresses, not arrays: it is for the memory that it was made for.
+    """
+
+    def __init__(self, device: Device, groups: Sequence[Features], width: int, *, aligned: bool = True) -> None:
+        """width: T. aligned: whether the output begins at a multiple of 16 bytes."""
+        self._device, self._width, self._aligned, self._groups = device, width, aligned, list[_Group]()
+        features: dict[str, list[tuple[Any, ...]]] = {"": [], "_narrow": []}
+        for g, group in enumerate(groups):
+            rows = rows_at(device, group.vectors)
+            local = view(device, "slot_of_local", group.slot_of_local, np.int32)
+            bases, limits = limits_of(group.bases, group.limits, local.size)
+            cols = _columns(group.cols, rows.dim, width)
+            num_features = same_length(bases=bases, cols=cols)
+            modes = np.zeros(num_features, np.int8) if group.modes is None else expect("modes", group.modes, np.int8)
+            same_length(bases=bases, modes=modes)
+            columns = (array.tolist() for array in (bases, limits, cols, modes))
+            for f, (base, limit, col, mode) in enumerate(zip(*columns, strict=True)):
+                vec, team = access(rows.dim, *rows.wide, 4 * col, columns=width if aligned else 1, narrow=rows.narrow)
+                of_rows = rows.address, local.address, base, limit, col, g, f, rows.dim, vec, team, mode, rows.is_half
+                features[rows.suffix].append(of_rows)
+            self._groups.append(_Group(num_features, MAX in modes, MEAN in modes))
+        self._features = [
+            (suffix, len(some), device.put(np.array(some, _FEATURE))) for suffix, some in features.items() if some
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(int(features.nbytes) for _, _, features in self._features)
+
+    def pool(self, batch: Sequence[Ids], out: Any) -> None:
+        """Pool the ids of each group of one batch into `out` (N, T)."""
+        to = view(self._device, "out", out, np.float32, ndim=2, written=True)
+        self._launch("pooling.pool", [self._ids(*one, to) for one in zip(self._groups, batch, strict=True)], to)
+
+    def weight_gradient(self, slots: Any, offsets: Any, gradient: Any, out: Any) -> None:
+        """Write the gradient of each entry's weight to `out` (E,), for a plan of one group: row times gradient.
+
+        Over the ids of the bag for MEAN. Call it before the step. What is written for MAX means nothing.
+        """
+        (group,), device = self._groups, self._device
+        taken, to = view(device, "slots", slots, np.int32), view(device, "out", out, np.float32, written=True)
+        grad = view(device, "gradient", gradient, np.float32, ndim=2)
+        if taken.size != to.size:
+            raise ValueError(f"{taken.size} slots and {to.size} gradients of weights: give one each.")
+        bags = _optional(device, "offsets", offsets, np.int64, (group.num_features * grad.shape[0] + 1,))
+        self._launch("pooling.weight_gradient", [(0, taken.address, bags, 0, 0, 0, to.address, 0)], grad)
+
+    def _ids(self, group: _Group, batch: Ids, out: View) -> tuple[int, ...]:
+        device, num_samples = self._device, out.shape[0]
+        ids = view(device, "ids", batch.ids, np.int32, np.int64)
+        slots = view(device, "slots", batch.slots, np.int32, written=True)
+        size, is_wide = ids.size, int(ids.dtype == np.int64)
+        if slots.size != size:
+            raise ValueError(f"slots has {slots.size} elements for {size} ids.")
+        if batch.offsets is None:
+            if size != group.num_features * num_samples:
+                raise ValueError(
+                    f"{size} ids do not make one id for each of {num_samples} samples and {group.num_features} "
+                    "features."
+                )
+            return ids.address, slots.address, 0, 0, 0, 0, 0, is_wide
+        offsets = _optional(device, "offsets", batch.offsets, np.int64, (group.num_features * num_samples + 1,))
+        weights = _optional(device, "weights", batch.weights, np.float32, (size,))
+        argmax = _optional(device, "argmax", batch.argmax, np.int32, out.shape, written=True)
+        entry_offset = _optional(device, "entry_offset", batch.entry_offset, np.int64, (size,), written=True)
+        entry_scale = _optional(device, "entry_scale", batch.entry_scale, np.float32, (size,), written=True)
+        needs_scale = size > 0 and (weights != 0 or group.has_mean)
+        if (group.has_max and not argmax and num_samples) or (needs_scale and not entry_scale):
+            raise ValueError("max pooling needs argmax like out; weights and means need an entry_scale for each id.")
+        if size and not entry_offset:
+            raise ValueError(f"entry_offset has 0 elements for {size} ids.")
+        return ids.address, slots.address, offsets, weights, argmax, entry_offset, entry_scale, is_wide
+
+    def _launch(self, kernel: str, batch: list[tuple[int, ...]], out: View) -> None:
+        """out: the output, or its gradient."""
+        num_samples, width = out.shape
+        if width != self._width:
+            raise ValueError(f"the output has {width} columns, and the plan was made for {self._width}.")
+        if self._aligned and out.address % 16:
+            raise ValueError("the output begins between multiples of 16 bytes, and the plan was made for others.")
+        chunks = -(-num_samples // _SAMPLES_OF_TASK)
+        if not chunks:
+            return
+        table = np.array(batch, _BATCH)
+        for suffix, count, features in self._features:
+            arguments = features, count, chunks, table, out.address, num_samples, width
+            self._device.launch(kernel + suffix, blocks_for(self._device, count * chunks), arguments)
 
 
 def _columns(cols: NDArray[np.int64], dim: int, width: int) -> NDArray[np.int64]:
@@ -80,96 +169,7 @@ def _optional(
     """Return the address of an array that may be missing: 0 then."""
     if not given(array):
         return 0
-    seen = view(device, name, array, dtype, len(shape), written=written)
+    seen = view(device, name, array, dtype, ndim=len(shape), written=written)
     if seen.shape != shape:
         raise ValueError(f"{name} has shape {seen.shape}, and {shape} is needed.")
     return seen.address
-
-
-def _group_parts(device: Device, group: Bags, vectors: RowsAt, out: View) -> list[tuple[Any, ...]]:
-    local = view(device, "slot_of_local", group.slot_of_local, np.int32)
-    ids, wide = view_ids(device, group.ids)
-    slots = view(device, "slots", group.slots, np.int32, written=True)
-    (num_samples, width), dim = out.shape, vectors.dim
-    cols = _columns(group.cols, dim, width)
-    bases, limits = limits_of(group.bases, group.limits, local.size)
-    num_features = same_length(bases=bases, cols=cols)
-    modes = np.zeros(num_features, np.int8) if group.modes is None else expect("modes", group.modes, np.int8)
-    same_length(bases=bases, modes=modes)
-    if slots.size != ids.size:
-        raise ValueError(f"slots has {slots.size} elements for {ids.size} ids.")
-    weights = argmax = entry_offset = entry_scale = offsets = 0
-    if group.offsets is None:
-        if ids.size != num_features * num_samples:
-            raise ValueError(
-                f"{ids.size} ids do not make one id for each of {num_samples} samples and {num_features} features."
-            )
-    else:
-        offsets = _optional(device, "offsets", group.offsets, np.int64, (num_features * num_samples + 1,))
-        weights = _optional(device, "weights", group.weights, np.float32, (ids.size,))
-        argmax = _optional(device, "argmax", group.argmax, np.int32, out.shape, written=True)
-        entry_offset = _optional(device, "entry_offset", group.entry_offset, np.int64, (ids.size,), written=True)
-        entry_scale = _optional(device, "entry_scale", group.entry_scale, np.float32, (ids.size,), written=True)
-        needs_scale = bool(ids.size) and (weights != 0 or bool(np.any(modes == MEAN)))
-        if (np.any(modes == MAX) and not argmax and num_samples) or (needs_scale and not entry_scale):
-            raise ValueError("max pooling needs argmax like out; weights and means need an entry_scale for each id.")
-        if ids.size and not entry_offset:
-            raise ValueError(f"entry_offset has 0 elements for {ids.size} ids.")
-    parts = []
-    for f in range(num_features):
-        first = out.address + 4 * int(cols[f])
-        vec, team = access(dim, *vectors.wide, first, columns=width, narrow=vectors.narrow)
-        bags = offsets + 8 * f * num_samples if offsets else 0
-        parts.append(
-            (vectors.address, ids.address, local.address, slots.address, bases[f], limits[f], int(wide), bags,
-             weights, out.address, argmax if modes[f] == MAX else 0, entry_offset, entry_scale, f * num_samples,
-             num_samples, width, cols[f], dim, vec, team, modes[f], vectors.is_half, 0)
-        )  # fmt: skip
-    return parts
-
-
-def pool_many(device: Device, groups: Sequence[Bags], out: Any) -> None:
-    """Pool several groups, which may have different dims, into their columns of `out` (N, T), in one launch.
-
-    One for each width of vectors. Offsets are not checked: they must rise from 0 to the number of ids.
-    """
-    to = view(device, "out", out, np.float32, 2, written=True)
-    tasks, parts = -(-to.shape[0] // _SAMPLES_OF_TASK), []
-    for group in groups:
-        vectors = rows_at(device, group.vectors)
-        parts += [(vectors, part, tasks) for part in _group_parts(device, group, vectors, to)]
-    for suffix, some, counts in by_width(parts):
-        launch_parts(device, f"pooling.pool{suffix}", POOL_PART, some, counts)
-
-
-def weight_gradient(
-    device: Device,
-    vectors: Any,
-    slots: Any,
-    offsets: Any,
-    modes: NDArray[np.int8],
-    cols: NDArray[np.int64],
-    gradient: Any,
-    out: Any,
-) -> None:
-    """Write the gradient of each entry's weight to `out` (E,): row times gradient, over the ids of the bag for MEAN.
-
-    Call it before the step. Not for MAX features: what is written for them means nothing.
-    """
-    rows, taken = rows_at(device, vectors), view(device, "slots", slots, np.int32)
-    grad, to = view(device, "gradient", gradient, np.float32, 2), view(device, "out", out, np.float32, written=True)
-    (num_samples, width), dim = grad.shape, rows.dim
-    cols, modes = _columns(cols, dim, width), expect("modes", modes, np.int8)
-    num_features = same_length(modes=modes, cols=cols)
-    if taken.size != to.size:
-        raise ValueError(f"{taken.size} slots and {to.size} gradients of weights: give one each.")
-    bags = _optional(device, "offsets", offsets, np.int64, (num_features * num_samples + 1,))
-    parts = []
-    for f in range(num_features):
-        vec, team = access(dim, *rows.wide, grad.address + 4 * int(cols[f]), columns=width, narrow=rows.narrow)
-        parts.append(
-            (rows.address, 0, 0, taken.address, 0, 0, 0, bags + 8 * f * num_samples, 0, grad.address, 0, 0,
-             to.address, 0, num_samples, width, cols[f], dim, vec, team, modes[f], rows.is_half, 0)
-        )  # fmt: skip
-    tasks = [-(-num_samples // _SAMPLES_OF_TASK)] * num_features
-    launch_parts(device, f"pooling.weight_gradient{rows.suffix}", POOL_PART, parts, tasks)

@@ -19,7 +19,7 @@ class Rounding(NamedTuple):
     """The generator's: `mix(step)`."""
 
 
-NO_ROUNDING = Rounding(View(0, (0,), None), 0)
+NO_ROUNDING = Rounding(View(0, (0,), np.dtype(np.uint64)), 0)
 
 
 def make_rounding(device: Device, streams: Any, step: int) -> Rounding:

@@ -11,14 +11,12 @@ struct Piece {
     int64 rows;
     int64 first;  // where its rows begin in the order of moving
 };
-static_assert(sizeof(Piece) == 32, "as PIECE_PART in rows.py");
 
 struct Field {
     float* values;  // (S, width)
     int64 width;
     int64 before;  // floats of a row before this field
 };
-static_assert(sizeof(Field) == 24, "as _FIELD in rows.py");
 
 // Copy up to 32 rows that stand side by side to their slots: lane i holds the slot of row i.
 template <int VEC>

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.kernels.cuda.launch import Device, given, launch_parts, part_struct, view
+from tiercache.kernels.cuda.launch import Device, given, launch_parts, struct, view
 from tiercache.kernels.pieces import Memory, PieceTable
 
 __all__ = ["Memory", "Pieces", "pack", "unpack"]
 
-PIECE_PART = part_struct(("data", "p"), ("rows", "l"), ("first", "l"))
-_FIELD = np.dtype([("values", np.uint64), ("width", np.int64), ("before", np.int64)])
+_PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
 _TASK = 32  # rows
 _LINK_BLOCKS = 2
 """For each processor, a quarter of what it holds: some MB on their way, where a link of 64 GB/s has 0.1 MB in the 2 us
@@ -34,8 +33,7 @@ class Pieces(PieceTable):
         if isinstance(data, Memory):
             return data
         seen = view(self._device, "data", data, np.float32)
-        described = self._device.describe(data)
-        return Memory(seen.address, seen.size, data, described is not None and not described["data"][1])
+        return Memory(seen.address, seen.size, data, seen.writable)
 
     def table(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
         """Return address, rows and first place of every piece, and their rows again as an array."""
@@ -48,7 +46,7 @@ def _move(
 ) -> None:
     packing = kernel == "rows.pack"
     known, ordered = view(device, "slots", slots, np.int32), 0
-    values = [view(device, "field", field, np.float32, 2, written=not packing) for field in fields]
+    values = [view(device, "field", field, np.float32, ndim=2, written=not packing) for field in fields]
     num_rows = known.size
     if given(order):
         seen = view(device, "order", order, np.int32)
@@ -64,12 +62,11 @@ def _move(
         raise ValueError(f"the pieces have rows up to {pieces.highest}, and there are {num_rows}.")
     before = np.cumsum([0, *widths])
     moved = [(field.address, width, at) for field, width, at in zip(values, widths, before[:-1], strict=True) if width]
-    described = device.put(np.array(moved, _FIELD).view(np.uint8))
-    address = view(device, "fields", described, np.uint8).address
+    table = np.array(moved, _FIELD)
     parts, rows = pieces.table()
     tasks = (-(-rows // _TASK) * len(moved)).tolist()
     blocks = {"per_processor": _LINK_BLOCKS} if over_link else {}
-    launch_parts(device, kernel, PIECE_PART, parts, tasks, address, known.address, ordered, **blocks)
+    launch_parts(device, kernel, _PIECE, parts, tasks, table, known.address, ordered, **blocks)
 
 
 def pack(

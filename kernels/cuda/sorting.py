@@ -1,71 +1,55 @@
-"""Bring the entries of a step that touch one row together, in batch order, on a CUDA device: `sorting`."""
+"""Bring the entries of a step that touch one row together, in batch order, on a CUDA device, for all groups at once."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from tiercache.kernels.cuda.launch import Device, blocks_for, view
+from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
 
-__all__ = ["SortBuffers", "sort_slots"]
+__all__ = ["sort_groups"]
 
-_DIGIT_BITS = 8
-_DIGITS = 1 << _DIGIT_BITS
-_TILE = 4096
-_TILE_WARPS = 8
-
-
-class SortBuffers:
-    """Scratch of `sort_slots`, kept between steps and grown when a step is larger than all before."""
-
-    def __init__(self, device: Device) -> None:
-        self._device, self._entries = device, -1
-        self.first: Any = None
-        self.second: Any = None
-        self.counts: Any = None
-        self.totals: Any = None
-
-    def reserve(self, num_entries: int) -> None:
-        """Make room for a step of `num_entries` entries."""
-        if self._entries < num_entries:
-            empty = self._device.empty
-            self.first, self.second = empty(num_entries, np.uint64), empty(num_entries, np.uint64)
-            self.counts = empty(max(1, -(-num_entries // _TILE)) * _DIGITS, np.uint32)
-            self.totals = empty(_DIGITS, np.uint32)
-            self._entries = num_entries
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        held = (self.first, self.second, self.counts, self.totals)
-        return sum(int(array.nbytes) for array in held if array is not None)
+_PART = struct("SortPart", "sorting")
+_TASK = 256  # entries
+_MOST = (1 << 31) - 1
 
 
-def sort_slots(device: Device, slots: Any, num_slots: int, buffers: SortBuffers) -> Any:
-    """Return (slot << 32 | entry) for every entry, ascending: a row's entries stand together in batch order.
+def sort_groups(device: Device, groups: Sequence[tuple[Any, int]]) -> list[Any]:
+    """Return, for the slots (E,) and the number of slots of each group, `kernels.cpu.sorting.sort_slots` of them.
 
-    slots (E,), fewer than 2^31. The result lies in `buffers` and is valid until they are used again. Nothing waits for
-    the device, so a slot that is not in [0, num_slots) is no error here: its entries come last, as of slot `num_slots`,
-    and updates leave them out.
+    A group has fewer than 2^31 entries. Nothing waits for the device, so a slot that is not in [0, num_slots) is no
+    error here: its entries come last, as of slot `num_slots`, and updates leave them out. One sort serves all groups
+    that have fewer than 2^31 slots together.
     """
-    seen = view(device, "slots", slots, np.int32)
-    if seen.size >= 1 << 31:
-        raise ValueError(f"a step of {seen.size:,} entries is too large: at most {(1 << 31) - 1:,} fit.")
-    buffers.reserve(seen.size)
-    bits = max(1, num_slots.bit_length())  # of `num_slots` itself, which stands for no row
-    passes = -(-bits // _DIGIT_BITS)
-    digit_bits = -(-bits // passes)
-    tiles = -(-seen.size // _TILE)
-    names = {"first": buffers.first, "second": buffers.second}
-    pairs = {name: view(device, name, array, np.uint64, written=True).address for name, array in names.items()}
-    counts = view(device, "counts", buffers.counts, np.uint32, written=True).address
-    totals = view(device, "totals", buffers.totals, np.uint32, written=True).address
-    source, target = "first", "second"
-    for turn in range(passes if seen.size else 0):
-        begin = (seen.address if turn == 0 else 0, pairs[source], seen.size, num_slots)
-        digit = (32 + turn * digit_bits, (1 << digit_bits) - 1)
-        device.launch("sorting.count_digits", blocks_for(device, tiles * _TILE_WARPS), (*begin, *digit, counts))
-        device.launch("sorting.sum_tiles", blocks_for(device, _DIGITS), (counts, tiles, totals))
-        moved = (*begin, *digit, counts, totals, pairs[target])
-        device.launch("sorting.move_pairs", blocks_for(device, tiles * _TILE_WARPS), moved)
-        source, target = target, source
-    return names[source][: seen.size]
+    pairs, some, slots = list[Any](), list[tuple[Any, int]](), 0
+    for group in groups:
+        if slots + group[1] > _MOST:
+            pairs += _sort(device, some)
+            some, slots = [], 0
+        some.append(group)
+        slots += group[1] + 1
+    return pairs + _sort(device, some)
+
+
+def _sort(device: Device, groups: Sequence[tuple[Any, int]]) -> list[Any]:
+    seen = [view(device, "slots", slots, np.int32) for slots, _ in groups]
+    sizes = [one.size for one in seen]
+    if max(sizes, default=0) > _MOST:
+        raise ValueError(f"a step of {max(sizes):,} entries is too large: at most {_MOST:,} fit.")
+    *firsts, total = accumulate(sizes, initial=0)
+    pairs = [device.empty(size, np.uint64) for size in sizes]
+    if total == 0:
+        return pairs
+    bases = accumulate((num_slots + 1 for _, num_slots in groups), initial=0)
+    parts = [
+        (one.address, view(device, "pairs", to, np.uint64, written=True).address, one.size, first, base, num_slots)
+        for one, to, first, base, (_, num_slots) in zip(seen, pairs, firsts, bases, groups, strict=False)
+    ]
+    tasks = [-(-size // _TASK) for size in sizes]
+    keys = device.empty(total, np.int32)
+    launch_parts(device, "sorting.make_keys", _PART, parts, tasks, view(device, "keys", keys, np.int32).address)
+    ordered, order = device.sort(keys)
+    sorted_at = view(device, "keys", ordered, np.int32).address, view(device, "order", order, np.int64).address
+    launch_parts(device, "sorting.make_pairs", _PART, parts, tasks, *sorted_at)
+    return pairs

@@ -40,9 +40,7 @@ struct UpdatePart {  // one group
     float decay;
     float new1;  // the shares of the new value in Adam's averages
     float new2;
-    int unused;
 };
-static_assert(sizeof(UpdatePart) == 184, "as UPDATE_PART in update.py");
 
 // The first place in [low, high) whose slot is not below `slot`, or `high`.
 __device__ __forceinline__ int64 lower_bound(const uint64* pairs, uint64 slot, int64 low, int64 high) {

@@ -8,6 +8,7 @@ those of the CPU's kernels.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,29 +16,16 @@ from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import expect
 from tiercache.kernels.cpu.optimizers import ADAGRAD, ADAM, ROWWISE, SGD, Rule
-from tiercache.kernels.cuda.launch import Device, View, access, given, launch_parts, part_struct, view
+from tiercache.kernels.cuda.launch import Device, Part, View, access, given, launch_parts, struct, view
 from tiercache.kernels.cuda.rounding import NO_ROUNDING, Rounding
 from tiercache.kernels.cuda.vectors import RowsAt, by_width, rows_at
 
-__all__ = [
-    "STRETCH",
-    "Gradients",
-    "Step",
-    "UpdateBuffers",
-    "bag_gradients",
-    "one_id_gradients",
-    "update_many",
-]
+__all__ = ["STRETCH", "Gradients", "Step", "bag_gradients", "one_id_gradients", "update_many"]
 
 STRETCH = 256  # part of the definition of the bits
 
-UPDATE_PART = part_struct(
-    ("vectors", "p"), ("first", "p"), ("second", "p"), ("pairs", "p"), ("sums", "p"), ("flat", "p"), ("offsets", "p"),
-    ("scales", "p"), ("argmax", "p"), ("cols", "p"), ("num_samples", "l"), ("width", "l"), ("streams", "p"),
-    ("step", "p"), ("size", "l"), ("num_slots", "l"), ("padded", "l"), ("dim", "i"), ("vec", "i"), ("team", "i"),
-    ("is_half", "i"), ("rate", "f"), ("eps", "f"), ("decay", "f"), ("new1", "f"), ("new2", "f"), ("unused", "i"),
-)  # fmt: skip
-_TEAM = UPDATE_PART.names.index("team") - 1 if UPDATE_PART.names else 0  # the first task is filled in later
+_PART = struct("UpdatePart", "update")
+_SIZE, _TEAM = ((_PART.names or ()).index(name) - 1 for name in ("size", "team"))  # the first task is filled in later
 _PAIRS_OF_TASK = 32
 _KERNELS = {
     SGD: "update_sgd", ADAGRAD: "update_adagrad", ROWWISE: "update_rowwise_adagrad", ADAM: "update_adam",
@@ -56,52 +44,37 @@ class Gradients(NamedTuple):
     argmax: View
     """Per element of the output, the entry that was largest; empty where nothing is max-pooled."""
     cols: NDArray[np.int64]
+    """Where there are no offsets: the first column of each feature."""
+    cols_there: Any
+    """The same on the device."""
 
 
-_NONE = View(0, (0,), None)
+_NONE = View(0, (0,), np.dtype(np.int64))
 _NO_COLS = np.empty(0, np.int64)
 
 
-def one_id_gradients(device: Device, gradient: Any, cols: NDArray[np.int64]) -> Gradients:
-    """Describe the gradient (N, T) of `pool_one`'s output, or with N = E and cols = [0] that of `gather`'s."""
-    flat = view(device, "gradient", gradient, np.float32, 2)
-    return Gradients(flat, _NONE, _NONE, _NONE, expect("cols", cols, np.int64))
+def one_id_gradients(device: Device, gradient: Any, cols: NDArray[np.int64], cols_there: Any = None) -> Gradients:
+    """Describe the gradient (N, T) of a lookup of one id a sample, or with N = E and cols = [0] that of `gather`'s.
+
+    cols_there: `cols` on the device; None: they are copied.
+    """
+    flat, cols = view(device, "gradient", gradient, np.float32, ndim=2), expect("cols", cols, np.int64)
+    return Gradients(flat, _NONE, _NONE, _NONE, cols, device.put(cols) if cols_there is None else cols_there)
 
 
 def bag_gradients(
     device: Device, gradient: Any, entry_offset: Any, entry_scale: Any = None, argmax: Any = None
 ) -> Gradients:
     """Describe the gradient (N, T) of `pool_bags`' output by what that call wrote."""
-    flat = view(device, "gradient", gradient, np.float32, 2)
+    flat = view(device, "gradient", gradient, np.float32, ndim=2)
     offsets = view(device, "entry_offset", entry_offset, np.int64)
     scales = view(device, "entry_scale", entry_scale, np.float32) if given(entry_scale) else _NONE
     if scales.size not in {0, offsets.size}:
         raise ValueError(f"entry_scale has {scales.size} elements for {offsets.size} entries: give one each, or none.")
-    largest = view(device, "argmax", argmax, np.int32, 2) if given(argmax) else _NONE
+    largest = view(device, "argmax", argmax, np.int32, ndim=2) if given(argmax) else _NONE
     if largest.size and largest.shape != flat.shape:
         raise ValueError(f"argmax has shape {largest.shape}, the gradient {flat.shape}: they must be equal.")
-    return Gradients(flat, offsets, scales, largest, _NO_COLS)
-
-
-class UpdateBuffers:
-    """Scratch of the updates of one group, kept between steps and grown when a step is larger than all before."""
-
-    def __init__(self, device: Device) -> None:
-        self._device, self._size = device, -1
-        self.sums: Any = None
-
-    def reserve(self, num_entries: int, dim: int) -> int:
-        """Make room for a step of `num_entries` entries; returns the elements of a row of sums."""
-        padded = (dim + 3) // 4 * 4
-        size = 2 * -(-num_entries // STRETCH) * padded
-        if self._size < size:
-            self.sums, self._size = self._device.empty(size, np.float32), size
-        return padded
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return max(0, 4 * self._size)
+    return Gradients(flat, offsets, scales, largest, _NO_COLS, None)
 
 
 class Step(NamedTuple):
@@ -115,27 +88,39 @@ class Step(NamedTuple):
     second: Any
     pairs: Any
     gradients: Gradients
-    buffers: UpdateBuffers
     rule: Rule
     rounding: Rounding = NO_ROUNDING
 
 
-def _part(device: Device, step: Step) -> tuple[Any, RowsAt, tuple[Any, ...], int]:
-    """Return what must live until the launch, a group's vectors, its part and how many entries it has."""
+class _Rows(NamedTuple):
+    """One group's rows and entries."""
+
+    vectors: RowsAt
+    states: list[View]
+    pairs: View
+    padded: int
+    """Elements of a row of sums."""
+
+    @property
+    def num_sums(self) -> int:
+        """Floats of the sums of stretches."""
+        return 2 * -(-self.pairs.size // STRETCH) * self.padded
+
+
+def _rows(device: Device, step: Step) -> _Rows:
+    """Return where a group's rows lie. Raises ValueError where something does not fit."""
     vectors = rows_at(device, step.vectors, written=True)
-    num_slots, dim, streams = vectors.num_slots, vectors.dim, 0
-    if vectors.suffix:
-        if step.rounding.streams.size != num_slots:
-            raise ValueError(
-                f"{num_slots} rows of a 16-bit dtype are rounded by {step.rounding.streams.size} streams: give each."
-            )
-        streams = step.rounding.streams.address
+    num_slots, dim = vectors.num_slots, vectors.dim
+    if vectors.suffix and step.rounding.streams.size != num_slots:
+        raise ValueError(
+            f"{num_slots} rows of a 16-bit dtype are rounded by {step.rounding.streams.size} streams: give each."
+        )
     widths = {SGD: (0, 0), ADAGRAD: (dim, 0), ROWWISE: (1, 0), ADAM: (dim, dim)}[step.rule.kind]
     states = []
     for name, state, width in zip(
         ("the first state", "the second state"), (step.first, step.second), widths, strict=True
     ):
-        seen = view(device, name, state, np.float32, 2, written=True) if width else _NONE
+        seen = view(device, name, state, np.float32, ndim=2, written=True) if width else _NONE
         if width and seen.shape != (num_slots, width):
             raise ValueError(
                 f"{name} has shape {seen.shape}: {num_slots} vectors of dim {dim} need {(num_slots, width)}."
@@ -153,21 +138,22 @@ def _part(device: Device, step: Step) -> tuple[Any, RowsAt, tuple[Any, ...], int
         )
     elif source.cols.size and not 0 <= source.cols.min() <= source.cols.max() <= width - dim:
         raise ValueError(f"cols must lie in [0, {width - dim}] for rows of {dim} in width {width}.")
-    if pairs.size == 0:
-        return None, vectors, (), 0
-    padded = step.buffers.reserve(pairs.size, dim)
-    sums = view(device, "sums", step.buffers.sums, np.float32, written=True)
-    fields = [*vectors.wide, *(state.address for state in states if state.size and state.shape[1] == dim)]
-    vec, team = access(dim, *fields, sums.address, narrow=vectors.narrow)
-    cols = view(device, "cols", device.put(source.cols.view(np.uint8)), np.uint8) if source.cols.size else _NONE
-    rule = step.rule
-    part = (
-        vectors.address, states[0].address, states[1].address, pairs.address, sums.address, source.flat.address,
-        source.offsets.address, source.scales.address, source.argmax.address, cols.address, num_samples, width, streams,
-        step.rounding.key, pairs.size, num_slots, padded, dim, vec, team, vectors.is_half, rule.rate, rule.eps,
-        rule.decay, rule.new1, rule.new2, 0,
+    return _Rows(vectors, states, pairs, (dim + 3) // 4 * 4)
+
+
+def _part(device: Device, step: Step, rows: _Rows, sums: int) -> Part:
+    """Return a group's part of a launch; sums: the address of its sums of stretches."""
+    vectors, (first, second), source, rule = rows.vectors, rows.states, step.gradients, step.rule
+    dim, (num_samples, width) = vectors.dim, source.flat.shape
+    fields = [*vectors.wide, *(state.address for state in rows.states if state.size and state.shape[1] == dim)]
+    vec, team = access(dim, *fields, sums, narrow=vectors.narrow)
+    cols = 0 if source.cols_there is None else view(device, "cols", source.cols_there, np.int64, np.uint8).address
+    return (
+        vectors.address, first.address, second.address, rows.pairs.address, sums, source.flat.address,
+        source.offsets.address, source.scales.address, source.argmax.address, cols, num_samples, width,
+        step.rounding.streams.address, step.rounding.key, rows.pairs.size, vectors.num_slots, rows.padded, dim, vec,
+        team, vectors.is_half, rule.rate, rule.eps, rule.decay, rule.new1, rule.new2,
     )  # fmt: skip
-    return cols, vectors, part, pairs.size
 
 
 def update_many(device: Device, steps: Sequence[Step]) -> None:
@@ -175,11 +161,19 @@ def update_many(device: Device, steps: Sequence[Step]) -> None:
 
     One launch for each optimizer, two where some of its vectors have 16 bits, and one more.
     """
-    found = [(step.rule.kind, *_part(device, step)) for step in steps]
-    found = [one for one in found if one[-1]]
-    tasks = [-(-(2 * -(-size // STRETCH)) * int(part[_TEAM]) // 32) for *_, part, size in found]
-    launch_parts(device, "update.sum_stretches", UPDATE_PART, [part for *_, part, _ in found], tasks)
+    found = [(step, _rows(device, step)) for step in steps]
+    found = [(step, rows) for step, rows in found if rows.pairs.size]
+    *firsts, num_sums = accumulate((rows.num_sums for _, rows in found), initial=0)
+    sums = device.empty(num_sums, np.float32)
+    begin = view(device, "sums", sums, np.float32, written=True).address
+    parts = [_part(device, *one, begin + 4 * first) for one, first in zip(found, firsts, strict=True)]
+    tasks = [-(-(2 * -(-part[_SIZE] // STRETCH)) * part[_TEAM] // 32) for part in parts]
+    launch_parts(device, "update.sum_stretches", _PART, parts, tasks)
     for kind, kernel in _KERNELS.items():
-        parts = [(vectors, part, -(-size // _PAIRS_OF_TASK)) for of, _, vectors, part, size in found if of == kind]
-        for suffix, some, tasks in by_width(parts):
-            launch_parts(device, f"update.{kernel}{suffix}", UPDATE_PART, some, tasks)
+        mine = [
+            (rows.vectors, part, -(-rows.pairs.size // _PAIRS_OF_TASK))
+            for (step, rows), part in zip(found, parts, strict=True)
+            if step.rule.kind == kind
+        ]
+        for suffix, some, of_parts in by_width(mine):
+            launch_parts(device, f"update.{kernel}{suffix}", _PART, some, of_parts)

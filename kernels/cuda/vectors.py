@@ -52,9 +52,9 @@ def rows_at(device: Device, vectors: Any, name: str = "vectors", *, written: boo
     Raises ValueError as `view` does, and where words and dim do not fit.
     """
     if not isinstance(vectors, Vectors):
-        seen = view(device, name, vectors, np.float32, 2, written=written)
+        seen = view(device, name, vectors, np.float32, ndim=2, written=written)
         return RowsAt(seen.address, seen.shape[0], seen.shape[1], "", 0)
-    seen = view(device, name, vectors.words, np.float32, 2, written=written)
+    seen = view(device, name, vectors.words, np.float32, ndim=2, written=written)
     if vectors.dtype not in _DTYPES:
         raise ValueError(f"{name} are of dtype {vectors.dtype}: rows are kept in {', '.join(_DTYPES)}.")
     is_wide = vectors.dtype == "float32"

@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from tiercache.kernels.cuda import device as cuda
 from tiercache.kernels.cuda import launch
 
 ROOT = Path(__file__).parents[2]
+HOST: Any = None
+"""Nothing is asked of torch before a device is there."""
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
 
@@ -48,7 +51,7 @@ def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPa
     """Opening a device is the first thing that needs CuPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(cuda.CudaError, match=r"CuPy cannot be imported .*install tiercache\[cuda13\]"):
-        cuda.open_device()
+        cuda.open_device(0, HOST)
     with pytest.raises(cuda.CudaError, match="CuPy cannot be imported"):
         cuda.compile_source("gathering", "sm_90")
 
@@ -109,7 +112,7 @@ def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
 
     monkeypatch.setattr(cuda, "_import_cupy", lambda: Cupy)
     with pytest.raises(cuda.CudaError, match=said) as caught:
-        cuda.open_device(index)
+        cuda.open_device(index, HOST)
     assert caught.type is kind
 
 

@@ -21,7 +21,7 @@ from tiercache.kernels.cuda import rows as cuda_rows
 
 def mapped(device: Any, array: Any, *, writable: bool = True) -> cuda_rows.Memory:
     """Give an array by its address, as pinned host memory is given."""
-    return cuda_rows.Memory(device.describe(array)["data"][0], array.size, array, writable)
+    return cuda_rows.Memory(device.describe(array).address, array.size, array, writable)
 
 
 @settings(max_examples=150, deadline=None)

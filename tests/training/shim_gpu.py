@@ -46,6 +46,10 @@ class ShimRuntime:
     def prepare(self) -> None:
         """Sources are compiled when they are launched."""
 
+    def stream(self) -> int:
+        """Return the address of no stream."""
+        return 0
+
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of rubbish in guarded memory."""
         array = self.kernels.memory.empty(tuple(int(n) for n in shape), _NUMPY[dtype])

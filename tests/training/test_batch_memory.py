@@ -84,11 +84,10 @@ class Lookups:
 
 
 def bytes_of_batches(gpu: ShimRuntime, backend: Any) -> tuple[int, int]:
-    """Return the bytes of the device beside scratch and descriptions of launches, and those of pinned memory."""
+    """Return the bytes of the device beside scratch, and those of pinned memory."""
     gpu.receive(gpu.uploaded(), ())  # copies of what was made ahead and dropped
-    tables = sum(one.nbytes for one in gpu.kernels._tables.values())
     held = sum(num_bytes for *_, num_bytes in gpu.kernels.memory._blocks)
-    return held - tables - backend.scratch_bytes, sum(gpu._pinned.values())
+    return held - backend.scratch_bytes, sum(gpu._pinned.values())
 
 
 def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:

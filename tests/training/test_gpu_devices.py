@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,9 @@ def kernels_of(machine: Machine, index: int) -> CudaDevice:
     )  # fmt: skip
     kernels = CudaDevice.__new__(CudaDevice)
     kernels._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    kernels._within = lambda: machine.device(torch.device("cuda", index))
-    kernels._stream, kernels._streams, kernels.num_processors = None, {0: nullcontext()}, 1
+    within = partial(machine.device, torch.device("cuda", index))
+    kernels._host = SimpleNamespace(within=within, stream=lambda: 0)
+    kernels.stream, kernels._streams, kernels.num_processors = kernels._host.stream, {0: None}, 1
     kernels._functions = {"rows.pack": lambda *_, **__: launched.append(machine.current)}
     return kernels
 

@@ -73,7 +73,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def gpu_1() -> CudaRuntime:
     """Return GPU 1, without kernels."""
-    kernels = SimpleNamespace(prepare=None, pin=None, unpin=None)
+    kernels = SimpleNamespace(prepare=None, pin=None, unpin=None, stream=None)
     return CudaRuntime(kernels, 1)  # type: ignore[arg-type]
 
 
@@ -159,7 +159,7 @@ def device_with(runtime: Any) -> CudaDevice:
     """Return a device of a CuPy that has only a runtime."""
     device = CudaDevice.__new__(CudaDevice)
     device._cupy, device._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), nullcontext()
-    device._within = nullcontext
+    device._host = SimpleNamespace(within=nullcontext)  # type: ignore[assignment]
     return device
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from tiercache.kernels.cpu.optimizers import SGD as PLAIN
 from tiercache.kernels.cuda import initial as cuda_initial
 from tiercache.kernels.cuda import rounding as cuda_rounding
 from tiercache.kernels.cuda import rows as cuda_rows
-from tiercache.kernels.cuda import sorting as cuda_sorting
 from tiercache.kernels.cuda import update as cuda_update
-from tiercache.kernels.cuda.gathering import Gathered, gather, gather_many, map_slots
-from tiercache.kernels.cuda.pooling import MAX, Bags, pool_many, weight_gradient
+from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, gather_many, map_slots
+from tiercache.kernels.cuda.pooling import MAX, Features, Ids, PoolPlan
+from tiercache.kernels.cuda.sorting import sort_groups
 from tiercache.kernels.cuda.vectors import Vectors
 from tiercache.store.table import SGD, Adagrad, Adam, Constant, RowWiseAdagrad, Uniform, Zeros, initializer_code
 
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
     from tiercache.tiers.rows import GroupRows
 
 _CORES = 8  # from which on two more threads cost nothing
-_SUMS = -1
-"""Whose scratch is that of sums; groups count from 0."""
+_FROM_0 = np.zeros(1, dtype=np.int64)
+_MOST_PLANS = 64
+Kept = TypeVar("Kept")
 _CHUNK_BYTES = 16 << 20  # of rows that are made on the host
 
 
@@ -56,23 +58,22 @@ class CudaBackend:
         self.pin, self.unpin = runtime.pin, runtime.unpin
         self.random_state, self.set_random_state = runtime.random_state, runtime.set_random_state
         self.name = f"{runtime.name} (CUDA)"
-        self._sorting: dict[int, cuda_sorting.SortBuffers] = {}
-        self._updates: dict[int, cuda_update.UpdateBuffers] = {}
+        self._plans: OrderedDict[Any, PoolPlan] = OrderedDict()
+        self._cols: OrderedDict[Any, Any] = OrderedDict()
 
     @property
     def scratch_bytes(self) -> int:
-        """Buffers of sorting and stepping; outputs and gradients are torch's."""
-        sorting = sum(held.nbytes for held in self._sorting.values())
-        return sorting + sum(held.nbytes for held in self._updates.values())
+        """Return the bytes of plans; what a step needs comes from torch's caching allocator, and goes back there."""
+        return sum(int(held.nbytes) for held in (*self._plans.values(), *self._cols.values()))
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""
         self._runtime.prepare()
 
     def drop_scratch(self) -> None:
-        """Give it to torch's caching allocator."""
-        self._sorting.clear()
-        self._updates.clear()
+        """Forget the plans of lookups."""
+        self._plans.clear()
+        self._cols.clear()
 
     # -- arrays --------------------------------------------------------------------------------------------
 
@@ -137,46 +138,60 @@ class CudaBackend:
     # -- lookups and steps ---------------------------------------------------------------------------------
 
     def pool(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: Array) -> None:
-        """Pool all groups in one launch."""
-        groups = []
-        for rows, e in parts:
-            size, vectors = int(e.starts[-1]), _vectors(rows)
+        """Pool all groups in one launch, by a plan that is prepared once for a module and the rows of a pass."""
+        batch = []
+        for _, e in parts:
+            size = int(e.starts[-1])
             e.slots = self.empty((size,), np.int32)
-            if e.offsets is None:
-                groups.append(Bags(vectors, rows.slot_of_local, e.ids, e.bases, e.cols, e.slots))
-                continue
-            if (e.modes == MAX).any():
-                e.argmax = self.empty(tuple(out.shape), np.int32)
-            e.places, e.scales = self.empty((size,), np.int64), self.empty((size,), np.float32)
-            groups.append(
-                Bags(
-                    vectors, rows.slot_of_local, e.ids, e.bases, e.cols, e.slots, e.offsets, e.weights, e.modes,
-                    e.argmax, e.places, e.scales,
-                )
+            if e.offsets is not None:
+                if (e.modes == MAX).any():
+                    e.argmax = self.empty(tuple(out.shape), np.int32)
+                e.places, e.scales = self.empty((size,), np.int64), self.empty((size,), np.float32)
+            batch.append(Ids(e.ids, e.slots, e.offsets, e.weights, e.argmax, e.places, e.scales))
+        self._plan_of(parts, out).pool(batch, out)
+
+    def _plan_of(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: torch.Tensor) -> PoolPlan:
+        """Return the plan of a lookup, by all that it depends on: it refers to no array, which others may let go."""
+        aligned = out.data_ptr() % 16 == 0
+        key: list[Any] = [self._runtime.stream(), out.shape[1], aligned]
+        for rows, e in parts:
+            values: Any
+            values, dim, is_half = rows.vectors
+            key += (
+                values.data_ptr(), values.shape[0], values.dtype, dim, is_half, rows.slot_of_local.data_ptr(),
+                rows.slot_of_local.shape[0], e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes(),
             )  # fmt: skip
-        pool_many(self._runtime.kernels, groups, out)
+
+        def prepare() -> PoolPlan:
+            features = [Features(_vectors(rows), rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
+            return PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
+
+        return _kept(self._plans, tuple(key), prepare)
 
     def gather(self, parts: Sequence[tuple[GroupRows, JaggedIds]]) -> list[Array]:
-        """Map one group's ids after the other, and gather all features of all groups in one launch."""
-        found: list[Gathered] = []
+        """Map the ids of all groups in one launch, and gather all features in another."""
+        found, mapped = list[Gathered](), list[Mapped]()
         for rows, e in parts:
             vectors, dim, starts = _vectors(rows), rows.vectors.dim, e.starts.tolist()
             e.slots = self.empty((starts[-1],), np.int32)
-            map_slots(self._runtime.kernels, e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
+            mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots))
             found.extend(
                 Gathered(vectors, e.slots[first:last], self.empty((last - first, dim), np.float32))
                 for first, last in pairwise(starts)
             )
+        map_slots(self._runtime.kernels, mapped)
         gather_many(self._runtime.kernels, found)
         return [one.out for one in found]
 
     def find(self, requests: Sequence[RowRequest]) -> None:
-        """Map one group's after the other, and gather all in one launch."""
-        for rows, positions, slots, _ in requests:
-            starts = np.array([0, positions.shape[0]], dtype=np.int64)
-            map_slots(
-                self._runtime.kernels, positions, np.zeros(1, dtype=np.int64), starts, rows.slot_of_local, slots
-            )  # fmt: skip
+        """Map the positions of all groups in one launch, and gather in another."""
+        map_slots(
+            self._runtime.kernels,
+            [
+                Mapped(positions, _FROM_0, np.array([0, positions.shape[0]]), rows.slot_of_local, slots)
+                for rows, positions, slots, _ in requests
+            ],
+        )
         found = [Gathered(_vectors(one.rows), one.slots, one.out) for one in requests if one.out is not None]
         if found:
             gather_many(self._runtime.kernels, found)
@@ -192,49 +207,44 @@ class CudaBackend:
     def weight_gradient(self, rows: GroupRows, ids: JaggedIds, gradient: Array) -> Array:
         """Launch it once."""
         out = self.empty((int(ids.starts[-1]),), np.float32)
-        weight_gradient(
-            self._runtime.kernels, _vectors(rows), ids.slots, ids.offsets, ids.modes, ids.cols,
-            gradient, out,
-        )  # fmt: skip
+        self._plan_of([(rows, ids)], gradient).weight_gradient(ids.slots, ids.offsets, gradient, out)
         return out
 
     def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
         """Step rows of zeros."""
         assert isinstance(out, torch.Tensor)
-        one, (sorting, updates) = merged(self, saved), self._scratch(_SUMS)
-        pairs = cuda_sorting.sort_slots(self._runtime.kernels, one.slots, out.shape[0], sorting)
+        one = merged(self, saved)
+        (pairs,) = sort_groups(self._runtime.kernels, [(one.slots, out.shape[0])])
         rule, vectors = make_rule(PLAIN, -scale, 0.0, 0.0), Vectors(out.zero_(), out.shape[1], "float32")
-        gradients = self._gradients(one)
-        step = cuda_update.Step(vectors, None, None, pairs, gradients, updates, rule, cuda_rounding.NO_ROUNDING)
+        step = cuda_update.Step(vectors, None, None, pairs, self._gradients(one), rule)
         cuda_update.update_many(self._runtime.kernels, [step])
 
     def step(self, groups: Sequence[OptimizerStep], number: int) -> None:
-        """Sort group by group, then step all in one launch for each optimizer and one more."""
+        """Sort the entries of all groups at once, then step all in one launch for each optimizer and one more."""
         kernels, steps = self._runtime.kernels, []
-        for one in groups:
-            vectors, states, saved = _vectors(one.rows), one.rows.states, merged(self, one.saved)
-            sorting, updates = self._scratch(one.group.index)
-            pairs = cuda_sorting.sort_slots(kernels, saved.slots, vectors.words.shape[0], sorting)
+        saved_G = [merged(self, one.saved) for one in groups]
+        pairs_G = sort_groups(
+            kernels,
+            [(saved.slots, one.rows.vectors.values.shape[0]) for one, saved in zip(groups, saved_G, strict=True)],
+        )
+        for one, saved, pairs in zip(groups, saved_G, pairs_G, strict=True):
+            vectors, states = _vectors(one.rows), one.rows.states
             first, second = (states[i] if i < len(states) else None for i in range(2))
             noise = cuda_rounding.NO_ROUNDING
             if vectors.dtype != "float32":
                 noise = cuda_rounding.make_rounding(kernels, one.rows.streams, number)
             gradients, rule = self._gradients(saved), _rule(one, number)
-            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, updates, rule, noise))
+            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, rule, noise))
         cuda_update.update_many(kernels, steps)
 
     def _gradients(self, saved: SavedGradient) -> cuda_update.Gradients:
-        gradient = saved.gradient.reshape(saved.num_samples, saved.width)
+        kernels, gradient = self._runtime.kernels, saved.gradient.reshape(saved.num_samples, saved.width)
         if saved.places is None:
-            return cuda_update.one_id_gradients(self._runtime.kernels, gradient, saved.cols)
+            key = self._runtime.stream(), saved.cols.tobytes()
+            there = _kept(self._cols, key, lambda: kernels.put(saved.cols))
+            return cuda_update.one_id_gradients(kernels, gradient, saved.cols, there)
         argmax = saved.argmax.reshape(gradient.shape) if saved.argmax.shape[0] else NONE_I4
-        return cuda_update.bag_gradients(self._runtime.kernels, gradient, saved.places, saved.scales, argmax)
-
-    def _scratch(self, group: int) -> tuple[cuda_sorting.SortBuffers, cuda_update.UpdateBuffers]:
-        if group not in self._sorting:
-            self._sorting[group] = cuda_sorting.SortBuffers(self._runtime.kernels)
-            self._updates[group] = cuda_update.UpdateBuffers(self._runtime.kernels)
-        return self._sorting[group], self._updates[group]
+        return cuda_update.bag_gradients(kernels, gradient, saved.places, saved.scales, argmax)
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
         """Return those of places and of the slice of keys that is on its way."""
@@ -350,6 +360,17 @@ class PinnedPieces(cuda_rows.Pieces):
 
     def _memory_of(self, data: NDArray[np.float32]) -> cuda_rows.Memory:
         return cuda_rows.Memory(self._runtime.address_of(data), data.size, data, data.flags.writeable)
+
+
+def _kept(plans: OrderedDict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
+    """Return what was made for a key, and keep the recent ones."""
+    found = plans.get(key)
+    if found is None:
+        found = plans[key] = make()
+        if len(plans) > _MOST_PLANS:
+            plans.popitem(last=False)
+    plans.move_to_end(key)
+    return found
 
 
 def _vectors(rows: GroupRows) -> Vectors:

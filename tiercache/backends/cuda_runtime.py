@@ -12,8 +12,9 @@ from tiercache.kernels.cuda.device import CudaError, open_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
 
     from tiercache.backends.base import Event
     from tiercache.kernels.cuda.device import CudaDevice
@@ -45,7 +46,7 @@ class CudaRuntime:
     def __init__(self, kernels: CudaDevice, index: int) -> None:
         self.device = torch.device("cuda", index)
         self.kernels = kernels
-        self.prepare, self.pin, self.unpin = kernels.prepare, kernels.pin, kernels.unpin
+        self.prepare, self.pin, self.unpin, self.stream = kernels.prepare, kernels.pin, kernels.unpin, kernels.stream
         self.name = torch.cuda.get_device_name(index)
         # two, so that rows leave while others come: a link has a lane each way
         self._dumps = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -215,6 +216,38 @@ class CudaRuntime:
         torch.cuda.set_rng_state(state, self.device)
 
 
+class TorchHost:
+    """Torch's memory, streams and sort, for the device that launches kernels on a GPU."""
+
+    def __init__(self, index: int) -> None:
+        self._device = torch.device("cuda", index)
+
+    def stream(self) -> int:
+        """Return the address of torch's current stream."""
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def within(self) -> AbstractContextManager[Any]:
+        """Make the GPU torch's current one, and return to the one before if it has a context."""
+        return torch.cuda.device(self._device)
+
+    def empty(self, size: int, dtype: DTypeLike) -> torch.Tensor:
+        """Return a tensor from torch's caching allocator."""
+        return torch.empty(size, dtype=TORCH_DTYPES[np.dtype(dtype)], device=self._device)
+
+    def put(self, table: NDArray[Any]) -> torch.Tensor:
+        """Return a copy of the bytes of a table."""
+        return torch.from_numpy(table.reshape(-1).view(np.uint8)).to(self._device)
+
+    def read(self, array: torch.Tensor) -> NDArray[Any]:
+        """Wait for the current stream and return a copy."""
+        copied: NDArray[Any] = array.cpu().numpy()  # synchronize!
+        return copied
+
+    def sort(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sort int32 keys; equal ones keep their order."""
+        return torch.sort(keys, stable=True)
+
+
 def open_runtime(index: int | None) -> CudaRuntime:
     """Return the runtime of a GPU by its number; None: torch's current one.
 
@@ -222,16 +255,7 @@ def open_runtime(index: int | None) -> CudaRuntime:
     """
     if index is None:
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-
-    def allocate(num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
-
-    kernels = open_device(
-        index,
-        stream=lambda: torch.cuda.current_stream(index).cuda_stream,
-        allocate=allocate,
-        within=lambda: torch.cuda.device(index),
-    )
+    kernels = open_device(index, TorchHost(index))
     if not torch.cuda.is_available():
         raise CudaError(
             f"torch {torch.__version__} was built without CUDA, or for another driver: install a torch for CUDA as "
@@ -242,5 +266,5 @@ def open_runtime(index: int | None) -> CudaRuntime:
 
 TORCH_DTYPES = {
     np.dtype(np.float32): torch.float32, np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64,
-    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.uint8): torch.uint8, np.dtype(np.uint64): torch.uint64,
 }  # fmt: skip
