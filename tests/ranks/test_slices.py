@@ -106,7 +106,7 @@ def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
         slots = np.arange(keys.size, dtype=np.int32)
         loaded = np.array([0xFF], np.uint8)
         placed = [Placed(slots, slots, slots, free=keys.size, departing=0, loaded_K=loaded)]
-        tier.show(placed)
+        tier.activate(placed)
         tier.note_keys(0, placed, lambda _p, _t: keys)
         streams.append(np.asarray(tier.rows_of(0)[0].streams).copy())
     np.testing.assert_array_equal(streams[0], streams[1])  # it begins where the whole one does

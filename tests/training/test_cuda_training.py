@@ -41,7 +41,7 @@ from tiercache.backends.cuda import CudaBackend
 from tiercache.errors import BudgetError, CudaError
 from tiercache.store.errors import CorruptBlockError
 from tiercache.store.vectors import nearest
-from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers.pinned_arena import PinnedArena
 
 ROOT = Path(__file__).parents[2]
 
@@ -323,7 +323,7 @@ def test_a_writer_that_does_not_wait_for_the_pack_is_caught(tmp_path: Path, monk
 def test_pages_are_locked_while_they_are_held_and_only_then() -> None:
     """What is given back is not pinned while that is done, and what is left is pinned again."""
     gpu = ShimRuntime()
-    memory = HostMemory(16 << 12, 8 << 12, CudaBackend(gpu))
+    memory = PinnedArena(16 << 12, 8 << 12, CudaBackend(gpu))
     region = memory.take(8 << 12)
     assert sum(gpu.pinned_pages.values()) == 8 << 12
     memory.shrink(region, 2 << 12, 5 << 12)

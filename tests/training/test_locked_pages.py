@@ -9,13 +9,13 @@ from tests.training.devices import cuda_device
 from tiercache.backends.base import Backend, Layout
 from tiercache.backends.opening import open_backend
 from tiercache.planning.budget import PAGE_BYTES
-from tiercache.tiers.host_region import HostRegion, moves_pages
+from tiercache.tiers.pinned_region import PinnedRegion, moves_pages
 
 PAGES, WIDTH = 64, 16
 ROWS = PAGES * PAGE_BYTES // (4 * WIDTH)
 
 
-def on_the_device(backend: Backend, region: HostRegion) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def on_the_device(backend: Backend, region: PinnedRegion) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Have the device read the first pages of a region as rows, and return what it read."""
     (there,) = backend.reserve([Layout(ROWS, (WIDTH,), ROWS, rounded=False)], "rows of a test")
     slots, pieces = backend.indices(ROWS), backend.pieces(WIDTH)
@@ -32,7 +32,7 @@ def test_pages_that_were_locked_move_with_what_they_have() -> None:
     if not moves_pages():
         pytest.skip("this system does not move pages and leave the map they were in: Linux does since 5.7")
     backend = open_backend(cuda_device(), ())
-    source, target = (HostRegion(2 * PAGES * PAGE_BYTES, backend) for _ in range(2))
+    source, target = (PinnedRegion(2 * PAGES * PAGE_BYTES, backend) for _ in range(2))
     source.hold(0, PAGES)
     source.hand_out(PAGES * PAGE_BYTES)
     rows = np.random.default_rng(0).standard_normal((ROWS, WIDTH)).astype(np.float32)

@@ -17,7 +17,7 @@ from tiercache.backends.cpu import CpuBackend
 from tiercache.backends.cuda import CudaBackend
 from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
 from tiercache.store.stream import Range, Stream
-from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers.pinned_arena import PinnedArena
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +145,7 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
 def test_a_region_that_was_staging_becomes_a_block_without_pinning_a_page_anew() -> None:
     """Back and forth, where the block's last page is not full; one that lost pages is taken for a short block."""
     gpu = CountingGpu()
-    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
+    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
     for num_bytes in (8 * PAGE_BYTES, 8 * PAGE_BYTES - 100) * 3:
         memory.give_back(memory.take(num_bytes))
     assert gpu.locks == [8 * PAGE_BYTES]
@@ -181,7 +181,7 @@ def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words:
 def test_memory_that_nobody_closed_is_unlocked_when_it_goes() -> None:
     """A GPU would take the pages that come to these addresses next for it."""
     gpu = CountingGpu()
-    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
+    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
     region = memory.take(8 * PAGE_BYTES)
     memory.give_back(memory.take(PAGE_BYTES))
     assert gpu.pinned_pages
@@ -192,7 +192,7 @@ def test_memory_that_nobody_closed_is_unlocked_when_it_goes() -> None:
 def test_a_process_that_was_forked_off_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it lets go of is a copy: CUDA would refuse, and the pages are its parent's."""
     gpu = CountingGpu()
-    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
+    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
     region = memory.take(8 * PAGE_BYTES)
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: -1)
@@ -202,7 +202,7 @@ def test_a_process_that_was_forked_off_unlocks_nothing(monkeypatch: pytest.Monke
 
 def test_closed_memory_holds_nothing() -> None:
     """Not even what it kept to give it again."""
-    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CpuBackend())
+    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, CpuBackend())
     memory.give_back(memory.take(8 * PAGE_BYTES))
     assert memory.resident_bytes == 8 * PAGE_BYTES
     memory.close()

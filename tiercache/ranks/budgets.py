@@ -17,7 +17,7 @@ from tiercache.planning.visit_plan import Planner
 from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.manifest import Manifest
 from tiercache.store.scratch_file import ScratchFile, scratch_in
-from tiercache.tiers.device_need import DeviceNeed
+from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
 from tiercache.tiers.segments import waiting_streams
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.matching import check_commit_every
@@ -80,7 +80,7 @@ class Budgets:
             )
         num_ranks = share.placement.num_ranks
         divided = num_ranks == 1 or all(one.kind == "row" for one in share.placement.tables.values())
-        DeviceNeed.of(_positions(share), backend).check(
+        DeviceMemoryPlan.of(_positions(share), backend).check(
             self.device_budget,
             num_ranks=num_ranks,
             mirrors=mirrors,

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_gap, take
-from tiercache.tiers.device_need import DeviceNeed
+from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
 from tiercache.tiers.rows import GroupRows
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class DeviceTier:
         Raises BudgetError where they exceed ``budget``, or what the device has.
         """
         self._positions, self._backend = positions, backend
-        need = DeviceNeed.of(positions, backend)
+        need = DeviceMemoryPlan.of(positions, backend)
         need.check(budget)
         self.capacity_G, self.num_bytes = need.rows_G, need.num_bytes
         self.arrays_G = backend.reserve(need.layouts, "device_budget holds passes that")
@@ -130,7 +130,7 @@ class DeviceTier:
             placements.append(Placement(slots, dump_order, order, min(rows, kept + spare), departing, loaded))
         return placements
 
-    def show(self, placements: list[Placement]) -> None:
+    def activate(self, placements: list[Placement]) -> None:
         """Have lookups see the rows of these placements from now on."""
         self.slots_G = [
             self._backend.place(placement.slots_K, arrays.slots)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import DeviceTier, Placement
     from tiercache.tiers.host_tier import HostTier
-    from tiercache.tiers.staging import Staged
+    from tiercache.tiers.row_prefetcher import Staged
 
 
 _KEY_ROWS = 1 << 17
@@ -196,14 +196,14 @@ class Unpacker:
             dumped = departed[-1].last - placement.departing + last - placement.free
             self._backend.streams.wait_event(departed[bisect_left(departed, dumped, key=_last_row)].packed)
 
-    def show(self, staged: Staged, slots_G: list[Array]) -> None:
+    def activate(self, staged: Staged, slots_G: list[Array]) -> None:
         """Make what the keys say of rows in their slots, and show all; what was staged is free behind it."""
         backend, plan = self._backend, staged.plan
         with backend.streams.loading():
             for due in staged.keys:
                 arrays, mine = self._device.arrays_G[due.group], slice(due.first_row, due.first_row + due.keys.size)
                 backend.generate(due.table, due.keys, arrays.fields[0], slots_G[due.group][mine], arrays.keys)
-            self._device.show(staged.placements)
+            self._device.activate(staged.placements)
             self._device.note_keys(plan.pass_index, staged.placements, self._keys_of)
         backend.streams.loaded().wait()
 

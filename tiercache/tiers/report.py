@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Event
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.tiers.staging import Staged
+    from tiercache.tiers.row_prefetcher import Staged
 
 
 _MIB = 1 << 20

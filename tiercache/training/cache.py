@@ -14,10 +14,10 @@ from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.sizes import parse_bytes
 from tiercache.tiers.device_tier import DeviceTier
-from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers.pass_switcher import PassSwitcher
+from tiercache.tiers.pinned_arena import PinnedArena
 from tiercache.tiers.rows import RowView
 from tiercache.tiers.segments import waiting_streams
-from tiercache.tiers.transfer import Transfer
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.ahead import Ahead
 from tiercache.training.commit_state import CommitState
@@ -112,10 +112,10 @@ class TierCache:
             store, self._schedule, self._positions, self._uses.of, self._budget, commit_every=commit_every,
             store_budget=None if store_budget is None else parse_bytes(store_budget),
         )  # fmt: skip
-        self._memory = HostMemory(self._budget.rows, self._budget.region, backend)
+        self._memory = PinnedArena(self._budget.rows, self._budget.region, backend)
         self._state = CommitState(store.groups, backend)
         self.dense, self.optimizer = self._state.dense, self._state.optimizer
-        self._transfer = Transfer(
+        self._transfer = PassSwitcher(
             store, self._device, backend, self._memory, self._budget, self._positions, self._keys_of,
             self._uses.of, schedule_digest=self._schedule.digest, environment=self._state.environment,
         )  # fmt: skip

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.store import Store
     from tiercache.store.table import Group
-    from tiercache.tiers.transfer import StateBytes
+    from tiercache.tiers.pass_switcher import StateBytes
 
 
 class CommitState:

@@ -21,7 +21,7 @@ class Prepared(NamedTuple):
     placements: list[Placement]
 
 
-class Preparer:
+class PassPlanner:
     """Prepares the visits of one run, one after the other; called on the reader thread."""
 
     def __init__(self, planner: Planner, device: DeviceTier, uses_of: Callable[[int], Uses]) -> None:

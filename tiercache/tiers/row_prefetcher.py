@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
     from tiercache.store.table import Table
     from tiercache.tiers.device_tier import Placement
-    from tiercache.tiers.host_memory import HostMemory
-    from tiercache.tiers.host_region import HostRegion
+    from tiercache.tiers.pinned_arena import PinnedArena
+    from tiercache.tiers.pinned_region import PinnedRegion
 
 
 _KEY_BYTES = 8
@@ -73,7 +73,7 @@ class Staged:
     pieces: list[StagedPieces] = field(default_factory=list)
     rows: list[StagedRows] = field(default_factory=list)
     keys: list[StagedKeys] = field(default_factory=list)
-    regions: list[HostRegion] = field(default_factory=list)
+    regions: list[PinnedRegion] = field(default_factory=list)
     rows_read: int = 0
     bytes_read: int = 0
     read_seconds: float = 0.0
@@ -81,14 +81,14 @@ class Staged:
     ended: float = 0.0
 
 
-class Stager:
+class RowPrefetcher:
     """Reads and generates; called on the reader thread."""
 
     def __init__(
         self,
         store: Store,
         backend: Backend,
-        memory: HostMemory,
+        memory: PinnedArena,
         positions: Positions,
         keys_of: Callable[[int, int], NDArray[np.int64]],
         segments: Mapping[int, Segment],

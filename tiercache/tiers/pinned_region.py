@@ -49,7 +49,7 @@ def moves_pages() -> bool:
     return moved and (maps[0][0], maps[1][0]) == (0, 1)
 
 
-class HostRegion:
+class PinnedRegion:
     """Anonymous memory of whole pages, of which some stretch is held.
 
     ``data`` is the uint8 array handed out: the first bytes of the map. What is not held has undefined content. Pages
@@ -129,7 +129,7 @@ class HostRegion:
         if first < last:
             self._advise(_POPULATE_WRITE, first, last)
 
-    def bring(self, first: int, last: int, source: HostRegion, source_first: int) -> bool:
+    def bring(self, first: int, last: int, source: PinnedRegion, source_first: int) -> bool:
         """Move pages, a run of ``source``, to [first, last) with all they have; False where the system cannot.
 
         For a hundredth of what it costs to give them back and to have others zeroed.

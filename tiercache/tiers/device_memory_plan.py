@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceNeed:
+class DeviceMemoryPlan:
     """The memory of each group's largest pass."""
 
     groups: tuple[Group, ...]
@@ -28,7 +28,7 @@ class DeviceNeed:
     num_bytes: int
 
     @classmethod
-    def of(cls, positions: Positions, backend: Backend) -> DeviceNeed:
+    def of(cls, positions: Positions, backend: Backend) -> DeviceMemoryPlan:
         """Count the rows of these passes on the device of ``backend``."""
         groups = positions.groups
         rows_G = tuple(max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups)))

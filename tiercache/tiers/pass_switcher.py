@@ -19,10 +19,10 @@ from tiercache.store.stream import Range
 from tiercache.tiers.dump_room import Room, make_room
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Packer, Unpacker
-from tiercache.tiers.preparing import Preparer
+from tiercache.tiers.pass_planner import PassPlanner
 from tiercache.tiers.report import VisitReport, seconds_of_waiting
+from tiercache.tiers.row_prefetcher import RowPrefetcher, Staged
 from tiercache.tiers.segments import segments_by_visit
-from tiercache.tiers.staging import Staged, Stager
 from tiercache.tiers.threads import nicer_thread
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from tiercache.store import Segment, Store
     from tiercache.tiers.device_tier import DeviceTier, Placement
     from tiercache.tiers.dump_room import DumpRoom
-    from tiercache.tiers.host_memory import HostMemory
     from tiercache.tiers.packing import Departed, Part, StagedLayout
-    from tiercache.tiers.preparing import Prepared
+    from tiercache.tiers.pass_planner import Prepared
+    from tiercache.tiers.pinned_arena import PinnedArena
 
 StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
 """What a commit stores beside rows: the dense state, serialised when called, and plain settings."""
 
 
-class Transfer:
+class PassSwitcher:
     """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
 
     One reader thread thins out the host tier behind a load, stages visits and prepares those behind them; one writer
@@ -61,7 +61,7 @@ class Transfer:
         store: Store,
         device: DeviceTier,
         backend: Backend,
-        memory: HostMemory,
+        memory: PinnedArena,
         budget: HostBudget,
         positions: Positions,
         keys_of: Callable[[int, int], NDArray[np.int64]],
@@ -82,7 +82,7 @@ class Transfer:
             store.read_with(read_checked, read_fields)
         self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
         self._segments: dict[int, Segment] = {}
-        self._preparer: Preparer | None = None
+        self._pass_planner: PassPlanner | None = None
         self._following: Future[Prepared] | None = None
         """The visit that will be staged next."""
         self._prepared: Future[Prepared] | None = None
@@ -115,8 +115,10 @@ class Transfer:
         self._segments.clear()
         self._segments.update(segments_by_visit(self._store))
         self._planner = planner
-        self._stager = Stager(self._store, self._backend, self.memory, self._positions, self._keys_of, self._segments)
-        self._preparer, self._to_prepare = Preparer(planner, self.device, self._uses_of), planner.next_visit
+        self._prefetcher = RowPrefetcher(
+            self._store, self._backend, self.memory, self._positions, self._keys_of, self._segments
+        )
+        self._pass_planner, self._to_prepare = PassPlanner(planner, self.device, self._uses_of), planner.next_visit
         self._prepare_next()
         self._stage_next()
         self._held_G = self._unpacker.lay_out_held(None)
@@ -158,7 +160,7 @@ class Transfer:
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
         self._following = self._prepared = self._staging = self._writing = self._thinned = self._room = None
-        self._held_G, self._departed_G, self._preparer, self._failure = [], [], None, None
+        self._held_G, self._departed_G, self._pass_planner, self._failure = [], [], None, None
         self.plan, self.report, self.placements = None, None, []
         self.host.clear()
         self.device.clear()
@@ -322,9 +324,9 @@ class Transfer:
 
     def _prepare_next(self) -> None:
         """Have the reader prepare the next visit, where it will be trained."""
-        assert self._preparer is not None, "no run of visits was begun"
+        assert self._pass_planner is not None, "no run of visits was begun"
         ahead = self._to_prepare < self._end
-        self._following = self._reader.submit(self._preparer.next) if ahead else None
+        self._following = self._reader.submit(self._pass_planner.next) if ahead else None
         self._to_prepare += 1
 
     def _stage_next(self) -> None:
@@ -336,7 +338,7 @@ class Transfer:
             self._prepare_next()
 
     def _stage(self, plan: VisitPlan, placements: list[Placement]) -> StagedLayout:
-        staged = self._stager.stage(plan, placements)
+        staged = self._prefetcher.stage(plan, placements)
         try:
             return self._unpacker.lay_out_staged(staged)
         except BaseException:
@@ -356,7 +358,7 @@ class Transfer:
             slots_G = self._unpacker.unpack(layout, self._held_G, self._departed_G)
         trained.wait()
         with report.timing("unpack"):
-            self._unpacker.show(staged, slots_G)
+            self._unpacker.activate(staged, slots_G)
             self._prepared, self._staging, self._held_G, self._departed_G = None, None, [], []
             self._release(staged)
         self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.visit - 1)

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.planning.budget import PAGE_BYTES, paged
-from tiercache.tiers.host_region import HostRegion
+from tiercache.tiers.pinned_region import PinnedRegion
 
 if TYPE_CHECKING:
     from tiercache.backends.base import Backend
@@ -25,7 +25,7 @@ of them are held in part.
 class _Spare(NamedTuple):
     """Pages [first, last) of a region that nobody holds, in one map of the system."""
 
-    region: HostRegion
+    region: PinnedRegion
     first: int
     last: int
 
@@ -34,7 +34,7 @@ class _Spare(NamedTuple):
         return self.last - self.first
 
 
-class HostMemory:
+class PinnedArena:
     """Hands out regions of at most ``region_bytes``; the bytes resident never exceed ``budget``. Thread-safe.
 
     Regions that come back are kept with their pages and handed out again, and longer runs of pages that a region gives
@@ -46,14 +46,14 @@ class HostMemory:
         self.budget, self.region_bytes, self._backend = budget, paged(region_bytes), backend
         self.resident_bytes = 0
         self.peak_bytes = 0
-        self._free: list[HostRegion] = []
-        self._empty: list[HostRegion] = []
+        self._free: list[PinnedRegion] = []
+        self._empty: list[PinnedRegion] = []
         self._spares: list[_Spare] = []
         """The shortest first: taken is the shortest that is long enough, so that few are cut."""
         self._fewest = max(_MOVED_PAGES, budget // PAGE_BYTES // _MOST_RUNS)
         self._lock = threading.Lock()
 
-    def take(self, num_bytes: int) -> HostRegion:
+    def take(self, num_bytes: int) -> PinnedRegion:
         """Return a region of ``num_bytes`` with undefined content."""
         assert num_bytes <= self.region_bytes, f"a region of {num_bytes} bytes is above {self.region_bytes}"
         with self._lock:
@@ -63,16 +63,16 @@ class HostMemory:
             region.hand_out(num_bytes)
         return region
 
-    def _pop(self, num_bytes: int) -> HostRegion:
+    def _pop(self, num_bytes: int) -> PinnedRegion:
         """Return a free region, one whose pages stay as they are where there is one: others are pinned anew."""
         for i in range(len(self._free) - 1, -1, -1):
             if self._free[i].is_open_to(num_bytes):
                 return self._free.pop(i)
         if self._free:
             return self._free.pop()
-        return self._empty.pop() if self._empty else HostRegion(self.region_bytes, self._backend)
+        return self._empty.pop() if self._empty else PinnedRegion(self.region_bytes, self._backend)
 
-    def _open(self, region: HostRegion, pages: int) -> None:
+    def _open(self, region: PinnedRegion, pages: int) -> None:
         """Have a region hold its first pages: its own, those of others, and fresh ones, in this order."""
         mine = [(region.first_page, region.last_page)]
         mine += [(spare.first, spare.last) for spare in self._spares if spare.region is region]
@@ -87,7 +87,7 @@ class HostMemory:
         self._fill(region, end, pages)
         region.hold(0, pages)
 
-    def _fill(self, region: HostRegion, first: int, last: int) -> None:
+    def _fill(self, region: PinnedRegion, first: int, last: int) -> None:
         """Bring pages to places that have none."""
         while first < last:
             missing = last - first
@@ -118,7 +118,7 @@ class HostMemory:
             region.populate(first, last)
             first = last
 
-    def _spare(self, region: HostRegion, first: int, last: int) -> None:
+    def _spare(self, region: PinnedRegion, first: int, last: int) -> None:
         """Let a region hold pages [first, last) of what it holds, and no others."""
         low, high = region.first_page, region.last_page
         try:
@@ -130,7 +130,7 @@ class HostMemory:
                 self._keep_spare(region, low, first)
                 self._keep_spare(region, last, high)
 
-    def _keep_spare(self, region: HostRegion, first: int, last: int) -> None:
+    def _keep_spare(self, region: PinnedRegion, first: int, last: int) -> None:
         """Keep pages that nobody holds to be moved; few at one place go back to the system."""
         for low, high in region.runs(first, last):
             if high - low < self._fewest:
@@ -138,17 +138,17 @@ class HostMemory:
             else:
                 insort(self._spares, _Spare(region, low, high), key=_Spare.pages)
 
-    def _release(self, region: HostRegion, first: int, last: int) -> None:
+    def _release(self, region: PinnedRegion, first: int, last: int) -> None:
         region.release(first, last)
         self.resident_bytes -= (last - first) * PAGE_BYTES
 
-    def give_back(self, region: HostRegion) -> None:
+    def give_back(self, region: PinnedRegion) -> None:
         """Take a region back; nobody may use its data any more."""
         with self._lock:
             region.data = region.data[:0]
             self._free.append(region)
 
-    def shrink(self, region: HostRegion, low: int, high: int) -> None:
+    def shrink(self, region: PinnedRegion, low: int, high: int) -> None:
         """Give back what lies outside bytes [low, high) of a region."""
         with self._lock:
             first = min(max(region.first_page, low // PAGE_BYTES), region.last_page)
