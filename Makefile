@@ -45,7 +45,7 @@ layers: $(VENV)/.dev
 
 # Compiled once and kept: else processes of the tests compile the same at the same time.
 compiled-kernels: $(VENV)/.dev
-	$(BIN)/python -c "from tiercache.kernels.compile import prepare; prepare(narrow=True)"
+	$(BIN)/python -c "from tiercache.kernels.cpu.compile import prepare; prepare(narrow=True)"
 
 compiled-shim: $(VENV)/.dev
 	$(BIN)/python -m tests.kernels.shim

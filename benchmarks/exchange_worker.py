@@ -17,10 +17,10 @@ import torch
 
 import tiercache as tc
 from benchmarks.zipf import Zipf
+from tiercache.backends.jagged import OptimizerStep
+from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
 from tiercache.passes.samples import FeatureIds
-from tiercache.processors.entries import GroupStep
-from tiercache.processors.opening import open_processor
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.owners import Owners, find_owners
 from tiercache.ranks.placement import Placement, TablePlacement
@@ -94,9 +94,9 @@ class Rank:
         vectors = np.random.default_rng(ranks.rank).random((int(starts[-1]), shape.dim), dtype=np.float32)
         slots = np.random.default_rng(1).permutation(int(starts[-1])).astype(np.int32)
         self.all_rows = [GroupRows.of(self.groups[0], (vectors,), slots, starts)]
-        self.processor = open_processor("cpu", self.tables)
-        self.optimizer, self.handle = RowOptimizer(self.groups, self.processor), torch.nn.Parameter(torch.zeros(()))
-        self.exchange = RowExchange(ranks, self.processor, self.groups, self.groups)
+        self.backend = open_backend("cpu", self.tables)
+        self.optimizer, self.handle = RowOptimizer(self.groups, self.backend), torch.nn.Parameter(torch.zeros(()))
+        self.exchange = RowExchange(ranks, self.backend, self.groups, self.groups)
         self.exchange.open_pass(self.owners, self.rows)
         names = tuple(table.name for table in self.tables)
         zeros = np.zeros(len(names), dtype=np.int8)
@@ -132,7 +132,7 @@ class Rank:
         asked = self.exchange.ask(ids, tables, "a batch")
         rows, exchanged = self.exchange.answer(asked)
         seconds["there"] = time.perf_counter() - begun
-        self._look_up(RowView(rows, gradients, "a visit", self.processor), asked.ids)
+        self._look_up(RowView(rows, gradients, "a visit", self.backend), asked.ids)
         pooled = time.perf_counter()
         gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
         self.exchange.gradients_of(exchanged, gradients, self.optimizer.gradients)
@@ -146,15 +146,15 @@ class Rank:
         gradients = RowGradients(1)
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
-        self._look_up(RowView(self.all_rows, gradients, "a visit", self.processor), self.batches[batch])
-        self.processor.step([GroupStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01)], 1)
+        self._look_up(RowView(self.all_rows, gradients, "a visit", self.backend), self.batches[batch])
+        self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01)], 1)
         return time.perf_counter() - begun, time.process_time() - busy
 
     def _look_up(self, rows: RowView, ids: dict[str, FeatureIds]) -> None:
         """Pool a batch, and leave the gradient of the output."""
         none = torch.empty(0)
         lookup = PooledLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]), {})
-        self.processor.pool([(lookup.rows, lookup.entries)], self.processor.empty(self.gradient.shape, np.float32))
+        self.backend.pool([(lookup.rows, lookup.entries)], self.backend.empty(self.gradient.shape, np.float32))
         lookup.backward(self.gradient, self._marks())
 
     def _marks(self) -> dict[str, Mark]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.zipf import Zipf
-from tiercache.kernels import cuda_vectors
-from tiercache.kernels.vectors import Vectors
+from tiercache.kernels.cpu.vectors import Vectors
+from tiercache.kernels.cuda import vectors as cuda_vectors
 from tiercache.store.vectors import to_bits
 
 if TYPE_CHECKING:

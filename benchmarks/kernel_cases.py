@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmarks.kernel_batch import DTYPES, RATE, Case, Rows
 from benchmarks.kernel_lookups import lookups
-from tiercache.kernels.initial import UNIFORM
-from tiercache.kernels.key_index import KeySet
+from tiercache.kernels.cpu.initial import UNIFORM
+from tiercache.kernels.cpu.key_index import KeySet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

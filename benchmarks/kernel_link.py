@@ -21,7 +21,7 @@ __all__ = ["over_link"]
 
 def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
     """Return times of each way and of both at once, and their shares of copies of as many bytes, one at a time."""
-    from tiercache.kernels.cuda_rows import Memory
+    from tiercache.kernels.cuda.rows import Memory
 
     samples, moved = batch.size.samples, batch.moved
     vectors = machine.place(np.full((batch.size.num_slots, dim), 0.01, np.float32))

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.kernel_batch import Case
 from tiercache.kernels.arrays import NONE_F4
-from tiercache.kernels.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

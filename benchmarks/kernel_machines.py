@@ -11,9 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
 
 from benchmarks.kernel_clock import COPY_BYTES, GpuClock, Times
-from tiercache.kernels import cuda
+from tiercache.backends.cuda_runtime import open_runtime
 from tiercache.kernels.arrays import aligned_zeros
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Machine(Protocol):
         """Return an array where the kernels want it, of any content."""
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call an operation of ``tiercache.kernels.MODULE``, or of its CUDA twin."""
+        """Call an operation of ``tiercache.kernels.cpu.MODULE``, or of its CUDA twin."""
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
         """Return the median times of a call."""
@@ -69,7 +70,7 @@ class CpuMachine:
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
         """Call a numba kernel."""
-        return getattr(importlib.import_module(f"tiercache.kernels.{module}"), function)(*arguments, **options)
+        return getattr(importlib.import_module(f"tiercache.kernels.cpu.{module}"), function)(*arguments, **options)
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
         """Return the median of single calls, after one that counts for nothing."""
@@ -83,8 +84,6 @@ class CpuMachine:
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Copy 256 MiB by all threads of torch."""
-        import torch
-
         if self._copied is None:
             self._copied = torch.full((COPY_BYTES // 4,), 1.0), torch.full((COPY_BYTES // 4,), 2.0)
         source, target = self._copied
@@ -101,7 +100,7 @@ class _OnDevice:
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
         """Call a CUDA kernel's launch side."""
-        found = importlib.import_module(f"tiercache.kernels.cuda_{module}")
+        found = importlib.import_module(f"tiercache.kernels.cuda.{module}")
         if not hasattr(found, function):
             found = importlib.import_module("tests.kernels.one_group")
         return getattr(found, function)(self.device, *arguments, **options)
@@ -111,8 +110,7 @@ class CudaMachine(_OnDevice):
     """GPU 0, on the default stream but for what is done `beside`; time by CUDA events."""
 
     def __init__(self) -> None:
-        self._pointer = 0
-        super().__init__(cuda.open_device(stream=lambda: self._pointer))
+        super().__init__(open_runtime(0).kernels)
         self.device.prepare()
         self._cupy = importlib.import_module("cupy")
         self._beside = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -150,18 +148,15 @@ class CudaMachine(_OnDevice):
         begun.record(cupy.Stream.null)
         for stream, call in zip(self._beside, calls, strict=True):
             stream.wait_event(begun)
-            self._pointer = stream.ptr
-            try:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):  # type: ignore[no-untyped-call]
                 call()
-            finally:
-                self._pointer = 0
             done = cupy.Event(disable_timing=True)
             done.record(stream)
             cupy.Stream.null.wait_event(done)
 
     def forget(self) -> None:
         """Give what no array needs back to the GPU: torch has a pool of its own."""
-        importlib.import_module("torch").cuda.empty_cache()
+        torch.cuda.empty_cache()
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def copy_bytes_per_second(self, samples: int) -> float:

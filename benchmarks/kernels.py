@@ -26,6 +26,9 @@ of the link's own copy; link_share_rows_both_ways_DIM: one beside the other, as 
 other, so that 2 is the most; and host_ms_X beside each ms_X: what Python takes to launch it, which ms_X does not hold
 (calls are queued behind copies), with the GPU's time where a call waits for it. A step goes at the slower of both, and
 so do those of speedup_vs_torch.
+
+--dry gives launches_one_id and host_us_one_id of a step of 26 tables in five groups, one id a feature, and those of
+bags: the launches, torch's sort among them, and the host's microseconds where no GPU does any work.
 """
 
 from __future__ import annotations
@@ -40,11 +43,12 @@ from rich.table import Table
 
 from benchmarks.kernel_batch import DTYPES, FULL, QUICK, TINY, Batch, Case, Size
 from benchmarks.kernel_cases import id_cases, row_cases
+from benchmarks.kernel_launches import launches
 from benchmarks.kernel_link import over_link
 from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
 from benchmarks.kernel_steps import our_step
 from benchmarks.machine import Elsewhere, Goal, console, environment, report
-from tiercache.kernels import cuda
+from tiercache.kernels.cuda import device as cuda
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +131,7 @@ def _against_torch(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, An
 
 
 def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
-    """Compile every kernel where NVRTC is installed, and run each operation once on the CPU: no times."""
+    """Compile every kernel where NVRTC is installed, run each operation once on the CPU, and count launches."""
     try:
         for architecture in architectures:
             cubins = cuda.compile_all(architecture)
@@ -145,10 +149,18 @@ def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
         for optimizer in PEER_OPTIMIZERS:
             our_step(machine, batch, dim, optimizer)()
             ran += 1
+    for name, bags in (("one_id", False), ("bags", True)):
+        counts, micros = launches(bags=bags)
+        total = sum(micros.values())
+        record |= {f"launches_{name}": sum(counts.values()), f"host_us_{name}": total}
+        console.print(
+            f"a step of 26 tables in five groups, {name.replace('_', ' ')}: {sum(counts.values())} launches, "
+            f"{total:.0f} microseconds of the host ({', '.join(f'{key} {each:.0f}' for key, each in micros.items())})"
+        )
     record |= {"operations_run_by_the_shim": ran, "kernels_run_by_the_shim": len(set(machine.device.launches))}
     console.print(
         f"{ran} operations, {record['kernels_run_by_the_shim']} kernels, ran on the CPU by the tests' shim. "
-        "Nothing was measured: run `python -m benchmarks.kernels` on a machine with a GPU."
+        "No kernel was measured: run `python -m benchmarks.kernels` on a machine with a GPU."
     )
 
 

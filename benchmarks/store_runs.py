@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks.disk_raw import Replay, paged
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
-from tiercache.kernels.checksum import crc32c, has_crc32c
-from tiercache.kernels.field_io import read_fields
-from tiercache.kernels.file_io import has_reads, read_checked
+from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
+from tiercache.kernels.cpu.field_io import read_fields
+from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store import Cursor, Store
 from tiercache.store.reading import Pieces

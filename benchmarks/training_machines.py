@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from benchmarks.machine import middle
-from tiercache.kernels.cuda import CudaError, open_device
+from tiercache.backends.cuda_runtime import open_runtime
+from tiercache.kernels.cuda.device import CudaError
 
 if TYPE_CHECKING:
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
 
 __all__ = ["CpuTraining", "CudaTraining", "ShimTraining", "TrainingMachine", "open_training"]
 
@@ -24,7 +25,7 @@ class TrainingMachine(Protocol):
     name: str
     is_gpu: bool
 
-    def device(self) -> str | Processor:
+    def device(self) -> str | Backend:
         """Return what a cache takes as its device."""
 
     def rest(self) -> None:
@@ -56,7 +57,7 @@ class CudaTraining:
     is_gpu = True
 
     def __init__(self) -> None:
-        open_device()
+        open_runtime(None)
         self.name = torch.cuda.get_device_name()
 
     def device(self) -> str:

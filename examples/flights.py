@@ -24,7 +24,7 @@ from examples.flights_proof import Comparison, Trained, at_the_end, compare, las
 from examples.flights_scores import LogisticRegression, model_area
 from examples.flights_size import FULL, QUICK, Size, rows_table
 from examples.flights_training import PASSES, SETTINGS, Settings, Training, open_tiers
-from tiercache.kernels import compile as kernels
+from tiercache.kernels.cpu import compile as kernels
 from tiercache.sizes import format_bytes
 from tiercache.tiers.report import visit_table, write_json_lines
 from tiercache.training.figure import draw_visits

@@ -1,1 +1,1 @@
-"""Array kernels for the CPU: arrays in, arrays out, no state. Those of a CUDA device are in the modules `cuda_*`."""
+"""Array kernels: arrays in, arrays out, no state. `cpu` holds those of numba, `cuda` those of a GPU."""

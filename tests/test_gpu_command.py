@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import gpu
-from tiercache.kernels.cuda import CudaError, NoGpuError
+from tiercache.kernels.cuda.device import CudaError, NoGpuError
 
 
 class Commands:
@@ -28,7 +28,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     """Have a GPU and compute-sanitizer, and run nothing."""
     standing_in = Commands()
     monkeypatch.setattr(gpu, "run", standing_in)
-    monkeypatch.setattr(gpu, "open_device", lambda: None)
+    monkeypatch.setattr(gpu, "open_runtime", lambda _: None)
     monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(gpu.sys, "argv", ["gpu"])
     return standing_in
@@ -77,10 +77,10 @@ def test_without_a_gpu_kernels_and_training_run_through_the_shim_and_the_rest_is
 ) -> None:
     """The dry form."""
 
-    def missing() -> Any:
+    def missing(_: int) -> Any:
         raise NoGpuError("no NVIDIA driver was found.")
 
-    monkeypatch.setattr(gpu, "open_device", missing)
+    monkeypatch.setattr(gpu, "open_runtime", missing)
     assert run(monkeypatch) == 0
     assert len(commands.run) == 2
     said = capsys.readouterr().out
@@ -92,10 +92,10 @@ def test_a_gpu_that_cannot_be_used_is_no_machine_without_one(
 ) -> None:
     """The command fails with the sentence, and no dry form passes for it."""
 
-    def unusable() -> Any:
+    def unusable(_: int) -> Any:
         raise CudaError("the NVIDIA driver supports CUDA 12.4, and CuPy was built for CUDA 13.2.")
 
-    monkeypatch.setattr(gpu, "open_device", unusable)
+    monkeypatch.setattr(gpu, "open_runtime", unusable)
     assert run(monkeypatch) == 1
     assert commands.run == []
     assert "CUDA 12.4, and CuPy was built for CUDA 13.2. Nothing was run" in capsys.readouterr().out

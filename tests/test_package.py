@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.kernels.jit import cache_folder
+from tiercache.kernels.cpu.jit import cache_folder
 from tiercache.passes.handmade import write_pass_set
 from tiercache.passes.keybatch import KeyBatch
 
@@ -82,7 +82,7 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
     wheel = next(built.glob("*.whl"))
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel))
     for compiled in (cache_folder() or tmp_path).glob("*.nb?"):  # taken only for the very sources that it is of
-        shutil.copy(compiled, site / "tiercache" / "kernels" / "__pycache__")
+        shutil.copy(compiled, site / "tiercache" / "kernels" / "cpu" / "__pycache__")
     script = TINY_TRAINING.replace("tiercache.HANDMADE", write_pass_set.__module__)
     script = script.replace("tiercache.KEYBATCH", KeyBatch.__module__)
     program = tmp_path / "tiny.py"
@@ -95,14 +95,14 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
 def test_wheel_and_sdist_hold_the_linked_folders(built: Path) -> None:
     """Kernels and store are inside the package in the wheel, and in the sdist's sources."""
     names = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
-    assert "tiercache/kernels/update.py" in names
+    assert "tiercache/kernels/cpu/update.py" in names
     assert "tiercache/store/store.py" in names
     assert not [name for name in names if not name.startswith("tiercache")], "nothing else may be installed"
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         members = sdist.getnames()
-    assert any(name.endswith("tiercache/kernels/update.py") for name in members)
+    assert any(name.endswith("tiercache/kernels/cpu/update.py") for name in members)
     assert any(name.endswith("tiercache/store/store.py") for name in members)
-    sources = {f"tiercache/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.cu*")}
+    sources = {f"tiercache/kernels/cuda/{path.name}" for path in (ROOT / "kernels" / "cuda").glob("*.cu*")}
     assert len(sources) > 2
     assert sources <= set(names), "a CUDA source is compiled on the user's machine"
     assert all(any(member.endswith(source) for member in members) for source in sources)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tiercache.cli import app
 from tiercache.extraction.progress import ProgressReporter
-from tiercache.kernels import compile as kernels
+from tiercache.kernels.cpu import compile as kernels
 
 if TYPE_CHECKING:
     import pytest

@@ -18,7 +18,7 @@ ExchangeWarning tells of files and state that an export or import leaves out. St
 `tiercache.store.errors`.
 """
 
-from tiercache.kernels.cuda import CudaError, NoGpuError
+from tiercache.kernels.cuda.device import CudaError, NoGpuError
 from tiercache.store.errors import (
     CorruptBlockError,
     CorruptStoreError,

@@ -6,7 +6,7 @@ import numpy as np
 import torch._dynamo  # torch imports it when the first optimizer is made
 
 import tests.crash.training
-from tiercache.kernels.initial import UNIFORM, initial_rows
+from tiercache.kernels.cpu.initial import UNIFORM, initial_rows
 
 __all__ = ["tests", "torch"]
 

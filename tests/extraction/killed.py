@@ -12,15 +12,15 @@ import numpy as np
 from tests.crash.told import Told
 from tests.extraction.cases import rich_schema
 from tiercache.extraction.extract import extract
-from tiercache.kernels.bits import hash_keys
-from tiercache.kernels.numbering import KeyNumbers
+from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 # Loads the compiled code that takes longest. It is serial: a process that started threads must not be forked.
 hash_keys(np.zeros(1, np.int64), 0)
-KeyNumbers().insert(np.zeros(1, np.int64), np.zeros(1, np.int32))
+KeyToIndex().insert(np.zeros(1, np.int64), np.zeros(1, np.int32))
 
 
 def run(folder: Path, options: dict[str, Any], fatal_event: int) -> None:

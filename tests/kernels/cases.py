@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from hypothesis import strategies as st
 
-from tiercache.kernels.jit import set_threads, threads
-from tiercache.kernels.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cpu.jit import set_threads, threads
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

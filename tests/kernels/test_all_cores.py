@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiercache.kernels import jit
+from tiercache.kernels.cpu import jit
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.kernels.bits import hash_keys, mix, xxh64, xxh64_strings, xxh64_words
+from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64, xxh64_strings, xxh64_words
 
 MASK = 2**64 - 1
 PRIMES = (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.store.blocks import piece_checksums
 
 pytestmark = pytest.mark.skipif(not has_crc32c(), reason="this processor has no instruction for CRC32C")

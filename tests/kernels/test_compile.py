@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.kernels import jit
-from tiercache.kernels.compile import _READING, is_cached, prepare
+from tiercache.kernels.cpu import jit
+from tiercache.kernels.cpu.compile import _READING, is_cached, prepare
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,8 +32,8 @@ def test_prepare_compiles_every_kernel_and_tells_how_far_it_is() -> None:
     prepare(narrow=True)
     assert [done for _, done, _ in told] == list(range(len(told)))
     assert told[-1] == ("done", told[-1][2], told[-1][2])
-    for path in (ROOT / "kernels").glob("*.py"):
-        __import__(f"tiercache.kernels.{path.stem}")
+    for path in (ROOT / "kernels" / "cpu").glob("*.py"):
+        __import__(f"tiercache.kernels.cpu.{path.stem}")
     assert [kernel.__name__ for kernel in jit.KERNELS if not kernel.signatures] == []
     assert is_cached(narrow=True)
 
@@ -55,8 +55,8 @@ def test_importing_kernels_loads_no_numba() -> None:
 def test_a_new_process_finds_the_compiled_code(tmp_path: Path) -> None:
     """is_cached is false in an empty cache; what one process compiled, the next one loads."""
     code = (
-        "from tiercache.kernels import jit, bits, compile; import numpy as np;"
-        "bits.hash_keys(np.arange(3), 5);"
+        "from tiercache.kernels.cpu import jit, hashing, compile; import numpy as np;"
+        "hashing.hash_keys(np.arange(3), 5);"
         "kernel = next(k for k in jit.KERNELS if k.__name__ == '_hash_keys');"
         "print(compile.is_cached(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))"
     )
@@ -69,7 +69,7 @@ def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
     code = (
         "from numba.core import caching;"
         "caching.CacheImpl._locator_classes = [];"
-        "from tiercache.kernels.bits import mix; from tiercache.kernels.compile import is_cached;"
+        "from tiercache.kernels.cpu.hashing import mix; from tiercache.kernels.cpu.compile import is_cached;"
         "print(mix(0x9E3779B97F4A7C15), is_cached())"
     )
     assert run(code, HOME=str(tmp_path)) == f"{0xE220A8397B1DCDAF} False"
@@ -78,19 +78,19 @@ def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
 def test_an_edited_helper_makes_its_callers_stale(tmp_path: Path) -> None:
     """Compiled code belongs to the module and to every kernel module it imports."""
     jit._source_stamp.cache_clear()
-    before = {name: jit._source_stamp(name) for name in ("numbering", "sorting")}
-    assert before["numbering"] != before["sorting"]
-    original = Path(jit.__file__).with_name("bits.py").read_bytes()
+    before = {name: jit._source_stamp(name) for name in ("cpu.key_to_index", "cpu.sorting")}
+    assert before["cpu.key_to_index"] != before["cpu.sorting"]
+    original = Path(jit.__file__).with_name("hashing.py").read_bytes()
     read = Path.read_bytes
     jit._source_stamp.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_bytes", lambda p: original + b"#" if p.name == "bits.py" else read(p))
-        assert jit._source_stamp("numbering") != before["numbering"]
-        assert jit._source_stamp("sorting") == before["sorting"]
+        patch.setattr(Path, "read_bytes", lambda p: original + b"#" if p.name == "hashing.py" else read(p))
+        assert jit._source_stamp("cpu.key_to_index") != before["cpu.key_to_index"]
+        assert jit._source_stamp("cpu.sorting") == before["cpu.sorting"]
     jit._source_stamp.cache_clear()
 
 
 def test_parallel_kernels_run_on_threads_that_sleep() -> None:
     """OpenMP's spin, and those of the last resort abort when two threads of a process run parallel kernels at once."""
-    code = "from tiercache.kernels.compile import prepare; import numba; prepare(); print(numba.threading_layer())"
+    code = "from tiercache.kernels.cpu.compile import prepare; import numba; prepare(); print(numba.threading_layer())"
     assert run(code, **{k: os.environ[k] for k in ("HOME", "NUMBA_CACHE_DIR") if k in os.environ}) == "tbb"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.kernels import cubins
-from tiercache.kernels.jit import cache_folder
+from tiercache.kernels.cpu.jit import cache_folder
+from tiercache.kernels.cuda import kernel_cache as cubins
 
 
 class Compiler:
@@ -82,6 +82,6 @@ def test_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, c
 
 def test_it_lies_where_numba_keeps_its_code() -> None:
     """So one folder holds all that is compiled, and NUMBA_CACHE_DIR moves both."""
-    from tiercache.kernels import bits
+    from tiercache.kernels.cpu import hashing as bits
 
     assert cache_folder() == Path(bits._hash_keys._cache.cache_path)

@@ -6,12 +6,16 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tiercache.kernels import cuda, launch
+from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.cuda import launch
 
 ROOT = Path(__file__).parents[2]
+HOST: Any = None
+"""Nothing is asked of torch before a device is there."""
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
 
@@ -20,7 +24,7 @@ needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason
 def test_every_kernel_compiles_to_machine_code(architecture: str) -> None:
     """NVRTC needs neither driver nor GPU; a cubin is an ELF file."""
     cubins = cuda.compile_all(architecture)
-    assert set(cubins) == {path.stem for path in (ROOT / "kernels").glob("*.cu")}
+    assert set(cubins) == {path.stem for path in (ROOT / "kernels" / "cuda").glob("*.cu")}
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
 
 
@@ -47,7 +51,7 @@ def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPa
     """Opening a device is the first thing that needs CuPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(cuda.CudaError, match=r"CuPy cannot be imported .*install tiercache\[cuda13\]"):
-        cuda.open_device()
+        cuda.open_device(0, HOST)
     with pytest.raises(cuda.CudaError, match="CuPy cannot be imported"):
         cuda.compile_source("gathering", "sm_90")
 
@@ -108,14 +112,14 @@ def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
 
     monkeypatch.setattr(cuda, "_import_cupy", lambda: Cupy)
     with pytest.raises(cuda.CudaError, match=said) as caught:
-        cuda.open_device(index)
+        cuda.open_device(index, HOST)
     assert caught.type is kind
 
 
 def test_importing_tiercache_or_the_launch_side_imports_no_cupy() -> None:
     """CuPy is imported when a device is asked for."""
     code = (
-        "import sys, tiercache, tiercache.kernels.cuda, tiercache.kernels.cuda_gathering;"
+        "import sys, tiercache, tiercache.kernels.cuda.device, tiercache.kernels.cuda.gathering;"
         "print([name for name in sys.modules if name.startswith('cupy')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.kernels import one_group
 from tests.kernels.cases import same_bits
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_update import update as update_on_cpu
-from tiercache.kernels import cubins, cuda, cuda_gathering, cuda_sorting, cuda_update, jit, launch, update
+from tiercache.kernels.cpu import jit, update
+from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.cuda import gathering as cuda_gathering
+from tiercache.kernels.cuda import kernel_cache as cubins
+from tiercache.kernels.cuda import launch
+from tiercache.kernels.cuda import update as cuda_update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -90,9 +95,8 @@ class Cupy:
     """The part of CuPy that a device uses."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
-        self.shim, self.streams, self.uploads, self.uploaded_bytes = ShimDevice("random"), [0], 0, 0
-        self.allocator: Callable[[int], int] | None = None
-        self.nvrtc, self.loaded, self.refuses = Nvrtc(), list[bytes](), False
+        self.shim, self.nvrtc = ShimDevice("random"), Nvrtc()
+        self.loaded, self.refuses = list[bytes](), False
         attributes = {
             "MultiProcessorCount": 1, "ComputeCapabilityMajor": capability[0], "ComputeCapabilityMinor": capability[1],
         }  # fmt: skip
@@ -101,66 +105,48 @@ class Cupy:
             CUDARuntimeError=RuntimeError,
         )  # fmt: skip
         self.cuda = SimpleNamespace(
-            runtime=runtime, Device=lambda index: self._device(index, attributes),
-            Stream=SimpleNamespace(null=self._stream(0), from_external=lambda s: self._stream(s.__cuda_stream__()[1])),
+            runtime=runtime, Device=lambda index: SimpleNamespace(id=index, attributes=attributes),
+            Stream=SimpleNamespace(from_external=lambda stream: stream.__cuda_stream__()),
             Module=lambda: Module(self), driver=SimpleNamespace(CUDADriverError=DriverError),
-            UnownedMemory=lambda address, nbytes, owner, _: (address, nbytes, owner),
-            MemoryPointer=lambda memory, offset: memory[0] + offset, using_allocator=self._using_allocator,
         )  # fmt: skip
 
-    def _device(self, index: int, attributes: dict[str, int]) -> Any:
-        class Device:
-            id = index
 
-            def __enter__(self) -> None: ...
+class Torch:
+    """Torch's part of a device: memory of the shim, and a stream."""
 
-            def __exit__(self, *_: object) -> None: ...
+    def __init__(self, shim: ShimDevice) -> None:
+        self._shim, self.taken, self.uploads, self.inside = shim, 0, 0, 0
 
-        Device.attributes = attributes  # type: ignore[attr-defined]
-        return Device()
-
-    def _stream(self, pointer: int) -> Any:
-        cupy = self
-
-        class Stream:
-            def __enter__(self) -> None:
-                cupy.streams.append(pointer)
-
-            def __exit__(self, *_: object) -> None:
-                cupy.streams.pop()
-
-        return Stream()
-
-    def asarray(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Copy to the device, as CuPy does with what is not there."""
-        if isinstance(array, OnDevice):
-            return array
-        self.uploads, self.uploaded_bytes = self.uploads + 1, self.uploaded_bytes + array.nbytes
-        there = self.empty(array.size, array.dtype)
-        there[...] = array.reshape(-1)
-        return there.reshape(array.shape)
-
-    def asnumpy(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Copy from the device."""
-        assert self.streams[-1] == STREAM
-        return np.array(array)
-
-    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
-        """Return an array over memory of the allocator that is in use."""
-        assert self.streams[-1] == STREAM
-        assert self.allocator is not None
-        num_bytes = size * np.dtype(dtype).itemsize
-        memory = (ctypes.c_char * num_bytes).from_address(self.allocator(num_bytes))
-        return np.frombuffer(memory, dtype).view(OnDevice)
+    def stream(self) -> int:
+        """Return the stream of all launches."""
+        return STREAM
 
     @contextmanager
-    def _using_allocator(self, allocator: Callable[[int], int]) -> Iterator[None]:
-        assert self.allocator is None
-        self.allocator = allocator
-        try:
-            yield
-        finally:
-            self.allocator = None
+    def within(self) -> Iterator[None]:
+        """Note it."""
+        self.inside += 1
+        yield
+        self.inside -= 1
+
+    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return memory, and count its bytes."""
+        array = self._shim.empty(size, dtype)
+        self.taken += array.nbytes
+        return array.view(OnDevice)
+
+    def put(self, table: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy, and count it."""
+        self.uploads += 1
+        return self._shim.put(table).view(OnDevice)
+
+    def read(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy."""
+        return np.array(array)
+
+    def sort(self, keys: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Sort on the shim."""
+        ordered, order = self._shim.sort(np.asarray(keys))
+        return ordered.view(OnDevice), order.view(OnDevice)
 
 
 class Module:
@@ -180,11 +166,11 @@ class Module:
     def get_function(self, kernel: str) -> Any:
         """Return what launches."""
 
-        def start(grid: tuple[int], block: tuple[int], words: tuple[Any, ...], *, shared_mem: int) -> None:
-            assert self.cupy.streams[-1] == STREAM
+        def start(grid: tuple[int], block: tuple[int], words: tuple[Any, ...], *, stream: tuple[int, int]) -> None:
+            assert stream == (0, STREAM)
             assert block == (launch.BLOCK_THREADS,)
             assert {type(word) for word in words} <= {np.int64, np.float32}
-            self.cupy.shim.launch(f"{self.name}.{kernel}", grid[0], [word.item() for word in words], shared_mem)
+            self.cupy.shim.launch(f"{self.name}.{kernel}", grid[0], [word.item() for word in words])
 
         return start
 
@@ -207,59 +193,52 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     standing_in.shim.close()
 
 
-@contextmanager
-def opened(cupy: Cupy) -> Iterator[tuple[cuda.CudaDevice, list[int]]]:
-    """Open a device that launches on a stream of ours and takes scratch from us."""
-    asked: list[int] = []
-
-    def allocate(nbytes: int) -> Any:
-        asked.append(nbytes)
-        return cupy.shim.empty(nbytes, np.uint8).view(OnDevice)
-
-    yield cuda.open_device(stream=lambda: STREAM, allocate=allocate), asked
+def opened(cupy: Cupy) -> tuple[cuda.CudaDevice, Torch]:
+    """Open a device, and return what it takes from torch too."""
+    host = Torch(cupy.shim)
+    return cuda.open_device(0, host), host
 
 
-def test_a_step_runs_on_the_given_stream_with_memory_of_the_given_allocator(cupy: Cupy) -> None:
-    """Sort and update through the device's own code: the CPU's bits; scratch and tables are all that is taken."""
+def test_a_step_runs_on_the_given_stream_with_memory_of_torch(cupy: Cupy) -> None:
+    """Sort and update through the device's own code: the CPU's bits, and the shim's launches."""
     rng, cols = np.random.default_rng(0), np.zeros(1, np.int64)
     vectors, sums = rng.standard_normal((30, 8)).astype(np.float32), rng.random((30, 8)).astype(np.float32)
     slots, gradient = rng.integers(0, 30, 100).astype(np.int32), rng.standard_normal((100, 8)).astype(np.float32)
     wanted = update_on_cpu("adagrad", vectors, [sums], slots, update.one_id_gradients(gradient, cols))
     place = cupy.shim.place
     fields = [place(field).view(OnDevice) for field in (vectors, sums)]
-    with opened(cupy) as (device, asked):
-        buffers, scratch = cuda_sorting.SortBuffers(device), cuda_update.UpdateBuffers(device)
-        pairs = cuda_sorting.sort_slots(device, place(slots).view(OnDevice), 30, buffers)
-        described = cuda_update.one_id_gradients(device, place(gradient).view(OnDevice), cols)
-        one_group.update_adagrad(device, *fields, pairs, described, scratch, learning_rate=0.1)
-        assert all(same_bits(np.array(field), right) for field, right in zip(fields, wanted, strict=True))
-        assert cupy.uploaded_bytes
-        assert sum(asked) == buffers.nbytes + scratch.nbytes + cupy.uploaded_bytes
-        assert np.array_equal(device.read(pairs), np.array(pairs))
+    device, host = opened(cupy)
+    pairs = one_group.sort_slots(device, place(slots).view(OnDevice), 30)
+    described = cuda_update.one_id_gradients(device, place(gradient).view(OnDevice), cols)
+    one_group.update_adagrad(device, *fields, pairs, described, None, learning_rate=0.1)
+    assert all(same_bits(np.array(field), right) for field, right in zip(fields, wanted, strict=True))
+    assert host.taken
+    assert host.inside == 0
+    assert np.array_equal(device.read(pairs), np.array(pairs))
 
 
 def test_tables_of_parts_go_to_the_device_once(cupy: Cupy) -> None:
-    """A step with the buffers of the one before uploads nothing and compiles nothing."""
+    """A step with arrays at the places of the one before uploads nothing and compiles nothing."""
     place = cupy.shim.place
     arrays = [place(np.ones((5, 4), np.float32)), place(np.zeros(3, np.int32)), place(np.zeros((3, 4), np.float32))]
-    with opened(cupy) as (device, _):
-        for _ in range(3):
-            cuda_gathering.gather(device, *(array.view(OnDevice) for array in arrays))
-        assert (cupy.uploads, len(cupy.loaded)) == (1, 1)
-        assert (arrays[2] == 1).all()
-        device.prepare()
-        assert len(cupy.loaded) == len(cuda.sources())
+    device, host = opened(cupy)
+    for _ in range(3):
+        cuda_gathering.gather(device, *(array.view(OnDevice) for array in arrays))
+    assert (host.uploads, len(cupy.loaded)) == (1, 1)
+    assert (arrays[2] == 1).all()
+    device.prepare()
+    assert len(cupy.loaded) == len(cuda.sources())
 
 
 def test_a_gpu_loads_what_is_compiled_without_one(cupy: Cupy) -> None:
     """The same options for both, no other ones: the bits of the CPU's kernels, also those of numbers below 2^-126."""
-    cuda.open_device().prepare()
+    cuda.open_device(0, Torch(cupy.shim)).prepare()
     assert cupy.loaded == list(cuda.compile_all("sm_90").values())
     options = cupy.loaded[0].decode().split("\0")[1:-1]
     assert {"-fmad=false", "-ftz=false", "-arch=sm_90"} <= set(options)
     assert cupy.nvrtc.destroyed == len(cupy.nvrtc.programs)
     compiled, loaded = len(cupy.nvrtc.programs), len(cupy.loaded)
-    cuda.open_device().prepare()
+    cuda.open_device(0, Torch(cupy.shim)).prepare()
     assert len(cupy.nvrtc.programs) == compiled, "a second device of the process compiles again"
     assert len(cupy.loaded) == loaded, "a second device of the same GPU loads again"
 
@@ -272,7 +251,7 @@ def test_a_gpu_that_the_compiler_does_not_know_gets_code_that_its_driver_compile
 ) -> None:
     """PTX of the next older architecture."""
     cupy = stand_in(monkeypatch, capability)
-    cuda.open_device().prepare()
+    cuda.open_device(0, Torch(cupy.shim)).prepare()
     assert cupy.loaded == list(cuda.compile_all(wanted).values())
     assert all(code.startswith(b"cubin" if wanted.startswith("sm") else b"// ptx") for code in cupy.loaded)
 
@@ -283,12 +262,12 @@ def test_a_gpu_that_the_compiler_no_longer_knows_is_refused(cupy: Cupy) -> None:
     with pytest.raises(
         cuda.CudaError, match=r"NVRTC of CUDA 99\.1 compiles for .* 10\.0 and newer, .* has 9\.0: install"
     ):
-        cuda.open_device()
+        cuda.open_device(0, Torch(cupy.shim))
 
 
 def test_what_fails_while_kernels_are_prepared_is_a_sentence(cupy: Cupy) -> None:
     """A source that does not compile; code that the driver does not take."""
-    device = cuda.open_device()
+    device = cuda.open_device(0, Torch(cupy.shim))
     cupy.nvrtc.fails = "nothing.cu"
     with pytest.raises(cuda.CudaError, match=r"NVRTC, CUDA's compiler, cannot compile .* \(of no use\): install"):
         device.prepare()
@@ -298,37 +277,32 @@ def test_what_fails_while_kernels_are_prepared_is_a_sentence(cupy: Cupy) -> None
     cupy.nvrtc.fails, cupy.refuses = "", True
     said = r"driver, of CUDA 13\.0, does not load .*\.cu, compiled for sm_90 \(CUDA_ERROR_UNS.*\): update the driver"
     with pytest.raises(cuda.CudaError, match=said):
-        cuda.open_device().prepare()
+        cuda.open_device(0, Torch(cupy.shim)).prepare()
 
 
 def test_large_tables_are_not_kept(cupy: Cupy) -> None:
     """Those of a switch's pieces differ each time, and would fill the GPU."""
-    with opened(cupy) as (device, _):
-        for size, uploads in ((64 << 10, 1), ((64 << 10) + 1, 3)):
-            tables = [device.put(np.zeros(size, np.uint8)) for _ in range(2)]
-            assert cupy.uploads == uploads
-            assert all(table.size == size for table in tables)
+    device, host = opened(cupy)
+    for size, uploads in ((64 << 10, 1), ((64 << 10) + 1, 3)):
+        for _ in range(2):
+            device._copy(np.zeros(size, np.uint8), STREAM)
+        assert host.uploads == uploads
 
 
 def test_an_array_that_is_not_on_the_device_is_refused(cupy: Cupy) -> None:
-    """A list has no address."""
-    with opened(cupy) as (device, _), pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):
-        cuda_sorting.sort_slots(device, [1, 2], 3, cuda_sorting.SortBuffers(device))
-
-
-def test_an_array_in_host_memory_is_refused(cupy: Cupy) -> None:
-    """A kernel cannot reach it."""
+    """A list has no address, and a kernel cannot reach an array in host memory."""
+    device, _ = opened(cupy)
+    with pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):
+        one_group.sort_slots(device, [1, 2], 3)
     out = np.zeros((3, 4), np.float32)
     arrays = [cupy.shim.place(a).view(OnDevice) for a in (np.ones((5, 4), np.float32), np.zeros(3, np.int32))]
-    with (
-        opened(cupy) as (device, _),
-        pytest.raises(ValueError, match="out is of type ndarray: give an array on the CUDA device"),
-    ):
-        cuda_gathering.gather(device, *arrays, out)
+    for host in (out, torch.from_numpy(out)):
+        with pytest.raises(ValueError, match=r"out is of type (ndarray|Tensor): give an array on the CUDA device"):
+            cuda_gathering.gather(device, *arrays, host)
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled for 8.0 and newer."""
-    stand_in(monkeypatch, (7, 5))
+    cupy = stand_in(monkeypatch, (7, 5))
     with pytest.raises(cuda.CudaError, match=r"GPU 0 has compute capability 7\.5: at least 8\.0 is needed"):
-        cuda.open_device()
+        cuda.open_device(0, Torch(cupy.shim))

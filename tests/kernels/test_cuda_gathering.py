@@ -7,7 +7,8 @@ import pytest
 
 from tests.kernels.cases import DIMS
 from tests.kernels.shim.device import devices
-from tiercache.kernels import cuda_gathering, gathering
+from tiercache.kernels.cpu import gathering
+from tiercache.kernels.cuda import gathering as cuda_gathering
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, same_bits
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
-from tiercache.kernels import cuda_initial
-from tiercache.kernels.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
+from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
+from tiercache.kernels.cuda import initial as cuda_initial
 
 MASK = 2**64 - 1
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
-from tiercache.kernels import cuda_key_index
-from tiercache.kernels.bits import hash_keys
-from tiercache.kernels.key_index import KeyIndex, KeySet, Missing, bytes_for
+from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.key_index import KeyIndex, KeySet, Missing, bytes_for
+from tiercache.kernels.cuda import key_index as cuda_key_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

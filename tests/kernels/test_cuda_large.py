@@ -8,10 +8,12 @@ import pytest
 from tests.kernels import one_group
 from tests.kernels.shim.device import device_for
 from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
-from tiercache.kernels import cuda_initial, cuda_pooling, cuda_sorting, cuda_update
-from tiercache.kernels.cuda_vectors import Vectors
-from tiercache.kernels.initial import CONSTANT, UNIFORM, ZEROS, initial_rows
-from tiercache.kernels.pooling import MEAN, SUM
+from tiercache.kernels.cpu.initial import CONSTANT, UNIFORM, ZEROS, initial_rows
+from tiercache.kernels.cpu.pooling import MEAN, SUM
+from tiercache.kernels.cuda import gathering as cuda_gathering
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda import update as cuda_update
+from tiercache.kernels.cuda.vectors import Vectors
 from tiercache.store.vectors import to_bits
 
 
@@ -22,15 +24,15 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones() -> None:
     for i, slot in enumerate(LAST):  # by a kernel of ours: CuPy compiles one to assign a number, and lacks headers
         cuda_initial.fill_rows(device, i + 1.0, vectors, device.place(np.array([slot], np.int32)))
     out, last = device.array((4, DIM), np.float32), device.place(LAST)
-    cuda_pooling.gather(device, vectors, last, out)
+    cuda_gathering.gather(device, vectors, last, out)
     assert device.read(out)[:, 0].tolist() == [1, 2, 3, 4]
     pooled, slots = device.place(np.zeros((2, 2 * DIM), np.float32)), device.empty(4, np.int32)
     ids, cols = device.place(np.arange(4, dtype=np.int64)), np.array([0, DIM])
     one_group.pool_one(device, vectors, last, ids, np.zeros(2, np.int64), cols, 2, pooled, slots)
     assert device.read(pooled)[:, [0, DIM]].tolist() == [[1, 3], [2, 4]]
-    pairs = cuda_sorting.sort_slots(device, slots, NUM_SLOTS, cuda_sorting.SortBuffers(device))
+    pairs = one_group.sort_slots(device, slots, NUM_SLOTS)
     described = cuda_update.one_id_gradients(device, device.place(np.ones((2, 2 * DIM), np.float32)), cols)
-    buffers = cuda_update.UpdateBuffers(device)
+    buffers = None
     one_group.update_adagrad(device, vectors, sums, pairs, described, buffers, learning_rate=0.5)
     assert [device.read(vectors[slot])[DIM - 1] for slot in LAST] == [0.5, 1.5, 2.5, 3.5]
     assert [device.read(sums[slot])[0] for slot in LAST] == [1, 1, 1, 1]
@@ -52,8 +54,8 @@ def test_places_beyond_two_billion_elements_of_output_and_gradient_are_the_right
     )  # fmt: skip
     assert device.read(place).tolist() == [(num_samples - 1) * width + col]
     assert device.read(out[-1, col:]).tolist() == [4, 5, 6, 7]
-    pairs = cuda_sorting.sort_slots(device, slots, 2, cuda_sorting.SortBuffers(device))
-    described, buffers = cuda_update.bag_gradients(device, out, place), cuda_update.UpdateBuffers(device)
+    pairs = one_group.sort_slots(device, slots, 2)
+    described, buffers = cuda_update.bag_gradients(device, out, place), None
     one_group.update_sgd(device, vectors, pairs, described, buffers, learning_rate=1.0)
     assert device.read(vectors).tolist() == [[0, 1, 2, 3], [0] * dim]
 
@@ -90,5 +92,5 @@ def test_gradients_of_weights_beyond_two_billion_elements_are_the_right_ones(mod
     cuda_initial.fill_rows(device, 0.5, blocks, device.place(np.array([blocks.shape[0] - 1], np.int32)))
     offsets, out = device.place(np.array([0] * num_samples + [2])), device.empty(2, np.float32)
     slots, modes = device.place(np.array([NUM_SLOTS - 1, 0], np.int32)), np.array([mode], np.int8)
-    cuda_pooling.weight_gradient(device, vectors, slots, offsets, modes, np.array([col]), gradient, out)
+    one_group.weight_gradient(device, vectors, slots, offsets, modes, np.array([col]), gradient, out)
     assert device.read(out).tolist() == [DIM / (1 + mode), 1.5 * DIM / (1 + mode)]  # MEAN is 1, of two ids

@@ -13,8 +13,9 @@ from tests.kernels import one_group
 from tests.kernels.cases import Bags, bags, same_bits
 from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
 from tests.kernels.test_pooling import pool
-from tiercache.kernels import cuda_pooling, pooling
-from tiercache.kernels.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cpu import pooling
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cuda import gathering as cuda_gathering
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,9 +33,9 @@ def outputs(device: Any, case: Bags, *, scaled: bool = True) -> dict[str, NDArra
     }
 
 
-def group(device: Any, case: Bags, done: dict[str, Any], ids_dtype: type = np.int32) -> cuda_pooling.Bags:
+def group(device: Any, case: Bags, done: dict[str, Any], ids_dtype: type = np.int32) -> one_group.Bags:
     """Return a case as a group on the device."""
-    return cuda_pooling.Bags(
+    return one_group.Bags(
         device.place(case.vectors), device.place(case.slot_of_local), device.place(case.ids.astype(ids_dtype)),
         case.bases, case.cols, done["slots"], device.place(case.offsets), device.place(case.weights), case.modes,
         done["argmax"], done["entry_offset"], done["entry_scale"], np.array(case.table_rows, np.int64),
@@ -47,7 +48,7 @@ def test_bags_pool_as_on_the_cpu(case: Bags, order: str, ids_dtype: type) -> Non
     """Sum, mean, max, weights, empty bags, any dim: the rows and all that is written for the step."""
     wanted, device = pool(case), device_for(order)
     done = outputs(device, case)
-    cuda_pooling.pool_many(device, [group(device, case, done, ids_dtype)], done["out"])
+    one_group.pool_many(device, [group(device, case, done, ids_dtype)], done["out"])
     for name, array in wanted.items():
         assert np.array_equal(device.read(done[name]).view(np.uint8), array.view(np.uint8)), name
     device.close()
@@ -88,14 +89,14 @@ def test_groups_of_different_dims_pool_in_one_launch() -> None:
             )  # fmt: skip
             one = dim == 5
             groups.append(
-                cuda_pooling.Bags(
+                one_group.Bags(
                     device.place(vectors), device.place(local), device.place(ids), np.zeros(1, np.int64), cols,
                     device.place(slots), None if one else device.place(offsets), modes=np.array([SUM], np.int8),
                     entry_offset=device.empty(size, np.int64),
                 )
             )  # fmt: skip
             col += dim
-        cuda_pooling.pool_many(device, groups, out)
+        one_group.pool_many(device, groups, out)
         assert device.launches == ["pooling.pool"]
         assert same_bits(device.read(out), wanted)
 
@@ -111,7 +112,7 @@ def test_the_gradient_of_a_weight_has_the_cpus_bits(case: Bags, order: str) -> N
     )
     device = device_for(order)
     out = device.place(np.full(case.ids.size, np.nan, np.float32))
-    cuda_pooling.weight_gradient(
+    one_group.weight_gradient(
         device, device.place(case.vectors), device.place(slots), device.place(case.offsets), case.modes, case.cols,
         device.place(gradient), out,
     )  # fmt: skip
@@ -132,12 +133,12 @@ def test_an_id_outside_its_table_reads_as_zeros(bad: int, where: int, dtype: typ
         wrong = ids.copy()
         wrong[where], wrong[4] = bad, 3
         slots, local = device.empty(5, np.int32), device.place(np.arange(10, dtype=np.int32))
-        cuda_pooling.map_slots(device, device.place(wrong), bases, starts, local, slots, limits=limits)
+        one_group.map_slots(device, device.place(wrong), bases, starts, local, slots, limits=limits)
         right = np.repeat(bases, [4, 1]) + wrong
         right[[where, 4]] = -1
         assert device.read(slots).tolist() == right.tolist()
         out = device.array((5, 1), np.float32)
-        cuda_pooling.gather(device, device.place(vectors), slots, out)
+        cuda_gathering.gather(device, device.place(vectors), slots, out)
         assert device.read(out)[:, 0].tolist() == (right + 1).tolist()
 
 
@@ -150,7 +151,7 @@ def test_max_pooling_keeps_the_first_of_equals_and_none_of_an_empty_bag() -> Non
     )  # fmt: skip
     for device in devices():
         done = outputs(device, case)
-        cuda_pooling.pool_many(device, [group(device, case, done)], done["out"])
+        one_group.pool_many(device, [group(device, case, done)], done["out"])
         assert device.read(done["argmax"]).tolist() == [[0, 1, 0, 0], [-1, -1, -1, -1]]
         assert device.read(done["out"]).tolist() == [[1, 3, 3, 4], [0, 0, 0, 0]]
 
@@ -160,20 +161,20 @@ def test_arrays_of_another_type_or_shape_are_refused() -> None:
     device = ShimDevice()
     vectors, slots = np.zeros((5, 4), np.float32), np.zeros(3, np.int32)
     with pytest.raises(ValueError, match="float64"):
-        cuda_pooling.gather(device, vectors.astype(np.float64), slots, np.zeros((3, 4), np.float32))
+        cuda_gathering.gather(device, vectors.astype(np.float64), slots, np.zeros((3, 4), np.float32))
     with pytest.raises(ValueError, match="C-contiguous"):
-        cuda_pooling.gather(device, np.asfortranarray(vectors), slots, np.zeros((3, 4), np.float32))
+        cuda_gathering.gather(device, np.asfortranarray(vectors), slots, np.zeros((3, 4), np.float32))
     with pytest.raises(ValueError, match="3 rows of 4"):
-        cuda_pooling.gather(device, vectors, slots, np.zeros((2, 4), np.float32))
+        cuda_gathering.gather(device, vectors, slots, np.zeros((2, 4), np.float32))
     odd = np.zeros(81, np.uint8)[1:].view(np.float32).reshape(5, 4)
     with pytest.raises(ValueError, match="not aligned"):
-        cuda_pooling.gather(device, odd, slots, np.zeros((3, 4), np.float32))
+        cuda_gathering.gather(device, odd, slots, np.zeros((3, 4), np.float32))
     with pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):
-        cuda_pooling.gather(device, vectors, [0, 0, 0], np.zeros((3, 4), np.float32))
+        cuda_gathering.gather(device, vectors, [0, 0, 0], np.zeros((3, 4), np.float32))
     read_only = np.zeros((3, 4), np.float32)
     read_only.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        cuda_pooling.gather(device, vectors, slots, read_only)
+        cuda_gathering.gather(device, vectors, slots, read_only)
     arguments: dict[str, Any] = {
         "vectors": vectors, "slot_of_local": np.zeros(5, np.int32), "ids": slots, "bases": np.zeros(1, np.int64),
         "cols": np.zeros(1, np.int64), "num_samples": 3, "out": np.zeros((3, 4), np.float32), "slots": slots.copy(),

@@ -19,10 +19,13 @@ from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import OPTIMIZERS, states
 from tests.kernels.test_vectors import DTYPES, F4, SEED, TABLE_ID, narrow, numbers
-from tiercache.kernels import cuda_pooling, cuda_rounding, cuda_sorting, cuda_update, rounding, sorting, update
-from tiercache.kernels.cuda_vectors import Vectors
-from tiercache.kernels.optimizers import ADAGRAD, SGD, make_rule
-from tiercache.kernels.pooling import MAX
+from tiercache.kernels.cpu import rounding, sorting, update
+from tiercache.kernels.cpu.optimizers import ADAGRAD, SGD, make_rule
+from tiercache.kernels.cpu.pooling import MAX
+from tiercache.kernels.cuda import gathering as cuda_gathering
+from tiercache.kernels.cuda import rounding as cuda_rounding
+from tiercache.kernels.cuda import update as cuda_update
+from tiercache.kernels.cuda.vectors import Vectors
 from tiercache.store.vectors import from_bits
 
 if TYPE_CHECKING:
@@ -37,11 +40,11 @@ def step(
     """Step rows in place, on the CPU where ``device`` is None."""
     module, first = (update, []) if device is None else (one_group, [device])
     num_slots = len(held.values if device is None else held.words)
+    buffers = update.UpdateBuffers() if device is None else None
     if device is None:
-        pairs, buffers = sorting.sort_slots(slots, num_slots, sorting.SortBuffers()), update.UpdateBuffers()
+        pairs = sorting.sort_slots(slots, num_slots, sorting.SortBuffers())
     else:
-        pairs = cuda_sorting.sort_slots(device, device.place(slots), num_slots, cuda_sorting.SortBuffers(device))
-        buffers = cuda_update.UpdateBuffers(device)
+        pairs = one_group.sort_slots(device, device.place(slots), num_slots)
     call: Any = {
         "sgd": module.update_sgd,
         "adagrad": module.update_adagrad,
@@ -168,10 +171,10 @@ def test_any_float32_is_rounded_as_on_the_cpu(dtype: str, dim: int) -> None:
     held, streams = narrow(np.zeros_like(values), dtype), streams_of(slots.astype(np.int64), slots, len(values))
     cols, device = np.zeros(1, np.int64), device_for("random")
     there, by_one = place(device, held, dtype), {"learning_rate": 1.0}
-    pairs = cuda_sorting.sort_slots(device, device.place(slots), len(values), cuda_sorting.SortBuffers(device))
+    pairs = one_group.sort_slots(device, device.place(slots), len(values))
     one_group.update_sgd(
         device, there, pairs, cuda_update.one_id_gradients(device, device.place(-values), cols),
-        cuda_update.UpdateBuffers(device), **by_one,
+        None, **by_one,
         rounding=cuda_rounding.make_rounding(device, device.place(streams), 9),
     )  # fmt: skip
     update.update_sgd(
@@ -225,11 +228,10 @@ def test_groups_of_two_widths_step_in_a_launch_each() -> None:
         step(device, optimizer, alone, of_alone, slots, described, noise)
         wanted.append([device.read(array) for array in (alone.words, *of_alone)])
         rule = make_rule(kind, RATE, 1e-10, 0.0)
-        pairs = cuda_sorting.sort_slots(device, device.place(slots), 20, cuda_sorting.SortBuffers(device))
-        buffers = cuda_update.UpdateBuffers(device)
+        pairs = one_group.sort_slots(device, device.place(slots), 20)
         first = device.place(state) if fields else None
         rounds = cuda_rounding.NO_ROUNDING if wide else noise
-        steps.append(cuda_update.Step(there(), first, None, pairs, described, buffers, rule, rounds))
+        steps.append(cuda_update.Step(there(), first, None, pairs, described, rule, rounds))
     device.launches.clear()
     cuda_update.update_many(device, steps)
     assert device.launches == [
@@ -249,13 +251,13 @@ def test_rows_beyond_two_billion_numbers_are_the_right_ones() -> None:
     for i, slot in enumerate(LAST):
         words.view(np.uint16)[slot] = int(F4(i + 1).view(np.uint32)) >> 16
     out, slots = device.array((4, DIM), F4), device.place(LAST)
-    cuda_pooling.gather(device, held, slots, out)
+    cuda_gathering.gather(device, held, slots, out)
     assert device.read(out)[:, 0].tolist() == [1, 2, 3, 4]
-    pairs = cuda_sorting.sort_slots(device, slots, NUM_SLOTS, cuda_sorting.SortBuffers(device))
+    pairs = one_group.sort_slots(device, slots, NUM_SLOTS)
     described = cuda_update.one_id_gradients(device, device.place(np.ones((4, DIM), F4)), np.zeros(1, np.int64))
-    noise, buffers = cuda_rounding.make_rounding(device, streams, 1), cuda_update.UpdateBuffers(device)
+    noise, buffers = cuda_rounding.make_rounding(device, streams, 1), None
     one_group.update_sgd(device, held, pairs, described, buffers, learning_rate=0.5, rounding=noise)
-    cuda_pooling.gather(device, held, slots, out)
+    cuda_gathering.gather(device, held, slots, out)
     assert device.read(out)[:, DIM - 1].tolist() == [0.5, 1.5, 2.5, 3.5]
     assert not device.read(words[6:1000]).any()
     assert not device.read(words[-1000:-101]).any()

@@ -13,13 +13,15 @@ from tests.kernels.cases import DIMS
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_for, devices
 from tests.kernels.test_large import DIM, LAST, NUM_SLOTS
 from tests.kernels.test_rows import pieces_of
-from tiercache.kernels import cuda_initial, cuda_rows, rows
-from tiercache.kernels.initial import UNIFORM, initial_rows
+from tiercache.kernels.cpu import rows
+from tiercache.kernels.cpu.initial import UNIFORM, initial_rows
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda import rows as cuda_rows
 
 
 def mapped(device: Any, array: Any, *, writable: bool = True) -> cuda_rows.Memory:
     """Give an array by its address, as pinned host memory is given."""
-    return cuda_rows.Memory(device.describe(array)["data"][0], array.size, array, writable)
+    return cuda_rows.Memory(device.describe(array).address, array.size, array, writable)
 
 
 @settings(max_examples=150, deadline=None)

@@ -13,8 +13,10 @@ from tests.kernels import one_group
 from tests.kernels.cases import same_bits
 from tests.kernels.shim.device import ShimDevice, device_for
 from tests.kernels.test_vectors import narrow
-from tiercache.kernels import cuda_rounding, cuda_sorting, cuda_update, pooling, rounding, sorting, update
-from tiercache.kernels.cuda_vectors import Vectors
+from tiercache.kernels.cpu import pooling, rounding, sorting, update
+from tiercache.kernels.cuda import rounding as cuda_rounding
+from tiercache.kernels.cuda import update as cuda_update
+from tiercache.kernels.cuda.vectors import Vectors
 
 F4 = np.float32
 SMALL = (np.arange(1, 25, dtype=F4) * F4(2.0**-133)).reshape(6, 4)
@@ -47,8 +49,8 @@ def agrees(device: Any, dtype: str) -> bool:
         held, pairs, update.bag_gradients(gradient, places), update.UpdateBuffers(), learning_rate=0.5, **here
     )
     one_group.update_sgd(
-        device, placed, cuda_sorting.sort_slots(device, there[1], 6, cuda_sorting.SortBuffers(device)),
-        cuda_update.bag_gradients(device, device.place(gradient), there[2]), cuda_update.UpdateBuffers(device),
+        device, placed, one_group.sort_slots(device, there[1], 6),
+        cuda_update.bag_gradients(device, device.place(gradient), there[2]), None,
         learning_rate=0.5, **on_device,
     )  # fmt: skip
     stepped = held if wide else held.values

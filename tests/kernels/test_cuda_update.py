@@ -17,9 +17,10 @@ from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice, device_fo
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import F4, OPTIMIZERS, RATE, STEP, states
 from tests.kernels.test_update import update as update_on_cpu
-from tiercache.kernels import cuda_sorting, cuda_update, update
-from tiercache.kernels.optimizers import ADAGRAD, SGD, make_rule
-from tiercache.kernels.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cpu import update
+from tiercache.kernels.cpu.optimizers import ADAGRAD, SGD, make_rule
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cuda import update as cuda_update
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,14 +38,14 @@ def update_on(
 ) -> list[NDArray[np.float32]]:
     """Sort, step copies of the fields, and return them."""
     done: Any = [device.place(field) for field in fields]
-    pairs = cuda_sorting.sort_slots(device, device.place(slots), len(fields[0]), cuda_sorting.SortBuffers(device))
+    pairs = one_group.sort_slots(device, device.place(slots), len(fields[0]))
     call: Any = {
         "sgd": one_group.update_sgd,
         "adagrad": one_group.update_adagrad,
         "rowwise": one_group.update_rowwise_adagrad,
         "adam": functools.partial(one_group.update_adam, step=STEP),
     }[optimizer]
-    buffers = cuda_update.UpdateBuffers(device)
+    buffers = None
     call(device, *done, pairs, gradients, buffers, learning_rate=RATE, decay=decay)
     return [device.read(field) for field in done]
 
@@ -191,12 +192,12 @@ def test_groups_of_different_dims_step_in_two_launches() -> None:
         fields = [rng.standard_normal((20, dim)).astype(F4), *states("adagrad", 20, dim, rng)]
         described = update.one_id_gradients(gradient, np.zeros(1, np.int64))
         wanted.append(update_on_cpu("adagrad", fields[0], fields[1:], slots, described))
-        pairs = cuda_sorting.sort_slots(device, device.place(slots), 20, cuda_sorting.SortBuffers(device))
+        pairs = one_group.sort_slots(device, device.place(slots), 20)
         steps.append(
             cuda_update.Step(
                 device.place(fields[0]), device.place(fields[1]), None, pairs,
                 cuda_update.one_id_gradients(device, device.place(gradient), np.zeros(1, np.int64)),
-                cuda_update.UpdateBuffers(device), make_rule(ADAGRAD, RATE, 1e-10, 0.0),
+                make_rule(ADAGRAD, RATE, 1e-10, 0.0),
             )
         )  # fmt: skip
     device.launches.clear()
@@ -237,24 +238,24 @@ def test_what_a_launch_reads_lives_until_then() -> None:
             super().__init__()
             self.made: list[weakref.ref[Any]] = []
 
-        def put(self, array: NDArray[Any]) -> NDArray[Any]:
-            there = super().put(array)
-            self.made.append(weakref.ref(there))
+        def put(self, table: NDArray[Any]) -> NDArray[Any]:
+            there = super().put(table)
+            if table.dtype == np.int64:
+                self.made.append(weakref.ref(there))
             return there
 
-        def launch(self, kernel: str, blocks: int, arguments: Any, shared_bytes: int = 0) -> None:
+        def launch(self, kernel: str, blocks: int, arguments: Any) -> None:
             if kernel.startswith("update."):
-                columns_and_parts = (*self.made[:2], self.made[-1])
-                assert all(ref() is not None for ref in columns_and_parts), kernel
-            super().launch(kernel, blocks, arguments, shared_bytes)
+                assert [columns() is not None for columns in self.made] == [True, True], kernel
+            super().launch(kernel, blocks, arguments)
 
     device, steps = Forgetful(), []
     for _ in range(2):
         slots = np.arange(3, dtype=np.int32)
-        pairs = cuda_sorting.sort_slots(device, device.place(slots), 3, cuda_sorting.SortBuffers(device))
+        pairs = one_group.sort_slots(device, device.place(slots), 3)
         described = cuda_update.one_id_gradients(device, device.place(np.ones((3, 4), F4)), np.zeros(1, np.int64))
         rule, rows = make_rule(SGD, 1.0, 0.0, 0.0), device.place(np.ones((3, 4), F4))
-        steps.append(cuda_update.Step(rows, None, None, pairs, described, cuda_update.UpdateBuffers(device), rule))
+        steps.append(cuda_update.Step(rows, None, None, pairs, described, rule))
     cuda_update.update_many(device, steps)
     assert device.launches[-2:] == ["update.sum_stretches", "update.update_sgd"]
     assert all(not step.vectors.any() for step in steps)
@@ -281,6 +282,6 @@ def test_arrays_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="step is 0"):
         one_group.update_adam(
             device, vectors, vectors.copy(), vectors.copy(), np.zeros(3, np.uint64), good,
-            cuda_update.UpdateBuffers(device), step=0, learning_rate=RATE,
+            None, step=0, learning_rate=RATE,
         )  # fmt: skip
     assert not any(kernel.startswith("update.") for kernel in device.launches)

@@ -17,16 +17,19 @@ from tests.kernels.test_cuda_pooling import outputs
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_rows import pieces_of
 from tests.kernels.test_vectors import DTYPES, F4, SEED, TABLE_ID, narrow
-from tiercache.kernels import cuda_initial, cuda_pooling, cuda_rows, gathering, initial, pooling, rows
-from tiercache.kernels.cuda_vectors import Vectors
-from tiercache.kernels.launch import launch_parts, view
-from tiercache.kernels.pooling import MAX, SUM
+from tiercache.kernels.cpu import gathering, initial, pooling, rows
+from tiercache.kernels.cpu.pooling import MAX, SUM
+from tiercache.kernels.cuda import gathering as cuda_gathering
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda import rows as cuda_rows
+from tiercache.kernels.cuda.launch import launch_parts, view
+from tiercache.kernels.cuda.vectors import Vectors
 from tiercache.store.vectors import from_bits, to_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiercache.kernels import vectors
+    from tiercache.kernels.cpu import vectors
 
 
 def words_of(held: vectors.Vectors) -> Any:
@@ -57,7 +60,7 @@ def test_every_number_of_16_bits_is_read_exactly(dtype: str, dim: int, flush: bo
     expected, device = from_bits(bits, dtype), ShimDevice("random", flush=True) if flush else device_for("random")
     out = device.array(bits.shape, F4)
     placed = Vectors(device.place(padded.view(F4)), dim, dtype)
-    cuda_pooling.gather(device, placed, device.place(np.arange(bits.shape[0], dtype=np.int32)), out)
+    cuda_gathering.gather(device, placed, device.place(np.arange(bits.shape[0], dtype=np.int32)), out)
     nan, found = np.isnan(expected), device.read(out)
     assert np.array_equal(np.isnan(found), nan)
     assert same_bits(found[~nan], expected[~nan])
@@ -77,7 +80,7 @@ def test_gather_reads_numbers_as_on_the_cpu(dim: int) -> None:
         slots[:1], wanted[:1] = -1, 0
         for device in devices():
             out = device.array((size, dim), F4)
-            cuda_pooling.gather(device, place(device, held, dtype), device.place(slots), out)
+            cuda_gathering.gather(device, place(device, held, dtype), device.place(slots), out)
             assert same_bits(device.read(out), wanted)
 
 
@@ -97,7 +100,7 @@ def test_bags_pool_as_on_the_cpu(case: Bags, order: str, dtype: str, ids_dtype: 
     of_weights, there = np.zeros(case.ids.size, F4), device.place(np.zeros(case.ids.size, F4))
     shared = case.modes, case.cols
     pooling.weight_gradient(held, wanted["slots"], case.entry_starts, case.offsets, *shared, wanted["out"], of_weights)
-    cuda_pooling.weight_gradient(device, placed, done["slots"], offsets, *shared, done["out"], there)
+    one_group.weight_gradient(device, placed, done["slots"], offsets, *shared, done["out"], there)
     of_max = np.repeat(np.repeat(case.modes == MAX, case.num_samples), np.diff(case.offsets))
     assert same_bits(device.read(there)[~of_max], of_weights[~of_max])
     device.close()
@@ -131,11 +134,11 @@ def test_groups_of_all_dtypes_pool_in_two_launches() -> None:
         pooling.pool_one(held, local, ids, none, np.array([col]), 70, wanted, slots)
         placed = Vectors(device.place(values), dim, dtype) if wide else place(device, held, dtype)
         shared = device.place(local), device.place(ids), none, np.array([col]), device.empty(70, np.int32)
-        groups.append(cuda_pooling.Bags(placed, *shared))
+        groups.append(one_group.Bags(placed, *shared))
         col += dim
     out = device.place(np.zeros((70, 33), F4))
     device.launches.clear()
-    cuda_pooling.pool_many(device, groups, out)
+    one_group.pool_many(device, groups, out)
     assert device.launches == ["pooling.pool", "pooling.pool_narrow"]
     assert same_bits(device.read(out), wanted)
     device.close()
@@ -191,11 +194,11 @@ def test_the_nearest_is_that_of_numpy(dtype: str) -> None:
     values = values[~np.isnan(values) | (values.view(np.uint32) & 0x400000 != 0)]  # else Python makes NaN quiet
     device = device_for("forward")
     out, count = device.array((values.size, 2), F4), [1] * values.size
-    at = view(device, "out", out, F4, 2).address
+    at = view(device, "out", out, F4, ndim=2).address
     parts = [
         (0, 0, at + 8 * i, 1, 0, 3, 1, initial.CONSTANT, value, 0, dtype == "float16") for i, value in enumerate(values)
     ]
-    launch_parts(device, "initial.initial_rows_narrow", cuda_initial.NEW_PART, parts, count)  # a row with each number
+    launch_parts(device, "initial.initial_rows_narrow", cuda_initial._PART, parts, count)  # a row with each number
     assert np.array_equal(bits_on(device, Vectors(out, 3, dtype))[:, 2], to_bits(values, dtype))
     device.close()
 
@@ -240,9 +243,9 @@ def test_vectors_that_do_not_fit_are_refused() -> None:
     """Another number of words, an unknown dtype: a sentence, and nothing is launched."""
     device, slots, out = ShimDevice(), np.zeros(2, np.int32), np.zeros((2, 5), F4)
     with pytest.raises(ValueError, match="of bfloat16 and dim 5 have 5 words, not 3"):
-        cuda_pooling.gather(device, Vectors(np.zeros((2, 5), F4), 5, "bfloat16"), slots, out)
+        cuda_gathering.gather(device, Vectors(np.zeros((2, 5), F4), 5, "bfloat16"), slots, out)
     with pytest.raises(ValueError, match="of float32 and dim 5 have 3 words, not 5"):
-        cuda_pooling.gather(device, Vectors(np.zeros((2, 3), F4), 5, "float32"), slots, out)
+        cuda_gathering.gather(device, Vectors(np.zeros((2, 3), F4), 5, "float32"), slots, out)
     with pytest.raises(ValueError, match="of dtype int8: rows are kept in float32, bfloat16, float16"):
-        cuda_pooling.gather(device, Vectors(np.zeros((2, 3), F4), 5, "int8"), slots, out)
+        cuda_gathering.gather(device, Vectors(np.zeros((2, 3), F4), 5, "int8"), slots, out)
     assert device.launches == []

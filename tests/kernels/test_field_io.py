@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.kernels.field_io import _STEP_BYTES, FieldFile, read_fields
-from tiercache.kernels.file_io import has_reads
+from tiercache.kernels.cpu.field_io import _STEP_BYTES, FieldFile, read_fields
+from tiercache.kernels.cpu.file_io import has_reads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

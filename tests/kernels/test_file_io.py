@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.kernels.file_io import has_reads, read_checked
+from tiercache.kernels.cpu.file_io import has_reads, read_checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,13 +12,13 @@ import pytest
 import tiercache as tc
 from tests.kernels.shuffling import sample_at
 from tests.kernels.stochastic import philox, random_bits, rounded
-from tiercache.kernels.bits import hash_keys, mix, xxh64, xxh64_words
-from tiercache.kernels.gradients import one_id_gradients
-from tiercache.kernels.initial import NORMAL, UNIFORM, initial_rows
-from tiercache.kernels.rounding import make_rounding, set_streams
-from tiercache.kernels.sorting import SortBuffers, sort_slots
-from tiercache.kernels.update import UpdateBuffers, update_sgd
-from tiercache.kernels.vectors import Vectors
+from tiercache.kernels.cpu.gradients import one_id_gradients
+from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64, xxh64_words
+from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
+from tiercache.kernels.cpu.rounding import make_rounding, set_streams
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.update import UpdateBuffers, update_sgd
+from tiercache.kernels.cpu.vectors import Vectors
 from tiercache.passes.keyset import KeySet, write_key_set
 from tiercache.planning.schedule import Schedule
 from tiercache.store import hashing

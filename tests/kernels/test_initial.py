@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, same_bits
 from tests.kernels.stochastic import philox
-from tiercache.kernels.bits import mix
-from tiercache.kernels.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
+from tiercache.kernels.cpu.hashing import mix
+from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
 
 MASK = 2**64 - 1
 LOW = 2**32 - 1

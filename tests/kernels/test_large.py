@@ -7,12 +7,12 @@ import pytest
 
 from tests.kernels.cases import same_bits, use_threads
 from tests.kernels.shim.memory import repeated, reserved
-from tiercache.kernels.gradients import one_id_gradients
-from tiercache.kernels.initial import NORMAL, UNIFORM, initial_rows
-from tiercache.kernels.pooling import MEAN, SUM, gather, pool_one, weight_gradient
-from tiercache.kernels.rows import Pieces, pack, unpack
-from tiercache.kernels.sorting import SortBuffers, sort_slots
-from tiercache.kernels.update import UpdateBuffers, update_adagrad
+from tiercache.kernels.cpu.gradients import one_id_gradients
+from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
+from tiercache.kernels.cpu.pooling import MEAN, SUM, gather, pool_one, weight_gradient
+from tiercache.kernels.cpu.rows import Pieces, pack, unpack
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.update import UpdateBuffers, update_adagrad
 
 DIM = 16
 NUM_SLOTS = (1 << 31) // DIM + 100

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.kernels.cases import DIMS, Bags, bags, same_bits, use_threads
-from tiercache.kernels.pooling import (
+from tiercache.kernels.cpu.pooling import (
     MAX,
     MEAN,
     SUM,
@@ -22,7 +22,7 @@ from tiercache.kernels.pooling import (
     spread_one,
     weight_gradient,
 )
-from tiercache.kernels.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 
 NONE = np.empty(0, np.float32)
 

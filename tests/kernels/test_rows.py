@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import use_threads
-from tiercache.kernels.rows import Pieces, pack, unpack
+from tiercache.kernels.cpu.rows import Pieces, pack, unpack
 
 
 def pieces_of(sizes: list[int], width: int, gap: int) -> tuple[np.ndarray, np.ndarray, int]:

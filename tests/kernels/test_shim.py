@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests.kernels.cases import Bags, same_bits
+from tests.kernels.one_group import pool_many
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice
 from tests.kernels.test_cuda_pooling import group, outputs
-from tiercache.kernels import cuda_gathering, cuda_pooling
-from tiercache.kernels.pooling import SUM
+from tiercache.kernels.cpu.pooling import SUM
+from tiercache.kernels.cuda import gathering as cuda_gathering
 
 TURN = "__shared__ int64 s[256]; s[i] = a[i]; {wait} b[i] = s[i / 32 * 32 + (i + {step}) % 32];"
 BODIES = {
@@ -18,7 +19,6 @@ BODIES = {
         "__shared__ int64 s[256]; __shared__ int64 t[256]; t[i] = 0; s[i + a[1]] = a[i]; __syncthreads(); b[i] = s[i];"
     ),
     "without_first_write": "__shared__ int64 s[256]; b[i] = s[i];",
-    "dynamic": "DYNAMIC_SHARED(int64, s); s[i] = a[i]; __syncthreads(); b[i] = s[255 - i];",
     "two_barriers": "if (i < 7) __syncthreads(); else __syncwarp();",
     "part_of_a_mask": "if (i < 7) __ballot_sync(ALL_LANES, 1);",
     "not_in_its_mask": "__shfl_sync(1u, i, 0);",
@@ -52,12 +52,16 @@ def planted(old: str, new: str, order: str = "forward") -> ShimDevice:
     return ShimDevice(order, changed=changed)
 
 
-def run(kernel: str, order: str, size: int = 256, shared_bytes: int = 0, *, flush: bool = False) -> np.ndarray:
+def run(kernel: str, order: str, size: int = 256, *, flush: bool = False) -> np.ndarray:
     """Run one block of a small kernel on ``a`` = 0, 1, 2 ... and return ``b``."""
-    device = ShimDevice(order, changed=lambda _, text: text.split("struct Ids")[0] + KERNELS, flush=flush)
+    device = ShimDevice(
+        order,
+        changed=lambda _, text: text.split("__device__ __forceinline__ int slot_of_entry(")[0] + KERNELS,
+        flush=flush,
+    )
     a, b = device.place(np.arange(size)), device.empty(size, np.int64)
     b[...] = -1
-    device.launch(f"gathering.{kernel}", 1, (a.ctypes.data, b.ctypes.data, size), shared_bytes)
+    device.launch(f"gathering.{kernel}", 1, (a.ctypes.data, b.ctypes.data, size))
     return b.copy()
 
 
@@ -113,14 +117,6 @@ def test_an_index_outside_shared_memory_is_caught() -> None:
         run("outside_shared", "forward")
 
 
-def test_dynamic_shared_memory_has_the_size_that_the_launch_gives() -> None:
-    """2048 bytes hold 256 words; with less, the last is outside."""
-    for order in ORDERS:
-        assert np.array_equal(run("dynamic", order, shared_bytes=2048), np.arange(256)[::-1])
-    with pytest.raises(KernelError, match="thread 254: address 0x"):
-        run("dynamic", "forward", shared_bytes=2032)
-
-
 @pytest.mark.parametrize("wait", ["block", "warp"])
 @pytest.mark.parametrize("step", [1, 31])
 def test_a_missing_barrier_changes_results_in_some_order(wait: str, step: int) -> None:
@@ -141,7 +137,7 @@ def test_a_missing_barrier_in_a_kernel_of_ours_is_caught() -> None:
     def agrees(device: ShimDevice) -> bool:
         done = outputs(device, case)
         try:
-            cuda_pooling.pool_many(device, [group(device, case, done)], done["out"])
+            pool_many(device, [group(device, case, done)], done["out"])
         except KernelError:
             return False
         return same_bits(done["out"], case.pooled())

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.kernels.switch import assign_slots, stable_order_by_gap
+from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_gap
 
 LONGEST = 4
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import use_threads
-from tiercache.kernels.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 
 
 @settings(max_examples=60, deadline=None)

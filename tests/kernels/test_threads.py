@@ -9,7 +9,7 @@ import sys
 PROGRAM = """
 import torch
 torch.set_num_threads(1)
-from tiercache.kernels.jit import set_threads, threads
+from tiercache.kernels.cpu.jit import set_threads, threads
 threads()
 set_threads(1)
 print(torch.get_num_threads())
@@ -29,7 +29,7 @@ def test_starting_the_threads_of_kernels_leaves_the_thread_count_of_torch() -> N
 FORKED = """
 import os
 import numpy as np
-from tiercache.kernels.gathering import map_slots
+from tiercache.kernels.cpu.gathering import map_slots
 def use():
     slots = np.empty(100_000, np.int32)
     bounds, local = np.array([0, slots.size]), np.arange(7, dtype=np.int32)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.kernels.jit import set_threads, threads
-from tiercache.kernels.sorting import SortBuffers, sort_slots
-from tiercache.kernels.unique import lay_out, mark_slots, unique_positions, unique_slots
+from tiercache.kernels.cpu.jit import set_threads, threads
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.unique import lay_out, mark_slots, unique_positions, unique_slots
 
 
 def found(slots: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, Bags, bags, same_bits, use_threads
-from tiercache.kernels.pooling import MAX, pool_bags
-from tiercache.kernels.sorting import SortBuffers, sort_slots
-from tiercache.kernels.update import (
+from tiercache.kernels.cpu.pooling import MAX, pool_bags
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.update import (
     Gradients,
     UpdateBuffers,
     bag_gradients,

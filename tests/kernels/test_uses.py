@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.kernels.bits import hash_keys
-from tiercache.kernels.uses import hash_range_bound, search_keys, sweep_uses
+from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.next_use import hash_range_bound, search_keys, sweep_uses
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from tests.kernels.cases import DIMS, Bags, bags, same_bits, use_threads
 from tests.kernels.stochastic import random_bits, rounded
-from tiercache.kernels import vectors
-from tiercache.kernels.gradients import one_id_gradients
-from tiercache.kernels.lanes import store
-from tiercache.kernels.pooling import MAX, gather, pool_bags, pool_one, spread_one, weight_gradient
-from tiercache.kernels.rounding import make_rounding, set_streams
-from tiercache.kernels.sorting import SortBuffers, sort_slots
-from tiercache.kernels.update import UpdateBuffers, update_adagrad, update_adam, update_rowwise_adagrad, update_sgd
-from tiercache.kernels.vectors import Vectors, expect_vectors, read
+from tiercache.kernels.cpu import vectors
+from tiercache.kernels.cpu.gradients import one_id_gradients
+from tiercache.kernels.cpu.pooling import MAX, gather, pool_bags, pool_one, spread_one, weight_gradient
+from tiercache.kernels.cpu.rounding import make_rounding, set_streams
+from tiercache.kernels.cpu.simd import store
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.update import UpdateBuffers, update_adagrad, update_adam, update_rowwise_adagrad, update_sgd
+from tiercache.kernels.cpu.vectors import Vectors, expect_vectors, read
 from tiercache.store.vectors import from_bits, nearest, to_bits
 
 F4 = np.float32

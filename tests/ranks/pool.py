@@ -138,7 +138,7 @@ class RanksPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        from tiercache.kernels.compile import is_cached, prepare
+        from tiercache.kernels.cpu.compile import is_cached, prepare
 
         if not is_cached(narrow=True):  # else every rank compiles them, within the limit of its first run
             prepare(None, narrow=True)

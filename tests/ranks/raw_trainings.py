@@ -150,7 +150,7 @@ def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **optio
         cache.register(model=model, optimizer=optimizer)
         found = run(cache, samples, model, optimizer, rank=ranks.rank, size=ranks.size, **how)
         assert cache.device_bytes <= 4 << 20
-        launches = sorted(set(options["device"]._gpu.kernels.launches)) if on_shim else []
+        launches = sorted(set(options["device"]._runtime.kernels.launches)) if on_shim else []
         return found | {"room": cache._rows.device.num_bytes, "launches": launches}
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.kernels.vectors import Vectors
-from tiercache.processors.entries import Entries
+from tiercache.backends.jagged import JaggedIds
+from tiercache.kernels.cpu.vectors import Vectors
 from tiercache.ranks.pending_batches import Coming, tensors_of
 from tiercache.ranks.pooling import PooledBatch, _Served
 from tiercache.tiers.rows import GroupRows
@@ -25,7 +25,7 @@ def test_every_tensor_of_a_batch_is_found_wherever_it_is() -> None:
     all_ = [torch.full((2,), float(i)) for i in range(9)]
     host = np.zeros(1, np.int64)
     rows = GroupRows(Vectors(all_[0], 1, 0), (), all_[1], {"t": 0}, {"t": 1}, host)
-    entries = Entries(ids=all_[2], starts=host, bases=host, modes=host.astype(np.int8), cols=host, offsets=all_[3],
+    entries = JaggedIds(ids=all_[2], starts=host, bases=host, modes=host.astype(np.int8), cols=host, offsets=all_[3],
                       weights=all_[4], slots=all_[5], places=all_[6], scales=all_[7])  # fmt: skip
     served = _Served(0, 0, entries, 0, 1, 0)
     pooled = PooledBatch({"f": Pooled("sum", all_[8])}, (), host, (), (), ((served,),))
@@ -43,10 +43,11 @@ def test_a_batch_is_brought_once_and_what_it_brought_is_received() -> None:
         yield
         log.append("end")
 
-    processor: Any = SimpleNamespace(
-        queues=True, exchanging=exchanging, exchanged=lambda: "the end",
+    streams = SimpleNamespace(
+        exchanging=exchanging, exchanged=lambda: "the end",
         receive=lambda exchanged, tensors: log.append((exchanged, [int(tensor) for tensor in tensors])),
     )  # fmt: skip
+    backend: Any = SimpleNamespace(queues=True, streams=streams)
     batch: Any = SimpleNamespace(label=torch.tensor(1), dense=torch.tensor(2), rows=SimpleNamespace(groups=()))
     due: Any = [torch.tensor(3)]
 
@@ -54,7 +55,7 @@ def test_a_batch_is_brought_once_and_what_it_brought_is_received() -> None:
         log.append("brought")
         return batch, due
 
-    coming = Coming(bring, processor)
+    coming = Coming(bring, backend)
     assert not coming.is_brought
     assert coming.bring() is due
     assert coming.is_brought

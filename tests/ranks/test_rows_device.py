@@ -9,10 +9,9 @@ import torch
 
 import tiercache as tc
 from tests.training.cases import SPECS, Case, table
+from tiercache.backends.cpu import CpuBackend
 from tiercache.dist.communicator import LocalCommunicator
 from tiercache.errors import BudgetError
-from tiercache.processors.cpu_mover import CpuMover
-from tiercache.processors.cpu_processor import CpuProcessor
 from tiercache.tiers.device_tier import DeviceTier
 from tiercache.training import cache as cache_module
 from tiercache.training import rank_rows
@@ -44,19 +43,19 @@ class Noting:
 
 @pytest.fixture(autouse=True)
 def gpu_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor of the CPU stands in for the GPU."""
+    """A backend of the CPU stands in for the GPU."""
     log.clear()
 
-    def open_processor(device: str, _: Any) -> CpuProcessor:
+    def open_backend(device: str, _: Any) -> CpuBackend:
         log.append(device)
-        return CpuProcessor()
+        return CpuBackend()
 
     def rows(*arguments: Any) -> DeviceTier:
         log.append("rows")
         return DeviceTier(*arguments)
 
     monkeypatch.setattr(cache_module, "communicator_of", lambda _, device: Noting(device))
-    monkeypatch.setattr(cache_module, "open_processor", open_processor)
+    monkeypatch.setattr(cache_module, "open_backend", open_backend)
     monkeypatch.setattr(rank_rows, "DeviceTier", rows)
 
 
@@ -79,7 +78,7 @@ def test_process_groups_are_left_where_rows_find_no_room(tmp_path: Path, monkeyp
     def full(*_: Any) -> Any:
         raise BudgetError("the device has less")
 
-    monkeypatch.setattr(CpuMover, "reserve", full)
+    monkeypatch.setattr(CpuBackend, "reserve", full)
     with pytest.raises(BudgetError, match="the device has less"):
         opened(tmp_path)
     assert log == ["cuda", "cuda:1", "clone", "rows", "leaves", "leaves"]

@@ -11,8 +11,8 @@ import pytest
 import tiercache as tc
 from tests.training.cases import Case, Spec, device_of_tests, table
 from tests.training.devices import shim
+from tiercache.backends.opening import open_backend
 from tiercache.planning.positions import Positions
-from tiercache.processors.opening import open_processor
 from tiercache.ranks.placement import Placement, sliced
 from tiercache.ranks.shares import Share, part_tables
 from tiercache.store import MemoryEngine
@@ -55,9 +55,9 @@ def test_every_maker_of_initial_rows_cuts_a_slice_out_of_the_whole_ones(start: s
 def test_a_device_that_makes_rows_itself_leaves_slices_to_the_host() -> None:
     """Its kernel counts elements from the first of the whole row."""
     whole = table("t", 8)
-    mover = shim().mover
-    assert mover.generates(whole)
-    assert not mover.generates(part_tables([whole], Placement(2, {"t": sliced(8, [0, 1])}), 1)[0])
+    backend = shim()
+    assert backend.generates(whole)
+    assert not backend.generates(part_tables([whole], Placement(2, {"t": sliced(8, [0, 1])}), 1)[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -102,11 +102,11 @@ def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
     streams = []
     for one in (whole, *parts):
         positions = Positions(group_tables([one]), np.array([[0, keys.size]]))
-        tier = DeviceTier(positions, 1 << 20, open_processor("cpu" if device == "cpu" else shim(), (one,)).mover)
+        tier = DeviceTier(positions, 1 << 20, open_backend("cpu" if device == "cpu" else shim(), (one,)))
         slots = np.arange(keys.size, dtype=np.int32)
         loaded = np.array([0xFF], np.uint8)
         placed = [Placed(slots, slots, slots, free=keys.size, departing=0, loaded_K=loaded)]
-        tier.show(placed)
+        tier.activate(placed)
         tier.note_keys(0, placed, lambda _p, _t: keys)
         streams.append(np.asarray(tier.rows_of(0)[0].streams).copy())
     np.testing.assert_array_equal(streams[0], streams[1])  # it begins where the whole one does

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tiercache.kernels.initial as kernels
+import tiercache.kernels.cpu.initial as kernels
 from tiercache.store import Adam, Constant, Normal, Table, Uniform, Zeros, initializer_code
 from tiercache.store.initial import initial_rows
 

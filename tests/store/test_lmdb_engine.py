@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.store.big import BIG, dump, load, publish
-from tiercache.kernels.file_io import has_reads, read_checked
+from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.store import LmdbEngine, Store, StoreError, verify
 from tiercache.store.lmdb_file import LmdbFile
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.store.big import BIG, dump, places, publish
-from tiercache.kernels.field_io import read_fields
-from tiercache.kernels.file_io import has_reads, read_checked
+from tiercache.kernels.cpu.field_io import read_fields
+from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.store import CorruptBlockError, Store
 from tiercache.store.field_check import FieldCheck
 from tiercache.store.reading import Pieces

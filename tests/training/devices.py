@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tests.training.shim_gpu import ShimGpu
-from tiercache.processors.cuda_processor import CudaProcessor
+from tests.training.shim_gpu import ShimRuntime
+from tiercache.backends.cuda import CudaBackend
 
 DEVICE = os.environ.get("TIERCACHE_TEST_DEVICE", "cpu")
 
 
-def shim(order: str = "forward", **options: Any) -> CudaProcessor:
-    """Return the CUDA processor on the shim; threads of a block take turns in ``order``."""
-    return CudaProcessor(ShimGpu(order, **options))
+def shim(order: str = "forward", **options: Any) -> CudaBackend:
+    """Return the CUDA backend on the shim; threads of a block take turns in ``order``."""
+    return CudaBackend(ShimRuntime(order, **options))
 
 
 def device_of_tests() -> Any:

@@ -1,6 +1,6 @@
 """A GPU on the CPU: whole trainings run the CUDA sources through the shim.
 
-Its memory is guarded, host memory must be locked before kernels see it, and what is done on other streams than the
+Its memory is guarded, host memory must be pinned before kernels see it, and what is done on other streams than the
 training's is done as late as a GPU might.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tests.training.shim_streams import LateKernels, Mark
-from tiercache.processors.cpu_mover import Done
+from tests.training.shim_streams import Event, LateKernels
+from tiercache.backends.cpu import CompleteEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 _NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64, torch.uint8: np.uint8}
 
 
-class ShimGpu:
-    """Give it to a `CudaProcessor`."""
+class ShimRuntime:
+    """Give it to a `CudaBackend`."""
 
     name = "shim"
     device = torch.device("cpu")
 
     def __init__(self, order: str = "forward", free_bytes: int = 1 << 30) -> None:
         self.kernels, self.free_bytes = LateKernels(order, self._reaches), free_bytes
-        self.locked: dict[int, int] = {}
+        self.pinned_pages: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
         self._thread = threading.local()
-        self._deliveries: list[Callable[[], object]] = []
+        self._uploads: list[Callable[[], object]] = []
         self._received = 0
         self._lock = threading.Lock()
         self.threads: set[str] = set()
@@ -45,6 +45,10 @@ class ShimGpu:
 
     def prepare(self) -> None:
         """Sources are compiled when they are launched."""
+
+    def stream(self) -> int:
+        """Return the address of no stream."""
+        return 0
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of rubbish in guarded memory."""
@@ -62,44 +66,44 @@ class ShimGpu:
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
         """Copy it."""
         there = self.tensor(pinned.shape, pinned.dtype)
-        if not self._deliver(lambda: there.copy_(pinned)):
+        if not self._upload(lambda: there.copy_(pinned)):
             there.copy_(pinned)
         return there
 
     def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
         """Take what the host has now; what is lasting, when it is done."""
         taken = host if lasting else host.clone()
-        if not self._deliver(lambda: there.copy_(taken)):
+        if not self._upload(lambda: there.copy_(taken)):
             self.kernels.do(lambda: there.copy_(taken))
 
-    def _deliver(self, work: Callable[[], object]) -> bool:
-        """Do it later where it is a delivery."""
-        if not getattr(self._thread, "delivering", False):
+    def _upload(self, work: Callable[[], object]) -> bool:
+        """Do it later where it is an upload."""
+        if not getattr(self._thread, "uploading", False):
             return False
         with self._lock:
-            self._deliveries.append(work)
+            self._uploads.append(work)
         return True
 
     @contextmanager
-    def delivering(self) -> Iterator[None]:
+    def uploading(self) -> Iterator[None]:
         """Do copies inside only when somebody waits for them."""
-        self._thread.delivering = True
+        self._thread.uploading = True
         try:
             yield
         finally:
-            self._thread.delivering = False
+            self._thread.uploading = False
 
-    def sent(self) -> int:
+    def uploaded(self) -> int:
         """Return how many copies there were."""
         with self._lock:
-            return self._received + len(self._deliveries)
+            return self._received + len(self._uploads)
 
     def receive(self, sent: int, tensors: Sequence[torch.Tensor]) -> None:
         """Do them."""
         with self._lock:
             while self._received < sent:
                 self._received += 1
-                self._deliveries.pop(0)()
+                self._uploads.pop(0)()
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
         """Wait for the current stream."""
@@ -109,34 +113,34 @@ class ShimGpu:
     def address_of(self, array: NDArray[np.float32]) -> int:
         """Refuse what a GPU could not reach."""
         begin = array.ctypes.data
-        assert self._reaches(begin, array.nbytes), "a kernel is given host memory that is not locked"
+        assert self._reaches(begin, array.nbytes), "a kernel is given host memory that is not pinned"
         return begin
 
     def _reaches(self, begin: int, num_bytes: int = 1) -> bool:
-        reach = {**self.locked, **self._pinned}
+        reach = {**self.pinned_pages, **self._pinned}
         return any(address <= begin and begin + num_bytes <= address + size for address, size in reach.items())
 
     def room(self) -> tuple[int, int]:
         """What the test says."""
         return self.free_bytes, 1 << 31
 
-    def lock(self, address: int, num_bytes: int) -> None:
-        """Refuse to lock anything twice."""
-        assert not any(a < address + num_bytes and address < a + n for a, n in self.locked.items())
-        self.locked[address] = num_bytes
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Refuse to pin anything twice."""
+        assert not any(a < address + num_bytes and address < a + n for a, n in self.pinned_pages.items())
+        self.pinned_pages[address] = num_bytes
 
-    def unlock(self, address: int) -> None:
-        """Refuse what is not locked, and what moves still use."""
-        last = address + self.locked.pop(address)
+    def unpin(self, address: int) -> None:
+        """Refuse what is not pinned, and what moves still use."""
+        last = address + self.pinned_pages.pop(address)
         assert not self.kernels.still_move(address, last), "rows still move through these pages"
 
     def dumping(self) -> AbstractContextManager[None]:
         """Do it late."""
         return self.kernels.on(self.kernels.dumps, behind_training=True)
 
-    def dumped(self) -> Mark:
+    def dumped(self) -> Event:
         """Return the end of what was begun."""
-        return Mark(self.kernels, self.kernels.dumps)
+        return Event(self.kernels, self.kernels.dumps)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -147,14 +151,14 @@ class ShimGpu:
         finally:
             self.kernels.hold_training(self.kernels.loads, self.kernels.dumps)
 
-    def behind(self, dumped: Mark) -> None:
+    def wait_event(self, dumped: Event) -> None:
         """Have loads wait."""
         with self.kernels.on(self.kernels.loads, behind_training=False):
             self.kernels.do(dumped.wait)
 
-    def loaded(self) -> Mark:
+    def loaded(self) -> Event:
         """Return the end of what was begun."""
-        return Mark(self.kernels, self.kernels.loads)
+        return Event(self.kernels, self.kernels.loads)
 
     @contextmanager
     def searching(self) -> Iterator[None]:
@@ -182,11 +186,11 @@ class ShimGpu:
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Nothing: memory comes back when nobody refers to it."""
 
-    def trained(self) -> Done:
+    def trained(self) -> CompleteEvent:
         """Return a moment that is over: steps are done when they are launched."""
-        return Done()
+        return CompleteEvent()
 
-    def rest(self) -> None:
+    def synchronize(self) -> None:
         """Do what was deferred."""
         self.kernels.catch_up()
 

@@ -6,23 +6,22 @@ wait for nothing of each other, the one that was begun last goes first.
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from tests.kernels.shim.device import ShimDevice
 from tests.training.shim_memory import LentMemory
-from tiercache.kernels.cuda_rows import PIECE_PART
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.kernels.cuda.launch import Argument
 
 
 class Late(NamedTuple):
@@ -64,23 +63,17 @@ class LateKernels(ShimDevice):
         self._awaited: list[tuple[LateStream, int]] = []
         """What the training's next work comes behind."""
         self._reaches = reaches
-        self._tables: OrderedDict[bytes, NDArray[Any]] = OrderedDict()
 
     @property
     def deferring(self) -> bool:
         """Whether another stream than the training's is current."""
         return self._current is not None
 
-    def put(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Keep the recent ones, as a GPU does."""
-        key = array.tobytes()
-        if key not in self._tables:
-            self._tables[key] = self.place(array)
-            if len(self._tables) > 64:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        self.need(self._tables[key])
-        return self._tables[key]
+    def put(self, table: NDArray[Any]) -> NDArray[Any]:
+        """Keep it for what the current stream does later."""
+        there = super().put(table)
+        self.need(there)
+        return there
 
     def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return an array of rubbish; a stream takes memory back in order, so it stays until all is done."""
@@ -97,10 +90,6 @@ class LateKernels(ShimDevice):
         """Wait for the current stream."""
         self.finish()
         return array.copy()
-
-    def describe(self, array: Any) -> dict[str, Any] | None:
-        """See a tensor's memory."""
-        return super().describe(array.detach().numpy() if isinstance(array, torch.Tensor) else array)
 
     @contextmanager
     def on(self, stream: LateStream, *, behind_training: bool) -> Iterator[None]:
@@ -157,13 +146,22 @@ class LateKernels(ShimDevice):
             if not stream.waiting and stream is not self._current:  # else of a launch that is yet to be given to it
                 stream.needed.clear()
 
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
+    def sort(self, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Sort what the current stream has made by now: steps alone are sorted, and nobody defers them."""
+        assert not self.deferring
+        return super().sort(keys)
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
         """Run a kernel, now or later; the host memory of rows that it moves must be there then."""
-        host = _host_memory(*arguments[:2]) if kernel in ("rows.pack", "rows.unpack") else []
+        host: list[int] = []
+        if kernel in {"rows.pack", "rows.unpack"}:
+            pieces = arguments[0]
+            assert isinstance(pieces, np.ndarray)
+            host = pieces["data"].tolist()
 
         def work() -> None:
-            assert all(self._reaches(address) for address in host), "a kernel moves rows in pages that are not locked"
-            ShimDevice.launch(self, kernel, blocks, arguments, shared_bytes)
+            assert all(self._reaches(address) for address in host), "a kernel moves rows in pages that are not pinned"
+            ShimDevice.launch(self, kernel, blocks, arguments)
 
         self.do(work, host)
 
@@ -174,14 +172,7 @@ class LateKernels(ShimDevice):
             return any(begin <= at < last for stream in streams for late in stream.waiting for at in late.host)
 
 
-def _host_memory(table: float, count: float) -> list[int]:
-    """Return where the pieces of a move begin."""
-    held = (ctypes.c_uint8 * (int(count) * PIECE_PART.itemsize)).from_address(int(table))
-    begins: list[int] = np.frombuffer(held, PIECE_PART)["data"].tolist()
-    return begins
-
-
-class Mark:
+class Event:
     """The end of a stream as it was."""
 
     def __init__(self, kernels: LateKernels, stream: LateStream) -> None:

@@ -14,13 +14,13 @@ import tiercache as tc
 from tests.training.cases import SPECS, Case, resident, table
 from tests.training.devices import DEVICE, cuda_device, shim
 from tests.training.raw import batch_arguments, key_sets
-from tests.training.shim_gpu import ShimGpu
+from tests.training.shim_gpu import ShimRuntime
+from tiercache.backends.jagged import FoundIds, JaggedIds, SavedGradient
+from tiercache.backends.pinned_upload import PinnedUpload
+from tiercache.backends.upload import HostUpload
 from tiercache.errors import PassSetError
 from tiercache.passes.passset import Pass
 from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
-from tiercache.processors.delivery import HostDelivery
-from tiercache.processors.entries import Entries, FoundIds, Pending
-from tiercache.processors.pinned_delivery import PinnedDelivery
 from tiercache.training.batch import Batch
 from tiercache.training.joining import Joined
 from tiercache.training.lookup import PooledLookup, RowLookup
@@ -35,7 +35,7 @@ CASE = Case(
 )
 DEVICES = {"cpu": lambda: "cpu", "cuda": cuda_device}
 OF_A_BATCH = (
-    Batch, FeatureIds, FoundIds, SampleBuffers, Samples, HostDelivery, PinnedDelivery, Entries, Pending, Joined,
+    Batch, FeatureIds, FoundIds, SampleBuffers, Samples, HostUpload, PinnedUpload, JaggedIds, SavedGradient, Joined,
     PooledLookup, RowLookup, _GatheredRows, _RawRows,
 )  # fmt: skip
 
@@ -83,27 +83,26 @@ class Lookups:
         self.cache.optimizer.step()
 
 
-def bytes_of_batches(gpu: ShimGpu, processor: Any) -> tuple[int, int]:
-    """Return the bytes of the device beside scratch and descriptions of launches, and those of pinned memory."""
-    gpu.receive(gpu.sent(), ())  # copies of what was made ahead and dropped
-    tables = sum(one.nbytes for one in gpu.kernels._tables.values())
+def bytes_of_batches(gpu: ShimRuntime, backend: Any) -> tuple[int, int]:
+    """Return the bytes of the device beside scratch, and those of pinned memory."""
+    gpu.receive(gpu.uploaded(), ())  # copies of what was made ahead and dropped
     held = sum(num_bytes for *_, num_bytes in gpu.kernels.memory._blocks)
-    return held - tables - processor.scratch_bytes, sum(gpu._pinned.values())
+    return held - backend.scratch_bytes, sum(gpu._pinned.values())
 
 
 def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
     """With its pinned memory, what it brought from there and what it copied to pinned memory first."""
-    processor = shim()
-    gpu = processor._gpu
-    delivery = processor.delivery()
-    read = delivery.buffers.array("ids", (3, 4), np.int32)
+    backend = shim()
+    gpu = backend._runtime
+    upload = backend.upload()
+    read = upload.buffers.array("ids", (3, 4), np.int32)
     read[...] = 1
-    there = [delivery.bring(read), delivery.bring(np.ones(5, np.float32)), delivery.join([read[0], read[2]])[1]]
-    delivery.send()
-    delivery.receive()
+    there = [upload.to_device(read), upload.to_device(np.ones(5, np.float32)), upload.join([read[0], read[2]])[1]]
+    upload.send()
+    upload.receive()
     assert [int(one.sum()) for one in there] == [12, 5, 8]
-    gone = weakref.ref(delivery)
-    del delivery
+    gone = weakref.ref(upload)
+    del upload
     assert gone() is None
     assert gpu._pinned, "an array still lies in pinned memory"
     del read, there
@@ -115,8 +114,8 @@ def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(passes: tc.PassSet, device: str, ahead: int) -> None:
     """Lookups of every kind, with weights of one's own, backward and a step: while the next batch is still to come."""
-    processor = DEVICES[device]()
-    cache = resident(passes, device=processor)
+    backend = DEVICES[device]()
+    cache = resident(passes, device=backend)
     lookups, before = Lookups(cache), left()
     visits = cache.passes(epochs=1)
     visit = next(visits)
@@ -131,8 +130,8 @@ def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(passes: tc.PassSet,
             assert label() is None, "the iterator keeps a batch"
         batches.close()
         assert left() == before
-        if isinstance(getattr(processor, "_gpu", None), ShimGpu):
-            held.append(bytes_of_batches(processor._gpu, processor))
+        if isinstance(getattr(backend, "_runtime", None), ShimRuntime):
+            held.append(bytes_of_batches(backend._runtime, backend))
     assert held[1:] == held[:1]
     visits.close()
 
@@ -230,7 +229,7 @@ def test_an_output_may_be_changed_in_place(passes: tc.PassSet, device: str) -> N
         pending = cache.optimizer.gradients.applied(
             cache.optimizer.tracers.factors(cache.optimizer.gradients.marks, None)
         )
-        sums.append([cache._processor.tensor(p.gradient).clone() for g in pending for p in g])
+        sums.append([cache._backend.tensor(p.gradient).clone() for g in pending for p in g])
         cache.optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
     assert any(one.abs().sum() > 0 for one in sums[0])

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from tiercache.processors.buffers import BufferPool
+from tiercache.backends.buffer_pool import BufferPool
 
 
 def test_threads_never_hold_the_same_memory() -> None:

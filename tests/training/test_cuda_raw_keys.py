@@ -22,11 +22,11 @@ from tests.training.cases import (
 )
 from tests.training.devices import DEVICE, cuda_device
 from tests.training.raw import PASS_KEYS, TABLES, key_sets, own_keys, train_raw, write_passes
-from tests.training.shim_gpu import ShimGpu
+from tests.training.shim_gpu import ShimRuntime
 from tests.training.test_raw_keys import CASE
+from tiercache.backends import cuda_key_index
+from tiercache.backends.cuda import CudaBackend
 from tiercache.errors import KeyNotInPassError
-from tiercache.processors import cuda_key_index
-from tiercache.processors.cuda_processor import CudaProcessor
 from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 TWO = (table("a", 4), table("b", 4))
 
 
-class WatchedGpu(ShimGpu):
+class WatchedGpu(ShimRuntime):
     """Notes what comes back to the host, and refuses to search elsewhere than on the stream of searches."""
 
     def __init__(self) -> None:
@@ -97,13 +97,13 @@ def test_training_by_raw_keys_on_cuda_ends_with_the_bits_of_local_ids(tmp_path: 
         assert_same_bits(result_of(store, passes, model), expected)
     if DEVICE != "cuda":
         assert_same_bits(resident_result(case, samples, device="cpu"), expected)
-        assert {"key_index.clear", "key_index.insert", "key_index.find"} <= set(device._gpu.kernels.launches)
+        assert {"key_index.clear", "key_index.insert", "key_index.find"} <= set(device._runtime.kernels.launches)
 
 
 def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) -> None:
     """16 bytes at its making, nothing for lookups and the step; ids when somebody reads them, once, read-only."""
     passes, gpu = write_passes(tmp_path / "keys"), WatchedGpu()
-    cache = tc.ResidentCache(passes, device=CudaProcessor(gpu))
+    cache = tc.ResidentCache(passes, device=CudaBackend(gpu))
     bag, single = tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingCollection(cache.schema, ["pair", "c"])
     for visit in cache.passes(epochs=1):
         for _ in range(2):
@@ -172,7 +172,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
             assert isinstance(index, cuda_key_index.CudaKeyIndex)
             held = index._index._held, index._index._apart_held, index._coming
             largest = max(p.rows("a") + p.rows("b") for p in passes.passes[: visit.pass_index + 1])
-            planned = cache._processor.index_bytes(largest, 2)
+            planned = cache._backend.index_bytes(largest, 2)
             assert planned == index.num_bytes == sum(part.nbytes for part in held)
             assert cache.device_bytes == rows + planned
             indexes.append(weakref.ref(index))
@@ -187,7 +187,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
 def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path) -> None:
     """A byte too little in the budget, or on the device when a visit begins, or when it is taken: the same ids."""
     passes, keys = passes_of(tmp_path / "keys", 900)
-    full = CudaProcessor(ShimGpu()).index_bytes(1200, 2)
+    full = CudaBackend(ShimRuntime()).index_bytes(1200, 2)
     store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
     with store, tiered(store, passes, device=cuda_device()) as cache:
         rows = cache.device_bytes
@@ -196,7 +196,7 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
     ):  # fmt: skip
         gpu = WatchedGpu()
         store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
-        with store, tiered(store, passes, device=CudaProcessor(gpu), device_budget=rows + full - spare) as cache:
+        with store, tiered(store, passes, device=CudaBackend(gpu), device_budget=rows + full - spare) as cache:
             for visit in cache.passes(epochs=1):
                 gpu.free_bytes = free
                 if taken:
@@ -212,7 +212,7 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
                 np.testing.assert_array_equal(out.detach().numpy(), expected)
 
 
-def refuse_memory(gpu: ShimGpu) -> None:
+def refuse_memory(gpu: ShimRuntime) -> None:
     """Have searches find no memory, as another process may have taken it."""
     empty = gpu.kernels.empty
 

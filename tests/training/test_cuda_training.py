@@ -33,15 +33,15 @@ from tests.training.cases import (
 )  # fmt: skip
 from tests.training.devices import DEVICE, cuda_device, shim
 from tests.training.raw import key_sets, train_raw
-from tests.training.shim_gpu import ShimGpu
-from tests.training.shim_streams import Mark
+from tests.training.shim_gpu import ShimRuntime
+from tests.training.shim_streams import Event
 from tests.training.test_missing_keys import missing_some
 from tests.training.test_parity import INITIALIZERS, OPTIMIZERS, Stop, cases
+from tiercache.backends.cuda import CudaBackend
 from tiercache.errors import BudgetError, CudaError
-from tiercache.processors.cuda_processor import CudaProcessor
 from tiercache.store.errors import CorruptBlockError
 from tiercache.store.vectors import nearest
-from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers.pinned_arena import PinnedArena
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,9 +88,9 @@ def test_tiers_on_cuda_end_with_the_bits_of_memory_on_cuda(tmp_path: Path, optim
     assert_close(expected, cpu)
     if not isinstance(device, str):
         assert_same_bits(expected, cpu)
-        launched = {kernel.split(".")[0] for kernel in device._gpu.kernels.launches}
+        launched = {kernel.split(".")[0] for kernel in device._runtime.kernels.launches}
         assert launched == {"rows", "initial", "pooling", "sorting", "update"}
-        assert not device._gpu.locked, "the cache is closed and pages are still locked"
+        assert not device._runtime.pinned_pages, "the cache is closed and pages are still pinned"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -121,7 +121,7 @@ def test_rows_of_16_bits_on_cuda_are_rounded_as_on_a_cpu(tmp_path: Path, optimiz
     assert not any(np.array_equal(one, nearest(one, dtype)) for one in state)
     if not isinstance(device, str):
         assert_same_bits(ended, on_a_cpu(case, passes))
-        assert {"pooling.pool_narrow", "rounding.set_streams"} <= set(device._gpu.kernels.launches)
+        assert {"pooling.pool_narrow", "rounding.set_streams"} <= set(device._runtime.kernels.launches)
 
 
 @pytest.mark.parametrize("missing", ["zero", "init", "load"])
@@ -310,7 +310,7 @@ def test_a_writer_that_does_not_wait_for_the_pack_is_caught(tmp_path: Path, monk
     case = replace(KILLED_CASE, epochs=1)
     passes = case.cut(tmp_path / "passes")
     expected = result_of_resident(cache := tc.ResidentCache(passes, device=shim()), train(cache, case))
-    monkeypatch.setattr(Mark, "wait", lambda _: None)
+    monkeypatch.setattr(Event, "wait", lambda _: None)
 
     def train_and_compare() -> None:
         with open_store(tmp_path / "x", case, "memory") as store:
@@ -323,24 +323,24 @@ def test_a_writer_that_does_not_wait_for_the_pack_is_caught(tmp_path: Path, monk
 
 
 def test_pages_are_locked_while_they_are_held_and_only_then() -> None:
-    """What is given back is not locked while that is done, and what is left is locked again."""
-    gpu = ShimGpu()
-    memory = HostMemory(16 << 12, 8 << 12, CudaProcessor(gpu).mover)
+    """What is given back is not pinned while that is done, and what is left is pinned again."""
+    gpu = ShimRuntime()
+    memory = PinnedArena(16 << 12, 8 << 12, CudaBackend(gpu))
     region = memory.take(8 << 12)
-    assert sum(gpu.locked.values()) == 8 << 12
+    assert sum(gpu.pinned_pages.values()) == 8 << 12
     memory.shrink(region, 2 << 12, 5 << 12)
-    (begin,) = gpu.locked
-    assert (begin - region.data.ctypes.data, gpu.locked[begin]) == (2 << 12, 3 << 12)
+    (begin,) = gpu.pinned_pages
+    assert (begin - region.data.ctypes.data, gpu.pinned_pages[begin]) == (2 << 12, 3 << 12)
     other = memory.take(8 << 12)
-    assert sum(gpu.locked.values()) == memory.resident_bytes == 11 << 12
+    assert sum(gpu.pinned_pages.values()) == memory.resident_bytes == 11 << 12
     memory.give_back(region)
     again = memory.take((6 << 12) - 100)
     assert again is region
-    assert sum(gpu.locked.values()) == memory.resident_bytes == 14 << 12
+    assert sum(gpu.pinned_pages.values()) == memory.resident_bytes == 14 << 12
     memory.give_back(again)
     memory.give_back(other)
     memory.close()
-    assert not gpu.locked
+    assert not gpu.pinned_pages
 
 
 def test_the_device_tier_is_one_allocation_within_the_budget(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_gpu_with_too_little_memory_is_told_in_bytes(tmp_path: Path) -> None:
     """Needed and free bytes, and which budget fits; nothing is written."""
     case = Case(tables=(table("a", 64),), specs=SPECS[:1])
     passes = case.cut(tmp_path / "passes")
-    device = CudaProcessor(ShimGpu(free_bytes=5000))
+    device = CudaBackend(ShimRuntime(free_bytes=5000))
     with open_store(tmp_path / "model.tc", case, "lmdb") as store:
         with pytest.raises(
             BudgetError, match=r"need .* on the shim, which has 4.88 KiB .* budget of at most 5000 bytes"
@@ -394,9 +394,9 @@ def test_nothing_of_cuda_is_imported_before_a_gpu_is_asked_for() -> None:
     script = (
         "import sys, tiercache as tc\n"
         "assert tc.TierCache and tc.ResidentCache and tc.EmbeddingBagCollection\n"
-        "from tiercache.processors.opening import open_processor\n"
-        "open_processor('cpu', ())\n"
-        "print([name for name in sys.modules if 'cupy' in name or name.startswith('tiercache.kernels.cuda_')])"
+        "from tiercache.backends.opening import open_backend\n"
+        "open_backend('cpu', ())\n"
+        "print([name for name in sys.modules if 'cupy' in name or name.startswith('tiercache.backends.cuda')])"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

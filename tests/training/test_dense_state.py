@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiercache.processors.cpu_processor import CpuProcessor
+from tiercache.backends.cpu import CpuBackend
 from tiercache.training.dense_state import DenseState
 
 
@@ -24,7 +24,7 @@ def drawn() -> tuple[list[float], list[float], float]:
 def test_random_generators_go_on_from_a_commit(*, earlier: bool) -> None:
     """Those of `random`, numpy and torch, in the middle of a pair; from commits of earlier versions too."""
     drawn()
-    dense = DenseState(CpuProcessor())
+    dense = DenseState(CpuBackend())
     data = dense.capture()()
     wanted = drawn()
     if earlier:  # they had a tuple of numbers where there is a tensor now

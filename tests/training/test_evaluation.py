@@ -25,7 +25,7 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.kernels.initial import initial_rows
+from tiercache.kernels.cpu.initial import initial_rows
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.store.table import initializer_code
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 from tests.training.cases import SPECS, Case, Kept, open_store, table, tiered, train
-from tests.training.shim_gpu import ShimGpu
-from tiercache.kernels.cuda import CudaDevice
-from tiercache.processors.cpu_processor import CpuProcessor
-from tiercache.processors.cuda_processor import CudaProcessor
-from tiercache.processors.gpu import CudaGpu
+from tests.training.shim_gpu import ShimRuntime
+from tiercache.backends.cpu import CpuBackend
+from tiercache.backends.cuda import CudaBackend
+from tiercache.backends.cuda_runtime import CudaRuntime
+from tiercache.kernels.cuda.device import CudaDevice
 from tiercache.training import dense_state
 from tiercache.training.dense_state import DenseState
 
@@ -95,8 +96,9 @@ def kernels_of(machine: Machine, index: int) -> CudaDevice:
     )  # fmt: skip
     kernels = CudaDevice.__new__(CudaDevice)
     kernels._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    kernels._within = lambda: machine.device(torch.device("cuda", index))
-    kernels._stream, kernels._streams, kernels.num_processors = None, {0: nullcontext()}, 1
+    within = partial(machine.device, torch.device("cuda", index))
+    kernels._host = SimpleNamespace(within=within, stream=lambda: 0)
+    kernels.stream, kernels._streams, kernels.num_processors = kernels._host.stream, {0: None}, 1
     kernels._functions = {"rows.pack": lambda *_, **__: launched.append(machine.current)}
     return kernels
 
@@ -104,21 +106,21 @@ def kernels_of(machine: Machine, index: int) -> CudaDevice:
 launched: list[int] = []
 
 
-def use(gpu: CudaGpu) -> None:
+def use(gpu: CudaRuntime) -> None:
     """Do what a training does on its streams."""
     launched.clear()
     gpu.kernels.launch("rows.pack", 1, ())
-    for inside in (gpu.dumping, gpu.loading, gpu.searching, gpu.delivering):
+    for inside in (gpu.dumping, gpu.loading, gpu.searching, gpu.uploading):
         with inside():
             gpu.kernels.launch("rows.pack", 1, ())
-    gpu.kernels.lock(4096, 4096)
-    gpu.kernels.unlock(4096)
+    gpu.kernels.pin(4096, 4096)
+    gpu.kernels.unpin(4096)
     assert launched == [1] * 5
 
 
 def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine) -> None:
     """On the user's thread, which is on GPU 0 to torch before and after."""
-    use(CudaGpu(kernels_of(machine, 1), 1))
+    use(CudaRuntime(kernels_of(machine, 1), 1))
     assert machine.contexts == {1}
     assert machine.torchs == 0
 
@@ -126,15 +128,15 @@ def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine) -> None
 def test_who_works_on_gpu_0_beside_it_is_there_again(machine: Machine) -> None:
     """Where GPU 0 has a context of the user's own it is the current one afterwards, to CUDA too."""
     machine.set_device(0)
-    use(CudaGpu(kernels_of(machine, 1), 1))
+    use(CudaRuntime(kernels_of(machine, 1), 1))
     assert (machine.contexts, machine.current, machine.torchs) == ({0, 1}, 0, 0)
 
 
 def test_all_threads_of_a_training_enter_its_gpu(tmp_path: Path) -> None:
     """The reader, the writer and those that make batches, before they do anything else."""
     case = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32, prefetch=2)
-    passes, gpu = case.cut(tmp_path / "passes"), ShimGpu()
-    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
+    passes, gpu = case.cut(tmp_path / "passes"), ShimRuntime()
+    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
         train(cache, case)
     assert gpu.threads == {"tiercache-reader", "tiercache-writer", "tiercache-batches"}
 
@@ -165,7 +167,7 @@ def test_a_commit_waits_for_the_gpus_that_have_dense_state_and_for_no_other(monk
         torch.cuda, "Stream", lambda device: SimpleNamespace(wait_event=lambda event: done.append((event, device)))
     )
     monkeypatch.setattr(torch.cuda, "stream", using)
-    kept, dense = Kept(), DenseState(CpuProcessor())
+    kept, dense = Kept(), DenseState(CpuBackend())
     dense.register({"kept": kept})
     monkeypatch.setattr(dense_state, "_save", lambda _: done.append("saved") or b"")
     dense.capture()()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tiercache.kernels.cuda import CudaDevice, CudaError
-from tiercache.processors.cuda_processor import CudaProcessor
-from tiercache.processors.gpu import CudaGpu
+from tiercache.backends.cuda import CudaBackend
+from tiercache.backends.cuda_runtime import CudaRuntime
+from tiercache.kernels.cuda.device import CudaDevice, CudaError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Stream:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Put stand-ins for torch's streams and events in place; return what they note."""
     log: list[str] = []
-    training, names = Stream("training", log), iter(("dumps", "loads", "deliveries", "exchanges"))
+    training, names = Stream("training", log), iter(("dumps", "loads", "uploads", "exchanges"))
 
     class Event:
         def __init__(self, *, blocking: bool = False) -> None:
@@ -71,9 +71,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def gpu_1() -> CudaGpu:
+def gpu_1() -> CudaRuntime:
     """Return GPU 1, without kernels."""
-    return CudaGpu(SimpleNamespace(interface="", num_processors=1), 1)  # type: ignore[arg-type]
+    kernels = SimpleNamespace(prepare=None, pin=None, unpin=None, stream=None)
+    return CudaRuntime(kernels, 1)  # type: ignore[arg-type]
 
 
 def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) -> None:
@@ -84,7 +85,7 @@ def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) ->
     dumped = gpu.dumped()
     with gpu.loading():
         log.append("unpack to spare slots")
-        gpu.behind(dumped)
+        gpu.wait_event(dumped)
         log.append("unpack to slots of rows that were dumped")
     assert log == [
         "dumps waits for training", "current is dumps", "pack", "current is training", "event on dumps",
@@ -105,7 +106,7 @@ def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) ->
 def test_who_asks_for_the_end_of_the_training_sleeps_until_its_stream_is_there(log: list[str]) -> None:
     """That of its steps, not of moves: and the thread takes no core from others."""
     gpu = gpu_1()
-    trained = CudaProcessor(gpu).mover.trained()
+    trained = CudaBackend(gpu).streams.trained()
     with gpu.dumping(), gpu.loading():
         pass
     del log[1:]
@@ -129,14 +130,14 @@ def test_searches_wait_for_no_step_and_steps_wait_for_them(log: list[str]) -> No
 def test_what_is_delivered_is_awaited_by_the_stream_that_uses_it_and_by_nobody_else(log: list[str]) -> None:
     """Copies wait for no other stream; memory of a tensor is not used again before the stream that received it."""
     gpu, copy = gpu_1(), "copy"
-    with gpu.delivering():
+    with gpu.uploading():
         log.append(copy)
-    sent = gpu.sent()
-    assert log == ["current is deliveries", copy, "current is training", "event on deliveries"]
+    sent = gpu.uploaded()
+    assert log == ["current is uploads", copy, "current is training", "event on uploads"]
     log.clear()
     tensor: Any = SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}"))
     gpu.receive(sent, [tensor])
-    assert log == ["training waits for event on deliveries", "kept for training"]
+    assert log == ["training waits for event on uploads", "kept for training"]
 
 
 def test_exchanges_go_beside_the_steps_behind_them_and_not_beside_those_before(log: list[str]) -> None:
@@ -158,11 +159,11 @@ def device_with(runtime: Any) -> CudaDevice:
     """Return a device of a CuPy that has only a runtime."""
     device = CudaDevice.__new__(CudaDevice)
     device._cupy, device._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), nullcontext()
-    device._within = nullcontext
+    device._host = SimpleNamespace(within=nullcontext)  # type: ignore[assignment]
     return device
 
 
-def test_host_memory_that_cannot_be_locked_or_reached_is_told() -> None:
+def test_host_memory_that_cannot_be_pinned_or_reached_is_told() -> None:
     """Registered as mapped and for all threads; a limit of the system and another address are sentences."""
     calls: list[tuple[Any, ...]] = []
     runtime = SimpleNamespace(
@@ -172,17 +173,17 @@ def test_host_memory_that_cannot_be_locked_or_reached_is_told() -> None:
         pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
     )
     device = device_with(runtime)
-    device.lock(4096, 8192)
-    device.unlock(4096)
+    device.pin(4096, 8192)
+    device.unpin(4096)
     assert calls == [("register", 4096, 8192, 3), ("unregister", 4096)]
     runtime.pointerGetAttributes = lambda address: SimpleNamespace(devicePointer=address + 1)
     with pytest.raises(CudaError, match="cannot reach host memory at the host's addresses"):
-        device.lock(4096, 8192)
+        device.pin(4096, 8192)
     assert calls[-1] == ("unregister", 4096)
 
     def refuse(*_: Any) -> None:
         raise OSError("out of memory")
 
     runtime.hostRegister = refuse
-    with pytest.raises(CudaError, match=r"8,192 bytes of host memory cannot be locked .*lower host_budget"):
-        device.lock(4096, 8192)
+    with pytest.raises(CudaError, match=r"8,192 bytes of host memory cannot be pinned .*lower host_budget"):
+        device.pin(4096, 8192)

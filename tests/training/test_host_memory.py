@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercache.backends.cpu import CpuBackend
 from tiercache.planning.budget import PAGE_BYTES
-from tiercache.processors.cpu_mover import CpuMover
-from tiercache.tiers import host_memory, host_region
-from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers import pinned_arena, pinned_region
+from tiercache.tiers.pinned_arena import PinnedArena
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiercache.tiers.host_region import HostRegion
+    from tiercache.tiers.pinned_region import PinnedRegion
 
 REGION = 96
 """Pages of a region."""
@@ -31,24 +31,24 @@ OPERATIONS = st.lists(
 )
 
 
-class Locks(CpuMover):
-    """Notes what is locked, as for a GPU, and lets the system touch no page of it."""
+class Pins(CpuBackend):
+    """Notes what is pinned, as for a GPU, and lets the system touch no page of it."""
 
     def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
 
-    def lock(self, address: int, num_bytes: int) -> None:
+    def pin(self, address: int, num_bytes: int) -> None:
         """Note it."""
-        assert address not in self.locked
-        self.locked[address] = num_bytes
+        assert address not in self.pinned
+        self.pinned[address] = num_bytes
 
-    def unlock(self, address: int) -> None:
+    def unpin(self, address: int) -> None:
         """Forget it."""
-        del self.locked[address]
+        del self.pinned[address]
 
     def watch(self, patch: pytest.MonkeyPatch) -> list[int]:
-        """Hold every call to the system against what is locked; the pages of each move are noted."""
-        move, advise, moves = host_region._mremap, host_region._madvise, list[int]()
+        """Hold every call to the system against what is pinned; the pages of each move are noted."""
+        move, advise, moves = pinned_region._mremap, pinned_region._madvise, list[int]()
         assert move is not None
 
         def watched_move(source: int, size: int, new_size: int, flags: int, target: int) -> int | None:
@@ -61,24 +61,24 @@ class Locks(CpuMover):
             self.check(address, size)
             return advise(address, size, advice)
 
-        patch.setattr(host_region, "_mremap", watched_move)
-        patch.setattr(host_region, "_madvise", watched_advice)
+        patch.setattr(pinned_region, "_mremap", watched_move)
+        patch.setattr(pinned_region, "_madvise", watched_advice)
         return moves
 
     def check(self, address: int, size: int) -> None:
-        """Hold a range against all that are locked."""
-        for begin, locked in self.locked.items():
-            assert address + size <= begin or begin + locked <= address, "a GPU would read other pages than these"
+        """Hold a range against all that are pinned."""
+        for begin, pinned in self.pinned.items():
+            assert address + size <= begin or begin + pinned <= address, "a GPU would read other pages than these"
 
 
 class Owner:
     """Takes, fills, shrinks and gives back, and knows what its regions must have."""
 
     def __init__(self) -> None:
-        self.mover = Locks()
-        self.memory = HostMemory(BUDGET * PAGE_BYTES, REGION * PAGE_BYTES, self.mover)
-        self.seen: set[HostRegion] = set()
-        self.held: dict[HostRegion, tuple[int, int, int]] = {}
+        self.backend = Pins()
+        self.memory = PinnedArena(BUDGET * PAGE_BYTES, REGION * PAGE_BYTES, self.backend)
+        self.seen: set[PinnedRegion] = set()
+        self.held: dict[PinnedRegion, tuple[int, int, int]] = {}
         """First and last page, and the number that stands in all of them."""
         self._number = 0
 
@@ -106,7 +106,7 @@ class Owner:
         self.seen.add(region)
         self.held[region] = 0, region.last_page, self._number % 251
 
-    def _shrink(self, region: HostRegion, a: int, b: int) -> None:
+    def _shrink(self, region: PinnedRegion, a: int, b: int) -> None:
         first, last, number = self.held[region]
         low, high = (min(max(n * PAGE_BYTES + 5, 0), region.data.size) for n in sorted((a, b)))
         self.memory.shrink(region, low, high)
@@ -125,7 +125,7 @@ class Owner:
         assert self.memory.resident_bytes >= sum(region.resident_bytes for region in self.held)
 
 
-def resident_pages(region: HostRegion) -> int:
+def resident_pages(region: PinnedRegion) -> int:
     """Ask the system how many pages of a region there are."""
     found = np.zeros(REGION, dtype=np.uint8)
     mincore = ctypes.CDLL(None).mincore
@@ -138,21 +138,21 @@ def resident_pages(region: HostRegion) -> int:
 def few_pages_are_moved() -> Iterator[None]:
     """Runs of four already."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "_MOVED_PAGES", 4)
+        patch.setattr(pinned_arena, "_MOVED_PAGES", 4)
         yield
 
 
 @pytest.fixture(params=["by the system", "refused", "unknown"])
 def moving(request: pytest.FixtureRequest) -> Iterator[str]:
     """Whether the system moves pages: it does, it refuses in the midst of it, or it never does."""
-    if request.param == "by the system" and not host_region.moves_pages():
+    if request.param == "by the system" and not pinned_region.moves_pages():
         pytest.skip("this system does not move pages and leave the map they were in: Linux does since 5.7")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "refused":
-            patch.setattr(host_region, "moves_pages", lambda: True)
-            patch.setattr(host_region, "_mremap", lambda *_: host_region._FAILED)
+            patch.setattr(pinned_region, "moves_pages", lambda: True)
+            patch.setattr(pinned_region, "_mremap", lambda *_: pinned_region._FAILED)
         if request.param == "unknown":
-            patch.setattr(host_region, "moves_pages", lambda: False)
+            patch.setattr(pinned_region, "moves_pages", lambda: False)
         yield request.param
 
 
@@ -162,7 +162,7 @@ def test_what_is_held_keeps_its_bytes_and_the_budget_is_what_the_system_gave(ope
     """Whatever regions are taken, shrunk and given back before, with pages moved among them or fresh ones."""
     owner = Owner()
     with pytest.MonkeyPatch.context() as patch:
-        owner.mover.watch(patch)
+        owner.backend.watch(patch)
         for operation in operations:
             owner.run(operation)
             owner.check()
@@ -170,12 +170,12 @@ def test_what_is_held_keeps_its_bytes_and_the_budget_is_what_the_system_gave(ope
         owner.memory.give_back(region)
     owner.memory.close()
     assert owner.memory.resident_bytes == 0
-    assert owner.mover.locked == {}
+    assert owner.backend.pinned == {}
 
 
 def test_pages_given_back_are_those_taken_next(moving: str) -> None:
     """With what stood in them: the system neither frees nor zeroes a page, unless it moves none."""
-    memory = HostMemory(BUDGET * PAGE_BYTES, REGION * PAGE_BYTES, CpuMover())
+    memory = PinnedArena(BUDGET * PAGE_BYTES, REGION * PAGE_BYTES, CpuBackend())
     first, second = (memory.take(REGION * PAGE_BYTES) for _ in range(2))
     first.data[:], second.data[:] = 3, 4
     for region in (first, second):
@@ -196,11 +196,11 @@ def test_pages_given_back_are_those_taken_next(moving: str) -> None:
 
 def test_a_long_run_of_visits_does_not_break_memory_into_crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short runs go back to the system, and what moves lies in one map of it, so that maps stay few."""
-    if not host_region.moves_pages():
+    if not pinned_region.moves_pages():
         pytest.skip("this system does not move pages and leave the map they were in: Linux does since 5.7")
     owner, generator = Owner(), np.random.default_rng(3)
-    moves = owner.mover.watch(monkeypatch)
-    move, before, crossed = host_region._mremap, maps(), 0
+    moves = owner.backend.watch(monkeypatch)
+    move, before, crossed = pinned_region._mremap, maps(), 0
     assert move is not None
 
     def looked_at(source: int, size: int, *rest: int) -> int | None:
@@ -208,7 +208,7 @@ def test_a_long_run_of_visits_does_not_break_memory_into_crumbs(monkeypatch: pyt
         crossed += not any(first <= source and source + size <= last for first, last in maps())
         return move(source, size, *rest)
 
-    monkeypatch.setattr(host_region, "_mremap", looked_at)
+    monkeypatch.setattr(pinned_region, "_mremap", looked_at)
     for _ in range(400):
         what = ["take", "shrink", "give back"][int(generator.integers(0, 3))]
         owner.run((what, int(generator.integers(0, REGION + 1)), int(generator.integers(0, REGION + 1))))
@@ -222,21 +222,21 @@ def test_a_long_run_of_visits_does_not_break_memory_into_crumbs(monkeypatch: pyt
 
 def test_a_lock_that_fails_is_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """All can be closed after it, and what was given back is counted no more."""
-    mover = Locks()
-    memory = HostMemory(BUDGET * PAGE_BYTES, REGION * PAGE_BYTES, mover)
+    backend = Pins()
+    memory = PinnedArena(BUDGET * PAGE_BYTES, REGION * PAGE_BYTES, backend)
     region, other = memory.take(REGION * PAGE_BYTES), memory.take(REGION * PAGE_BYTES)
 
     def refuse(address: int, num_bytes: int) -> None:
         raise OSError("no more of the device's memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(mover, "lock", refuse)
+        patch.setattr(backend, "pin", refuse)
         with pytest.raises(OSError, match="no more"):
             memory.shrink(region, 0, 10 * PAGE_BYTES)
     memory.give_back(region)
     memory.give_back(other)
     memory.close()
-    assert (memory.resident_bytes, mover.locked) == (0, {})
+    assert (memory.resident_bytes, backend.pinned) == (0, {})
 
 
 def maps() -> list[tuple[int, int]]:

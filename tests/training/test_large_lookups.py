@@ -11,10 +11,10 @@ import torch
 
 import tiercache as tc
 from tests.training.cases import Case, Net, Spec, assert_same_bits, resident, resident_result, result_of_resident, table
-from tiercache.kernels import gathering, sorting
+from tiercache.backends import cpu as cpu_backend
+from tiercache.backends.jagged import SavedGradient, SortedSlots
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.processors import cpu_processor
-from tiercache.processors.entries import Pending, SortedSlots
+from tiercache.kernels.cpu import gathering, sorting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,13 +32,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts: dict[str, int] = {}
 
     def count(name: str) -> None:
-        kernel = getattr(cpu_processor, name)
+        kernel = getattr(cpu_backend, name)
 
         def counted(*arguments: Any) -> Any:
             counts[name] = counts.get(name, 0) + 1
             return kernel(*arguments)
 
-        monkeypatch.setattr(cpu_processor, name, counted)
+        monkeypatch.setattr(cpu_backend, name, counted)
 
     for name in ("spread_one", "pool_one", "sort_slots"):
         count(name)
@@ -108,15 +108,15 @@ def test_sums_take_what_the_lookup_sorted(calls: dict[str, int]) -> None:
     rng = np.random.default_rng(0)
     slots, gradient = rng.integers(0, 50, 400).astype(np.int32), rng.standard_normal((400, 8)).astype(np.float32)
     pairs = sorting.sort_slots(slots, 50, sorting.SortBuffers())
-    processor, sums = cpu_processor.CpuProcessor(), []
+    backend, sums = cpu_backend.CpuBackend(), []
     for found in (None, SortedSlots(slots, pairs)):
-        pending = Pending(
+        pending = SavedGradient(
             slots=slots, gradient=gradient.reshape(-1), width=8, cols=np.zeros(1, np.int64), places=None,
             scales=NONE_F4, argmax=NONE_I4, sorted=found,
         )  # fmt: skip
         sums.append(np.zeros((50, 8), np.float32))
-        processor.sum([pending], 0.5, sums[-1])
+        backend.sum([pending], 0.5, sums[-1])
         assert calls == {"sort_slots": 1}
     assert np.array_equal(*sums)
     with pytest.raises(ValueError, match="slots go from 0 to 39"):
-        processor.sum([pending], 0.5, np.zeros((40, 8), np.float32))
+        backend.sum([pending], 0.5, np.zeros((40, 8), np.float32))

@@ -275,13 +275,13 @@ def test_what_does_not_fit_is_refused_by_a_sentence(
 def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_path: Path) -> None:
     """Vectors alone, of keys trained before; keys are sorted once, and what is trained since counts."""
     cache = resident(write_passes(tmp_path / "keys"))
-    mover, read, counts = cache._processor.mover, cache._processor.mover.read, list[Any]()
+    backend, read, counts = cache._backend, cache._backend.read, list[Any]()
 
     def counting(field: Any, slots: Any) -> Any:
         counts.append(slots.size)
         return read(field, slots)
 
-    mover.read = counting
+    backend.read = counting
     visits, visit = visited([own_keys(0)], cache)
     own, found = own_keys(1), []
     trained = np.array([1, -2, 77, 5])  # pass 0 has two of them, pass 2 the last

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.training.cases import Case, Spec, assert_same_bits, open_store, result_of, table, tiered, train
-from tests.training.shim_gpu import ShimGpu
+from tests.training.shim_gpu import ShimRuntime
+from tiercache.backends.cpu import CpuBackend
+from tiercache.backends.cuda import CudaBackend
 from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
-from tiercache.processors.cpu_mover import CpuMover
-from tiercache.processors.cpu_processor import CpuProcessor
-from tiercache.processors.cuda_processor import CudaProcessor
 from tiercache.store.stream import Range, Stream
-from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers.pinned_arena import PinnedArena
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,8 +31,8 @@ CASE = Case(
 )  # fmt: skip
 
 
-class CountingGpu(ShimGpu):
-    """Counts bytes that are copied to the device, and the bytes of each page range that is locked."""
+class CountingGpu(ShimRuntime):
+    """Counts bytes that are copied to the device, and the bytes of each page range that is pinned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +43,10 @@ class CountingGpu(ShimGpu):
         self.copied += host.nbytes
         super().copy(host, there, lasting=lasting)
 
-    def lock(self, address: int, num_bytes: int) -> None:
-        """Count and lock."""
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Count and pin."""
         self.locks.append(num_bytes)
-        super().lock(address, num_bytes)
+        super().pin(address, num_bytes)
 
 
 def test_a_commit_inside_a_visit_brings_nothing_to_the_device(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_a_commit_inside_a_visit_brings_nothing_to_the_device(tmp_path: Path) ->
             assert blocks > 10
             seen.append(0 if gpu is None else gpu.copied - before)
 
-        device = CpuProcessor() if gpu is None else CudaProcessor(gpu)
+        device = CpuBackend() if gpu is None else CudaBackend(gpu)
         with open_store(tmp_path / str(gpu is None), CASE, "lmdb") as store:
             with tiered(store, passes, device=device) as cache:
                 model = train(cache, CASE, each_batch=commit)
@@ -77,7 +76,7 @@ def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_pa
     """Kept rows have their random bits already: beside slots, a key and a slot for each other row, or all keys."""
     case = replace(CASE, tables=(table("a", 32, dtype="bfloat16"), table("b", 32, dtype="bfloat16")), num_keys=250)
     passes, gpu = case.cut(tmp_path / "passes"), CountingGpu()
-    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
+    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
         kept, noted = [], list[int]()
         note, tier = cache._rows.transfer.device.note_keys, cache._rows.transfer.device
 
@@ -102,8 +101,8 @@ def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_pa
 def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp_path: Path) -> None:
     """Ids become slots group by group; vectors, and rows stepped by either table's gradient, are a CPU's."""
     case = replace(CASE, tables=(table("a", 32), table("b", 5)))
-    passes, gpu, seen = case.cut(tmp_path / "passes"), ShimGpu(), []
-    for device in (CpuProcessor(), CudaProcessor(gpu)):
+    passes, gpu, seen = case.cut(tmp_path / "passes"), ShimRuntime(), []
+    for device in (CpuBackend(), CudaBackend(gpu)):
         cache = tc.ResidentCache(passes, device=device)
         visits = cache.passes(epochs=1)
         batch = next(next(visits).batches(100))
@@ -114,7 +113,7 @@ def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp
             (vectors[name] ** 2).sum().backward()
         cache.optimizer.step()
         seen.append([found.detach() for found in vectors.values()] + [cache.fields(name)[0] for name in ("a", "b")])
-    assert launches == ["gathering.map_slots", "gathering.map_slots", "gathering.gather"]
+    assert launches == ["gathering.map_slots", "gathering.gather"]
     assert [found.shape[1] for found in seen[0]] == [32, 5, 32, 5]
     assert all(np.array_equal(*pair) for pair in zip(*seen, strict=True))
 
@@ -122,7 +121,7 @@ def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp
 def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
     """Four bytes for each of its rows, whichever blocks are packed together; the same bytes come out."""
     passes, gpu = CASE.cut(tmp_path / "passes"), CountingGpu()
-    with open_store(tmp_path / "x", CASE, "memory") as store, tiered(store, passes, device=CudaProcessor(gpu)) as cache:
+    with open_store(tmp_path / "x", CASE, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
         next(visits := cache.passes(epochs=1))
         packer, plan = cache._rows.transfer._packer, cache._rows.transfer.plan
         assert plan is not None
@@ -132,10 +131,10 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
         found = []
         for together in ([range(num)], [range(3), range(3, num)], [range(b, b + 1) for b in range(num)]):
             before = gpu.copied
-            data = [cache._processor.mover.scratch(int(size)) for size in stream.block_bytes_B]
+            data = [cache._backend.scratch(int(size)) for size in stream.block_bytes_B]
             for blocks in together:
                 packer.pack(0, order, packer.target(stream, blocks[0], [data[b] for b in blocks]))
-                cache._processor.mover.dumped().wait()
+                cache._backend.streams.dumped().wait()
             assert gpu.copied - before == 4 * stream.rows
             found.append(np.concatenate(data))
         assert np.array_equal(found[0], found[1])
@@ -143,10 +142,10 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
         visits.close()
 
 
-def test_a_region_that_was_staging_becomes_a_block_without_locking_a_page_anew() -> None:
+def test_a_region_that_was_staging_becomes_a_block_without_pinning_a_page_anew() -> None:
     """Back and forth, where the block's last page is not full; one that lost pages is taken for a short block."""
     gpu = CountingGpu()
-    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaProcessor(gpu).mover)
+    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
     for num_bytes in (8 * PAGE_BYTES, 8 * PAGE_BYTES - 100) * 3:
         memory.give_back(memory.take(num_bytes))
     assert gpu.locks == [8 * PAGE_BYTES]
@@ -160,7 +159,7 @@ def test_a_region_that_was_staging_becomes_a_block_without_locking_a_page_anew()
     memory.give_back(short)
     memory.give_back(full)
     memory.close()
-    assert not gpu.locked
+    assert not gpu.pinned_pages
 
 
 @given(st.integers(1, PAGE_BYTES // 4), st.integers(1, 1 << 30), st.integers(1 << 20, 1 << 33))
@@ -182,28 +181,28 @@ def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words:
 def test_memory_that_nobody_closed_is_unlocked_when_it_goes() -> None:
     """A GPU would take the pages that come to these addresses next for it."""
     gpu = CountingGpu()
-    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaProcessor(gpu).mover)
+    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
     region = memory.take(8 * PAGE_BYTES)
     memory.give_back(memory.take(PAGE_BYTES))
-    assert gpu.locked
+    assert gpu.pinned_pages
     del memory, region
-    assert not gpu.locked
+    assert not gpu.pinned_pages
 
 
 def test_a_process_that_was_forked_off_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it lets go of is a copy: CUDA would refuse, and the pages are its parent's."""
     gpu = CountingGpu()
-    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaProcessor(gpu).mover)
+    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, CudaBackend(gpu))
     region = memory.take(8 * PAGE_BYTES)
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: -1)
         del region
-    assert gpu.locked
+    assert gpu.pinned_pages
 
 
 def test_closed_memory_holds_nothing() -> None:
     """Not even what it kept to give it again."""
-    memory = HostMemory(64 * PAGE_BYTES, 8 * PAGE_BYTES, CpuMover())
+    memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, CpuBackend())
     memory.give_back(memory.take(8 * PAGE_BYTES))
     assert memory.resident_bytes == 8 * PAGE_BYTES
     memory.close()

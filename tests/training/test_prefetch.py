@@ -31,10 +31,10 @@ from tests.training.cases import (
     train,
 )
 from tests.training.devices import cuda_device, shim
-from tests.training.shim_gpu import ShimGpu
+from tests.training.shim_gpu import ShimRuntime
+from tiercache.backends.cuda import CudaBackend
 from tiercache.errors import PassSetError, StateError
 from tiercache.passes.passset import Pass
-from tiercache.processors.cuda_processor import CudaProcessor
 from tiercache.training.batch import sample_order
 
 if TYPE_CHECKING:
@@ -131,14 +131,14 @@ def test_a_training_has_the_same_bits_however_far_ahead_batches_are_made(passes:
 def test_after_the_first_batches_the_training_thread_brings_nothing(passes: tc.PassSet) -> None:
     """Labels, ids of every kind, bags and weights of the data are on the device when a module asks for them."""
 
-    class Noting(ShimGpu):
+    class Noting(ShimRuntime):
         def upload(self, pinned: torch.Tensor) -> torch.Tensor:
             if pinned.numel() >= CASE.batch // 2:  # what is less has nothing of the samples
                 uploads.append(threading.current_thread() is threading.main_thread())
             return super().upload(pinned)
 
     uploads: list[bool] = []
-    cache, seen = resident(passes, device=CudaProcessor(Noting())), []
+    cache, seen = resident(passes, device=CudaBackend(Noting())), []
     train(cache, replace(CASE, prefetch=2), each_batch=lambda *_: seen.append(sum(uploads)))
     assert seen[0] > 0
     assert seen[3:] == [seen[3]] * (len(seen) - 3)
@@ -289,7 +289,7 @@ def test_a_number_of_batches_that_is_none_is_refused(passes: tc.PassSet) -> None
 
 def test_arrays_that_nobody_waits_for_are_not_there(passes: tc.PassSet, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the shim copies are done as late as a GPU may do them: without the wait a batch is rubbish."""
-    monkeypatch.setattr(ShimGpu, "receive", lambda *_: None)
+    monkeypatch.setattr(ShimRuntime, "receive", lambda *_: None)
     visit = next(visits := resident(passes, device=shim()).passes(epochs=1))
     assert not np.array_equal(next(visit.batches(10)).label.cpu().numpy(), visit.source.read(np.arange(10)).label)
     visits.close()
@@ -331,7 +331,7 @@ def test_memory_of_batches_that_wait_is_reported(passes: tc.PassSet, tmp_path: P
     """Beside what else is kept: on the device labels, dense, ids, bags and weights; on a GPU pinned memory too."""
     with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes, device=DEVICES[device]()) as cache:
         visits = cache.passes(epochs=1)
-        visit, kept = next(visits), cache._processor.scratch_bytes
+        visit, kept = next(visits), cache._backend.scratch_bytes
         assert cache.scratch_bytes - kept == cache.pinned_batch_bytes == 0
         batches = visit.batches(10, prefetch=2)
         next(batches)

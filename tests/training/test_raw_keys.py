@@ -44,9 +44,9 @@ from tests.training.raw import (
     write_passes,
 )
 from tests.training.test_parity import Stop, cases
+from tiercache.backends.opening import open_backend
 from tiercache.errors import StateError
 from tiercache.passes.row_budget import RowBudget
-from tiercache.processors.opening import open_processor
 
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
@@ -216,7 +216,7 @@ def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_chang
     for p in passes:
         budget.close([p.rows(t.name) for t in passes.tables])
     least = budget.needed([0, 0])
-    full = open_processor(device_of_tests(), tables).index_bytes(5000 + 1667, 2)
+    full = open_backend(device_of_tests(), tables).index_bytes(5000 + 1667, 2)
     assert DEVICE != "cpu" or full == (16 << 14) + 16
     for room, indexed in ((0, False), (full, True), (full - 1, False)):
         store = tc.Store.open(None, tables=tables, engine=tc.store.MemoryEngine())

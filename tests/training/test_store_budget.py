@@ -12,8 +12,8 @@ import torch
 
 import tiercache as tc
 from tests.training.cases import Case, Spec, table, tiered, train
+from tiercache.backends.cpu import CpuBackend
 from tiercache.errors import BudgetError
-from tiercache.processors.cpu_processor import CpuProcessor
 from tiercache.store import MemoryEngine, ZarrEngine, fill, info
 from tiercache.store.inspect import file_bytes_of
 from tiercache.training.dense_state import DenseState
@@ -125,7 +125,7 @@ def test_the_state_of_an_optimizer_is_counted_before_it_is_there() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 90), torch.nn.Linear(90, 3))
     for make in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
         optimizer = make(model.parameters(), lr=0.1)
-        state = DenseState(CpuProcessor())
+        state = DenseState(CpuBackend())
         state.register({"model": model, "optimizer": optimizer})
         most = state.most_bytes()
         model(torch.ones(1, 100)).sum().backward()

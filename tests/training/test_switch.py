@@ -25,15 +25,14 @@ from tests.training.cases import (
     tiered,
     train,
 )
+from tiercache.backends.cpu import CpuBackend, CpuStreams
 from tiercache.planning.visit_plan import Planner, VisitPlan
-from tiercache.processors.cpu_mover import CpuMover
-from tiercache.processors.cpu_processor import CpuProcessor
-from tiercache.tiers import report, transfer
-from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers import pass_switcher, report
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Unpacker
-from tiercache.tiers.staging import Stager
-from tiercache.tiers.transfer import Transfer
+from tiercache.tiers.pass_switcher import PassSwitcher
+from tiercache.tiers.pinned_arena import PinnedArena
+from tiercache.tiers.row_prefetcher import RowPrefetcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +88,7 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The words of what went wrong reach the training loop; a new run goes on from the last commit to the same bits."""
-    passes, make_room = CASE.cut(tmp_path / "passes"), transfer.make_room
+    passes, make_room = CASE.cut(tmp_path / "passes"), pass_switcher.make_room
 
     def make(host: Any, packer: Any, unpacker: Any, plan: VisitPlan, *others: Any) -> Any:
         if plan.visit == 2:
@@ -97,7 +96,7 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
         return make_room(host, packer, unpacker, plan, *others)
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
-        monkeypatch.setattr(transfer, "make_room", make)
+        monkeypatch.setattr(pass_switcher, "make_room", make)
         with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no room for visit 2"):
             train(cache, CASE)
         assert store.commit is not None
@@ -111,7 +110,7 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     """A commit inside a visit needs none; what rows are now is read behind it, and the switch waits for it."""
-    passes, make_room = CASE.cut(tmp_path / "passes"), transfer.make_room
+    passes, make_room = CASE.cut(tmp_path / "passes"), pass_switcher.make_room
     wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
     made, keys = list[int](), passes.passes[0].keys("a")
 
@@ -131,7 +130,7 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
                 cache.rows_now().fields("a", np.asarray(keys))
                 assert visit in made
 
-    monkeypatch.setattr(transfer, "make_room", make)
+    monkeypatch.setattr(pass_switcher, "make_room", make)
     with open_store(tmp_path / "x", CASE, engine) as store:
         smallest = smallest_host_budget(store, passes, device_budget="64MiB")
         with tiered(store, passes, host_budget=smallest) as cache:
@@ -146,7 +145,7 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both want the memory; and a dump behind which a load fails is written all the same."""
-    passes, unpack, write = CASE.cut(tmp_path / "passes"), Unpacker.unpack, Transfer._write
+    passes, unpack, write = CASE.cut(tmp_path / "passes"), Unpacker.unpack, PassSwitcher._write
     loading, seen = threading.Event(), list[bool]()
 
     def slow(self: Unpacker, layout: Any, held_G: Any, departed_G: Any) -> Any:
@@ -159,14 +158,14 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
         finally:
             loading.clear()
 
-    def writing(self: Transfer, *arguments: Any) -> None:
+    def writing(self: PassSwitcher, *arguments: Any) -> None:
         time.sleep(SLOW / 2)  # a load that would be beside it has begun
         seen.append(loading.is_set())
         write(self, *arguments)
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         monkeypatch.setattr(Unpacker, "unpack", slow)
-        monkeypatch.setattr(Transfer, "_write", writing)
+        monkeypatch.setattr(PassSwitcher, "_write", writing)
         with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no memory to load visit 3"):
             train(cache, CASE, each_batch=lambda _, __: cache.drain())
         assert seen == [False] * 3
@@ -180,30 +179,32 @@ def test_a_dump_is_written_at_once_where_the_rows_of_the_next_visit_are_not_ther
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the training waits for the disk."""
-    passes, stage, write = CASE.cut(tmp_path / "passes"), Stager.stage, Transfer._write
+    passes, stage, write = CASE.cut(tmp_path / "passes"), RowPrefetcher.stage, PassSwitcher._write
     begun = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
 
-    def late(self: Stager, plan: VisitPlan, placements: Any) -> Any:
+    def late(self: RowPrefetcher, plan: VisitPlan, placements: Any) -> Any:
         if plan.visit:
             assert begun[plan.visit - 1].wait(timeout=60), f"nobody wrote visit {plan.visit - 1}"
         return stage(self, plan, placements)
 
-    def writing(self: Transfer, plan: VisitPlan, *others: Any) -> None:
+    def writing(self: PassSwitcher, plan: VisitPlan, *others: Any) -> None:
         begun[plan.visit].set()
         write(self, plan, *others)
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
-        monkeypatch.setattr(Stager, "stage", late)
-        monkeypatch.setattr(Transfer, "_write", writing)
+        monkeypatch.setattr(RowPrefetcher, "stage", late)
+        monkeypatch.setattr(PassSwitcher, "_write", writing)
         with tiered(store, passes) as cache:
             model = train(cache, CASE)
         assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
-class QueueingMover(CpuMover):
+class QueueingBackend(CpuStreams, CpuBackend):
     """As a GPU with steps to do, on a clock of its own: they take long, and each thing moved behind them a second."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.streams = self
         self.now, self.queued, self.visit = 0.0, False, 0
         self.over = [threading.Event() for _ in range(CASE.epochs * -(-CASE.num_samples // CASE.pass_rows))]
         self.log: list[str] = []
@@ -214,7 +215,7 @@ class QueueingMover(CpuMover):
         self.visit, self.queued = visit, True
 
     def reach(self, name: str, seconds: float) -> Any:
-        """Return a mark behind the steps; to wait for it takes so much more."""
+        """Return an event behind the steps; to wait for it takes so much more."""
 
         def wait() -> None:
             with self._lock:
@@ -254,31 +255,32 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
     """Neither behind moved rows nor behind a late disk. Where all is there, rows are on their way before the wait."""
-    passes, stage, mover, device = CASE.cut(tmp_path / "passes"), Stager.stage, QueueingMover(), CpuProcessor()
-    device.mover = mover
+    passes, stage, backend = CASE.cut(tmp_path / "passes"), RowPrefetcher.stage, QueueingBackend()
 
-    def late(self: Stager, plan: VisitPlan, placements: Any) -> Any:
+    def late(self: RowPrefetcher, plan: VisitPlan, placements: Any) -> Any:
         if plan.visit:
-            assert mover.over[plan.visit - 1].wait(timeout=60), f"nobody waited for the steps of visit {plan.visit - 1}"
+            assert backend.over[plan.visit - 1].wait(timeout=60), (
+                f"nobody waited for the steps of visit {plan.visit - 1}"
+            )
         return stage(self, plan, placements)
 
     def each_batch(visit: int, batch: int) -> None:
-        mover.queue(visit, batch)
+        backend.queue(visit, batch)
         if disk == "quick":
             cache.drain()
 
-    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: mover.now))
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: backend.now))
     if disk == "late":
-        monkeypatch.setattr(Stager, "stage", late)
-    with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=device) as cache:
+        monkeypatch.setattr(RowPrefetcher, "stage", late)
+    with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=backend) as cache:
         train(cache, CASE, each_batch=each_batch)
         reports = cache.reports
-    assert len(reports) == len(mover.over)
+    assert len(reports) == len(backend.over)
     assert all(r.waited + r.switched < STEPS for r in reports)
-    assert mover.now >= STEPS * len(reports)
+    assert backend.now >= STEPS * len(reports)
     if disk == "quick":
         assert [r.switched for r in reports] == [1.0] * len(reports)
-        assert " ".join(mover.log).count(" pack trained") == 1, "only behind the last visit nothing is moved"
+        assert " ".join(backend.log).count(" pack trained") == 1, "only behind the last visit nothing is moved"
 
 
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,21 +322,27 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(Unpacker, "unpack"), (Unpacker, "show"), (Unpacker, "lay_out_staged"), (HostTier, "keep"), (HostTier, "enter")],
+    [
+        (Unpacker, "unpack"),
+        (Unpacker, "activate"),
+        (Unpacker, "lay_out_staged"),
+        (HostTier, "keep"),
+        (HostTier, "enter"),
+    ],
 )
 def test_a_failure_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
     """Its words reach the training loop, all regions are given back, and the same cache goes on."""
     passes, calls, right = CASE.cut(tmp_path / "passes"), list[int](), getattr(owner, method)
-    take, give_back, out = HostMemory.take, HostMemory.give_back, list[int]()
+    take, give_back, out = PinnedArena.take, PinnedArena.give_back, list[int]()
 
-    def taking(memory: HostMemory, num_bytes: int) -> Any:
+    def taking(memory: PinnedArena, num_bytes: int) -> Any:
         region = take(memory, num_bytes)
         out.append(id(region))
         return region
 
-    def giving(memory: HostMemory, region: Any) -> None:
+    def giving(memory: PinnedArena, region: Any) -> None:
         out.remove(id(region))
         give_back(memory, region)
 
@@ -351,8 +359,8 @@ def test_a_failure_leaves_no_memory_behind(
             model = Net(cache, CASE)
             optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
             cache.register(model=model, optimizer=optimizer)
-            monkeypatch.setattr(HostMemory, "take", taking)
-            monkeypatch.setattr(HostMemory, "give_back", giving)
+            monkeypatch.setattr(PinnedArena, "take", taking)
+            monkeypatch.setattr(PinnedArena, "give_back", giving)
             monkeypatch.setattr(owner, method, fail)
             with pytest.raises(OSError, match=f"no {method} today"):
                 run(cache, CASE, model, optimizer)

@@ -19,10 +19,9 @@ from tests.training.cases import (
     train,
 )
 from tests.training.devices import cuda_device, shim
-from tests.training.shim_gpu import ShimGpu
-from tiercache.processors.cpu_mover import CpuMover, Done
-from tiercache.processors.cpu_processor import CpuProcessor
-from tiercache.processors.cuda_processor import CudaProcessor
+from tests.training.shim_gpu import ShimRuntime
+from tiercache.backends.cpu import CompleteEvent, CpuBackend, CpuStreams
+from tiercache.backends.cuda import CudaBackend
 from tiercache.store import CorruptBlockError
 from tiercache.tiers import packing
 from tiercache.tiers.packing import Unpacker
@@ -67,32 +66,34 @@ def test_a_load_that_does_not_wait_for_the_rows_before_it_to_leave_is_caught(
         bits(CASE, tmp_path, shim())
 
 
-class Early(ShimGpu):
+class Early(ShimRuntime):
     """Counts a load as held behind one dump less than it is."""
 
-    def behind(self, dumped: Any) -> None:
+    def wait_event(self, dumped: Any) -> None:
         """Wait for all but the last thing."""
         dumped.end -= 1
-        super().behind(dumped)
+        super().wait_event(dumped)
 
 
 def test_a_load_that_waits_for_one_part_too_few_is_caught(tmp_path: Path) -> None:
     """So what it waits for is no more than what it must wait for."""
     with pytest.raises((AssertionError, CorruptBlockError)):
-        bits(CASE, tmp_path, CudaProcessor(Early()))
+        bits(CASE, tmp_path, CudaBackend(Early()))
 
 
-class Part(Done):
+class Part(CompleteEvent):
     """The end of a part's dump."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
-class NotingMover(CpuMover):
+class NotingBackend(CpuStreams, CpuBackend):
     """Notes how many parts each switch dumps, and how many of them each load comes behind."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.streams = self
         self.begun, self.packed, self.awaited = False, 0, 0
         self.loads: list[tuple[int, int]] = []
 
@@ -110,7 +111,7 @@ class NotingMover(CpuMover):
         self.begun, self.awaited = True, 0
         return super().loading()
 
-    def behind(self, dumped: Any) -> None:
+    def wait_event(self, dumped: Any) -> None:
         """Note it."""
         assert dumped.number >= self.awaited, "it came behind more already"
         self.awaited = dumped.number
@@ -124,9 +125,8 @@ class NotingMover(CpuMover):
 
 def test_loads_come_behind_one_part_of_the_dump_after_the_other(tmp_path: Path) -> None:
     """What finds spare slots behind none, most behind some, and hardly anything behind all."""
-    case, device = replace(CASE, tables=(table("a", 16),), specs=(Spec(name="f", table="a"),)), CpuProcessor()
-    device.mover = mover = NotingMover()
-    bits(case, tmp_path, device)
-    behind = [(awaited, packed) for awaited, packed in mover.loads if packed]
+    case, backend = replace(CASE, tables=(table("a", 16),), specs=(Spec(name="f", table="a"),)), NotingBackend()
+    bits(case, tmp_path, backend)
+    behind = [(awaited, packed) for awaited, packed in backend.loads if packed]
     assert sum(awaited == 0 for awaited, _ in behind) > 0
     assert sum(0 < awaited < packed for awaited, packed in behind) > len(behind) // 2

@@ -16,12 +16,12 @@ def warmup(
 
     The compiled code is kept on disk, beside the package or in your cache folder, for this version and processor.
     """
-    from tiercache.kernels.jit import cache_folder
-    from tiercache.processors.opening import open_processor
+    from tiercache.backends.opening import open_backend
+    from tiercache.kernels.cpu.jit import cache_folder
     from tiercache.training.progress import prepare_kernels
 
     prepare_kernels(narrow=True)
-    open_processor(device, ())
+    open_backend(device, ())
     folder = cache_folder()
     if folder is None:
         typer.echo("warning: no cache folder can be written, so each process compiles: set NUMBA_CACHE_DIR", err=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.bits import hash_keys
-from tiercache.kernels.numbering import KeyNumbers
-from tiercache.kernels.uses import search_keys
+from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.kernels.cpu.next_use import search_keys
 from tiercache.passes.durable import publish
 from tiercache.passes.keybatch import NULL_KEY, OOV_KEY, FeatureKeys, KeyBatch
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
@@ -44,7 +44,7 @@ class KeyCounter:
     def __init__(self, schema: Schema, num_bytes: int) -> None:
         self._schema = schema
         self._num_bytes = num_bytes
-        self._numbers = {table.name: KeyNumbers(1 << 12) for table in schema.ordered_tables}
+        self._numbers = {table.name: KeyToIndex(1 << 12) for table in schema.ordered_tables}
 
     def add(self, batch: KeyBatch) -> bool:
         """Count the keys of a batch; say whether memory is full, so that a run should be written."""
@@ -66,7 +66,7 @@ class KeyCounter:
         temporary = path.with_name(path.name + ".tmp")
         write_key_set(temporary, self._schema.ordered_tables, columns())
         publish(temporary, path)
-        self._numbers = {table.name: KeyNumbers(1 << 12) for table in self._schema.ordered_tables}
+        self._numbers = {table.name: KeyToIndex(1 << 12) for table in self._schema.ordered_tables}
 
 
 def decide(
@@ -116,7 +116,7 @@ class Admission:
             if not names:
                 continue
             # Only the distinct keys are looked up, in hash order: the mapped file is swept once per batch.
-            distinct = KeyNumbers(1 << 12)
+            distinct = KeyToIndex(1 << 12)
             numbers = {name: np.empty(batch.features[name].keys.size, np.int32) for name in names}
             for name in names:
                 distinct.insert(np.ascontiguousarray(batch.features[name].keys), numbers[name])

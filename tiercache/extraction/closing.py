@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.samples import permute, permute_columns
+from tiercache.kernels.cpu.samples import permute, permute_columns
 from tiercache.passes.durable import publish, sync
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
 from tiercache.passes.manifest import keys_name, samples_name

@@ -11,7 +11,7 @@ from pyarrow import types
 
 from tiercache.extraction.column_types import kind_of
 from tiercache.extraction.reals import Nulls, reals
-from tiercache.kernels.bits import xxh64_strings, xxh64_words
+from tiercache.kernels.cpu.hashing import xxh64_strings, xxh64_words
 from tiercache.passes.keybatch import NULL_KEY, RESERVED, FeatureKeys, KeyBatch
 
 if TYPE_CHECKING:

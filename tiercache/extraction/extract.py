@@ -18,7 +18,7 @@ from tiercache.extraction.pass_builder import PassBuilder
 from tiercache.extraction.progress import ExtractionProgress, ProgressReporter
 from tiercache.extraction.source import Source
 from tiercache.extraction.state import ExtractionState, WorkFolder, check_same
-from tiercache.kernels.compile import is_cached, prepare
+from tiercache.kernels.cpu.compile import is_cached, prepare
 from tiercache.passes.keyset import KeySet
 from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
 from tiercache.passes.passset import PassSet

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.numbering import KeyNumbers
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.passes.samples import FeatureIds, Samples
 from tiercache.passes.samples_writer import SamplesWriter
 
@@ -24,7 +24,7 @@ __all__ = ["OpenPass"]
 
 _FIRST_ROOM = 1 << 12
 _ROOM_BYTES = 24
-"""Bytes that KeyNumbers holds for each key it has room for, where that room is a power of 2."""
+"""Bytes that KeyToIndex holds for each key it has room for, where that room is a power of 2."""
 _GROWING_BYTES = 8
 """Bytes more, for each key of the old room, while it doubles."""
 
@@ -40,7 +40,7 @@ class OpenPass:
         self.path = path
         """The file of numbered samples; of no use to anyone else."""
         self.tables = layout.schema.ordered_tables
-        self._numbers = {table.name: KeyNumbers(_FIRST_ROOM) for table in self.tables}
+        self._numbers = {table.name: KeyToIndex(_FIRST_ROOM) for table in self.tables}
         self._writer = SamplesWriter(path, layout)
 
     @property

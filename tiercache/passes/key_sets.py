@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.errors import PassSetError
-from tiercache.kernels.numbering import KeyNumbers
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.passes.keybatch import NULL_KEY
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
 from tiercache.passes.manifest import MANIFEST, Manifest, keys_name
@@ -95,7 +95,7 @@ def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any])
 
 def _column(table: Table, where: str, given: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the unique keys of one table in hash order, and how often each was given."""
-    names, numbers = KeyNumbers(), np.empty(_CHUNK_KEYS, np.int32)
+    names, numbers = KeyToIndex(), np.empty(_CHUNK_KEYS, np.int32)
     for keys in _stretches(f"the keys of table {table.name!r} in {where}", given):
         if int(keys.min()) <= NULL_KEY:
             raise PassSetError(

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from tiercache.errors import PassSetError
-from tiercache.kernels.bits import hash_keys
-from tiercache.kernels.uses import hash_range_bound
+from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.next_use import hash_range_bound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

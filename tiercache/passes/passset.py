@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import PassSetError
-from tiercache.kernels.gathering import check_ids
+from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.passes.keyset import KeySet
 from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, PassRecord, keys_name, samples_name
 from tiercache.passes.sample_layout import SampleLayout

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from tiercache.errors import PassSetError
-from tiercache.kernels.samples import gather_columns, gather_lists, gather_offsets, gather_rows
+from tiercache.kernels.cpu.samples import gather_columns, gather_lists, gather_offsets, gather_rows
 from tiercache.passes.sample_layout import BATCH_SAMPLES, BATCH_SHIFT, SampleLayout
 from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.bits import hash_keys
-from tiercache.kernels.uses import hash_range_bound
+from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.next_use import hash_range_bound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

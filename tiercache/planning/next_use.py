@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.numbering import KeyNumbers
-from tiercache.kernels.uses import hash_range_bound, sweep_uses
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.kernels.cpu.next_use import hash_range_bound, sweep_uses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,7 +101,7 @@ def _one_range(
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     if starts[-1] == 0:
         return
-    names = KeyNumbers(int(sizes.max()))
+    names = KeyToIndex(int(sizes.max()))
     numbers = np.empty(starts[-1], dtype=np.int32)
     for p, keys in enumerate(keys_P):
         names.insert(np.ascontiguousarray(keys[begins_P[p] : ends_P[p]]), numbers[starts[p] : starts[p + 1]])

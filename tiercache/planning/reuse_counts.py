@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.kernels.switch import count_gaps
+from tiercache.kernels.cpu.slots import count_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,26 +11,26 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import Array
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.processors.entries import Array
-    from tiercache.processors.processor import Processor
 
 
 class Bounds:
     """Looks at every number that came from another rank; its kernels would take no notice.
 
-    Where the processor queues its work that is known later, and `check` says it: what is no row reads as zeros, or as a
+    Where the backend queues its work that is known later, and `check` says it: what is no row reads as zeros, or as a
     row of another table, until then, and is never stepped. Elsewhere nothing is read before.
     """
 
-    def __init__(self, ranks: AnyCommunicator, processor: Processor) -> None:
-        self._ranks, self._processor = ranks, processor
+    def __init__(self, ranks: AnyCommunicator, backend: Backend) -> None:
+        self._ranks, self._backend = ranks, backend
         self._unknown: list[tuple[Callable[[], tuple[int, int]], int, str]] = []
 
     def expect(self, values: Array, count: int, what: str) -> None:
         """Have all ``values`` be of [0, count): rows ``what``. Raises as `check` where that is known at once."""
-        self._unknown.append((self._processor.bounds(values), count, what))
-        if not self._processor.queues:
+        self._unknown.append((self._backend.bounds(values), count, what))
+        if not self._backend.queues:
             self.check()
 
     def check(self) -> None:
@@ -49,9 +49,9 @@ class Bounds:
         self._unknown = []
 
 
-def confined(values: torch.Tensor, count: int, processor: Processor) -> torch.Tensor:
-    """Return ``values``, where the processor queues its work with those outside of [0, count) inside.
+def confined(values: torch.Tensor, count: int, backend: Backend) -> torch.Tensor:
+    """Return ``values``, where the backend queues its work with those outside of [0, count) inside.
 
     There a wrong number as an index would end the device's work for this process.
     """
-    return values.clamp(0, max(0, count - 1)) if processor.queues else values
+    return values.clamp(0, max(0, count - 1)) if backend.queues else values

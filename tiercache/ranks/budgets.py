@@ -19,7 +19,7 @@ from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.manifest import Manifest
 from tiercache.store.scratch_file import ScratchFile, scratch_in
 from tiercache.store.table import group_tables
-from tiercache.tiers.device_need import DeviceNeed
+from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
 from tiercache.tiers.segments import waiting_streams
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.matching import check_commit_every
@@ -29,9 +29,9 @@ from tiercache.training.progress import prepare_kernels
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.view import DatasetView
     from tiercache.planning.next_use import Uses
-    from tiercache.processors.processor import Mover
     from tiercache.store import Store
 
 __all__ = ["Budgets"]
@@ -72,10 +72,10 @@ class Budgets:
         """Return them by the names that users give them."""
         return asdict(self)
 
-    def check_device(self, source: DatasetView, mover: Mover) -> int:
+    def check_device(self, source: DatasetView, backend: Backend) -> int:
         """Return the bytes of the device that are left beside mirrors. Raises BudgetError where rows need more."""
         if not isinstance(source, Share):
-            DeviceNeed.of(_positions(source), mover).check(self.device_budget)
+            DeviceMemoryPlan.of(_positions(source), backend).check(self.device_budget)
             return self.device_budget
         share, mirrors = source, mirror_bytes(source)
         if mirrors > self.device_budget:
@@ -85,7 +85,7 @@ class Budgets:
             )
         num_ranks = share.placement.num_ranks
         divided = num_ranks == 1 or all(one.kind == "row" for one in share.placement.tables.values())
-        DeviceNeed.of(_positions(share), mover).check(
+        DeviceMemoryPlan.of(_positions(share), backend).check(
             self.device_budget,
             num_ranks=num_ranks,
             mirrors=mirrors,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.backends.jagged import RowRequest
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_U8
-from tiercache.kernels.vectors import Vectors
-from tiercache.processors.entries import Wanted
+from tiercache.kernels.cpu.vectors import Vectors
 from tiercache.ranks.bounds import Bounds
 from tiercache.ranks.mirrors import Mirrors
 from tiercache.ranks.received import Received
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.samples import FeatureIds
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.requests import Request
     from tiercache.store.table import Group
@@ -76,14 +76,14 @@ class RowExchange:
     """Exchanges the rows of batches among the ranks, for one cache. Every call is collective, but `__init__`.
 
     All ranks make the same calls in the same order, one thread at a time. ``ask`` is on any thread. All else is, where
-    the processor queues its work, on the training thread, so that all ranks queue it in one order, between the same
-    calls of the user's. On a CPU only ``step`` and ``gradients_of`` are there: they use the processor's scratch.
+    the backend queues its work, on the training thread, so that all ranks queue it in one order, between the same
+    calls of the user's. On a CPU only ``step`` and ``gradients_of`` are there: they use the backend's scratch.
     """
 
     def __init__(
         self,
         ranks: AnyCommunicator,
-        processor: Processor,
+        backend: Backend,
         groups: tuple[Group, ...],
         part_groups: tuple[Group, ...],
         *,
@@ -93,12 +93,12 @@ class RowExchange:
 
         groups: of whole tables, which modules look up. part_groups: of this rank's part of the store.
         """
-        self.ranks, self._processor, self.wire = ranks, processor, Wire(ranks, wire_dtype)
+        self.ranks, self._backend, self.wire = ranks, backend, Wire(ranks, wire_dtype)
         self._send, self._remote, self._count = self.wire.send, self.wire.remote, self.wire.count
         self._groups, self._part_groups = groups, part_groups
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
-        self._requester, self._mirrors = Requester(), Mirrors(ranks, processor, wire_dtype)
-        self.bounds = Bounds(ranks, processor)
+        self._requester, self._mirrors = Requester(), Mirrors(ranks, backend, wire_dtype)
+        self.bounds = Bounds(ranks, backend)
         """What other ranks may ask this one for."""
         self._slices: SliceSteps | None = None
         self._stretches: Stretches | None = None
@@ -128,7 +128,7 @@ class RowExchange:
         num_groups, mirrored = int(owners.group_TW.max()) + 1, mirrored and self.ranks.size > 1
         self._stretches = Stretches(owners, self._groups, self.ranks.rank, num_groups, mirrored=mirrored)
         self._rows = rows
-        self._slices = SliceSteps(self.ranks, self._processor, owners, self._part_groups)
+        self._slices = SliceSteps(self.ranks, self._backend, owners, self._part_groups)
         self._mirrors.open(owners if mirrored else None, rows)
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class RowExchange:
     def answer(self, asked: Asked) -> tuple[list[GroupRows], Exchanged]:
         """Bring the rows of a batch: its own rows of each group of whole tables, and what the way back needs.
 
-        Every batch has rows of its own, which lookups read and nobody changes. Where the processor queues, nothing is
+        Every batch has rows of its own, which lookups read and nobody changes. Where the backend queues, nothing is
         waited for. Raises RankError where this rank is, or was by the batch before, asked for rows that it has not, and
         RuntimeError where another pass was opened since.
         """
@@ -203,8 +203,8 @@ class RowExchange:
 
     def _ask(self, stretches: Stretches, request: Request, counts_WS: NDArray[np.int64], what: str) -> Exchanged:
         """Send every owner the addresses of its rows, and receive what others ask for."""
-        p, rank = self._processor, self.ranks.rank
-        mine = p.tensor(p.bring(request.addresses))
+        p, rank = self._backend, self.ranks.rank
+        mine = p.tensor(p.to_device(request.addresses))
         send, receive = self._remote(request.counts_WS.sum(axis=1)), self._remote(counts_WS.sum(axis=1))
         came, remote = p.tensor(p.empty((int(counts_WS.sum()),), np.int32)), sum(receive)
         self._send(mine[: sum(send)], send, receive, came[:remote], what)
@@ -214,7 +214,7 @@ class RowExchange:
 
     def _answer(self, exchanged: Exchanged, what: str) -> torch.Tensor:
         """Send every rank the rows that it asked for; return those that came, then this rank's own, flat."""
-        p, H = self._processor, exchanged.stretches.num_groups
+        p, H = self._backend, exchanged.stretches.num_groups
         dims_H = self._part_dims(H)
         out_W = (exchanged.counts_WS[:, :H] * dims_H).sum(axis=1)
         in_W = (exchanged.request.counts_WS * exchanged.stretches.width_WS)[:, :H].sum(axis=1)
@@ -239,12 +239,12 @@ class RowExchange:
         return flat
 
     def _wanted(self, exchanged: Exchanged, h: int, first: int, count: int, target: torch.Tensor | None,
-                at: int) -> Wanted:  # fmt: skip
-        p, rows, mine = self._processor, self._rows[h], slice(first, first + count)
+                at: int) -> RowRequest:  # fmt: skip
+        p, rows, mine = self._backend, self._rows[h], slice(first, first + count)
         have = int(rows.slot_of_local.shape[0])
         self.bounds.expect(p.array(exchanged.positions[mine]), have, f"of a group of {have:,} in the pass")
         out = None if target is None else target[at : at + count * rows.vectors.dim].view(count, rows.vectors.dim)
-        return Wanted(
+        return RowRequest(
             rows,
             p.array(exchanged.positions[mine]),
             p.array(exchanged.slots[mine]),
@@ -257,7 +257,7 @@ class RowExchange:
 
     def _unpack(self, s: Stretches, request: Request, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each group, (U, dim): ``flat`` itself where there is one group of whole rows."""
-        p = self._processor
+        p = self._backend
         if s.is_plain:
             return [flat.view(request.num_unique, self._groups[0].dim)]
         found = [
@@ -275,8 +275,8 @@ class RowExchange:
         return found
 
     def _groups_of(self, request: Request, found: list[torch.Tensor]) -> list[GroupRows]:
-        p = self._processor
-        slots = p.bring(request.slots_U)
+        p = self._backend
+        slots = p.to_device(request.slots_U)
         return [
             GroupRows(
                 Vectors.of(p.array(rows), group.dim, "float32"), (), slots, {t.name: 0 for t in group.tables},
@@ -294,7 +294,7 @@ class RowExchange:
         averaged. Rows without a gradient take no part. What comes is in rank order. Raises RankError as ``answer``.
         """
         self.bounds.check()
-        p, s, request, what = self._processor, exchanged.stretches, exchanged.request, "exchanging gradients"
+        p, s, request, what = self._backend, exchanged.stretches, exchanged.request, "exchanging gradients"
         S = 2 * s.num_groups
         marks_G = [
             p.named([one.slots for one in pending], int(rows)) if rows else None
@@ -340,7 +340,7 @@ class RowExchange:
 
         Nothing is said where all have one.
         """
-        p, s, request = self._processor, exchanged.stretches, exchanged.request
+        p, s, request = self._backend, exchanged.stretches, exchanged.request
         wire_R = exclusive(request.rows_R)
         asked_W, told_W = request.counts_WS.sum(axis=1), exchanged.counts_WS.sum(axis=1)
         send_W, receive_W = to_WS.sum(axis=1), told_WS.sum(axis=1)
@@ -351,7 +351,7 @@ class RowExchange:
             mark, rows = marks_G[s.runs.group_R[r]], request.span(r)
             there = np.arange(rows.stop - rows.start) if mark is None else np.nonzero(mark[rows])[0]
             found.append((there + (wire_R[r] - first_W[s.runs.rank_R[r]])).astype(np.int32))
-        mine = p.tensor(p.bring(np.concatenate(found)))
+        mine = p.tensor(p.to_device(np.concatenate(found)))
         send, receive = self._remote(send_W), self._remote(receive_W)
         came = p.tensor(p.empty((sum(receive),), np.int32))
         self._send(mine[: sum(send)], send, receive, came, what)
@@ -361,7 +361,7 @@ class RowExchange:
 
     def _sum(self, request: Request, gradients: RowGradients, into: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the sum of each row's gradients over W, of each group (U, dim); of the only one ``into`` memory."""
-        p, sums = self._processor, []
+        p, sums = self._backend, []
         for group, rows, pending in zip(self._groups, request.num_rows_G.tolist(), gradients.pending, strict=True):
             flat = p.tensor(p.empty((rows * group.dim,), np.float32)) if into is None else into
             sums.append(flat.view(rows, group.dim))
@@ -372,13 +372,13 @@ class RowExchange:
     def _pack(self, stretches: Stretches, request: Request, marks_G: list[NDArray[np.bool_] | None],
               sums: list[torch.Tensor], buffer: torch.Tensor) -> None:  # fmt: skip
         """Write the rows that have a gradient in wire order."""
-        p, runs, at = self._processor, stretches.runs, 0
+        p, runs, at = self._backend, stretches.runs, 0
         for r in np.nonzero(request.rows_R)[0].tolist():
             g, rows, columns = int(runs.group_R[r]), request.span(r), runs.columns(r)
             mark = marks_G[g]
             part = sums[g][rows, columns]
             if mark is not None:
-                part = part[p.tensor(p.bring(np.nonzero(mark[rows])[0]))]
+                part = part[p.tensor(p.to_device(np.nonzero(mark[rows])[0]))]
             buffer[at : at + part.numel()].view(part.shape).copy_(part)
             at += part.numel()
 

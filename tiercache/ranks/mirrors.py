@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.processors.entries import Wanted
+from tiercache.backends.jagged import RowRequest
 from tiercache.ranks.bounds import confined
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.received import Received
     from tiercache.tiers.rows import GroupRows
@@ -33,8 +33,8 @@ class Mirrors:
     What is in a mirror has travelled: it has the wire's dtype, on the owner's rank too.
     """
 
-    def __init__(self, ranks: AnyCommunicator, processor: Processor, wire_dtype: torch.dtype) -> None:
-        self._ranks, self._processor, self._wire_dtype = ranks, processor, wire_dtype
+    def __init__(self, ranks: AnyCommunicator, backend: Backend, wire_dtype: torch.dtype) -> None:
+        self._ranks, self._backend, self._wire_dtype = ranks, backend, wire_dtype
         self._mirrors: dict[int, torch.Tensor] = {}
         self._owners: Owners | None = None
         self._changed: dict[int, list[torch.Tensor]] = {}
@@ -46,7 +46,7 @@ class Mirrors:
 
     def open(self, owners: Owners | None, rows: Sequence[GroupRows]) -> None:
         """Fill mirrors with the rows of a pass, of which ``rows`` are this rank's; None: there are none. Collective."""
-        p, rank = self._processor, self._ranks.rank
+        p, rank = self._backend, self._ranks.rank
         self._owners, self._mirrors, self._changed = owners, {}, {}
         for t, kind in enumerate(() if owners is None else owners.kinds):
             assert owners is not None
@@ -59,7 +59,7 @@ class Mirrors:
                 count_W = np.clip(rows_W - first, 0, piece)
                 begin = int(owners.first_TW[t, rank]) + first
                 mine = np.arange(begin, begin + int(count_W[rank]), dtype=np.int32)
-                found = self._find(rows, int(owners.group_TW[t, rank]), p.tensor(p.bring(mine)), dim)
+                found = self._find(rows, int(owners.group_TW[t, rank]), p.tensor(p.to_device(mine)), dim)
                 came = self._ranks.all_gather(found.view(-1), (count_W * dim).tolist(), "filling mirrors")
                 at = 0
                 for low, count in zip((low_W + first).tolist(), count_W.tolist(), strict=True):
@@ -69,16 +69,16 @@ class Mirrors:
 
     def _find(self, rows: Sequence[GroupRows], group: int, positions: torch.Tensor, dim: int) -> torch.Tensor:
         """Return vectors by position, in the wire's dtype."""
-        p, count = self._processor, positions.numel()
+        p, count = self._backend, positions.numel()
         found, slots = p.tensor(p.empty((count, dim), np.float32)), p.empty((count,), np.int32)
         if count:
-            p.find([Wanted(rows[group], p.array(positions), slots, p.array(found))])
+            p.find([RowRequest(rows[group], p.array(positions), slots, p.array(found))])
         return found.to(self._wire_dtype)
 
     def read(self, table: int, local: NDArray[np.int32], out: torch.Tensor) -> None:
         """Write the vectors of local ids (n,) of a table to ``out`` (n, dim)."""
-        p = self._processor
-        torch.index_select(self._mirrors[table], 0, p.tensor(p.bring(local)), out=out)
+        p = self._backend
+        torch.index_select(self._mirrors[table], 0, p.tensor(p.to_device(local)), out=out)
 
     def note(self, received: Received) -> None:
         """Note the rows whose gradients came: the next step changes them."""
@@ -101,7 +101,7 @@ class Mirrors:
         for t in self._mirrors:
             group, first = int(owners.group_TW[t, ranks.rank]), int(owners.first_TW[t, ranks.rank])
             owned = int(owners.high_TW[t, ranks.rank] - owners.low_TW[t, ranks.rank])
-            found = changed.get(group, torch.empty(0, dtype=torch.int32, device=self._processor.device))
+            found = changed.get(group, torch.empty(0, dtype=torch.int32, device=self._backend.device))
             mine = found[(found >= first) & (found < first + owned)]
             ids.append(mine + (int(owners.low_TW[t, ranks.rank]) - first))
             vectors.append(self._find(rows, group, mine, owners.tables[t].dim).view(-1))
@@ -117,6 +117,6 @@ class Mirrors:
             for (t, mirror), count in zip(self._mirrors.items(), counts, strict=True):
                 dim = mirror.shape[1]
                 new = came[at : at + count * dim].view(count, dim)
-                ids_there = confined(all_ids[at_id : at_id + count], mirror.shape[0], self._processor)
+                ids_there = confined(all_ids[at_id : at_id + count], mirror.shape[0], self._backend)
                 self._mirrors[t][ids_there] = new.to(mirror.dtype)
                 at_id, at = at_id + count, at + count * dim

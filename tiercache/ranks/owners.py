@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.uses import hash_range_bound
+from tiercache.kernels.cpu.next_use import hash_range_bound
 from tiercache.ranks.placement import hash_bounds
 
 if TYPE_CHECKING:

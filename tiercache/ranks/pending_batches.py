@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
     from tiercache.ranks.exchange import Exchanged
     from tiercache.ranks.pooling import PooledBatch
     from tiercache.tiers.rows import RowView
@@ -93,8 +93,8 @@ class PendingBatches:
 class Coming:
     """A batch on its way: asked for, then brought, then received. Asked for where this is made."""
 
-    def __init__(self, bring: Callable[[], tuple[Batch, PendingBatch]], processor: Processor) -> None:
-        self._bring, self._processor = bring, processor
+    def __init__(self, bring: Callable[[], tuple[Batch, PendingBatch]], backend: Backend) -> None:
+        self._bring, self._backend = bring, backend
         self._brought: tuple[Batch, PendingBatch] | None = None
         self._exchanged: Any = None
 
@@ -104,18 +104,18 @@ class Coming:
         return self._brought is not None
 
     def bring(self) -> PendingBatch:
-        """Have its rows brought; beside the training that comes behind this, where the processor queues its work."""
-        with self._processor.exchanging():
+        """Have its rows brought; beside the training that comes behind this, where the backend queues its work."""
+        with self._backend.streams.exchanging():
             self._brought = self._bring()
-        self._exchanged = self._processor.exchanged()
+        self._exchanged = self._backend.streams.exchanged()
         return self._brought[1]
 
     def receive(self) -> Batch:
         """Return it; what is done with it comes behind its being brought. On the training thread."""
         assert self._brought is not None, "a batch is received that was not brought"
         batch, pending = self._brought
-        made = tensors_of((batch.label, batch.dense, batch.rows.groups, pending)) if self._processor.queues else []
-        self._processor.receive(self._exchanged, made)
+        made = tensors_of((batch.label, batch.dense, batch.rows.groups, pending)) if self._backend.queues else []
+        self._backend.streams.receive(self._exchanged, made)
         return batch
 
 

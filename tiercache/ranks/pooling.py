@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.backends.jagged import JaggedIds, SavedGradient
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.processors.entries import Entries, Pending
 from tiercache.ranks.bags import MODES, Block, Candidate, Chooser, candidates_of, check_bags, message_of
 from tiercache.ranks.bounds import confined
 from tiercache.training.batch import Pooled
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.samples import FeatureIds
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.exchange import RowExchange
     from tiercache.ranks.owners import Owners
     from tiercache.schema import Feature
@@ -66,11 +66,11 @@ class AskedBags:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """The entries of one feature of one rank's bags: what its gradient becomes a `Pending` with."""
+    """The entries of one feature of one rank's bags: what its gradient becomes a `SavedGradient` with."""
 
     feature: int
     group: int
-    entries: Entries
+    entries: JaggedIds
     """Of all features of the group in the block."""
     first: int
     last: int
@@ -99,8 +99,8 @@ class Pooling:
     Beside a `RowExchange`, with its ranks and its wire; on one thread at a time, as that.
     """
 
-    def __init__(self, exchange: RowExchange, processor: Processor, features: Sequence[Feature]) -> None:
-        self._exchange, self._processor, self._features = exchange, processor, features
+    def __init__(self, exchange: RowExchange, backend: Backend, features: Sequence[Feature]) -> None:
+        self._exchange, self._backend, self._features = exchange, backend, features
         self._ranks, self._wire = exchange.ranks, exchange.wire
         self._chooser = Chooser()
         self._rows: Sequence[GroupRows] = ()
@@ -204,7 +204,7 @@ class Pooling:
         return asked, None
 
     def answer(self, asked: AskedBags) -> PooledBatch:
-        """Have the features pooled; where the processor queues its work, nothing is waited for."""
+        """Have the features pooled; where the backend queues its work, nothing is waited for."""
         self._exchange.bounds.check()
         messages = self._tell(asked) if asked.travel else [self._bring(pieces) for pieces in asked.messages_W]
         entries_W = [
@@ -225,11 +225,11 @@ class Pooling:
 
     def _bring(self, pieces: Sequence[NDArray[np.int32]]) -> torch.Tensor:
         joined = np.concatenate(pieces) if pieces else NONE_I4
-        return self._processor.tensor(self._processor.bring(joined))
+        return self._backend.tensor(self._backend.to_device(joined))
 
     def _tell(self, asked: AskedBags) -> list[torch.Tensor]:
         """Send the messages; return what each rank asks of this one."""
-        p, rank, pieces_W = self._processor, self._ranks.rank, asked.messages_W
+        p, rank, pieces_W = self._backend, self._ranks.rank, asked.messages_W
         send = self._wire.remote(sum(piece.size for piece in pieces) for pieces in pieces_W)
         receive = self._wire.remote(
             sum(asked.candidates[f].words(int(n), int(counts_P[f])) for f in block.features)
@@ -246,7 +246,7 @@ class Pooling:
         self, block: Block, message: torch.Tensor, counts_P: NDArray[np.int64], modes_P: NDArray[np.int8], n: int
     ) -> list[_Served]:
         """Return the bags of a message, feature after feature, as entries for each group."""
-        p, at, served = self._processor, 0, []
+        p, at, served = self._backend, 0, []
         every = zip(block.features, block.owners, block.cols, strict=True)
         for group, members in groupby(every, key=lambda one: one[1].group):
             some = list(members)
@@ -272,7 +272,7 @@ class Pooling:
                 self._exchange.bounds.expect(p.array(mine), one.rows, what)
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=message.device), *lengths]).cumsum(0)
             offsets = confined(offsets, starts[-1] + 1, p)
-            entries = Entries(
+            entries = JaggedIds(
                 ids=p.array(joined),
                 starts=np.array(starts, dtype=np.int64),
                 bases=np.array([owner.first for _, owner, _ in some], dtype=np.int64),
@@ -298,9 +298,9 @@ class Pooling:
             out = here if rank == self._ranks.rank else out  # noqa: PLW2901 - the same, elsewhere
             if out.numel():
                 parts = {served.group: served.entries for served in entries_W[rank]}
-                self._processor.pool(
+                self._backend.pool(
                     [(self._rows[group], entries) for group, entries in parts.items()],
-                    self._processor.array(out.view(-1, block.width)),
+                    self._backend.array(out.view(-1, block.width)),
                 )
         self._wire.send(sent, send, receive, came, asked.what)
         vectors = list(torch.split(came, receive))
@@ -308,7 +308,7 @@ class Pooling:
         return [flat.view(num_samples, block.width) for flat, block in zip(vectors, asked_W, strict=True)]
 
     def _flat(self, size: int) -> torch.Tensor:
-        return self._processor.tensor(self._processor.empty((size,), np.float32))
+        return self._backend.tensor(self._backend.empty((size,), np.float32))
 
     def _vectors(self, p: int, asked_W: Sequence[Block], vectors_W: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put the columns of a feature side by side."""
@@ -371,7 +371,7 @@ class Pooling:
     def _add(self, batch: PooledBatch, rank: int, has_P: NDArray[np.int64], gradient: torch.Tensor,
              into: RowGradients) -> None:  # fmt: skip
         """Add what came from a rank."""
-        p = self._processor
+        p = self._backend
         for one in batch.served_W[rank]:
             if not has_P[one.feature] or one.first == one.last:
                 continue
@@ -379,7 +379,7 @@ class Pooling:
             assert e.places is not None
             into.add(
                 one.group,
-                Pending(
+                SavedGradient(
                     slots=e.slots[some], gradient=p.array(gradient), width=batch.blocks_W[rank].width, cols=e.cols,
                     places=e.places[some], scales=e.scales[some], argmax=NONE_I4,
                 ),

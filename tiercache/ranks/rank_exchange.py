@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from tiercache.backends.base import Backend
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.samples import Samples
     from tiercache.passes.view import DatasetView
-    from tiercache.processors.processor import Mover, Processor
     from tiercache.ranks.exchange import Asked
     from tiercache.ranks.pooling import AskedBags
     from tiercache.tiers.rows import GroupRows
@@ -63,7 +63,7 @@ class _Read:
     weight: float = 1.0
     token: int = 0
     """Says which of the global batches it is of: of ranks that ask for different ones none trains."""
-    delivery: ClassVar[None] = None
+    upload: ClassVar[None] = None
     """Nothing was brought yet."""
 
 
@@ -73,11 +73,11 @@ def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     return [places[i * n // count : (i + 1) * n // count] for i in range(count)]
 
 
-def exchange_thread(mover: Mover) -> ThreadPoolExecutor:
+def exchange_thread(backend: Backend) -> ThreadPoolExecutor:
     """Return the one thread on which batches of a cache are made, or asked for, one after the other."""
 
     def enter() -> None:
-        mover.enter_thread()
+        backend.streams.enter_thread()
         share_threads()  # as many threads of the kernels as training has: else they would use all cores here
 
     return ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
@@ -97,7 +97,7 @@ class RankExchange:
         ranks: AnyCommunicator,
         beside: AnyCommunicator,
         share: Share,
-        processor: Processor,
+        backend: Backend,
         optimizer: RowOptimizer,
         rows_now: Callable[..., RowsNow],
         modules: Sequence[nn.Module],
@@ -110,18 +110,18 @@ class RankExchange:
         rows_now: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
         modules: features that none of these looks up are not brought.
         """
-        self.ranks, self._beside, self._share, self._processor = ranks, beside, share, processor
+        self.ranks, self._beside, self._share, self._backend = ranks, beside, share, backend
         self._optimizer, self._modules, self._comm_dtype = optimizer, modules, comm_dtype
         self._rows_now = weakref.WeakMethod(rows_now)
         whole = share.whole
         groups = group_tables(whole.tables)
-        self.rows = RowExchange(beside, processor, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
-        self.pooling = Pooling(self.rows, processor, whole.schema.features)
+        self.rows = RowExchange(beside, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
+        self.pooling = Pooling(self.rows, backend, whole.schema.features)
         self._loader = RowLoader(share, self._own_rows, ranks)
         self._tables = {feature.name: feature.table for feature in whole.schema.features}
         self._weighted = {feature.name for feature in whole.schema.features if feature.weights is not None}
         self._is_mine = thread is None
-        self._thread = exchange_thread(processor.mover) if thread is None else thread
+        self._thread = exchange_thread(backend) if thread is None else thread
         self._pending = PendingBatches()
 
     @property
@@ -194,7 +194,7 @@ class RankExchange:
         brought: Coming | None = None
         for read in reads:
             coming = None if asked is None else asked.result()  # where it failed, no rank begins another
-            if coming is not None and self._processor.queues:
+            if coming is not None and self._backend.queues:
                 behind, coming = self._brought(coming), brought
                 brought = behind
             asked = self._begin(read, rows, by_owner)  # behind what was queued: one thread tells others at a time
@@ -210,8 +210,8 @@ class RankExchange:
         return self._thread.submit(lambda: self._coming(self._ask(read, rows, by_owner)))
 
     def _coming(self, bring: Callable[[], tuple[Batch, PendingBatch]]) -> Coming:
-        coming = Coming(bring, self._processor)
-        return coming if self._processor.queues else self._brought(coming)
+        coming = Coming(bring, self._backend)
+        return coming if self._backend.queues else self._brought(coming)
 
     def _ask(self, read: Callable[[], Any], rows: RowView, by_owner: bool) -> Callable[[], tuple[Batch, PendingBatch]]:
         """Ask for the rows of this rank's samples, and return what brings them."""
@@ -259,7 +259,7 @@ class RankExchange:
         groups, exchanged = self.rows.answer(asked)  # first: it knows whether the pass is still open
         pooled = self.pooling.answer(bags) if bags else None
         gradients = RowGradients(len(groups), self._optimizer.tracers)
-        view = RowView(groups, gradients if trained else None, asked.where, self._processor)
+        view = RowView(groups, gradients if trained else None, asked.where, self._backend)
         elsewhere = pooled.features if pooled else {}
         batch = finish(view, ids=self._named(asked.ids, elsewhere), pooled=elsewhere)
         return batch, PendingBatch(exchanged, pooled, gradients, view)
@@ -348,7 +348,7 @@ class RankExchange:
         """Return an exchange for batches of this rank's share of other passes, on the same thread."""
         assert isinstance(passes, Share)
         return RankExchange(
-            self.ranks, self._beside, passes, self._processor, self._optimizer, self._own_rows, self._modules,
+            self.ranks, self._beside, passes, self._backend, self._optimizer, self._own_rows, self._modules,
             comm_dtype=self._comm_dtype, thread=self._thread,
         )  # fmt: skip
 
@@ -387,7 +387,7 @@ class RankExchange:
     def rest(self) -> None:
         """Wait until no batch is being made; what comes behind this comes behind those that were brought."""
         self._thread.submit(lambda: None).result()
-        self._processor.receive(self._processor.exchanged(), ())
+        self._backend.streams.receive(self._backend.streams.exchanged(), ())
 
     def close(self) -> None:
         """End the thread, and let go of the rows."""

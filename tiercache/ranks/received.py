@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.backends.jagged import SavedGradient
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.processors.entries import Pending
 from tiercache.ranks.bounds import confined
 from tiercache.ranks.stretches import exclusive
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
     from tiercache.training.row_gradients import RowGradients
 
 __all__ = ["Received"]
@@ -48,7 +48,7 @@ class Received:
         self._chosen = chosen
 
     def add(
-        self, processor: Processor, positions: torch.Tensor, slots: torch.Tensor, flat: torch.Tensor, into: RowGradients
+        self, backend: Backend, positions: torch.Tensor, slots: torch.Tensor, flat: torch.Tensor, into: RowGradients
     ) -> None:
         """Add the gradients to ``into``, one entry for each rank and row, in rank order.
 
@@ -67,7 +67,7 @@ class Received:
             mine, at = slice(int(begin_W[rank]), int(begin_W[rank] + asked_W[rank])), int(at_W[rank])
             places, named = positions[mine], slots[mine]
             if rank in self._chosen:
-                chosen = confined(self._chosen[rank], places.numel(), processor)
+                chosen = confined(self._chosen[rank], places.numel(), backend)
                 places, named = (one.index_select(0, chosen) for one in (places, named))
             first = 0
             for section in np.nonzero(counts_S)[0].tolist():
@@ -81,10 +81,10 @@ class Received:
         for h, pieces in found.items():
             into.add(
                 h,
-                Pending(
-                    slots=processor.array(torch.cat([some for some, _ in pieces])),
-                    gradient=processor.array(flat), width=1, cols=np.zeros(1, dtype=np.int64),
-                    places=processor.bring(np.concatenate([where for _, where in pieces])),
+                SavedGradient(
+                    slots=backend.array(torch.cat([some for some, _ in pieces])),
+                    gradient=backend.array(flat), width=1, cols=np.zeros(1, dtype=np.int64),
+                    places=backend.to_device(np.concatenate([where for _, where in pieces])),
                     scales=NONE_F4, argmax=NONE_I4,
                 ),
             )  # fmt: skip

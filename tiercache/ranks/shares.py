@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tiercache.kernels.uses import hash_range_bound
+from tiercache.kernels.cpu.next_use import hash_range_bound
 from tiercache.ranks.owners import find_owners
 from tiercache.ranks.placement import hash_bounds
 from tiercache.store.table import group_tables

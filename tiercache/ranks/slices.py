@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.backends.jagged import OptimizerStep, RowRequest, SavedGradient
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.processors.entries import GroupStep, Pending, Wanted
 from tiercache.store.table import SGD, Group, RowWiseAdagrad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiercache.backends.base import Backend
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.received import Received
     from tiercache.tiers.rows import GroupRows
@@ -49,9 +49,9 @@ class SliceSteps:
     """
 
     def __init__(
-        self, ranks: AnyCommunicator, processor: Processor, owners: Owners, part_groups: tuple[Group, ...]
+        self, ranks: AnyCommunicator, backend: Backend, owners: Owners, part_groups: tuple[Group, ...]
     ) -> None:
-        self._ranks, self._processor, self._part_groups = ranks, processor, part_groups
+        self._ranks, self._backend, self._part_groups = ranks, backend, part_groups
         self._mine: list[_Mine] = []
         self._any = False
         for t, table in enumerate(owners.tables):
@@ -97,7 +97,7 @@ class SliceSteps:
 
     def _merge(self, one: _Mine, optimizer: RowOptimizer, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots (K,) of the rows that have gradients, by position, and their sums (K, dim) with decay."""
-        p, group = self._processor, optimizer.group(one.group)
+        p, group = self._backend, optimizer.group(one.group)
         pending = optimizer.gradients.pending[one.group]
         none = torch.empty(0, dtype=torch.int32, device=p.device)
         positions, number = torch.unique(torch.cat([none, *self._positions[one.group]]), return_inverse=True)
@@ -108,7 +108,7 @@ class SliceSteps:
         numbers = torch.split(number.to(torch.int32), [some.numel() for some in self._positions[one.group]])
         renamed = [replace(old, slots=p.array(new)) for old, new in zip(pending, numbers, strict=True)]
         p.sum(renamed, 1.0, p.array(gradient))
-        p.find([Wanted(rows, p.array(positions), p.array(slots), p.array(held))])
+        p.find([RowRequest(rows, p.array(positions), p.array(slots), p.array(held))])
         if group.optimizer.decay:
             gradient.add_(held, alpha=group.optimizer.decay)
         return slots, gradient
@@ -119,7 +119,7 @@ class SliceSteps:
         shared = [[i for i, one in enumerate(self._mine) if r in one.ranks and r != here] for r in range(W)]
         sizes = [sum(mine[i].numel() for i in some) for some in shared]
         send = [mine[i] for some in shared for i in some]
-        flat = torch.cat(send) if send else torch.empty(0, device=self._processor.device)
+        flat = torch.cat(send) if send else torch.empty(0, device=self._backend.device)
         came = self._ranks.all_to_all(flat, sizes, sizes, what="adding up the squares of column slices")
         owners = [(r, i) for r, some in enumerate(shared) for i in some]
         pieces = dict(zip(owners, torch.split(came, [mine[i].numel() for _, i in owners]), strict=True))
@@ -136,18 +136,18 @@ class SliceSteps:
         total: torch.Tensor,
     ) -> None:  # fmt: skip
         """Add to the state, and step the vectors by rate / (sqrt(state) + eps) times the gradient."""
-        p, group = self._processor, optimizer.group(one.group)
+        p, group = self._backend, optimizer.group(one.group)
         assert isinstance(group.optimizer, RowWiseAdagrad)
         state, where = p.tensor(rows.states[0]).view(-1), slots.long()
         sums = state[where] + total / one.whole_dim
         state[where] = sums
         gradient /= (sums.sqrt() + group.optimizer.eps)[:, None]
-        pending = Pending(
+        pending = SavedGradient(
             slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=group.dim, cols=_FIRST_COLUMN,
             places=None, scales=NONE_F4, argmax=NONE_I4,
         )  # fmt: skip
         rate = optimizer.learning_rate(one.group)
-        p.step([GroupStep(_plain(group, group.dtype), rows, [pending], rate)], optimizer.number(one.group))
+        p.step([OptimizerStep(_plain(group, group.dtype), rows, [pending], rate)], optimizer.number(one.group))
 
 
 def _plain(group: Group, dtype: str) -> Group:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import StateError
-from tiercache.kernels.switch import assign_slots, stable_order_by_gap, take
-from tiercache.tiers.device_need import DeviceNeed
+from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_gap, take
+from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
 from tiercache.tiers.rows import GroupRows
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import Array
     from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.processors.entries import Array
-    from tiercache.processors.processor import Mover
     from tiercache.store.table import Group
 
 
@@ -65,16 +65,16 @@ class DeviceTier:
     ``place`` runs on the reader thread ahead of time, everything else on the training thread.
     """
 
-    def __init__(self, positions: Positions, budget: int, mover: Mover) -> None:
+    def __init__(self, positions: Positions, budget: int, backend: Backend) -> None:
         """Allocate the arrays: each group's largest pass.
 
         Raises BudgetError where they exceed ``budget``, or what the device has.
         """
-        self._positions, self._mover = positions, mover
-        need = DeviceNeed.of(positions, mover)
+        self._positions, self._backend = positions, backend
+        need = DeviceMemoryPlan.of(positions, backend)
         need.check(budget)
         self.capacity_G, self.num_bytes = need.rows_G, need.num_bytes
-        self.arrays_G = mover.reserve(need.layouts, "device_budget holds passes that")
+        self.arrays_G = backend.reserve(need.layouts, "device_budget holds passes that")
         """The memory of each group's rows."""
         self.slots_G: list[Array] = []
         """The slots of the visit shown, on the device."""
@@ -104,7 +104,7 @@ class DeviceTier:
             span = self._positions.span(plan.pass_index, g)
             prev_gap = uses.prev_gap[plan.pass_index][span]
             rows = span.stop - span.start
-            slots, order = self._mover.indices(rows), self._mover.indices(rows)
+            slots, order = self._backend.indices(rows), self._backend.indices(rows)
             if plan.within:
                 order[:] = np.arange(rows, dtype=np.int32)
             else:
@@ -120,7 +120,7 @@ class DeviceTier:
                 taken = before[g].slots_K, old, before[g].dump_order_K, prev_gap
             kept = assign_slots(*taken, order, self._spare_G[g], slots)
             assert kept == plan.kept_G[g], f"visit {plan.visit} keeps {kept} rows, planned {plan.kept_G[g]}"
-            dump_order = self._mover.indices(rows)
+            dump_order = self._backend.indices(rows)
             stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)
             loaded = np.zeros(0, dtype=np.uint8)
             if self._positions.groups[g].dtype != "float32":
@@ -130,10 +130,10 @@ class DeviceTier:
             placements.append(Placement(slots, dump_order, order, min(rows, kept + spare), departing, loaded))
         return placements
 
-    def show(self, placements: list[Placement]) -> None:
+    def activate(self, placements: list[Placement]) -> None:
         """Have lookups see the rows of these placements from now on."""
         self.slots_G = [
-            self._mover.place(placement.slots_K, arrays.slots)
+            self._backend.place(placement.slots_K, arrays.slots)
             for placement, arrays in zip(placements, self.arrays_G, strict=True)
         ]
 
@@ -141,7 +141,7 @@ class DeviceTier:
         """Return the words of a field in some slots. Raises StateError where the tier is closed."""
         if self._closed:
             raise StateError("rows of a cache that is closed were asked for: ask for them before close()")
-        return self._mover.read(self.arrays_G[group].fields[field], slots)
+        return self._backend.read(self.arrays_G[group].fields[field], slots)
 
     def note_keys(
         self, pass_index: int, placements: list[Placement], keys_of: Callable[[int, int], NDArray[np.int64]]
@@ -167,8 +167,8 @@ class DeviceTier:
                     there = slots[chunk]
                     if loaded.size * _KEY_AND_SLOT_BYTES < some.nbytes:
                         some = some[loaded]
-                        there = self._mover.place(placements[g].slots_K[chunk][loaded], arrays.load_slots)
-                    self._mover.note_keys(table, some, arrays.streams, there, arrays.keys)
+                        there = self._backend.place(placements[g].slots_K[chunk][loaded], arrays.load_slots)
+                    self._backend.note_keys(table, some, arrays.streams, there, arrays.keys)
 
     def rows_of(self, pass_index: int) -> list[GroupRows]:
         """Return what a lookup sees."""

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tiercache.planning.visit_plan import VisitPlan
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import Placement
-    from tiercache.tiers.host_region import HostRegion
     from tiercache.tiers.host_tier import HostTier
     from tiercache.tiers.packing import Packer, Part, Unpacker
+    from tiercache.tiers.pinned_region import PinnedRegion
 
 
 class DumpRoom(NamedTuple):
@@ -26,7 +26,7 @@ class DumpRoom(NamedTuple):
     stream: Stream
     order: NDArray[np.int32]
     """Their positions."""
-    regions: list[HostRegion]
+    regions: list[PinnedRegion]
     """Their blocks."""
     target: list[Part]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.initial import initial_rows
+from tiercache.kernels.cpu.initial import initial_rows
 from tiercache.store.table import initializer_code
 from tiercache.store.vectors import nearest, to_words
 

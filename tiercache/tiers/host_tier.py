@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from tiercache.planning.host_plan import Held
     from tiercache.store.stream import Stream
-    from tiercache.tiers.host_memory import HostMemory
-    from tiercache.tiers.host_region import HostRegion
+    from tiercache.tiers.pinned_arena import PinnedArena
+    from tiercache.tiers.pinned_region import PinnedRegion
 
 
 class Run(NamedTuple):
@@ -28,16 +28,16 @@ class HostTier:
     """Blocks of earlier dumps, by (visit, group).
 
     Used by one thread at a time: by the reader behind a load, by the writer when it makes room behind that, and by the
-    training thread behind ``Transfer.drain`` or when both rest. The writer also reads blocks at any time.
+    training thread behind ``PassSwitcher.drain`` or when both rest. The writer also reads blocks at any time.
     """
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: PinnedArena) -> None:
         self.memory = memory
-        self._blocks: dict[tuple[int, int], dict[int, HostRegion]] = {}
+        self._blocks: dict[tuple[int, int], dict[int, PinnedRegion]] = {}
         """By number, without those that were freed."""
         self._streams: dict[tuple[int, int], Stream] = {}
 
-    def enter(self, visit: int, group: int, stream: Stream) -> list[HostRegion]:
+    def enter(self, visit: int, group: int, stream: Stream) -> list[PinnedRegion]:
         """Make room for a dump and return its blocks, to be filled."""
         blocks = [self.memory.take(int(n)) for n in stream.block_bytes_B]
         if blocks:

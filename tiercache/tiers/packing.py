@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend, Event, Pieces
+    from tiercache.backends.jagged import Array
     from tiercache.planning.positions import Positions
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.processors.entries import Array
-    from tiercache.processors.processor import Mark, Mover, Pieces
     from tiercache.store.stream import Stream
     from tiercache.tiers.device_tier import DeviceTier, Placement
     from tiercache.tiers.host_tier import HostTier
-    from tiercache.tiers.staging import Staged
+    from tiercache.tiers.row_prefetcher import Staged
 
 
 _KEY_ROWS = 1 << 17
@@ -46,7 +46,7 @@ class Departed(NamedTuple):
     """Rows of a group that are dumped from the first one to before ``last``, once a mark has passed."""
 
     last: int
-    packed: Mark
+    packed: Event
 
 
 class StagedLayout(NamedTuple):
@@ -61,9 +61,13 @@ class Packer:
     """Fills the blocks of a dump from the device, and finds the keys of their rows."""
 
     def __init__(
-        self, device: DeviceTier, mover: Mover, positions: Positions, keys_of: Callable[[int, int], NDArray[np.int64]]
+        self,
+        device: DeviceTier,
+        backend: Backend,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
     ) -> None:
-        self._device, self._mover, self._positions, self._keys_of = device, mover, positions, keys_of
+        self._device, self._backend, self._positions, self._keys_of = device, backend, positions, keys_of
 
     def target(self, stream: Stream, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Part]:
         """Lay out the pieces of neighbouring blocks, given by their bytes. Any thread."""
@@ -71,7 +75,7 @@ class Packer:
         first_row = stream.piece_first_row_P[cuts].tolist()
         of_blocks = zip(first_row, pairwise(cuts.tolist()), blocks, strict=False)
         return _parts(
-            self._mover,
+            self._backend,
             stream.row_bytes // 4,
             [_Run(row, stream, low, high, data) for row, (low, high), data in of_blocks],
         )
@@ -83,14 +87,14 @@ class Packer:
         no more. The bytes are there when the last mark has passed.
         """
         arrays, slots, departed = self._device.arrays_G[group], self._device.slots_G[group], []
-        with self._mover.dumping():
+        with self._backend.streams.dumping():
             for first, last, pieces in target:
                 if order is None:
-                    self._mover.pack(arrays.fields, slots[first:last], NONE_I4, pieces)
+                    self._backend.pack(arrays.fields, slots[first:last], NONE_I4, pieces)
                 else:
-                    mine = self._mover.place(order[first:last], arrays.dump_order)
-                    self._mover.pack(arrays.fields, slots, mine, pieces)
-                departed.append(Departed(last, self._mover.dumped()))
+                    mine = self._backend.place(order[first:last], arrays.dump_order)
+                    self._backend.pack(arrays.fields, slots, mine, pieces)
+                departed.append(Departed(last, self._backend.streams.dumped()))
         return departed
 
     def keys(
@@ -122,12 +126,12 @@ class Unpacker:
     def __init__(
         self,
         device: DeviceTier,
-        mover: Mover,
+        backend: Backend,
         host: HostTier,
         positions: Positions,
         keys_of: Callable[[int, int], NDArray[np.int64]],
     ) -> None:
-        self._device, self._mover, self._host = device, mover, host
+        self._device, self._backend, self._host = device, backend, host
         self._positions, self._keys_of = positions, keys_of
 
     def lay_out_held(self, plan: VisitPlan | None) -> list[list[Part]]:
@@ -149,7 +153,7 @@ class Unpacker:
         runs_G: list[list[_Run]] = [[] for _ in self._positions.groups]
         for pieces in staged.pieces:
             runs_G[pieces.group].append(_Run(pieces.first_row, pieces.stream, *pieces.held, pieces.data))
-        vectors_G = [self._mover.pieces(group.fields[0].words) for group in self._positions.groups]
+        vectors_G = [self._backend.pieces(group.fields[0].words) for group in self._positions.groups]
         for new in staged.rows:
             one_piece = np.array([new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
@@ -158,7 +162,7 @@ class Unpacker:
     def _laid_out(self, runs_G: list[list[_Run]]) -> list[list[Part]]:
         groups = self._positions.groups
         return [
-            _parts(self._mover, group.row_bytes // 4, runs, apart=True)
+            _parts(self._backend, group.row_bytes // 4, runs, apart=True)
             for group, runs in zip(groups, runs_G, strict=True)
         ]
 
@@ -169,20 +173,20 @@ class Unpacker:
 
         departed_G: what was dumped of the visit before. Rows go to its slots as soon as its rows have left them.
         """
-        staged, mover, slots_G = layout.staged, self._mover, []
+        staged, backend, slots_G = layout.staged, self._backend, []
         plan = staged.plan
         first_G = [kept + sum(n.rows for n in plan.loads if n.group == g) for g, kept in enumerate(plan.kept_G)]
-        with mover.loading():
+        with backend.streams.loading():
             for g, (arrays, group) in enumerate(zip(self._device.arrays_G, self._positions.groups, strict=True)):
                 placement, departed = staged.placements[g], departed_G[g]
-                slots = mover.place(placement.load_K, arrays.load_slots)
+                slots = backend.place(placement.load_K, arrays.load_slots)
                 for part in sorted([*held_G[g], *layout.rows_G[g]], key=_last_row):
                     self._await_departed(placement, departed, part.last)
-                    mover.unpack(arrays.fields, slots, part.pieces)
+                    backend.unpack(arrays.fields, slots, part.pieces)
                 self._await_departed(placement, departed, placement.load_K.size)
-                mover.unpack(arrays.fields[:1], slots, layout.vectors_G[g])
+                backend.unpack(arrays.fields[:1], slots, layout.vectors_G[g])
                 for state, value in zip(arrays.fields[1:], initial_values(group), strict=True):
-                    mover.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
+                    backend.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
                 slots_G.append(slots)
         return slots_G
 
@@ -190,18 +194,18 @@ class Unpacker:
         """Have what comes next come behind the dump of rows in whose slots rows before ``last`` are loaded."""
         if last > placement.free:
             dumped = departed[-1].last - placement.departing + last - placement.free
-            self._mover.behind(departed[bisect_left(departed, dumped, key=_last_row)].packed)
+            self._backend.streams.wait_event(departed[bisect_left(departed, dumped, key=_last_row)].packed)
 
-    def show(self, staged: Staged, slots_G: list[Array]) -> None:
+    def activate(self, staged: Staged, slots_G: list[Array]) -> None:
         """Make what the keys say of rows in their slots, and show all; what was staged is free behind it."""
-        mover, plan = self._mover, staged.plan
-        with mover.loading():
+        backend, plan = self._backend, staged.plan
+        with backend.streams.loading():
             for due in staged.keys:
                 arrays, mine = self._device.arrays_G[due.group], slice(due.first_row, due.first_row + due.keys.size)
-                mover.generate(due.table, due.keys, arrays.fields[0], slots_G[due.group][mine], arrays.keys)
-            self._device.show(staged.placements)
+                backend.generate(due.table, due.keys, arrays.fields[0], slots_G[due.group][mine], arrays.keys)
+            self._device.activate(staged.placements)
             self._device.note_keys(plan.pass_index, staged.placements, self._keys_of)
-        mover.loaded().wait()
+        backend.streams.loaded().wait()
 
 
 class _Run(NamedTuple):
@@ -224,7 +228,7 @@ def _last_row(of: Part | Departed) -> int:
     return of.last
 
 
-def _parts(mover: Mover, row_floats: int, runs: Sequence[_Run], *, apart: bool = False) -> list[Part]:
+def _parts(backend: Backend, row_floats: int, runs: Sequence[_Run], *, apart: bool = False) -> list[Part]:
     """Return the runs, which stand in the order of moving, in as many parts as their bytes ask for.
 
     Rows of a part are counted from its first one, or, where rows of others stand ``apart`` between, from 0.
@@ -232,7 +236,7 @@ def _parts(mover: Mover, row_floats: int, runs: Sequence[_Run], *, apart: bool =
     parts, some, num_bytes = list[Part](), list[_Run](), 0
     for run in [*(run for run in runs if run.low < run.high), None]:
         if some and (run is None or num_bytes + run.data.nbytes > _PART_BYTES):
-            first, pieces = some[0].first, mover.pieces(row_floats)
+            first, pieces = some[0].first, backend.pieces(row_floats)
             _add_runs(pieces, some, 0 if apart else first)
             parts.append(Part(first, some[-1].last, pieces))
             some, num_bytes = [], 0

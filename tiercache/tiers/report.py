@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from tiercache.backends.base import Event
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.processors.processor import Mark
-    from tiercache.tiers.staging import Staged
+    from tiercache.tiers.row_prefetcher import Staged
 
 
 _MIB = 1 << 20
 
 
-def seconds_of_waiting(future: Future[Any], trained: Mark) -> float:
+def seconds_of_waiting(future: Future[Any], trained: Event) -> float:
     """Wait until a future is done; return the seconds of it in which the device had no step to do any more.
 
     trained: the end of its steps. They are waited for only where the future is: steps hide what they take.
@@ -97,7 +97,7 @@ class VisitReport:
         """Mark the moment the loop asked for the next visit."""
         self.spans["train"] = self.spans["train"][0], time.perf_counter()
 
-    def wait(self, cause: str, future: Future[Any] | None, trained: Mark) -> None:
+    def wait(self, cause: str, future: Future[Any] | None, trained: Event) -> None:
         """Wait for a future, if there is one, and add what `seconds_of_waiting` says to a cause."""
         seconds = 0.0 if future is None else seconds_of_waiting(future, trained)
         self.wait_seconds[cause] = self.wait_seconds.get(cause, 0.0) + seconds

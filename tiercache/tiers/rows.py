@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from tiercache.kernels.arrays import NONE_U8
-from tiercache.kernels.vectors import Vectors
+from tiercache.kernels.cpu.vectors import Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.processors.entries import Array
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import Array
     from tiercache.store.table import Group
     from tiercache.training.row_gradients import RowGradients
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class GroupRows:
     """Rows of one group: row ``slot_of_local[first[table] + local id]`` of the vectors and of each state.
 
-    Arrays are those of the processor that looks them up.
+    Arrays are those of the backend that looks them up.
     """
 
     vectors: Vectors
@@ -80,10 +80,10 @@ class RowView:
     """The rows that batches of one visit look up, and where their gradients go (nowhere in an evaluation)."""
 
     def __init__(
-        self, groups: Sequence[GroupRows], gradients: RowGradients | None, name: str, processor: Processor
+        self, groups: Sequence[GroupRows], gradients: RowGradients | None, name: str, backend: Backend
     ) -> None:
         self.groups: Sequence[GroupRows] = tuple(groups)
-        self.processor = processor
+        self.backend = backend
         self.gradients = gradients
         self.name = name
         self.ended = False

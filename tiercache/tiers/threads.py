@@ -10,19 +10,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tiercache.processors.processor import Mover
+    from tiercache.backends.base import Backend, Streams
 
 _NICER = 10
 """Added to the niceness of such a thread."""
 
 
-def nicer_thread(name: str, mover: Mover) -> ThreadPoolExecutor:
+def nicer_thread(name: str, backend: Backend) -> ThreadPoolExecutor:
     """Return one thread that does what is submitted, in order; what is idle it takes all the same."""
-    return ThreadPoolExecutor(1, thread_name_prefix=f"tiercache-{name}", initializer=partial(_begin, mover))
+    return ThreadPoolExecutor(1, thread_name_prefix=f"tiercache-{name}", initializer=partial(_begin, backend.streams))
 
 
-def _begin(mover: Mover) -> None:
-    mover.enter_thread()
+def _begin(streams: Streams) -> None:
+    streams.enter_thread()
     with suppress(OSError, AttributeError):
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import TierCacheError
-from tiercache.kernels.checksum import crc32c, has_crc32c
+from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budget import CHECKED_BYTES, gap_bytes
 from tiercache.planning.next_use import Uses, find_uses, views_of
 from tiercache.sizes import format_bytes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.shuffle import shuffled
+from tiercache.kernels.cpu.shuffle import shuffled
 from tiercache.store.hashing import mix
 from tiercache.training.row_gradients import factor_of
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from tiercache.backends.jagged import FoundIds
     from tiercache.passes.samples import FeatureIds, Samples
-    from tiercache.processors.entries import FoundIds
     from tiercache.tiers.rows import RowView
     from tiercache.training.joining import Bringer, Joins
     from tiercache.training.tracers import Mark, Tracer
@@ -191,13 +191,13 @@ def make_batch(
 ) -> Batch:
     """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids.
 
-    bringer: what brings label and dense, in place of the processor.
+    bringer: what brings label and dense, in place of the backend.
     """
     label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
-    bring = rows.processor.bring if bringer is None else bringer.bring
+    bring = rows.backend.to_device if bringer is None else bringer.to_device
     return Batch(
-        label=rows.processor.tensor(bring(label)),
-        dense=rows.processor.tensor(bring(samples.dense)),
+        label=rows.backend.tensor(bring(label)),
+        dense=rows.backend.tensor(bring(samples.dense)),
         ids=samples.ids if ids is None else ids,
         rows=rows,
         num_samples=samples.num_samples,

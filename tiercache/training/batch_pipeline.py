@@ -18,8 +18,8 @@ from tiercache.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tiercache.processors.delivery import Delivery
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
+    from tiercache.backends.upload import BatchUpload
     from tiercache.tiers.rows import RowView
     from tiercache.training.batch import Batch
     from tiercache.training.exchange import BatchRequest, Exchange
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class BatchPipeline:
     """Makes the batches of one cache. On the training thread; it has threads of its own while somebody iterates."""
 
-    def __init__(self, processor: Processor) -> None:
-        self._processor = processor
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._lines: weakref.WeakSet[_Line] = weakref.WeakSet()
 
     def batches(
@@ -46,12 +46,12 @@ class BatchPipeline:
         """Yield the samples behind each batch and the batch, in the order of ``requests``.
 
         Samples of up to ``prefetch`` batches are read before their turn, each on one of as many threads; 0: when they
-        are asked for; None: as the processor says. ``before`` is called before a batch is handed out; its errors, and
+        are asked for; None: as the backend says. ``before`` is called before a batch is handed out; its errors, and
         what goes wrong in making one, are raised in its place, on all ranks. ``overlap``: no step comes in between, so
         that rows may be exchanged ahead too. Threads end with the iterator, or when the rows do. Raises ValueError for
         less than 0, StateError in the fork of the process that began.
         """
-        most = self._processor.ahead if prefetch is None else prefetch
+        most = self._backend.ahead if prefetch is None else prefetch
         if most < 0:
             raise ValueError(f"prefetch is {most}: it must be at least 0 batches")
         line = _Line(exchange, rows, most, by_owner=by_owner)
@@ -67,12 +67,12 @@ class BatchPipeline:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device of batches that are made and wait; on a CPU all bytes of them."""
-        return sum(one.device_bytes for line in list(self._lines) for one in line.deliveries())
+        return sum(one.device_bytes for line in list(self._lines) for one in line.uploads())
 
     @property
     def host_bytes(self) -> int:
         """Bytes of pinned memory of batches that are made and wait; 0 on a CPU."""
-        return sum(one.host_bytes for line in list(self._lines) for one in line.deliveries())
+        return sum(one.host_bytes for line in list(self._lines) for one in line.uploads())
 
 
 class _Line:
@@ -83,7 +83,7 @@ class _Line:
         self._most, self._pid = most, os.getpid()
         self._threads: ThreadPoolExecutor | None = None
         if most:
-            enter = rows.processor.mover.enter_thread
+            enter = rows.backend.streams.enter_thread
             self._threads = ThreadPoolExecutor(most, thread_name_prefix="tiercache-batches", initializer=enter)
         self.waiting: deque[tuple[int, Callable[[], Any] | Future[Any]]] = deque()
         self.done = 0
@@ -120,11 +120,11 @@ class _Line:
         self.done, read = self.waiting.popleft()
         return partial(_result, [read]) if isinstance(read, Future) else read
 
-    def deliveries(self) -> list[Delivery]:
+    def uploads(self) -> list[BatchUpload]:
         """Return what brought those that wait; several ranks bring them when it is their turn."""
         ended = [one for _, one in self.waiting if isinstance(one, Future) and one.done() and not one.cancelled()]
-        found = [future.result().delivery for future in ended if future.exception() is None]
-        return [delivery for delivery in found if delivery is not None]
+        found = [future.result().upload for future in ended if future.exception() is None]
+        return [upload for upload in found if upload is not None]
 
     def close(self) -> None:
         """Drop all, and wait until the threads have ended."""

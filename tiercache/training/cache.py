@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError
-from tiercache.processors.opening import open_processor
 from tiercache.ranks.budgets import Budgets
 from tiercache.ranks.opening import closed_on_error
 from tiercache.ranks.rank_exchange import RankExchange
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.passset import PassSet
     from tiercache.planning.store_plan import StorePlan
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.placement import Placement
     from tiercache.ranks.placement_rules import PlacementRules
     from tiercache.store import Store
@@ -80,7 +80,7 @@ class TierCache:
         group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Processor = "cpu",
+        device: str | Backend = "cpu",
         device_budget: int | str,
         host_budget: int | str,
         eval_budget: int | str | None = None,
@@ -146,18 +146,18 @@ class TierCache:
             source = self._opened.choose(number_bytes=_COMM_DTYPES[comm_dtype].itemsize)
             with ranks.raise_on_all("opening the device"):
                 where = str(ranks.device) if isinstance(device, str) else device
-                self._processor = processor = open_processor(where, source.tables)
+                self._backend = backend = open_backend(where, source.tables)
                 prepare_kernels(source.tables)
                 share_threads()
             with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
-                device_bytes = budgets.check_device(source, processor.mover)
+                device_bytes = budgets.check_device(source, backend)
             self.store = self._opened.open(source, budgets, progress=progress)
             self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
             self._shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
             self._seed = seed
             with ranks.raise_on_all("planning the budgets"):
                 self._rows = RankRows(
-                    self.store, source, processor, budgets, device_bytes=device_bytes, order_seed=order_seed
+                    self.store, source, backend, budgets, device_bytes=device_bytes, order_seed=order_seed
                 )
             self.dense, self.optimizer = self._rows.state.dense, self._rows.state.optimizer
             self._opened.drop_older()  # nothing is refused any more
@@ -166,8 +166,8 @@ class TierCache:
             """What looks rows up."""
             self._exchange = self._new_exchange(_COMM_DTYPES[comm_dtype])
             room = device_bytes - self._rows.device.num_bytes
-            self._raw = RawKeys(data.schema, self._groups, self._exchange, self.optimizer, processor, room)
-            self._pipeline, self._hooks = BatchPipeline(processor), StepHooks(self)
+            self._raw = RawKeys(data.schema, self._groups, self._exchange, self.optimizer, backend, room)
+            self._pipeline, self._hooks = BatchPipeline(backend), StepHooks(self)
             self._progress: TrainingProgress | None = None
             self._visit: Visit | None = None
             self._run: object = None
@@ -182,13 +182,13 @@ class TierCache:
         return {"the schema": data.schema.digest, "the tables": tables, "the pass set": data.digest, **budgets.facts}
 
     def _new_exchange(self, comm_dtype: torch.dtype) -> Exchange:
-        ranks, processor, optimizer = self.communicator, self._processor, self.optimizer
+        ranks, backend, optimizer = self.communicator, self._backend, self.optimizer
         if ranks.size == 1:
-            return LocalExchange(ranks, processor, optimizer, self.rows_now)
+            return LocalExchange(ranks, backend, optimizer, self.rows_now)
         share = self._rows.source
         assert isinstance(share, Share)
         return RankExchange(
-            ranks, self._beside, share, processor, optimizer, self.rows_now, self._modules, comm_dtype=comm_dtype
+            ranks, self._beside, share, backend, optimizer, self.rows_now, self._modules, comm_dtype=comm_dtype
         )
 
     # -- before training ----------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class TierCache:
         exchange = self._exchange.evaluating(view)
         try:
             yield from Evaluation.slices(
-                view, self._exchange.rows_now(), self.eval_bytes, exchange, self._pipeline, self._processor
+                view, self._exchange.rows_now(), self.eval_bytes, exchange, self._pipeline, self._backend
             )
         finally:
             exchange.rest()
@@ -393,7 +393,7 @@ class TierCache:
         self._run, self._closed = None, True  # a loop that was left open finds nothing to end when it is collected
         with ExitStack() as last:
             for close in (
-                self._opened.close, self._processor.drop_scratch, self._rows.close, self._raw.close,
+                self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.close,
                 partial(self.communicator.close, failed=failed), partial(self._beside.close, failed=failed),
                 self._exchange.close, self._hooks.remove,
             ):  # fmt: skip
@@ -427,7 +427,7 @@ class TierCache:
     @property
     def device(self) -> torch.device:
         """Where this rank's rows are trained."""
-        return self._processor.device
+        return self._backend.device
 
     @property
     def device_bytes(self) -> int:
@@ -437,7 +437,7 @@ class TierCache:
     @property
     def scratch_bytes(self) -> int:
         """Bytes kept on the device from batch to batch, beside ``device_bytes``: batches made ahead included."""
-        return self._processor.scratch_bytes + self._pipeline.device_bytes
+        return self._backend.scratch_bytes + self._pipeline.device_bytes
 
     @property
     def pinned_batch_bytes(self) -> int:

@@ -11,8 +11,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tiercache.processors.entries import Pending
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import SavedGradient
     from tiercache.store.table import Group
     from tiercache.training.tracers import Tracer
 
@@ -22,21 +22,23 @@ _EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
-def squared_norm(groups: Sequence[Group], pending_G: Sequence[Sequence[Pending]], processor: Processor) -> torch.Tensor:
+def squared_norm(
+    groups: Sequence[Group], pending_G: Sequence[Sequence[SavedGradient]], backend: Backend
+) -> torch.Tensor:
     """Return the sum of squares of row gradients, float64 0-dim: duplicates of a row are added before."""
-    total = torch.zeros((), dtype=torch.float64, device=processor.device)
+    total = torch.zeros((), dtype=torch.float64, device=backend.device)
     for group, pending in zip(groups, pending_G, strict=True):
         if not pending:
             continue
-        slots = [processor.tensor(one.slots) for one in pending]
+        slots = [backend.tensor(one.slots) for one in pending]
         rows, number = torch.unique(torch.cat(slots), return_inverse=True)
         numbers = torch.split(number.to(torch.int32), [one.numel() for one in slots])
         named = [
-            replace(one, slots=processor.array(mine), sorted=None) for one, mine in zip(pending, numbers, strict=True)
+            replace(one, slots=backend.array(mine), sorted=None) for one, mine in zip(pending, numbers, strict=True)
         ]
-        sums = processor.empty((rows.numel(), group.dim), np.float32)
-        processor.sum(named, 1.0, sums)
-        total += processor.tensor(sums).double().square().sum()
+        sums = backend.empty((rows.numel(), group.dim), np.float32)
+        backend.sum(named, 1.0, sums)
+        total += backend.tensor(sums).double().square().sum()
     return total
 
 

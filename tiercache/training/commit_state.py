@@ -12,25 +12,25 @@ from tiercache.training.matching import check_environment
 from tiercache.training.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
     from tiercache.store import Store
     from tiercache.store.table import Group
-    from tiercache.tiers.transfer import StateBytes
+    from tiercache.tiers.pass_switcher import StateBytes
 
 
 class CommitState:
     """Dense state and row optimizer of one training."""
 
-    def __init__(self, groups: tuple[Group, ...], processor: Processor) -> None:
-        self.dense = DenseState(processor)
-        self.optimizer = RowOptimizer(groups, processor)
+    def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
+        self.dense = DenseState(backend)
+        self.optimizer = RowOptimizer(groups, backend)
         self.environment: dict[str, object] = {
             "threads": torch.get_num_threads(),
             "cpu": platform.processor() or platform.machine(),
         }
         """What the last bits of dense layers may depend on."""
-        if processor.name:
-            self.environment["device"] = processor.name
+        if backend.name:
+            self.environment["device"] = backend.name
 
     def capture(self) -> StateBytes:
         """Clone it as it is now."""

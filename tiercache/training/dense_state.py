@@ -17,7 +17,7 @@ from tiercache.training.optimizer_state import state_without, with_handles
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
 
 _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
 """Exactly these: a number of numpy is a float by inheritance, and cannot be read back safely."""
@@ -45,8 +45,8 @@ class DenseState:
     Stored with ``torch.save`` and read with ``weights_only=True``: nothing pickled is executed on load.
     """
 
-    def __init__(self, processor: Processor) -> None:
-        self._processor = processor
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._objects: dict[str, Stateful] = {}
 
     def register(self, objects: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class DenseState:
             "python": (version, torch.from_numpy(np.array(numbers)), gauss),  # a tuple is pickled number by number
             "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
         }
-        there = self._processor.random_state()
+        there = self._backend.random_state()
         if there is not None:
             state["device"] = there
         cloned = _moments(state["objects"])
@@ -134,7 +134,7 @@ class DenseState:
                 ) from error
         torch.set_rng_state(state["torch"])
         if "device" in state:
-            self._processor.set_random_state(state["device"])
+            self._backend.set_random_state(state["device"])
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(map(int, numbers)), gauss))  # a tuple in commits of earlier versions
         kind, words, place, has_gauss, cached = state["numpy"]

@@ -18,7 +18,7 @@ from tiercache.training.tracers import tracer_gradients
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
     from tiercache.schema import Feature, Schema
     from tiercache.training.row_gradients import RowGradients
     from tiercache.training.tracers import Mark
@@ -151,7 +151,7 @@ class EmbeddingBagCollection(TableModule):
         """
         watch_scalers()
         batch.rows.check()
-        given, processor = dict(weights or {}), batch.rows.processor
+        given, backend = dict(weights or {}), batch.rows.backend
         for name, weight in given.items():
             if name not in self._cols:
                 raise ValueError(
@@ -159,16 +159,16 @@ class EmbeddingBagCollection(TableModule):
                 )
             if weight.dtype != torch.float32:
                 raise ValueError(f"weights of feature {name!r} are {weight.dtype}: give torch.float32")
-            if weight.device != processor.device:
+            if weight.device != backend.device:
                 raise ValueError(
-                    f"weights of feature {name!r} are on {weight.device}, and rows are trained on {processor.device}: "
+                    f"weights of feature {name!r} are on {weight.device}, and rows are trained on {backend.device}: "
                     "move them there"
                 )
         ready = self._ready(batch, given)
         here = [name for name in self.features if name not in ready]
         check_brought(batch, here)
         arrays = {name: values for name in here if (values := batch.ids[name].weights) is not None} | {
-            name: processor.array(value) for name, value in given.items()
+            name: backend.array(value) for name, value in given.items()
         }
         groups = _groups_of(batch, [self._specs[name].table for name in here])
         key = groups, frozenset(here), frozenset(arrays)
@@ -180,7 +180,7 @@ class EmbeddingBagCollection(TableModule):
         ]
         shape, names, handles = (batch.num_samples, self.out_features), tuple(given), tuple(self.handles)
         result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
-            _Handles(self.tables, handles, batch.rows.gradients), processor, lookups, list(ready.values()), shape,
+            _Handles(self.tables, handles, batch.rows.gradients), backend, lookups, list(ready.values()), shape,
             names, *handles, *given.values(),
         )  # fmt: skip
         return result
@@ -255,7 +255,7 @@ class EmbeddingCollection(TableModule):
         lookups = [RowLookup(part, batch) for part in parts]
         handles = _Handles(self.tables, tuple(self.handles), batch.rows.gradients)
         outs = _RowFunction.apply(  # type: ignore[no-untyped-call]
-            handles, batch.rows.processor, lookups, *handles.parameters
+            handles, batch.rows.backend, lookups, *handles.parameters
         )
         found: dict[str, torch.Tensor] = {}
         for name, out in zip((name for part in parts for name in part.features), outs, strict=True):
@@ -359,29 +359,29 @@ class _Handles(NamedTuple):
 
 class _PooledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handles: _Handles, processor: Processor, lookups: list[PooledLookup],
+    def forward(ctx: Any, handles: _Handles, backend: Backend, lookups: list[PooledLookup],
                 ready: list[ReadyLookup], shape: tuple[int, int], names: tuple[str, ...],
                 *_tensors: torch.Tensor) -> torch.Tensor:  # fmt: skip
         # here, as torch lets nobody change in place what was given and comes back
-        out = processor.empty(shape, np.float32)
+        out = backend.empty(shape, np.float32)
         if lookups:
-            processor.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
-        result = processor.tensor(out)
+            backend.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
+        result = backend.tensor(out)
         for found in ready:
             found.write(result)
-        ctx.handles, ctx.processor, ctx.lookups, ctx.ready, ctx.names = handles, processor, lookups, ready, names
+        ctx.handles, ctx.backend, ctx.lookups, ctx.ready, ctx.names = handles, backend, lookups, ready, names
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        processor: Processor = ctx.processor
+        backend: Backend = ctx.backend
         handles: _Handles = ctx.handles
         marks = handles.mark(ctx.needs_input_grad[_NOT_TENSORS : _NOT_TENSORS + len(handles.parameters)])
-        grad = processor.array(grads[0])
+        grad = backend.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
         for lookup in ctx.lookups:
             if set(lookup.part.features) & set(ctx.names):
-                by_name |= {n: processor.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
+                by_name |= {n: backend.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
             lookup.backward(grad, marks)
         for found in ctx.ready:
             found.backward(grads[0], marks)
@@ -395,13 +395,13 @@ _NOT_TENSORS = 6
 
 class _RowFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handles: _Handles, processor: Processor, lookups: list[RowLookup],
+    def forward(ctx: Any, handles: _Handles, backend: Backend, lookups: list[RowLookup],
                 *_handles: torch.Tensor) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        ctx.handles, ctx.processor = handles, processor
+        ctx.handles, ctx.backend = handles, backend
         ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
         ctx.set_materialize_grads(False)
-        outs = processor.gather([(lookup.rows, lookup.entries) for lookup in lookups])
-        return tuple(processor.tensor(out) for out in outs)
+        outs = backend.gather([(lookup.rows, lookup.entries) for lookup in lookups])
+        return tuple(backend.tensor(out) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -409,7 +409,7 @@ class _RowFunction(torch.autograd.Function):
         marks = handles.mark(ctx.needs_input_grad[3:])
         for (lookup, feature), grad in zip(ctx.features, grads, strict=True):
             if grad is not None:
-                lookup.backward(feature, ctx.processor.array(grad), marks)
+                lookup.backward(feature, ctx.backend.array(grad), marks)
         return None, None, None, *handles.gradient(marks, grads)
 
 

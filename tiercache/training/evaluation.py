@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.view import DatasetView, SubDatasetView
-    from tiercache.processors.processor import Processor
     from tiercache.schema import Feature
     from tiercache.training.batch import Batch
     from tiercache.training.batch_pipeline import BatchPipeline
@@ -68,7 +68,7 @@ class Evaluation:
         budget: int,
         exchange: Exchange,
         pipeline: BatchPipeline,
-        processor: Processor,
+        backend: Backend,
     ) -> Iterator[Evaluation]:
         """Cut every pass into slices and bring in their rows, one slice at a time. Collective.
 
@@ -88,10 +88,10 @@ class Evaluation:
                     if last < mine:
                         wanted.end_at(first, last)
                     view = RowView(
-                        bring_rows(rows_now, source, positions, wanted.used, processor),
+                        bring_rows(rows_now, source, positions, wanted.used, backend),
                         None,
                         f"samples {first:,} to {last:,} of evaluation pass {source.index}",
-                        processor,
+                        backend,
                     )
                 exchange.open(source.index, view)
                 yield Evaluation(source, first, last, view, exchange, pipeline)
@@ -162,7 +162,7 @@ class Wanted:
 
 def bring_rows(
     rows_now: RowsNow, source: SubDatasetView, positions: Positions, used: dict[str, NDArray[np.bool_]],
-    processor: Processor,
+    backend: Backend,
 ) -> list[GroupRows]:  # fmt: skip
     """Fetch the vectors of all used ids, in float32 whatever their dtype."""
     groups = []
@@ -179,6 +179,6 @@ def bring_rows(
                 rows_now.fill(table.name, keys, (vectors[at : at + local.size],))
                 slots[starts[i] + local] = np.arange(at, at + local.size, dtype=np.int32)
                 at += local.size
-        fields = (processor.bring(vectors),)
-        groups.append(GroupRows.of(spec, fields, processor.bring(slots), starts, dtype="float32"))
+        fields = (backend.to_device(vectors),)
+        groups.append(GroupRows.of(spec, fields, backend.to_device(slots), starts, dtype="float32"))
     return groups

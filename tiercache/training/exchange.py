@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
+    from tiercache.backends.upload import BatchUpload
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.view import DatasetView, SubDatasetView
-    from tiercache.processors.delivery import Delivery
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.rank_exchange import RankExchange
     from tiercache.tiers.rows import GroupRows, RowView
     from tiercache.training.missing_rows import RowReader
@@ -48,7 +48,7 @@ class _Brought(NamedTuple):
     """A batch, and what brought it where it was made ahead."""
 
     batch: Batch
-    delivery: Delivery | None
+    upload: BatchUpload | None
 
 
 class LocalExchange:
@@ -57,11 +57,11 @@ class LocalExchange:
     bytes_sent = device_bytes = 0
 
     def __init__(
-        self, ranks: AnyCommunicator, processor: Processor, optimizer: RowOptimizer, rows_now: Callable[[], RowReader]
+        self, ranks: AnyCommunicator, backend: Backend, optimizer: RowOptimizer, rows_now: Callable[[], RowReader]
     ) -> None:
         """rows_now: a method of the cache that has this, which it does not keep alive: a reader of rows as of now."""
         self.ranks = ranks
-        self._processor, self._optimizer, self._rows_now = processor, optimizer, weakref.WeakMethod(rows_now)
+        self._backend, self._optimizer, self._rows_now = backend, optimizer, weakref.WeakMethod(rows_now)
         self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
 
     @property
@@ -87,22 +87,22 @@ class LocalExchange:
         return _Brought(make_batch(samples, rows, weight=samples.num_samples / request.step_samples), None)
 
     def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _Brought:
-        delivery = self._processor.delivery()
-        samples = request.source.read(request.places, delivery.buffers)
+        upload = self._backend.upload()
+        samples = request.source.read(request.places, upload.buffers)
         joined = {}
         for part in parts:
             found = [samples.ids[name] for name in part.features]
-            joined[part.key] = join_part(part, found, rows, samples.num_samples, delivery, weights=True)
+            joined[part.key] = join_part(part, found, rows, samples.num_samples, upload, weights=True)
         weight = samples.num_samples / request.step_samples
-        batch = make_batch(samples, rows, weight=weight, joins=Joins(self._seen, joined), bringer=delivery)
-        delivery.send()
-        return _Brought(batch, delivery)
+        batch = make_batch(samples, rows, weight=weight, joins=Joins(self._seen, joined), bringer=upload)
+        upload.send()
+        return _Brought(batch, upload)
 
     def finish(self, read: Callable[[], Any], rows: RowView, *, by_owner: bool = False) -> Batch:
         """Return the batch, for torch's current stream."""
         brought: _Brought = read()
-        if brought.delivery is not None:
-            brought.delivery.receive()
+        if brought.upload is not None:
+            brought.upload.receive()
         return brought.batch
 
     def overlapped(

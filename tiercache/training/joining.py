@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tiercache.kernels.pooling import check_ids
-from tiercache.processors.entries import FoundIds
+from tiercache.backends.jagged import FoundIds
+from tiercache.kernels.cpu.pooling import check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.jagged import Array
+    from tiercache.backends.runs import Run
     from tiercache.passes.samples import FeatureIds
-    from tiercache.processors.entries import Array
-    from tiercache.processors.runs import Run
     from tiercache.tiers.rows import RowView
 
 Key = tuple[tuple[str, ...], bool]
@@ -46,9 +46,9 @@ class FeaturePart:
 
 
 class Bringer(Protocol):
-    """Brings arrays to the device: a processor does on the training thread, a delivery ahead of it."""
+    """Brings arrays to the device: a backend does on the training thread, an upload ahead of it."""
 
-    def bring(self, array: NDArray[Any]) -> Array:
+    def to_device(self, array: NDArray[Any]) -> Array:
         """Return a host array on the device."""
         ...
 
@@ -94,7 +94,7 @@ def join_part(
     there = [one.there for one in found if isinstance(one, FoundIds)]
     bad = None
     if len(there) == len(found):  # in the pass's own key sets: none is of another table
-        ids = rows.processor.together(there)
+        ids = rows.backend.concat(there)
     else:
         runs, ids = bringer.join([one.ids for one in found])
         num_local = rows.groups[part.group].num_local
@@ -107,7 +107,7 @@ def join_part(
         for f, one in enumerate(found):
             mine = np.arange(1, n + 1, dtype=np.int64) if one.offsets is None else one.offsets[1:]
             np.add(mine, starts[f], out=ends[1 + f * n : 1 + (f + 1) * n])
-        offsets = bringer.bring(ends)
+        offsets = bringer.to_device(ends)
         given = [(int(starts[f]), int(starts[f + 1]), one.weights) for f, one in enumerate(found)]
         given = [one for one in given if one[2] is not None]
         if weights and given:

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.kernels.key_index import KeySet, capacity_for
-from tiercache.kernels.uses import search_keys
-from tiercache.processors.entries import FoundIds
-from tiercache.processors.host_key_index import HostFound
+from tiercache.backends.host_key_index import HostFound
+from tiercache.backends.jagged import FoundIds
+from tiercache.kernels.cpu.key_index import KeySet, capacity_for
+from tiercache.kernels.cpu.next_use import search_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend, KeyIndex
+    from tiercache.backends.jagged import Found
     from tiercache.passes.keybatch import FeatureKeys
     from tiercache.passes.passset import Pass
-    from tiercache.processors.entries import Found
-    from tiercache.processors.processor import KeyIndex, Processor
     from tiercache.store.table import Table
 
 _SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun
@@ -30,14 +30,14 @@ _SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun
 class KeyFinder:
     """Local ids of raw keys; on the training thread.
 
-    The processor's index is built at the first batch of a visit, in the place of the last visit's. Without room for it
+    The backend's index is built at the first batch of a visit, in the place of the last visit's. Without room for it
     keys are searched on the CPU in the mapped key set, which takes no memory: keys stand in hash order, so a search is
     an interpolation. It takes 4 to 9 times as long as the CPU's index.
     """
 
-    def __init__(self, tables: Sequence[Table], processor: Processor, room_bytes: int | None) -> None:
+    def __init__(self, tables: Sequence[Table], backend: Backend, room_bytes: int | None) -> None:
         """room_bytes: what an index may take on the device; None: what the device has."""
-        self._tables, self._processor, self._room_bytes = tuple(tables), processor, room_bytes
+        self._tables, self._backend, self._room_bytes = tuple(tables), backend, room_bytes
         self._place = {table.name: t for t, table in enumerate(self._tables)}
         self._index: KeyIndex | None = None
         self._seen: Pass | None = None
@@ -72,14 +72,14 @@ class KeyFinder:
         if self._seen is source:
             return self._index
         rows = sum(source.rows(table.name) for table in self._tables)
-        num_bytes = self._processor.index_bytes(rows, len(self._tables))
+        num_bytes = self._backend.index_bytes(rows, len(self._tables))
         self._seen = None
         if self._room_bytes is not None and num_bytes > self._room_bytes:
             self._index = None
         elif self._index is None or capacity_for(rows) > self._index.capacity:
             self._index = None  # the old one goes before the new one comes
             table_ids = np.array([table.table_id for table in self._tables], np.uint64)
-            self._index = self._processor.key_index(rows, table_ids)
+            self._index = self._backend.key_index(rows, table_ids)
         if self._index is not None:
             self._index.build([KeySet(t, source.keys(table.name), 0) for t, table in enumerate(self._tables)])
         self._seen = source
@@ -108,4 +108,4 @@ class KeyFinder:
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="tiercache-search") as pool:
                 list(pool.map(search, parts))
-        return HostFound(found, self._processor.bring(found))
+        return HostFound(found, self._backend.to_device(found))

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.backends.jagged import JaggedIds, SavedGradient
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.kernels.pooling import MAX, MEAN, SUM
-from tiercache.processors.entries import Entries, Pending
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.training.joining import join_part
 from tiercache.training.row_gradients import NOBODY_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tiercache.processors.entries import Array
+    from tiercache.backends.jagged import Array
     from tiercache.tiers.rows import GroupRows
     from tiercache.training.batch import Batch, Pooled
     from tiercache.training.joining import FeaturePart
@@ -36,13 +36,13 @@ def check_brought(batch: Batch, features: Sequence[str]) -> None:
             )
 
 
-def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> Entries:
+def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> JaggedIds:
     """Return the ids of a part in one batch on the device, feature-major, checked against their tables."""
-    rows, processor = batch.rows.groups[part.group], batch.rows.processor
+    rows, backend = batch.rows.groups[part.group], batch.rows.backend
     found = [batch.ids[name] for name in part.features]
     joined = None if batch.joins is None else batch.joins.of(part, found)
     if joined is None:
-        joined = join_part(part, found, batch.rows, batch.num_samples, processor)
+        joined = join_part(part, found, batch.rows, batch.num_samples, backend)
     starts = joined.starts
     if joined.bad is not None:
         entry, number = joined.bad
@@ -52,7 +52,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
             f"of the batch, and table {part.tables[f]!r} has local ids 0 to {rows.num_local[part.tables[f]] - 1} in "
             f"{batch.rows.name}: use batches of the pass that is being trained"
         )
-    entries = Entries(
+    entries = JaggedIds(
         ids=joined.ids, starts=starts, modes=part.modes, cols=part.cols,
         bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=joined.offsets,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
                         f"its {last - first} ids in the batch"
                     )
                 parts.append((first, last, weights[name]))
-        entries.weights = processor.weights(int(starts[-1]), parts) if parts else NONE_F4
+        entries.weights = backend.weights(int(starts[-1]), parts) if parts else NONE_F4
     return entries
 
 
@@ -105,7 +105,7 @@ class PooledLookup:
         self.batch.rows.check()  # slots mean other rows in the next visit
         gradients.wait(
             self.part.group,
-            Pending(
+            SavedGradient(
                 slots=e.slots, gradient=grad_NT.reshape(-1), width=grad_NT.shape[1], cols=self.part.cols,
                 places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), sorted=e.sorted,
             ),
@@ -115,7 +115,7 @@ class PooledLookup:
     def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
         """Return d loss / d weight by feature."""
         self.batch.rows.check()
-        out = self.batch.rows.processor.weight_gradient(self.rows, self.entries, grad_NT)
+        out = self.batch.rows.backend.weight_gradient(self.rows, self.entries, grad_NT)
         starts = self.entries.starts
         return {name: out[int(starts[f]) : int(starts[f + 1])] for f, name in enumerate(self.part.features)}
 
@@ -161,7 +161,7 @@ class RowLookup:
         self.batch.rows.check()  # as above
         gradients.wait(
             self.part.group,
-            Pending(
+            SavedGradient(
                 slots=self.entries.slots[first:last], gradient=grad_ED.reshape(-1), width=grad_ED.shape[1],
                 cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4,
             ),

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 import torch
 
-from tiercache.kernels.numbering import KeyNumbers
+from tiercache.backends.jagged import RowRequest, places_of
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.passes.samples import FeatureIds
-from tiercache.processors.entries import Wanted
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.row_gradients import RowGradients
@@ -22,9 +22,9 @@ from tiercache.training.row_gradients import RowGradients
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import SavedGradient
     from tiercache.passes.keybatch import FeatureKeys
-    from tiercache.processors.entries import Pending
-    from tiercache.processors.processor import Processor
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
     from tiercache.training.batch import Batch
@@ -46,20 +46,20 @@ class RowReader(Protocol):
 class MissingRows:
     """Gives batches rows for their missing keys; on the training thread."""
 
-    def __init__(self, schema: Schema, groups: Sequence[Group], optimizer: RowOptimizer, processor: Processor) -> None:
+    def __init__(self, schema: Schema, groups: Sequence[Group], optimizer: RowOptimizer, backend: Backend) -> None:
         """optimizer: counts how often rows were stepped."""
-        self._schema, self._groups, self._optimizer, self._processor = schema, tuple(groups), optimizer, processor
+        self._schema, self._groups, self._optimizer, self._backend = schema, tuple(groups), optimizer, backend
 
     def no_rows(self, name: str) -> RowView:
         """Return a view without a row, of which all keys are missing, and without gradients."""
         empty = [
             GroupRows.of(
-                group, (self._processor.empty((0, group.dim), np.float32),), self._processor.empty((0,), np.int32),
+                group, (self._backend.empty((0, group.dim), np.float32),), self._backend.empty((0,), np.int32),
                 np.zeros(len(group.tables) + 1, np.int64), dtype="float32",
             )
             for group in self._groups
         ]  # fmt: skip
-        return RowView(empty, None, name, self._processor)
+        return RowView(empty, None, name, self._backend)
 
     def add(
         self,
@@ -82,7 +82,7 @@ class MissingRows:
             if not any(f.name in lacking for f in mine):
                 continue
             view = rows.groups[g]
-            positions = KeyNumbers()
+            positions = KeyToIndex()
             vectors: list[NDArray[np.float32]] = []
             numbers = {f.name: np.full(places[f.name].size, -1, np.int32) for f in mine}
             for f in mine:
@@ -118,7 +118,7 @@ class MissingRows:
         reader: RowReader | None,
     ) -> int:
         """Number the missing keys of one table from ``first`` on and append their vectors; returns how many."""
-        unique = KeyNumbers()
+        unique = KeyToIndex()
         for name in names:
             gone = places[name] < 0
             found = np.empty(int(np.count_nonzero(gone)), np.int32)
@@ -146,22 +146,22 @@ class _GatheredRows:
         missing_MD: NDArray[np.float32], optimizer: RowOptimizer,
     ) -> None:  # fmt: skip
         self._optimizer, self._read_at, self.num_held = optimizer, -1, positions_R.size
-        self._processor = processor = visit.processor
+        self._backend = backend = visit.backend
         count = positions_R.size + missing_MD.shape[0]
-        vectors = processor.empty((count, group.dim), np.float32)
-        processor.tensor(vectors)[self.num_held :] = processor.tensor(processor.bring(missing_MD))
-        self.slots_R = processor.empty(positions_R.shape, np.int32)
+        vectors = backend.empty((count, group.dim), np.float32)
+        backend.tensor(vectors)[self.num_held :] = backend.tensor(backend.to_device(missing_MD))
+        self.slots_R = backend.empty(positions_R.shape, np.int32)
         """The slot of each row of the visit, on the device, once ``now`` was called."""
         self._visit, self._index = visit, index  # not its rows: they go when the visit ends
-        self._held = processor.bring(positions_R), self.slots_R, vectors[: self.num_held]
+        self._held = backend.to_device(positions_R), self.slots_R, vectors[: self.num_held]
         starts, locals_ = np.zeros(len(group.tables) + 1, np.int64), np.arange(count, dtype=np.int32)
-        view = GroupRows.of(group, (vectors,), processor.bring(locals_), starts, dtype="float32")
+        view = GroupRows.of(group, (vectors,), backend.to_device(locals_), starts, dtype="float32")
         self._view = replace(view, num_local=dict.fromkeys(view.num_local, count))
 
     def now(self) -> GroupRows:
         """Return them as they are now."""
         if self.num_held and self._read_at != self._optimizer.steps:
-            self._processor.find([Wanted(self._visit.groups[self._index], *self._held)])
+            self._backend.find([RowRequest(self._visit.groups[self._index], *self._held)])
             self._read_at = self._optimizer.steps
         return self._view
 
@@ -170,8 +170,8 @@ class _RawRows(RowView):
     """What a batch with missing keys looks up: the visit's rows, but for groups where rows were gathered for it."""
 
     def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
-        gradients = None if visit.gradients is None else _HeldGradients(visit.gradients, added, visit.processor)
-        super().__init__((), gradients, visit.name, visit.processor)
+        gradients = None if visit.gradients is None else _HeldGradients(visit.gradients, added, visit.backend)
+        super().__init__((), gradients, visit.name, visit.backend)
         self.groups = _Groups(visit, added)
         self._visit = visit
 
@@ -196,17 +196,17 @@ class _Groups(Sequence[GroupRows]):
 class _HeldGradients(RowGradients):
     """Passes the gradients of rows of the visit on, under their slots; those of missing keys go nowhere."""
 
-    def __init__(self, visit: RowGradients, added: dict[int, _GatheredRows], processor: Processor) -> None:
+    def __init__(self, visit: RowGradients, added: dict[int, _GatheredRows], backend: Backend) -> None:
         super().__init__(0, visit.tracers)
-        self._visit, self._added, self._processor = visit, added, processor
+        self._visit, self._added, self._backend = visit, added, backend
 
-    def wait(self, group: int, pending: Pending, starts: NDArray[np.int64], marks: Sequence[Mark | None]) -> None:
+    def wait(self, group: int, pending: SavedGradient, starts: NDArray[np.int64], marks: Sequence[Mark | None]) -> None:
         """Add the gradient of one lookup. Waits for a GPU."""
         if group not in self._added:
             self._visit.wait(group, pending, starts, marks)
             return
         added = self._added[group]
-        seen, given = self._processor.tensor, self._processor.array
+        seen, given = self._backend.tensor, self._backend.array
         numbers = seen(pending.slots).long()
         kept = (numbers < added.num_held).nonzero()[:, 0]
         if not len(kept):
@@ -224,7 +224,7 @@ class _HeldGradients(RowGradients):
             argmax = given(number[torch.where(named, argmax, len(numbers)).long()])
         if scales.shape[0]:
             scales = given(seen(scales)[kept])
-        places = given(seen(self._processor.places(pending))[kept])
+        places = given(seen(places_of(self._backend, pending))[kept])
         self._visit.wait(
             group,
             replace(pending, slots=slots, places=places, scales=scales, argmax=argmax),

@@ -104,7 +104,7 @@ def prepare_kernels(tables: Iterable[Table] = (), *, narrow: bool = False) -> No
 
     Those for 16-bit dtypes are compiled where one of ``tables`` has such a dtype, or ``narrow`` says so.
     """
-    from tiercache.kernels.compile import is_cached, prepare
+    from tiercache.kernels.cpu.compile import is_cached, prepare
 
     narrow = narrow or any(table.dtype != "float32" for table in tables)
     if is_cached(narrow=narrow):

@@ -10,10 +10,10 @@ from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.tiers.device_tier import DeviceTier
-from tiercache.tiers.host_memory import HostMemory
+from tiercache.tiers.pass_switcher import PassSwitcher
+from tiercache.tiers.pinned_arena import PinnedArena
 from tiercache.tiers.rows import RowView
 from tiercache.tiers.segments import waiting_streams
-from tiercache.tiers.transfer import Transfer
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.commit_state import CommitState
 from tiercache.training.matching import check_schedule, check_tables
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.view import DatasetView
     from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.processors.processor import Processor
     from tiercache.ranks.budgets import Budgets
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
@@ -45,7 +45,7 @@ class RankRows:
         self,
         store: Store,
         source: DatasetView,
-        processor: Processor,
+        backend: Backend,
         budgets: Budgets,
         *,
         device_bytes: int,
@@ -56,13 +56,13 @@ class RankRows:
         Raises BudgetError where the plan exceeds a budget or the device, PassSetError where passes and store do not
         belong together, StateError where the store is being trained.
         """
-        self.store, self.source, self._processor = store, source, processor
+        self.store, self.source, self._backend = store, source, backend
         self.check_alone()
         check_tables(store, source)
         self.schedule = Schedule(num_passes=len(source.passes), pass_set_digest=source.digest, order_seed=order_seed)
         check_schedule(store, source, self.schedule)
         self.positions = positions = Positions.of(source, store.groups)
-        self.device = DeviceTier(positions, device_bytes, processor.mover)
+        self.device = DeviceTier(positions, device_bytes, backend)
         self.budget = HostBudget.of(positions, budgets.host_budget, budgets.eval_budget, waiting_streams(store))
         self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
         self._uses = UseFiles(self.schedule, positions, self._keys_of, store.path if store.mode == "a" else None)
@@ -70,10 +70,10 @@ class RankRows:
             store, self.schedule, positions, self._uses.of, self.budget, commit_every=budgets.commit_every,
             store_budget=budgets.store_budget,
         )  # fmt: skip
-        self.memory = HostMemory(self.budget.rows, self.budget.region, processor.mover)
-        self.state = CommitState(store.groups, processor)
-        self.transfer = Transfer(
-            store, self.device, processor.mover, self.memory, self.budget, positions, self._keys_of, self._uses.of,
+        self.memory = PinnedArena(self.budget.rows, self.budget.region, backend)
+        self.state = CommitState(store.groups, backend)
+        self.transfer = PassSwitcher(
+            store, self.device, backend, self.memory, self.budget, positions, self._keys_of, self._uses.of,
             schedule_digest=self.schedule.digest, environment=self.state.environment,
         )  # fmt: skip
         self.plans.visits(None)  # a budget that cannot hold says so here, not in the middle of a run
@@ -104,7 +104,7 @@ class RankRows:
         assert report is not None
         assert plan.visit == index
         groups = self.device.rows_of(plan.pass_index)
-        return plan, report, RowView(groups, self.state.optimizer.gradients, f"visit {index}", self._processor)
+        return plan, report, RowView(groups, self.state.optimizer.gradients, f"visit {index}", self._backend)
 
     def stop(self) -> None:
         """End a loop over the passes, wherever it is."""

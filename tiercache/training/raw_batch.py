@@ -18,8 +18,8 @@ from tiercache.training.raw_samples import RawReader
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.passset import Pass
-    from tiercache.processors.processor import Processor
     from tiercache.schema import Schema
     from tiercache.store.table import Group
     from tiercache.training.exchange import Exchange
@@ -48,7 +48,7 @@ class RawKeys:
         groups: Sequence[Group],
         exchange: Exchange,
         optimizer: RowOptimizer,
-        processor: Processor,
+        backend: Backend,
         index_room: int | None = None,
     ) -> None:
         """groups: of whole tables. optimizer: counts how often rows were stepped.
@@ -57,8 +57,8 @@ class RawKeys:
         """
         tables = [table for group in groups for table in group.tables]
         self._schema, self._exchange, self._ranks = schema, exchange, exchange.ranks
-        self._reader = RawReader(schema, tables, processor, index_room)
-        self._missing = MissingRows(schema, groups, optimizer, processor)
+        self._reader = RawReader(schema, tables, backend, index_room)
+        self._missing = MissingRows(schema, groups, optimizer, backend)
         self._dense_columns = len(schema.dense)
 
     @property

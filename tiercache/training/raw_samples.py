@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import FoundIds
     from tiercache.passes.keybatch import FeatureKeys
     from tiercache.passes.passset import Pass
-    from tiercache.processors.entries import FoundIds
-    from tiercache.processors.processor import Processor
     from tiercache.schema import Schema
     from tiercache.store.table import Table
     from tiercache.training.missing_rows import Missing
@@ -55,12 +55,12 @@ class RawReader:
     """Reads the samples that loaders give; on the training thread."""
 
     def __init__(
-        self, schema: Schema, tables: Sequence[Table], processor: Processor, index_room: int | None = None
+        self, schema: Schema, tables: Sequence[Table], backend: Backend, index_room: int | None = None
     ) -> None:
         """index_room: bytes that an index of keys may take on the device, None: any number."""
-        self._schema, self._tables, self._processor = schema, {table.name: table for table in tables}, processor
+        self._schema, self._tables, self._backend = schema, {table.name: table for table in tables}, backend
         self._table_of = {feature.name: feature.table for feature in schema.features}
-        self._finder = KeyFinder(tables, processor, index_room)
+        self._finder = KeyFinder(tables, backend, index_room)
 
     @property
     def index_bytes(self) -> int:
@@ -118,9 +118,9 @@ class RawReader:
     def _bring(self, what: str, given: Any, absent: torch.Tensor, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
         """Return numbers on the device; ``absent`` where none were given."""
         found = absent if given is None else _numbers(what, given, shape)
-        if found.device == self._processor.device:
+        if found.device == self._backend.device:
             return found
-        return self._processor.tensor(self._processor.bring(found.numpy()))
+        return self._backend.tensor(self._backend.to_device(found.numpy()))
 
     def _refuse(
         self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], visit: str, number: int

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.backends.base import Layout
+from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import LocalCommunicator
 from tiercache.errors import StateError
-from tiercache.kernels.numbering import KeyNumbers
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
-from tiercache.processors.opening import open_processor
-from tiercache.processors.processor import Layout
 from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from tiercache.backends.base import Backend
     from tiercache.passes.passset import PassSet
-    from tiercache.processors.processor import Processor
     from tiercache.store.table import Table
 
 
@@ -52,11 +52,11 @@ class ResidentCache:
         *,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Processor = "cpu",
+        device: str | Backend = "cpu",
         seed: int = 0,
         order_seed: int | None = None,
     ) -> None:
-        self._processor = open_processor(device, passes.tables)
+        self._backend = open_backend(device, passes.tables)
         prepare_kernels(passes.tables)
         share_threads()
         self.pass_set = passes
@@ -72,7 +72,7 @@ class ResidentCache:
             for p in range(len(passes.passes))
         ]
         rows_G = [self._number(g) for g in range(len(self._groups))]
-        self._arrays_G = self._processor.mover.reserve(
+        self._arrays_G = self._backend.reserve(
             [
                 Layout(
                     rows,
@@ -86,11 +86,11 @@ class ResidentCache:
         )
         for g in range(len(self._groups)):
             self._fill(g)
-        self.optimizer = RowOptimizer(self._groups, self._processor)
-        self._pipeline, self._hooks = BatchPipeline(self._processor), StepHooks(self)
-        alone = LocalCommunicator(self._processor.device)
-        self._exchange = LocalExchange(alone, self._processor, self.optimizer, self.rows_now)
-        self._raw = RawKeys(passes.schema, self._groups, self._exchange, self.optimizer, self._processor)
+        self.optimizer = RowOptimizer(self._groups, self._backend)
+        self._pipeline, self._hooks = BatchPipeline(self._backend), StepHooks(self)
+        alone = LocalCommunicator(self._backend.device)
+        self._exchange = LocalExchange(alone, self._backend, self.optimizer, self.rows_now)
+        self._raw = RawKeys(passes.schema, self._groups, self._exchange, self.optimizer, self._backend)
         self._visit: Visit | None = None
         self._trained = 0
         self._closed = False
@@ -101,7 +101,7 @@ class ResidentCache:
         group, rows = self._groups[g], 0
         for i, table in enumerate(group.tables):
             most = sum(p.rows(table.name) for p in self.pass_set.passes)
-            names = KeyNumbers(max(1, most))
+            names = KeyToIndex(max(1, most))
             for p, source in enumerate(self.pass_set.passes):
                 starts = self._positions.table_starts(p, g)
                 numbers = self._slots_PG[p][g][starts[i] : starts[i + 1]]
@@ -114,19 +114,19 @@ class ResidentCache:
 
     def _fill(self, g: int) -> None:
         """Make the initial rows of a group."""
-        group, arrays, mover = self._groups[g], self._arrays_G[g], self._processor.mover
+        group, arrays, backend = self._groups[g], self._arrays_G[g], self._backend
         for values, field in zip(arrays.fields[1:], group.fields[1:], strict=True):
-            mover.set_rows(values, None, field.initial)
+            backend.set_rows(values, None, field.initial)
         for table in group.tables:
             keys, first = self._keys[table.name], self._first[table.name]
             mine = slice(first, first + keys.size)
             vectors = arrays.fields[0][mine]
-            if mover.generates(table):
-                mover.generate(table, keys, vectors, None, None)
+            if backend.generates(table):
+                backend.generate(table, keys, vectors, None, None)
             else:
-                mover.write(vectors, _first_vectors(table, keys))
+                backend.write(vectors, _first_vectors(table, keys))
             if group.dtype != "float32":
-                mover.note_keys(table, keys, arrays.streams[mine], None, None)
+                backend.note_keys(table, keys, arrays.streams[mine], None, None)
 
     def register(self, **objects: Any) -> None:
         """Step rows when an optimizer among these objects steps; nothing is saved."""
@@ -140,7 +140,7 @@ class ResidentCache:
         while self._trained < epochs * self._schedule.num_passes:
             index = self._trained
             p = self._schedule.pass_of(index)
-            view = RowView(self._rows_of(p), self.optimizer.gradients, f"visit {index}", self._processor)
+            view = RowView(self._rows_of(p), self.optimizer.gradients, f"visit {index}", self._backend)
             self._visit = Visit(
                 index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=view,
                 seed=self._seed, raw=self._raw, exchange=self._exchange, pipeline=self._pipeline,
@@ -161,7 +161,7 @@ class ResidentCache:
             GroupRows.of(
                 group,
                 self._arrays_G[g].fields,
-                self._processor.mover.place(self._slots_PG[p][g], self._arrays_G[g].slots),
+                self._backend.place(self._slots_PG[p][g], self._arrays_G[g].slots),
                 self._positions.table_starts(p, g),
                 streams=self._arrays_G[g].streams,
             )
@@ -180,7 +180,7 @@ class ResidentCache:
         self.optimizer.discard()
         self._hooks.remove()
         self._raw.close()
-        self._processor.drop_scratch()
+        self._backend.drop_scratch()
         self._arrays_G, self._slots_PG = [], []
         self._held.clear()
 
@@ -234,7 +234,7 @@ class ResidentCache:
         g, first = self._place(table_name)[0], self._first[table_name]
         slots = slice(first, first + self._keys[table_name].size) if at is None else (first + at).astype(np.int32)
         fields, arrays = self._groups[g].fields[:num_fields], self._arrays_G[g].fields[:num_fields]
-        return from_words(fields, [self._processor.mover.read(words, slots) for words in arrays])
+        return from_words(fields, [self._backend.read(words, slots) for words in arrays])
 
     def _held_keys(self, table_name: str) -> HeldKeys:
         """Return where the keys of a table are found, made when somebody asks for the first time."""
@@ -255,7 +255,7 @@ class ResidentCache:
     @property
     def device(self) -> torch.device:
         """Where rows are trained."""
-        return self._processor.device
+        return self._backend.device
 
     def rows_now(self) -> ResidentRows:
         """Return a reader of any rows as of now."""

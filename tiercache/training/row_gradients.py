@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.processors.entries import Array, Pending
+    from tiercache.backends.jagged import Array, SavedGradient
     from tiercache.training.tracers import Mark, Tracer
 
 NOBODY_STEPS = (
@@ -27,7 +27,7 @@ class _Waiting(NamedTuple):
     """The gradient of one lookup: its entries are feature-major."""
 
     group: int
-    pending: Pending
+    pending: SavedGradient
     starts: NDArray[np.int64]
     """(F + 1,) where each feature's entries begin."""
     marks: tuple[Mark | None, ...]
@@ -41,15 +41,15 @@ class RowGradients:
 
     def __init__(self, num_groups: int, tracers: Tracers | None = None) -> None:
         self.tracers = tracers or Tracers()
-        self.pending: list[list[Pending]] = [[] for _ in range(num_groups)]
+        self.pending: list[list[SavedGradient]] = [[] for _ in range(num_groups)]
         """What the step applies, by group."""
         self._waiting: list[_Waiting] = []
 
-    def add(self, group: int, pending: Pending) -> None:
+    def add(self, group: int, pending: SavedGradient) -> None:
         """Add a gradient that the next step applies, whatever became of a handle."""
         self.pending[group].append(pending)
 
-    def wait(self, group: int, pending: Pending, starts: NDArray[np.int64], marks: Sequence[Mark | None]) -> None:
+    def wait(self, group: int, pending: SavedGradient, starts: NDArray[np.int64], marks: Sequence[Mark | None]) -> None:
         """Add the gradient of one lookup, to be applied as the tables' handles say then."""
         self._waiting = [one for one in self._waiting if _is_alive(one)]
         self._waiting.append(_Waiting(group, pending, starts, tuple(marks)))
@@ -82,9 +82,9 @@ class RowGradients:
             elif factor:
                 self.pending[one.group].append(_scaled(one.pending, factor))
 
-    def applied(self, factors: Mapping[Tracer, float]) -> list[list[Pending]]:
+    def applied(self, factors: Mapping[Tracer, float]) -> list[list[SavedGradient]]:
         """Return what ``settle`` would move to ``pending``, by group, and leave it where it is."""
-        found: list[list[Pending]] = [[] for _ in self.pending]
+        found: list[list[SavedGradient]] = [[] for _ in self.pending]
         for one, factor in _pieces(self._waiting, factors):
             if factor:
                 found[one.group].append(_scaled(one.pending, factor))
@@ -138,7 +138,7 @@ def _feature_of(one: _Waiting, feature: int) -> _Waiting:
     return _Waiting(one.group, alone, np.array([0, last - first]), (one.marks[feature],))
 
 
-def _scaled(pending: Pending, factor: float) -> Pending:
+def _scaled(pending: SavedGradient, factor: float) -> SavedGradient:
     """Return a gradient multiplied by ``factor``; the tensor of the user's graph stays as it is."""
     if factor == 1.0:
         return pending

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tiercache.backends.jagged import OptimizerStep
 from tiercache.errors import StateError
-from tiercache.processors.entries import GroupStep
 from tiercache.store.table import Group
 from tiercache.training.clipping import clip, squared_norm
 from tiercache.training.row_gradients import RowGradients
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tiercache.processors.processor import Processor
+    from tiercache.backends.base import Backend
     from tiercache.store.optimizer import Optimizer
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
@@ -38,8 +38,8 @@ class RowOptimizer(torch.optim.Optimizer):
     Rows step behind the optimizers that the cache was given, or by ``step()`` of this one.
     """
 
-    def __init__(self, groups: tuple[Group, ...], processor: Processor) -> None:
-        self._groups, self._processor = groups, processor
+    def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
+        self._groups, self._backend = groups, backend
         self.tracers = Tracers()
         self.gradients = RowGradients(len(groups), self.tracers)
         self.steps = 0
@@ -139,14 +139,14 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def apply(self, rows: Sequence[GroupRows], factors: Collection[Tracer] = ()) -> None:
         """Update ``rows`` by the pending gradients and drop them, and those of the handles of ``factors``."""
-        by_number: dict[int, list[GroupStep]] = {}
+        by_number: dict[int, list[OptimizerStep]] = {}
         for g, (mine, pending) in enumerate(zip(rows, self.gradients.pending, strict=True)):
             if pending:
                 by_number.setdefault(self.number(g), []).append(
-                    GroupStep(self.group(g), mine, pending, self.learning_rate(g))
+                    OptimizerStep(self.group(g), mine, pending, self.learning_rate(g))
                 )
         for number, due in by_number.items():
-            self._processor.step(due, number)
+            self._backend.step(due, number)
         self.gradients.clear_settled()
         for tracer in factors:
             tracer.clear()
@@ -162,7 +162,7 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Clip the gradients of ``optimizer``, or of all that are followed, and of the rows that step with it."""
         factors = self.tracers.factors(self.gradients.marks, optimizer)
-        squares = squared_norm(self._groups, self.gradients.applied(factors), self._processor)
+        squares = squared_norm(self._groups, self.gradients.applied(factors), self._backend)
         optimizers = self.tracers.optimizers if optimizer is None else [optimizer]
         parameters = (one for found in optimizers for group in found.param_groups for one in group["params"])
         stepped = [tracer for tracer, factor in factors.items() if factor]

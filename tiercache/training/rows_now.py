@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.uses import search_keys
+from tiercache.kernels.cpu.next_use import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import initial_vectors

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from tiercache.kernels.jit import set_threads
+from tiercache.kernels.cpu.jit import set_threads
 
 
 def share_threads() -> None:

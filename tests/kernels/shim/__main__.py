@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import tiercache.kernels
+import tiercache.kernels.cuda
 from tests.kernels.shim.device import compiled
-from tiercache.kernels.launch import source
+from tiercache.kernels.cuda.launch import source
 
 if __name__ == "__main__" and shutil.which("g++"):
-    for path in sorted(Path(tiercache.kernels.__file__).parent.glob("*.cu")):
+    for path in sorted(Path(tiercache.kernels.cuda.__file__).parent.glob("*.cu")):
         compiled(source(path.stem))

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 
 from tests.kernels.shim.memory import GuardedMemory, reserved
-from tiercache.kernels.launch import BLOCK_THREADS, source
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, View, describe, source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.kernels.cuda.launch import Argument
 
 ORDERS = ("forward", "reversed", "random")
 HEADER = Path(__file__).with_name("shim.h")
@@ -54,9 +56,9 @@ def compiled(text: str) -> ctypes.CDLL:
         pytest.skip("g++, which compiles CUDA sources for the CPU, is not installed")
     names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", text)
     calls = "".join(
-        f'extern "C" const char* run_{name}(void** words, const unsigned* grid, const unsigned* block, size_t shared,'
-        f" int order, uint64_t seed, int flush) {{ return shim::run([](void** w) {{ shim::call({name}, w); }}, words,"
-        " grid, block, shared, order, seed, flush); }\n"
+        f'extern "C" const char* run_{name}(void** words, const unsigned* grid, const unsigned* block, int order,'
+        f" uint64_t seed, int flush) {{ return shim::run([](void** w) {{ shim::call({name}, w); }}, words, grid, block,"
+        " order, seed, flush); }\n"
         for name in names
     )
     whole = f'#include "{HEADER}"\n{text}\n{calls}'
@@ -104,19 +106,24 @@ class ShimDevice:
         """Return an array of rubbish in guarded memory."""
         return self.memory.empty((size,), dtype)
 
-    def describe(self, array: Any) -> dict[str, Any] | None:
-        """Return NumPy's interface."""
-        return getattr(array, "__array_interface__", None)
+    def describe(self, array: Any) -> View | None:
+        """Return where an array of NumPy, or a tensor of torch, lies."""
+        return describe(array, "__array_interface__")
 
-    def put(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy of a small array in guarded memory."""
-        return self.place(array)
+    def put(self, table: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy of the bytes of a table in guarded memory."""
+        return self.place(table.reshape(-1).view(np.uint8))
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return a copy of an array."""
         return array.copy()
 
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[float], shared_bytes: int = 0) -> None:
+    def sort(self, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Sort in guarded memory."""
+        order = np.argsort(keys, kind="stable")
+        return self.place(keys[order]), self.place(order)
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
         """Run a kernel to its end.
 
         Raises KernelError.
@@ -125,21 +132,14 @@ class ShimDevice:
         self.launches.append(kernel)
         text = source(name)
         library = compiled(self._changed(name, text) if self._changed else text)
-        held = [ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int64(a) for a in arguments]
+        tables = [self.put(a) if isinstance(a, np.ndarray) else a for a in arguments]
+        held = [_word(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in tables]
         words = (ctypes.c_void_p * len(held))(*(ctypes.addressof(word) for word in held))
         run = getattr(library, f"run_{function}")
         run.restype = ctypes.c_char_p
-        run.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_uint64,
-            ctypes.c_int,
-        ]
+        run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
         grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(BLOCK_THREADS, 1, 1)
-        trouble = run(words, grid, block, shared_bytes, self._order, self._seed, self._flush)
+        trouble = run(words, grid, block, self._order, self._seed, self._flush)
         if trouble is not None:
             raise KernelError(f"{kernel}: {trouble.decode()}")
         self.memory.check()
@@ -155,6 +155,10 @@ class ShimDevice:
     def close(self) -> None:
         """Give the arrays back."""
         self.memory.close()
+
+
+def _word(argument: float) -> Any:
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 
 def device_for(order: str) -> Any:

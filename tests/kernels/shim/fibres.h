@@ -51,7 +51,6 @@ inline void* scheduler = nullptr;
 inline dim3 block_index, block_size, grid_size;
 inline unsigned alive = 0, at_barrier = 0;
 inline bool* barrier = nullptr;
-inline char* dynamic_shared = nullptr;
 inline void (*body)(void**) = nullptr;
 inline void** arguments = nullptr;
 inline char trouble[512];
@@ -254,10 +253,9 @@ struct Random {
     }
 };
 
-inline void run_block(Order order, Random& random, size_t shared_bytes) {
+inline void run_block(Order order, Random& random) {
     const unsigned threads = block_size.x * block_size.y * block_size.z;
     if (__start_shim_shared) memset(__start_shim_shared, 0xA5, __stop_shim_shared - __start_shim_shared);
-    if (shared_bytes) memset(dynamic_shared, 0xA5, shared_bytes);
     for (auto& warp : meetings) {
         for (Meeting* m : warp) free_meetings.push_back(m);
         warp.clear();
@@ -307,7 +305,7 @@ inline void flush(bool wanted) {
 }
 
 inline const char* run(void (*kernel)(void**), void** words, const unsigned* grid, const unsigned* block,
-                       size_t shared_bytes, int order, uint64_t seed, bool flushes) {
+                       int order, uint64_t seed, bool flushes) {
     grid_size = {grid[0], grid[1], grid[2]}, block_size = {block[0], block[1], block[2]};
     const unsigned threads = block[0] * block[1] * block[2];
     while (fibres.size() < threads) {
@@ -323,14 +321,6 @@ inline const char* run(void (*kernel)(void**), void** words, const unsigned* gri
         fibres[i].thread = {i % block[0], i / block[0] % block[1], i / block[0] / block[1]};
     }
     meetings.resize((threads + 31) / 32);
-    static char* shared_memory = nullptr;
-    if (shared_bytes) {
-        if (!shared_memory) {
-            shared_memory = static_cast<char*>(mmap(nullptr, 260 << 10, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-            mprotect(shared_memory, 256 << 10, PROT_READ | PROT_WRITE);
-        }
-        dynamic_shared = shared_memory + (256 << 10) - (shared_bytes + 15) / 16 * 16;
-    }
     body = kernel, arguments = words;
     Random random{seed};
     stack_t old_stack, stack = {};
@@ -349,7 +339,7 @@ inline const char* run(void (*kernel)(void**), void** words, const unsigned* gri
         for (const uint64_t at : turns) {
             block_index = {static_cast<unsigned>(at % grid[0]), static_cast<unsigned>(at / grid[0] % grid[1]),
                            static_cast<unsigned>(at / grid[0] / grid[1])};
-            run_block(static_cast<Order>(order), random, shared_bytes);
+            run_block(static_cast<Order>(order), random);
         }
     }
     sigaction(SIGSEGV, &old_segv, nullptr), sigaction(SIGBUS, &old_bus, nullptr), sigaction(SIGILL, &old_ill, nullptr);

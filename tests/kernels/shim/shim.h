@@ -22,7 +22,6 @@
 #define __align__(n) alignas(n)
 #define __constant__ static const
 #define __shared__ static __attribute__((section("shim_shared"), used))
-#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(shim::dynamic_shared)
 
 struct alignas(16) float4 {
     float x, y, z, w;

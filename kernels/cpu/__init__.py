@@ -1,0 +1,1 @@
+"""Array kernels for the CPU, compiled by numba."""

@@ -1,0 +1,131 @@
+"""Many reads of files in one call and without the GIL, what was read checked while it is in the caches.
+
+A thread that reads beside a training takes the GIL once for many reads, not several times for each. For Linux, on
+processors with an instruction for CRC32C: elsewhere `has_reads` says no, and whoever reads does it by itself.
+"""
+
+import functools
+import mmap
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+from numpy.typing import NDArray
+
+from tiercache.kernels.cpu.checksum import _ORIGIN, Part, Runs, _address_of, _crc32c, has_crc32c
+from tiercache.kernels.cpu.jit import intrinsic, serial
+from tiercache.kernels.cpu.simd import _call
+
+__all__ = ["has_reads", "read_checked"]
+
+_PAGE_BYTES = 4096
+_LONG, _INT = ir.IntType(64), ir.IntType(32)
+
+
+class _Ends(threading.local):
+    """Two pages of each thread, for what is read beside an array."""
+
+    def __init__(self) -> None:
+        self.pages = np.frombuffer(mmap.mmap(-1, 2 * _PAGE_BYTES), np.uint8)
+
+
+_ends = _Ends()
+
+
+@functools.cache
+def has_reads() -> bool:
+    """Tell whether this is such a system and such a processor."""
+    return sys.platform == "linux" and has_crc32c()
+
+
+def _or_error(builder: Any, result: Any) -> Any:
+    """Emit what libc returned, or -errno where that is negative."""
+    error = builder.load(_call(builder, "__errno_location", _INT.as_pointer(), []))
+    failed = builder.icmp_signed("<", result, ir.Constant(_LONG, 0))
+    return builder.select(failed, builder.neg(builder.sext(error, _LONG)), result)
+
+
+@intrinsic
+def _preadv(_typing: Any, handle: Any, parts: Any, first: Any, count: Any, offset: Any) -> Any:
+    """Call preadv for `count` parts (address and bytes each) from element `first` of `parts` on; returns -errno."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        data = context.make_array(parts)(context, builder, arguments[1]).data
+        vectors = builder.bitcast(builder.gep(data, [arguments[2]]), ir.IntType(8).as_pointer())
+        numbers = [builder.trunc(arguments[i], _INT) for i in (0, 3)]
+        read = _call(builder, "preadv", _LONG, [numbers[0], vectors, numbers[1], arguments[4]])
+        return _or_error(builder, read)
+
+    return types.int64(types.int64, parts, types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def _copy(_typing: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy bytes from one address to another."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        places = [builder.inttoptr(place, ir.IntType(8).as_pointer()) for place in arguments[:2]]
+        _call(builder, "memcpy", ir.IntType(8).as_pointer(), [*places, arguments[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@serial
+def _read_checked(memory, requests, origin, ends, first, begins, endings, done, sums):  # type: ignore[no-untyped-def]
+    parts = np.empty(6, np.int64)  # of a request: the page at its head, what lies between, the page at its tail
+    for i in range(done.size):
+        in_pages, offset, place, size = requests[i, 1], requests[i, 2], requests[i, 3], requests[i, 4]
+        head = -offset % _PAGE_BYTES if in_pages else 0
+        inner = (size - head) // _PAGE_BYTES * _PAGE_BYTES if in_pages else size
+        tail = size - head - inner
+        before = _PAGE_BYTES - head if head else 0
+        parts[0], parts[1] = ends, _PAGE_BYTES
+        parts[2], parts[3] = origin + place + head, inner
+        parts[4], parts[5] = ends + _PAGE_BYTES, _PAGE_BYTES
+        count = 1 + (1 if head else 0) + (1 if tail else 0)
+        read = _preadv(requests[i, 0], parts, 0 if head else 2, count, offset - before)
+        done[i] = read if read < 0 else max(0, min(read - before, size))
+        if done[i] < size:
+            continue
+        _copy(origin + place, ends + before, head)
+        _copy(origin + place + head + inner, ends + _PAGE_BYTES, tail)
+        low, high = first[i], first[i + 1]
+        _crc32c(memory, begins[low:high] + place, endings[low:high] - begins[low:high], sums[low:high])
+
+
+def read_checked(
+    sources: Sequence[tuple[int, bool, int]], parts: Sequence[Part]
+) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Fill arrays from files; returns the bytes read of each (N,), or -errno, and the CRC32C of runs of bytes (R,).
+
+    A source is a file descriptor, whether it is read in whole pages (as past the page cache), and an offset: in whole
+    pages, an array has one at least and lies in its page as the offset lies in its own. A part is the array to fill,
+    one for each source, and the bounds of its runs (R_part + 1, rising from 0 to its size). The checksums come part
+    after part, and say nothing of an array that was not filled: it is asked for once, so ask again or elsewhere.
+    Raises ValueError for arrays and bounds that are not so.
+    """
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0, np.uint32)
+    runs = Runs.of(parts, filled=True)
+    handles, in_pages, offsets = (np.array(column, np.int64) for column in zip(*sources, strict=True))
+    if handles.size != len(parts) or offsets.min() < 0:
+        raise ValueError(f"{handles.size} sources for {len(parts)} parts begin at {offsets.tolist()}: from 0 on.")
+    origin, sums = _address_of(_ORIGIN), np.zeros(runs.begin.size, np.uint32)
+    apart = (in_pages != 0) & ((runs.sizes < 2 * _PAGE_BYTES) | ((runs.places + origin - offsets) % _PAGE_BYTES != 0))
+    if apart.any():
+        i = int(apart.argmax())
+        raise ValueError(
+            f"an array of {runs.sizes[i]} bytes at {runs.places[i] + origin:#x} cannot be read in whole pages at "
+            f"{offsets[i]}."
+        )
+    requests = np.stack([handles, in_pages, offsets, runs.places, runs.sizes], axis=1)
+    done = np.empty(len(parts), np.int64)
+    _read_checked(
+        _ORIGIN, requests, origin, _address_of(_ends.pages), runs.first, runs.begin, runs.end, done, sums
+    )  # fmt: skip
+    return done, sums

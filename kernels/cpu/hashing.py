@@ -1,0 +1,163 @@
+"""The hashes whose bits must not drift: key order and XXH64 (docs/format.md, "Bits").
+
+All kernels here are serial and run without the GIL, so that the reader thread can call them.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect
+from tiercache.kernels.cpu.jit import inlined, intrinsic, serial
+
+__all__ = [
+    "hash_keys",
+    "mix",
+    "mix_word",
+    "xxh64",
+    "xxh64_strings",
+    "xxh64_words",
+]
+
+_U64 = (1 << 64) - 1
+
+
+@inlined
+def mix_word(x):  # type: ignore[no-untyped-def]
+    """Return splitmix64's finaliser of a uint64: a bijection (Steele, Lea, Flood 2014; constants by Stafford)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@serial
+def _hash_keys(keys, table_id, out):  # type: ignore[no-untyped-def]
+    for i in range(keys.size):
+        out[i] = mix_word(np.uint64(keys[i]) ^ table_id)
+
+
+def mix(value: int) -> int:
+    """Return splitmix64's finaliser of an unsigned 64-bit integer."""
+    out = np.empty(1, np.uint64)
+    _hash_keys(np.array([value & _U64], np.uint64).view(np.int64), np.uint64(0), out)
+    return int(out[0])
+
+
+def hash_keys(keys: NDArray[np.int64], table_id: int) -> NDArray[np.uint64]:
+    """Return the hash of each key of a table: keys are kept in the order of this number."""
+    keys = expect("keys", keys, np.int64)
+    out = np.empty(keys.size, np.uint64)
+    _hash_keys(keys, np.uint64(table_id), out)
+    return out
+
+
+def _reader(bits: int) -> Any:
+    integer = ir.IntType(bits)
+
+    @intrinsic
+    def read(_typing: Any, data: Any, offset: Any) -> Any:
+        def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            start = context.make_array(data)(context, builder, arguments[0]).data
+            address = builder.bitcast(builder.gep(start, [arguments[1]]), integer.as_pointer())
+            word = builder.load(address, align=1)
+            return builder.zext(word, ir.IntType(64)) if bits < 64 else word
+
+        return types.uint64(data, types.intp), emit
+
+    return read
+
+
+_read_u64, _read_u32 = _reader(64), _reader(32)
+
+_P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
+_P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
+
+
+@inlined
+def _rotate(x, left):  # type: ignore[no-untyped-def]
+    return (x << np.uint64(left)) | (x >> np.uint64(64 - left))
+
+
+@inlined
+def _round(lane, word):  # type: ignore[no-untyped-def]
+    return _rotate(lane + word * _P2, 31) * _P1
+
+
+@inlined
+def _merge(digest, lane):  # type: ignore[no-untyped-def]
+    return (digest ^ _round(np.uint64(0), lane)) * _P1 + _P4
+
+
+@inlined
+def _xxh64(data, start, length, seed):  # type: ignore[no-untyped-def]
+    at, end = start, start + length
+    if length >= 32:
+        a, b, c, d = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
+        while at + 32 <= end:
+            a = _round(a, _read_u64(data, at))
+            b = _round(b, _read_u64(data, at + 8))
+            c = _round(c, _read_u64(data, at + 16))
+            d = _round(d, _read_u64(data, at + 24))
+            at += 32
+        digest = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
+        digest = _merge(_merge(_merge(_merge(digest, a), b), c), d)
+    else:
+        digest = seed + _P5
+    digest += np.uint64(length)
+    while at + 8 <= end:
+        digest = _rotate(digest ^ _round(np.uint64(0), _read_u64(data, at)), 27) * _P1 + _P4
+        at += 8
+    if at + 4 <= end:
+        digest = _rotate(digest ^ (_read_u32(data, at) * _P1), 23) * _P2 + _P3
+        at += 4
+    while at < end:
+        digest = _rotate(digest ^ (np.uint64(data[at]) * _P5), 11) * _P1
+        at += 1
+    digest = (digest ^ (digest >> np.uint64(33))) * _P2
+    digest = (digest ^ (digest >> np.uint64(29))) * _P3
+    return digest ^ (digest >> np.uint64(32))
+
+
+@serial
+def _hash_spans(data, offsets, seed, out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = _xxh64(data, offsets[i], offsets[i + 1] - offsets[i], seed)
+
+
+@serial
+def _hash_records(data, width, seed, out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = _xxh64(data, i * width, width, seed)
+
+
+def xxh64(data: bytes, seed: int = 0) -> int:
+    """Return XXH64 of the bytes, an unsigned 64-bit integer, whose values are published."""
+    out = np.empty(1, np.uint64)
+    _hash_spans(np.frombuffer(bytearray(data), np.uint8), np.array([0, len(data)]), np.uint64(seed), out)
+    return int(out[0])
+
+
+def xxh64_strings(data: NDArray[np.uint8], offsets: NDArray[np.int64], seed: int = 0) -> NDArray[np.uint64]:
+    """Return XXH64 of each string `data[offsets[i]:offsets[i + 1]]`.
+
+    Raises ValueError when the offsets decrease or leave the data.
+    """
+    data, offsets = expect("data", data, np.uint8), expect("offsets", offsets, np.int64)
+    if offsets.size == 0:
+        raise ValueError("offsets is empty: n strings have n + 1 offsets.")
+    if offsets[0] < 0 or offsets[-1] > data.size or np.any(offsets[1:] < offsets[:-1]):
+        raise ValueError(f"offsets must not decrease and must stay within the {data.size} bytes of data.")
+    out = np.empty(offsets.size - 1, np.uint64)
+    _hash_spans(data, offsets, np.uint64(seed), out)
+    return out
+
+
+def xxh64_words(words: NDArray[np.uint64], seed: int = 0) -> NDArray[np.uint64]:
+    """Return XXH64 of each row's k * 8 little-endian bytes; `words` is (n, k)."""
+    words = expect("words", words, np.uint64, 2)
+    out = np.empty(words.shape[0], np.uint64)
+    _hash_records(words.reshape(-1).view(np.uint8), 8 * words.shape[1], np.uint64(seed), out)
+    return out

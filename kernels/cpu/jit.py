@@ -1,0 +1,185 @@
+"""How every kernel is compiled: cached on disk, without the GIL, on threads of oneTBB.
+
+`serial` kernels may run on any thread. `parallel` kernels run on the training thread, and on the one that exchanges
+rows of several ranks beside it: oneTBB takes both at once. Its threads sleep when they find no work, and whoever is
+there takes what a thread without a core has not begun; OpenMP's spin, and on cores that others use too, two of them
+are many times slower than one (docs/design/0024-threads.md).
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import extending
+from numba.core import config
+from numba.core.caching import FunctionCache
+
+__all__ = [
+    "KERNELS",
+    "cache_folder",
+    "inlined",
+    "intrinsic",
+    "on_all_cores",
+    "parallel",
+    "serial",
+    "set_threads",
+    "threads",
+    "worker",
+]
+
+
+def _load_tbb() -> bool:
+    """Load oneTBB from its wheel, whose folder is not among those that numba's own part of it is linked with."""
+    with suppress(PackageNotFoundError, OSError):
+        for file in files("tbb") or ():
+            if file.name in {"libtbb.so.12", "libtbb.12.dylib"}:
+                ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
+                return True
+    return False
+
+
+_HAS_TBB = _load_tbb()
+# workqueue aborts when two threads run parallel kernels at once; it is only the last resort, where no OpenMP exists.
+if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
+    setattr(config, "THREADING_LAYER_PRIORITY", ["tbb", "omp", "workqueue"])  # noqa: B010 - numba makes its attributes
+
+_njit: Any = numba.njit
+_COMMON = {"nogil": True, "error_model": "numpy"}
+_UNCOUNTED = {**_COMMON, "_nrt": False}
+"""Without counting references to arrays: the counts are shared by all threads, and dearer than an inner loop."""
+
+_MOST_CORES = 16
+
+KERNELS: list[Any] = []
+"""Every compiled entry point, in the order of definition."""
+
+
+@functools.cache
+def _source_stamp(module: str) -> bytes:
+    """Return a digest of a kernel module and of all kernel modules that it imports."""
+    seen, waiting = {}, [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen[name] = Path(__file__).parents[1].joinpath(*name.split(".")).with_suffix(".py").read_bytes()
+            waiting += re.findall(r"^from tiercache\.kernels\.([\w.]+) import", seen[name].decode(), re.MULTILINE)
+    return hashlib.sha256(b"".join(seen[name] for name in sorted(seen))).digest()
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """Return the folder in which numba keeps compiled kernels; None where there is none that can be written."""
+    locate: Any = FunctionCache
+    try:
+        return Path(locate(cache_folder.__wrapped__).cache_path)
+    except (RuntimeError, OSError):
+        return None
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Any:
+    try:
+        kernel = _njit(cache=True, **_COMMON, **options)(function)
+        # numba compares the stamp of the caller's file only, so an edited callee in another file would stay stale.
+        kernel._cache._cache_file._source_stamp = _source_stamp(function.__module__.removeprefix("tiercache.kernels."))
+    except (RuntimeError, OSError):  # neither the package's folder nor the user's cache folder can be written
+        kernel = _njit(**_COMMON, **options)(function)
+    KERNELS.append(kernel)
+    return kernel
+
+
+def serial(function: Callable[..., Any]) -> Any:
+    """Compile an entry point that any thread may call."""
+    return _compiled(function)
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """Compile an entry point that runs on all threads; only the training thread may call it."""
+    return _compiled(function, parallel=True)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a piece that is merged into its callers, so that constant arguments become constants."""
+    return _njit(forceinline=True, **_UNCOUNTED)(function)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Make a function that emits LLVM instructions itself."""
+    return extending.intrinsic(function)
+
+
+def worker(function: Callable[..., Any]) -> Any:
+    """Compile the body of a parallel kernel's loop: a function of its own that allocates nothing."""
+    return _njit(**_UNCOUNTED)(function)
+
+
+def threads() -> int:
+    """Return the number of threads that parallel kernels started by this thread use."""
+    _launch()
+    return int(numba.get_num_threads())
+
+
+def set_threads(num_threads: int) -> None:
+    """Let parallel kernels started by this thread use `num_threads` threads: results keep their bits.
+
+    Raises ValueError when it is below 1 or above the number of cores that numba found.
+    """
+    _launch()
+    numba.set_num_threads(num_threads)
+
+
+def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[Any, ...]]) -> None:
+    """Make independent calls of a serial kernel, each on every core of the process, `parts` at most.
+
+    The calls of one kernel with the same arguments share out the work among them; who finds nothing left goes on to the
+    next. On threads of their own, which take no part in parallel kernels.
+    """
+    helpers = min(parts, len(os.sched_getaffinity(0)), _MOST_CORES) - 1
+
+    def work() -> None:
+        for arguments in calls:
+            kernel(*arguments)
+
+    running: list[Future[None]] = []
+    try:
+        for _ in range(helpers):
+            running.append(_helpers(os.getpid()).submit(work))  # noqa: PERF401 - those before one that fails must be known
+        work()
+    finally:
+        begun = [future for future in running if not future.cancel()]  # who has not begun by now finds nothing left
+        wait(begun)
+    for future in begun:
+        future.result()
+
+
+@functools.cache
+def _helpers(_process: int) -> ThreadPoolExecutor:
+    """Return the threads of this process, which start when they are first wanted; a fork has none of its parent's."""
+    most = min(os.cpu_count() or 1, _MOST_CORES)
+    return ThreadPoolExecutor(max(1, most - 1), thread_name_prefix="tiercache-switch")
+
+
+@functools.cache
+def _launch() -> None:
+    """Start numba's threads.
+
+    For oneTBB on this thread: it takes whoever starts it for the one that may fork. Who starts OpenMP's has its thread
+    count set to all cores, and torch has the same OpenMP: on the training thread this would undo
+    `torch.set_num_threads` in the middle of a run, so there a thread does it that ends.
+    """
+    layer = getattr(config, "THREADING_LAYER")  # noqa: B009 - numba makes its attributes
+    if _HAS_TBB and layer in {"default", "tbb"}:
+        numba.get_num_threads()
+        return
+    starter = threading.Thread(target=numba.get_num_threads)
+    starter.start()
+    starter.join()

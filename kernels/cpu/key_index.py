@@ -1,0 +1,221 @@
+"""From raw keys to positions: an open-addressing index over the key sets of several tables.
+
+A place has 16 bytes: the key, and table and position in one word, so that one access tells all. A key's search begins
+at the low bits of `mix(key ^ table id)` (key sets come in the order of the high bits, and a rank has one range of them)
+and goes on place by place; a match is one of key and table. INT64_MIN marks an empty place, so the out-of-vocabulary
+row, whose key it is, has its position beside the places, one a table. Nothing is ever removed.
+
+Capacity is a power of two with at most 0.8 of the places taken: 20 to 40 bytes a key.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import prange
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.cpu.hashing import mix_word
+from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
+from tiercache.kernels.cpu.simd import prefetch
+
+__all__ = ["KeyIndex", "KeySet", "Missing"]
+
+EMPTY = -(1 << 63)
+MOST_POSITIONS = (1 << 31) - 1
+_NOWHERE = (1 << 32) - 1
+_EMPTY, _LOW, _HALF = np.int64(EMPTY), np.int64(_NOWHERE), np.int64(32)
+_AHEAD = 8  # keys between asking for memory and using it
+_PART_KEYS = 4096
+
+
+class KeySet(NamedTuple):
+    """Distinct keys of one table, whose positions run on from `first_position`."""
+
+    table: int
+    keys: Any
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Entries of a batch whose keys are not in the index."""
+
+    count: int
+    first: int
+    """The least such entry; -1 where there is none."""
+
+
+def capacity_for(room: int) -> int:
+    """Return how many places an index for `room` keys has.
+
+    Raises ValueError where positions would be no int32.
+    """
+    if not 0 <= room <= MOST_POSITIONS:
+        raise ValueError(f"an index for {room:,} keys: positions are int32, so at most {MOST_POSITIONS:,} fit.")
+    return 1 << max(4, (-(-room * 5 // 4) - 1).bit_length())
+
+
+def bytes_for(room: int, num_tables: int) -> int:
+    """Return how many bytes an index for `room` keys of so many tables holds."""
+    return 16 * capacity_for(room) + 8 * num_tables
+
+
+def check_room(count: int, more: int, capacity: int) -> None:
+    """Raise ValueError where an index has no place for `more` keys."""
+    if count + more > capacity * 4 // 5:
+        raise ValueError(
+            f"the index has {count:,} keys and room for {capacity * 4 // 5:,}, and {more:,} more were given: "
+            "make one with more room. Nothing was changed."
+        )
+
+
+def check_table(table: int, num_tables: int) -> None:
+    """Raise ValueError where an index has no such table."""
+    if not 0 <= table < num_tables:
+        raise ValueError(f"there is no table {table}: the index has {num_tables}, counted from 0.")
+
+
+def check_positions(first: int, size: int) -> None:
+    """Raise ValueError where positions that run on from `first` are no int32."""
+    if first < 0 or first + size - 1 > MOST_POSITIONS:
+        raise ValueError(f"positions {first:,} to {first + size - 1:,} must lie in [0, {MOST_POSITIONS:,}].")
+
+
+def check_entries(
+    num_keys: int, entry_starts: NDArray[np.int64], tables: NDArray[np.int64], num_tables: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return entry starts and tables of a batch's features as they must be.
+
+    Raises ValueError.
+    """
+    starts, tables = expect("entry_starts", entry_starts, np.int64), expect("tables", tables, np.int64)
+    if starts.size != tables.size + 1 or (np.diff(starts) < 0).any() or starts[0] != 0 or starts[-1] != num_keys:
+        raise ValueError(f"{tables.size} features and {num_keys} keys do not fit entry starts {starts.tolist()}.")
+    for table in (int(tables.min()), int(tables.max())) if tables.size else ():
+        check_table(table, num_tables)
+    return starts, tables
+
+
+@inlined
+def _home(key, table_id, mask):  # type: ignore[no-untyped-def]
+    return np.int64(mix_word(np.uint64(key) ^ table_id) & np.uint64(mask))
+
+
+@serial
+def _insert(keys, table, table_id, first_position, places, apart, mask):  # type: ignore[no-untyped-def]
+    for i in range(keys.size):
+        if i + _AHEAD < keys.size:
+            prefetch(places, 2 * _home(keys[i + _AHEAD], table_id, mask))
+        key = keys[i]
+        if key == _EMPTY:
+            apart[table] = first_position + i
+            continue
+        place = _home(key, table_id, mask)
+        while places[place, 0] != _EMPTY:
+            place = (place + 1) & mask
+        places[place, 0] = key
+        places[place, 1] = (table << _HALF) | (first_position + i)
+
+
+@worker
+def _find_stretch(keys, table, table_id, start, stop, places, apart, mask, positions, missing):  # type: ignore[no-untyped-def]
+    for i in range(start, stop):
+        if i + _AHEAD < stop:
+            prefetch(places, 2 * _home(keys[i + _AHEAD], table_id, mask))
+        key = keys[i]
+        found = np.int64(-1)
+        if key == _EMPTY:
+            found = apart[table] if apart[table] != _LOW else found
+        else:
+            place = _home(key, table_id, mask)
+            while places[place, 0] != _EMPTY:
+                if places[place, 0] == key and places[place, 1] >> _HALF == table:
+                    found = places[place, 1] & _LOW
+                    break
+                place = (place + 1) & mask
+        positions[i] = found
+        if found < 0:
+            if missing[0] == 0:
+                missing[1] = i
+            missing[0] += 1
+
+
+@parallel
+def _find(keys, starts, tables, table_ids, places, apart, mask, positions, missing, parts):  # type: ignore[no-untyped-def]
+    for part in prange(parts):
+        low, high = keys.size * part // parts, keys.size * (part + 1) // parts
+        for f in range(tables.size):
+            start, stop = max(low, starts[f]), min(high, starts[f + 1])
+            if start < stop:
+                table = tables[f]
+                _find_stretch(
+                    keys, table, table_ids[table], start, stop, places, apart, mask, positions, missing[part]
+                )  # fmt: skip
+
+
+class KeyIndex:
+    """Positions (int32) of the keys of several tables; table t has id `table_ids[t]`.
+
+    room: how many keys fit. Not thread-safe.
+    """
+
+    def __init__(self, room: int, table_ids: NDArray[np.uint64]) -> None:
+        self._table_ids = expect("table_ids", table_ids, np.uint64).copy()
+        self.capacity = capacity_for(room)
+        self.count = 0
+        """Keys taken in."""
+        self._places = np.empty((self.capacity, 2), np.int64)
+        self._apart = np.empty(self._table_ids.size, np.int64)
+        self.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._places.nbytes + self._apart.nbytes
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._places[:, 0] = EMPTY
+        self._apart[:] = _NOWHERE
+        self.count = 0
+
+    def extend(self, key_sets: Sequence[KeySet]) -> None:
+        """Take in key sets, or stretches of them: no key is in the index yet.
+
+        Raises ValueError before anything is changed.
+        """
+        checked = [expect("keys", key_set.keys, np.int64) for key_set in key_sets]
+        for keys, key_set in zip(checked, key_sets, strict=True):
+            check_table(key_set.table, self._table_ids.size)
+            check_positions(key_set.first_position, keys.size)
+        check_room(self.count, sum(keys.size for keys in checked), self.capacity)
+        for keys, (table, _, first) in zip(checked, key_sets, strict=True):
+            _insert(keys, table, self._table_ids[table], first, self._places, self._apart, self.capacity - 1)
+            self.count += keys.size
+
+    def find(
+        self,
+        keys: NDArray[np.int64],
+        entry_starts: NDArray[np.int64],
+        tables: NDArray[np.int64],
+        positions: NDArray[np.int32],
+    ) -> Missing:
+        """Write the position of each key (E,) to `positions` (E,), -1 where it is missing; return what is missing.
+
+        The entries of feature f, of table `tables[f]`, are `entry_starts[f]` to `entry_starts[f + 1]`. On all threads:
+        only the training thread may call it.
+        """
+        keys, positions = expect("keys", keys, np.int64), expect("positions", positions, np.int32, written=True)
+        same_length(keys=keys, positions=positions)
+        starts, tables = check_entries(keys.size, entry_starts, tables, self._table_ids.size)
+        parts = max(1, min(threads(), keys.size // _PART_KEYS))
+        missing = np.zeros((parts, 8), np.int64)  # a cache line each
+        _find(
+            keys, starts, tables, self._table_ids, self._places, self._apart, self.capacity - 1, positions, missing,
+            parts,
+        )  # fmt: skip
+        count = int(missing[:, 0].sum())
+        return Missing(count, int(missing[missing[:, 0] > 0, 1].min()) if count else -1)

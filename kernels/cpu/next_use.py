@@ -1,0 +1,142 @@
+"""When keys are used next, and where they stand: sweeps and searches over key sets in hash order. Serial kernels."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.cpu.hashing import mix_word
+from tiercache.kernels.cpu.jit import inlined, serial
+from tiercache.kernels.cpu.simd import prefetch
+
+__all__ = ["hash_range_bound", "search_keys", "sweep_uses"]
+
+_AHEAD = 8  # queries between asking for memory and using it
+
+
+@serial
+def _sweep(numbers, pass_starts, before, order, after, next_gap, prev_gap, seen):  # type: ignore[no-untyped-def]
+    places = order.size
+    seen[:] = -1
+    for place in range(places):
+        p = before[place]
+        for i in range(pass_starts[p], pass_starts[p + 1]):
+            seen[numbers[i]] = place
+    for place in range(places):
+        p = order[place]
+        visit = places + place
+        for i in range(pass_starts[p], pass_starts[p + 1]):
+            number = numbers[i]
+            prev_gap[i] = visit - seen[number]
+            seen[number] = visit
+    for place in range(places - 1, -1, -1):
+        p = after[place]
+        for i in range(pass_starts[p], pass_starts[p + 1]):
+            seen[numbers[i]] = 2 * places + place
+    for place in range(places - 1, -1, -1):
+        p = order[place]
+        visit = places + place
+        for i in range(pass_starts[p], pass_starts[p + 1]):
+            number = numbers[i]
+            next_gap[i] = seen[number] - visit
+            seen[number] = visit
+
+
+def sweep_uses(
+    numbers: NDArray[np.int32],
+    pass_starts: NDArray[np.int64],
+    num_keys: int,
+    before: NDArray[np.int64],
+    order: NDArray[np.int64],
+    after: NDArray[np.int64],
+    next_gap: NDArray[np.int32],
+    prev_gap: NDArray[np.int32],
+) -> None:
+    """Write the visits to the next use and since the last use of every key of every pass, for one epoch.
+
+    numbers (K,): which key, below `num_keys`, the passes' keys one pass after another; pass p has entries
+    `pass_starts[p]` to `pass_starts[p + 1]`. before, order, after (P,): the pass at each place of the epoch before, of
+    this one and of the one after. A pass is in each epoch once, so both gaps exist and are below 2 P.
+    """
+    same_length(numbers=numbers, next_gap=next_gap, prev_gap=prev_gap)
+    _sweep(
+        expect("numbers", numbers, np.int32),
+        expect("pass_starts", pass_starts, np.int64),
+        expect("before", before, np.int64),
+        expect("order", order, np.int64),
+        expect("after", after, np.int64),
+        expect("next_gap", next_gap, np.int32, written=True),
+        expect("prev_gap", prev_gap, np.int32, written=True),
+        np.empty(num_keys, np.int64),
+    )
+
+
+@inlined
+def _first_at_least(keys, table_id, wanted, low, high):  # type: ignore[no-untyped-def]
+    """Return the first place in [low, high) whose hash is not below `wanted`, or `high`."""
+    while low < high:
+        middle = (low + high) >> 1
+        if mix_word(np.uint64(keys[middle]) ^ table_id) < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@serial
+def _bound(keys, table_id, upper):  # type: ignore[no-untyped-def]
+    return _first_at_least(keys, table_id, upper, np.int64(0), np.int64(keys.size))
+
+
+def hash_range_bound(keys: NDArray[np.int64], table_id: int, upper: int) -> int:
+    """Return how many of `keys`, which stand in hash order, have a hash below `upper` (0 to 2^64)."""
+    if upper >= 1 << 64:
+        return int(keys.size)
+    return int(_bound(expect("keys", keys, np.int64), np.uint64(table_id), np.uint64(upper)))
+
+
+@inlined
+def _guess(wanted, size):  # type: ignore[no-untyped-def]
+    """Return the share of `size` keys that a uniform hash below `wanted` has."""
+    return np.int64(np.float64(wanted >> np.uint64(11)) * 2.0**-53 * np.float64(size))
+
+
+@inlined
+def _place(keys, table_id, wanted, size):  # type: ignore[no-untyped-def]
+    """Return the first place whose hash is not below `wanted`, by interpolation: four looks for millions of keys."""
+    place = _guess(wanted, size)
+    for _ in range(3):
+        place = min(max(place, 0), size - 1)
+        missing = np.float64(wanted) - np.float64(mix_word(np.uint64(keys[place]) ^ table_id))
+        place += np.int64(missing * 2.0**-64 * np.float64(size))
+    place = min(max(place, 0), size)
+    steps = 0
+    while place > 0 and steps < 64 and mix_word(np.uint64(keys[place - 1]) ^ table_id) >= wanted:
+        place -= 1
+        steps += 1
+    while place < size and steps < 64 and mix_word(np.uint64(keys[place]) ^ table_id) < wanted:
+        place += 1
+        steps += 1
+    if steps == 64:  # keys were chosen so that their hashes crowd
+        place = _first_at_least(keys, table_id, wanted, np.int64(0), size)
+    return place
+
+
+@serial
+def _search(keys, table_id, queries, out):  # type: ignore[no-untyped-def]
+    size = np.int64(keys.size)
+    for i in range(queries.size):
+        if i + _AHEAD < queries.size:
+            prefetch(keys, _guess(mix_word(np.uint64(queries[i + _AHEAD]) ^ table_id), size))
+        place = _place(keys, table_id, mix_word(np.uint64(queries[i]) ^ table_id), size) if size else size
+        out[i] = place if place < size and keys[place] == queries[i] else -1
+
+
+def search_keys(keys: NDArray[np.int64], table_id: int, queries: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    """Write to `out` the place of each query among `keys`, which stand in hash order; -1 where it is not there."""
+    same_length(queries=queries, out=out)
+    _search(
+        expect("keys", keys, np.int64),
+        np.uint64(table_id),
+        expect("queries", queries, np.int64),
+        expect("out", out, np.int64, written=True),
+    )

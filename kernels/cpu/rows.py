@@ -1,0 +1,204 @@
+"""Rows between slots and pieces: what a pass switch copies.
+
+Legend: S slots, R rows, P pieces, W width of a field.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import NONE_I4, aligned_zeros, expect
+from tiercache.kernels.cpu.jit import inlined, on_all_cores, serial, worker
+from tiercache.kernels.cpu.simd import ask, atomic_next, fence, load, store, stream
+from tiercache.kernels.pieces import Memory, PieceTable
+
+__all__ = ["Pieces", "pack", "unpack"]
+
+_TASK = 512  # rows a thread takes at a time
+_AHEAD = 8  # rows between asking for memory and copying it
+_LOOKUP = 64  # rows of which the piece is known in which the first one stands
+_ORIGIN = aligned_zeros(1, 1)[0]  # places in memory are counted from here, in floats
+
+
+class Pieces(PieceTable):
+    """Pieces in arrays of float32."""
+
+    def _memory_of(self, data: NDArray[np.float32]) -> Memory:
+        writable, data = data.flags.writeable, expect("data", data, np.float32)
+        return Memory(_address(data), data.size, data, writable)
+
+    def table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows so far (P + 1), place among the slots (P) and place in memory (P), from `_ORIGIN` on."""
+        address, rows, first = self.columns()
+        so_far = np.zeros(rows.size + 1, np.int64)
+        np.cumsum(rows, out=so_far[1:])
+        return so_far, first, (address - _address(_ORIGIN)) // 4
+
+
+def _address(array: NDArray[np.float32]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@inlined
+def _copy(source, start, target, at, width, past_caches):  # type: ignore[no-untyped-def]
+    whole = width - width % 16
+    if past_caches:
+        for d in range(0, whole, 16):
+            stream(target, at + d, load(source, start + d, 16))
+    else:
+        for d in range(0, whole, 16):
+            store(target, at + d, load(source, start + d, 16), 16)
+        if whole < width:
+            store(target, at + whole, load(source, start + whole, width - whole), width - whole)
+
+
+@worker
+def _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter):  # type: ignore[no-untyped-def]
+    """Move rows, 512 at a time, so that one large piece is shared by all threads too.
+
+    Rows of whole cache lines are written past the caches: what is written is not read first, and not soon after.
+    """
+    width = values.shape[1]
+    asking = packing or not past_caches
+    num_rows = so_far[-1]
+    task = atomic_next(counter)
+    while task * _TASK < num_rows:
+        row, last = task * _TASK, min(task * _TASK + _TASK, num_rows)
+        piece = np.searchsorted(so_far, row, side="right") - 1
+        while row < last:
+            rows_of_piece = so_far[piece + 1] - so_far[piece]
+            at = place[piece] + before * rows_of_piece + (row - so_far[piece]) * width
+            here = first[piece] - so_far[piece]  # from rows to places among the slots
+            end = min(so_far[piece + 1], last)
+            for r in range(row, end):
+                if asking and r + _AHEAD < end:
+                    ask(values, np.int64(_slot(slots, order, here + r + _AHEAD)) * width, width)
+                start = np.int64(_slot(slots, order, here + r)) * width
+                if packing:
+                    _copy(values, start, memory, at, width, past_caches and at % 16 == 0)
+                else:
+                    _copy(memory, at, values, start, width, past_caches)
+                at += width
+            row = end
+            piece += 1
+        task = atomic_next(counter)
+    fence()
+
+
+@inlined
+def _slot(slots, order, i):  # type: ignore[no-untyped-def]
+    return slots[order[i]] if order.size else slots[i]
+
+
+@serial
+def _move(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter):  # type: ignore[no-untyped-def]
+    _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter)
+
+
+@worker
+def _scatter_tasks(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter):  # type: ignore[no-untyped-def]
+    """Write the row in each slot to its place, 512 slots at a time.
+
+    Memory is read in its order and written out of it: reads are waited for, and writes are not.
+    """
+    width = values.shape[1]
+    task = atomic_next(counter)
+    while task * _TASK < place_of_slot.size:
+        for slot in range(task * _TASK, min(task * _TASK + _TASK, place_of_slot.size)):
+            row = np.int64(place_of_slot[slot])
+            if row < 0:
+                continue
+            piece = piece_of_lookup[row // _LOOKUP]
+            while so_far[piece + 1] <= row:
+                piece += 1
+            rows_of_piece = so_far[piece + 1] - so_far[piece]
+            at = place[piece] + before * rows_of_piece + (row - so_far[piece]) * width
+            _copy(values, np.int64(slot) * width, memory, at, width, past_caches and at % 16 == 0)
+        task = atomic_next(counter)
+    fence()
+
+
+@serial
+def _scatter(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter):  # type: ignore[no-untyped-def]
+    _scatter_tasks(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter)
+
+
+@serial
+def _place_of_slot(slots, order, out):  # type: ignore[no-untyped-def]
+    """Write the place of the row in each slot, -1 where none is; return the first place without its own, or -1."""
+    out[:] = -1
+    for place in range(order.size):
+        if not 0 <= order[place] < slots.size:
+            return place
+        slot = slots[order[place]]
+        if not 0 <= slot < out.size or out[slot] >= 0:
+            return place
+        out[slot] = place
+    return -1
+
+
+def _move_fields(
+    fields: tuple[NDArray[np.float32], ...],
+    slots: NDArray[np.int32],
+    order: NDArray[np.int32],
+    pieces: Pieces,
+    *,
+    packing: bool,
+) -> None:
+    slots, order = expect("slots", slots, np.int32), expect("order", order, np.int32)
+    width = sum(values.shape[1] for values in fields)
+    if width != pieces.row_floats:
+        raise ValueError(f"the pieces have rows of {pieces.row_floats} floats, the fields of {width}.")
+    if pieces.num_rows == 0:
+        return
+    if packing and not pieces.writable:
+        raise ValueError("an array of the pieces is read-only, and packing writes to it: give a writable array.")
+    known = order.size or slots.size
+    if pieces.highest > known:
+        raise ValueError(f"the pieces have rows up to {pieces.highest}, and there are {known}.")
+    table, num_slots = pieces.table(), fields[0].shape[0]
+    scattering = packing and 2 * order.size >= num_slots and _in_order(*table[:2])
+    if scattering:
+        place_of_slot = np.empty(num_slots, np.int32)
+        wrong = _place_of_slot(slots, order[: pieces.num_rows], place_of_slot)
+        if wrong >= 0:
+            raise ValueError(
+                f"the row at place {wrong} has no slot of its own: there are {slots.size} rows in {num_slots} slots, "
+                "each to stand at one place."
+            )
+        lookup = np.searchsorted(table[0], np.arange(0, pieces.num_rows, _LOOKUP), side="right") - 1
+    before, calls = 0, list[tuple[Any, ...]]()
+    for values in fields:
+        moved = expect("field", values, np.float32, 2, written=not packing)
+        if moved.shape[1]:
+            past_caches = moved.shape[1] % 16 == 0 and (packing or _address(moved) % 64 == 0)
+            counter = np.zeros(1, np.int64)
+            if scattering:
+                calls.append((moved, place_of_slot, table[0], lookup, table[2], before, _ORIGIN, past_caches, counter))
+            else:
+                calls.append((moved, slots, order, *table, before, _ORIGIN, packing, past_caches, counter))
+        before += moved.shape[1]
+    on_all_cores(_scatter if scattering else _move, pieces.num_rows // _TASK, calls)
+
+
+def _in_order(so_far: NDArray[np.int64], first: NDArray[np.int64]) -> bool:
+    """Whether pieces stand one behind the other, without a gap, from place 0 on."""
+    return np.array_equal(so_far[:-1], first)
+
+
+def pack(
+    fields: tuple[NDArray[np.float32], ...], slots: NDArray[np.int32], order: NDArray[np.int32], pieces: Pieces
+) -> None:
+    """Write rows to pieces, in an order.
+
+    fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces, none at two;
+    slots: the slot of each row, no two the same. One launch a field. Raises ValueError for pieces that do not fit, and,
+    where half of all slots or more are packed, for rows and slots that are not so.
+    """
+    _move_fields(fields, slots, order, pieces, packing=True)
+
+
+def unpack(fields: tuple[NDArray[np.float32], ...], slots: NDArray[np.int32], pieces: Pieces) -> None:
+    """Write the rows of pieces to their slots. slots (R,): the slot of the row at each place, no two the same."""
+    _move_fields(fields, slots, NONE_I4, pieces, packing=False)

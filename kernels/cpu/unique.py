@@ -1,0 +1,190 @@
+"""Each row of a batch once, in order, and where every entry finds it: what ranks ask one another for.
+
+Legend: E entries, U unique slots, K stretches. A slot may be any number that `sort_slots` sorts: here it is the
+position of a key in a pass.
+"""
+
+import numpy as np
+from numba import prange
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
+
+__all__ = ["BITS_PER_ENTRY", "lay_out", "mark_slots", "unique_positions", "unique_slots"]
+
+BITS_PER_ENTRY = 64
+"""`unique_positions` is quicker than a sort while there are at most about so many positions for each entry."""
+
+_PART_ENTRIES = 16384  # below this a second thread costs more than it saves
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+@worker
+def _count_firsts(part, parts, pairs, counts):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(pairs.size * part // parts, pairs.size * (part + 1) // parts):
+        if i == 0 or (pairs[i] >> _HALF) != (pairs[i - 1] >> _HALF):
+            count += 1
+    counts[part] = count
+
+
+@worker
+def _number(part, parts, pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
+    number = np.int64(-1)
+    for before in range(part):
+        number += counts[before]
+    for i in range(pairs.size * part // parts, pairs.size * (part + 1) // parts):
+        if i == 0 or (pairs[i] >> _HALF) != (pairs[i - 1] >> _HALF):
+            number += 1
+            unique[number] = np.int32(pairs[i] >> _HALF)
+        inverse[pairs[i] & _LOW] = np.int32(number)
+
+
+@worker
+def _work(numbering, part, parts, pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
+    if numbering:
+        _number(part, parts, pairs, counts, unique, inverse)
+    else:
+        _count_firsts(part, parts, pairs, counts)
+
+
+@parallel
+def _unique(pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
+    parts = counts.size
+    for step in range(2):  # not two loops one behind the other: the compiler may merge what it sees no bond between
+        if step == 1 or parts > 1:
+            for part in prange(parts):
+                _work(step == 1, part, parts, pairs, counts, unique, inverse)
+
+
+def unique_slots(pairs: NDArray[np.uint64], unique: NDArray[np.int32], inverse: NDArray[np.int32]) -> int:
+    """Write the slots of `pairs` (from `sort_slots`) once each, and which of them each entry has; return U.
+
+    unique (E,): its first U elements are written, ascending. inverse (E,): entry e has slot `unique[inverse[e]]`.
+    The same for any number of threads.
+    """
+    pairs = expect("pairs", pairs, np.uint64)
+    unique, inverse = (expect(n, a, np.int32, written=True) for n, a in (("unique", unique), ("inverse", inverse)))
+    if not same_length(pairs=pairs, unique=unique, inverse=inverse):
+        return 0
+    parts = max(1, min(threads(), pairs.size // _PART_ENTRIES))
+    _unique(pairs, np.zeros(parts, np.int64), unique, inverse)
+    return int(inverse[int(pairs[-1] & _LOW)]) + 1
+
+
+@inlined
+def _count_ones(word):  # type: ignore[no-untyped-def]
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@serial
+def _unique_positions(positions, bits, before, unique, inverse):  # type: ignore[no-untyped-def]
+    one, low = np.uint64(1), np.uint64(63)
+    for i in range(positions.size):
+        p = np.uint64(positions[i])
+        bits[np.int64(p >> np.uint64(6))] |= one << (p & low)
+    count = 0
+    for w in range(bits.size):
+        before[w] = count
+        word = bits[w]
+        while word:
+            lowest = word & (~word + one)
+            unique[count] = np.int32(w * 64 + _count_ones(lowest - one))
+            count += 1
+            word = word ^ lowest
+    for i in range(positions.size):
+        p = np.uint64(positions[i])
+        at = np.int64(p >> np.uint64(6))
+        inverse[i] = np.int32(before[at] + _count_ones(bits[at] & ((one << (p & low)) - one)))
+    bits[:] = 0
+    return count
+
+
+def unique_positions(
+    positions: NDArray[np.int32],
+    num_positions: int,
+    bits: NDArray[np.uint64],
+    before: NDArray[np.int32],
+    unique: NDArray[np.int32],
+    inverse: NDArray[np.int32],
+) -> int:
+    """Do what `sort_slots` and `unique_slots` do together, by a bit for each position: U is returned.
+
+    positions (E,), each in [0, num_positions). bits: a word for each 64 positions, zero before and after. before: as
+    many words of scratch. On one thread; worth it while `num_positions` is at most `BITS_PER_ENTRY` times E.
+    """
+    positions, bits = expect("positions", positions, np.int32), expect("bits", bits, np.uint64, written=True)
+    before = expect("before", before, np.int32, written=True)
+    unique, inverse = (expect(n, a, np.int32, written=True) for n, a in (("unique", unique), ("inverse", inverse)))
+    words = -(-num_positions // 64)
+    if same_length(positions=positions, unique=unique, inverse=inverse) == 0:
+        return 0
+    if min(bits.size, before.size) < words or not 0 <= int(positions.min()) <= int(positions.max()) < num_positions:
+        raise ValueError(
+            f"positions go from {positions.min()} to {positions.max()}, and there are {num_positions} with room for "
+            f"{64 * min(bits.size, before.size)}."
+        )
+    return int(_unique_positions(positions, bits[:words], before[:words], unique, inverse))
+
+
+@serial
+def _lay_out(unique, first, last, shift, wire, slot, addresses, slots):  # type: ignore[no-untyped-def]
+    for k in range(first.size):
+        to, place = wire[k] - first[k], slot[k] - first[k]
+        for u in range(first[k], last[k]):
+            addresses[to + u] = np.int32(np.int64(unique[u]) + shift[k])
+        if slot[k] >= 0:
+            for u in range(first[k], last[k]):
+                slots[u] = np.int32(place + u)
+
+
+def lay_out(
+    unique: NDArray[np.int32],
+    first: NDArray[np.int64],
+    last: NDArray[np.int64],
+    shift: NDArray[np.int64],
+    wire: NDArray[np.int64],
+    slot: NDArray[np.int64],
+    addresses: NDArray[np.int32],
+    slots: NDArray[np.int32],
+) -> None:
+    """Write the addresses of K stretches of `unique` (U,) in the order of the wire, and the slots of their rows.
+
+    Stretch k has the rows [first[k], last[k]) of `unique`. Their addresses, `unique + shift[k]`, go to `addresses` from
+    `wire[k]` on; their slots count from `slot[k]` on in `slots` (U,), where it is not negative.
+    """
+    unique, first = expect("unique", unique, np.int32), expect("first", first, np.int64)
+    last, shift = expect("last", last, np.int64), expect("shift", shift, np.int64)
+    wire, slot = expect("wire", wire, np.int64), expect("slot", slot, np.int64)
+    addresses = expect("addresses", addresses, np.int32, written=True)
+    slots = expect("slots", slots, np.int32, written=True)
+    same_length(unique=unique, slots=slots)
+    if same_length(first=first, last=last, shift=shift, wire=wire, slot=slot) == 0:
+        return
+    rows = last - first
+    if rows.min() < 0 or first.min() < 0 or last.max() > unique.size or wire.min() < 0:
+        raise ValueError(f"stretches must lie in [0, {unique.size}), and none may end before it begins.")
+    if (wire + rows).max() > addresses.size:
+        raise ValueError(f"stretches reach to {(wire + rows).max()} of {addresses.size} addresses.")
+    _lay_out(unique, first, last, shift, wire, slot, addresses, slots)
+
+
+@serial
+def _mark(slots, seen):  # type: ignore[no-untyped-def]
+    count = np.int64(0)
+    for i in range(slots.size):  # without a branch: whether a slot is new is anybody's guess
+        count += 1 - int(seen[slots[i]])
+        seen[slots[i]] = True
+    return count
+
+
+def mark_slots(slots: NDArray[np.int32], seen: NDArray[np.bool_]) -> int:
+    """Set `seen` (S,) at every slot (E,), each in [0, S); return how many were not set before."""
+    slots, seen = expect("slots", slots, np.int32), expect("seen", seen, np.bool_, written=True)
+    if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < seen.size:
+        raise ValueError(f"slots go from {slots.min()} to {slots.max()}, and there are {seen.size}.")
+    return int(_mark(slots, seen))

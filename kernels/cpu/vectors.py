@@ -1,0 +1,223 @@
+"""Vectors in memory, of float32 or of a 16-bit dtype, which kernels see as float32.
+
+Legend: S slots, D dim, P numbers from one row to the next: D, or for 16-bit dtypes D rounded up to an even number.
+
+Kernels have one source, and a specialisation for each width. bfloat16 and float16 share one, and a number says which it
+is: the few instructions more hide behind the memory. Whether an array has 16-bit numbers is a constant where code is
+generated: what is not for float32 is not in its kernels.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect
+from tiercache.kernels.cpu.jit import inlined, intrinsic
+from tiercache.kernels.cpu.simd import WIDTH, address_of, ask, lanes, masked_load, masked_store, prefetch
+
+__all__ = ["Vectors", "ask_row", "element", "expect_vectors", "is_narrow", "read", "shape_of", "write_rounded"]
+
+_LONG, _WORD, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
+
+
+class Vectors(NamedTuple):
+    """The vectors of a group's rows, one in each slot."""
+
+    values: NDArray[Any]
+    """(S, P): float32, or the bits of 16-bit numbers as uint16."""
+    dim: int
+    """D."""
+    is_half: int
+    """1 for float16, 0 for bfloat16; means nothing for float32."""
+
+    @classmethod
+    def of(cls, words: NDArray[np.float32], dim: int, dtype: str) -> "Vectors":
+        """See words of 4 bytes (S, words) as vectors of "float32", "bfloat16" or "float16", without a copy."""
+        return cls(words if dtype == "float32" else words.view(np.uint16), dim, int(dtype == "float16"))
+
+
+def expect_vectors(vectors: NDArray[np.float32] | Vectors, *, written: bool = False) -> Vectors:
+    """Return vectors as kernels want them; an array of float32 (S, D) is taken, too. Raises ValueError."""
+    if not isinstance(vectors, Vectors):
+        values = expect("vectors", vectors, np.float32, 2, written=written)
+        return Vectors(values, values.shape[1], 0)
+    is_wide = vectors.values.dtype == np.float32
+    values = expect("vectors", vectors.values, np.float32 if is_wide else np.uint16, 2, written=written)
+    stride = vectors.dim if is_wide else vectors.dim + vectors.dim % 2
+    if values.shape[1] != stride:
+        raise ValueError(f"vectors of dim {vectors.dim} stand {values.shape[1]} numbers apart, not {stride}.")
+    return Vectors(values, int(vectors.dim), int(vectors.is_half))
+
+
+def _is_16_bits(array: Any) -> bool:
+    return bool(array.dtype == types.uint16)
+
+
+@intrinsic
+def is_narrow(_typing: Any, values: Any) -> Any:
+    """Tell whether an array has 16-bit numbers: a constant, so that branches on it are not in the machine code."""
+
+    def emit(_context: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
+        return ir.Constant(ir.IntType(1), int(_is_16_bits(values)))
+
+    return types.boolean(values), emit
+
+
+def _wide(kind: Any, width: int) -> Any:
+    return ir.VectorType(kind, width) if width > 1 else kind
+
+
+def _constant(width: int, number: float, kind: Any = _WORD) -> Any:
+    return ir.Constant(_wide(kind, width), [number] * width if width > 1 else number)
+
+
+def _has_halves() -> bool:
+    """Whether the processor turns float16 into float32; others have no function for it that could be called."""
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("f16c", False)) or llvm.get_process_triple().startswith(("aarch64", "arm64"))
+
+
+def _widen(builder: Any, bits: Any, is_half: Any, width: int) -> Any:
+    """Return 16-bit numbers as float32."""
+    floats = _wide(_FLOAT, width)
+    word = builder.zext(bits, _wide(_WORD, width))
+    brain = builder.bitcast(builder.shl(word, _constant(width, 16)), floats)
+    if _has_halves():
+        half = builder.fpext(builder.bitcast(bits, _wide(ir.HalfType(), width)), floats)
+    else:
+        half = builder.bitcast(_half_bits(builder, word, width), floats)
+    return builder.select(builder.icmp_unsigned("!=", is_half, ir.Constant(is_half.type, 0)), half, brain)
+
+
+def _half_bits(builder: Any, word: Any, width: int) -> Any:
+    """Return the float32 bits of float16 bits, in integer arithmetic."""
+    shared: Any = functools.partial(_constant, width)
+    exponent = builder.and_(word, shared(0x7C00))
+    shifted = builder.shl(builder.and_(word, shared(0x7FFF)), shared(13))
+    raised = builder.select(builder.icmp_unsigned("==", exponent, shared(0x7C00)), shared(224 << 23), shared(112 << 23))
+    small = builder.uitofp(builder.and_(word, shared(0x3FF)), _wide(_FLOAT, width))
+    small = builder.bitcast(builder.fmul(small, _constant(width, 2.0**-24, _FLOAT)), shifted.type)
+    is_small = builder.icmp_unsigned("==", exponent, shared(0))
+    sign = builder.shl(builder.and_(word, shared(0x8000)), shared(16))
+    return builder.or_(builder.select(is_small, small, builder.add(shifted, raised)), sign)
+
+
+def _round(builder: Any, value: Any, noise: Any, is_half: Any) -> Any:
+    """Return sixteen float32 as 16-bit numbers; ``noise`` (16 random bits each, as words) decides which neighbour."""
+    shared: Any = functools.partial(_constant, WIDTH)
+    words = _wide(_WORD, WIDTH)
+    bits = builder.bitcast(value, words)
+    size = builder.and_(bits, shared(0x7FFFFFFF))
+    sign = builder.and_(builder.lshr(bits, shared(16)), shared(0x8000))
+    is_nan = builder.icmp_unsigned(">", size, shared(0x7F800000))
+    is_special = builder.icmp_unsigned(">=", size, shared(0x7F800000))
+    zero = shared(0)
+    # bfloat16: the upper half, after random bits were added to the lower one
+    brain = builder.lshr(builder.add(size, builder.select(is_special, zero, noise)), shared(16))
+    brain = builder.or_(brain, builder.select(is_nan, shared(0x0040), zero))
+    # float16 from 2^-14 on: the same with the lower 13 bits; below, in steps of 2^-24
+    half = builder.lshr(builder.add(size, builder.lshr(noise, shared(3))), shared(13))
+    half = builder.sub(half, shared(112 << 10))
+    half = builder.select(builder.icmp_unsigned("<", half, shared(0x7C00)), half, shared(0x7C00))
+    is_small = builder.icmp_unsigned("<", size, shared(0x38800000))
+    steps = builder.bitcast(builder.select(is_small, size, zero), value.type)
+    steps = builder.fptosi(builder.fmul(steps, _constant(WIDTH, 2.0**40, _FLOAT)), words)
+    half = builder.select(is_small, builder.lshr(builder.add(steps, noise), shared(16)), half)
+    special = builder.select(
+        is_nan, builder.or_(builder.and_(builder.lshr(bits, shared(13)), shared(0x3FF)), shared(0x7E00)), shared(0x7C00)
+    )
+    half = builder.select(is_special, special, half)
+    chosen = builder.select(builder.icmp_unsigned("!=", is_half, ir.Constant(is_half.type, 0)), half, brain)
+    return builder.trunc(builder.or_(chosen, sign), _wide(_SHORT, WIDTH))
+
+
+@intrinsic
+def _load_some(_typing: Any, values: Any, is_half: Any, offset: Any, count: Any) -> Any:
+    """Return `count` numbers from `offset` on as float32; the others are zero."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        array, half, at, some = arguments
+        bits = masked_load(context, builder, values, array, at, some)
+        return _widen(builder, bits, half, WIDTH) if _is_16_bits(values) else bits
+
+    return lanes(values, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
+def _load_one(_typing: Any, values: Any, is_half: Any, offset: Any) -> Any:
+    """Return one number as float32."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        array, half, at = arguments
+        number = builder.load(address_of(context, builder, values, array, at))
+        return _widen(builder, number, half, 1) if _is_16_bits(values) else number
+
+    return types.float32(values, types.intp, types.intp), emit
+
+
+@intrinsic
+def _store_rounded(
+    _typing: Any, values: Any, is_half: Any, offset: Any, value: Any, count: Any, noise: Any, noise_at: Any
+) -> Any:
+    """Round sixteen float32, each by the 16-bit number of `noise` at its place from `noise_at` on; write `count`."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        array, half, at, row, some, random, random_at = arguments
+        if _is_16_bits(values):
+            first = builder.bitcast(address_of(context, builder, noise, random, _LONG(0)), _SHORT.as_pointer())
+            address = builder.bitcast(builder.gep(first, [random_at]), _wide(_SHORT, WIDTH).as_pointer())
+            drawn = builder.zext(builder.load(address, align=2), _wide(_WORD, WIDTH))
+            row = _round(builder, row, drawn, half)
+        masked_store(context, builder, values, array, at, row, some)
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp, types.intp, lanes, types.intp, noise, types.intp), emit
+
+
+@inlined
+def shape_of(vectors):  # type: ignore[no-untyped-def]
+    """Return dim, and the numbers from one row to the next."""
+    stride = vectors.values.shape[1]
+    return (vectors.dim if is_narrow(vectors.values) else stride), stride
+
+
+@inlined
+def read(vectors, at, count):  # type: ignore[no-untyped-def]
+    """Return `count` numbers, 16 at most, from `at` on as float32; the others are zero."""
+    return _load_some(vectors.values, vectors.is_half, at, count)
+
+
+@inlined
+def element(vectors, at):  # type: ignore[no-untyped-def]
+    """Return the number at `at` as float32."""
+    return _load_one(vectors.values, vectors.is_half, at)
+
+
+@inlined
+def write_rounded(vectors, at, value, count, noise, noise_at):  # type: ignore[no-untyped-def]
+    """Write `count` lanes from `at` on; 16-bit dtypes round by 16 random bits each, from `noise_at` on."""
+    _store_rounded(vectors.values, vectors.is_half, at, value, count, noise, noise_at)
+
+
+@inlined
+def ask_row(vectors, at, count):  # type: ignore[no-untyped-def]
+    """Ask for the first eight cache lines of `count` numbers from `at` on."""
+    if is_narrow(vectors.values):
+        prefetch(vectors.values, at)
+        prefetch(vectors.values, at + count - 1)
+        if count > 32:
+            prefetch(vectors.values, at + 32)
+        if count > 64:
+            prefetch(vectors.values, at + 64)
+            prefetch(vectors.values, at + min(96, count - 1))
+        if count > 128:
+            prefetch(vectors.values, at + 128)
+            prefetch(vectors.values, at + min(160, count - 1))
+            prefetch(vectors.values, at + min(192, count - 1))
+    else:
+        ask(vectors.values, at, count)

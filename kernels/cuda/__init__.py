@@ -1,0 +1,1 @@
+"""Array kernels for a CUDA GPU: the sources, and the code that launches them."""

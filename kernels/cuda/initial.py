@@ -1,0 +1,58 @@
+"""Initial rows on a CUDA device, straight into slots too: as `kernels.cpu.initial`.
+
+Zeros, constants and uniform rows have the CPU's bits. Normal ones, which take logarithms, are made on the CPU alone.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tiercache.kernels.cpu.hashing import mix
+from tiercache.kernels.cpu.initial import CONSTANT, UNIFORM, ZEROS
+from tiercache.kernels.cuda.launch import Device, access, launch_parts, struct, view
+from tiercache.kernels.cuda.vectors import rows_at
+
+__all__ = ["CONSTANT", "UNIFORM", "ZEROS", "fill_rows", "initial_rows"]
+
+_PART = struct("NewRows", "initial")
+_TASK = 32  # rows
+
+
+def initial_rows(
+    device: Device, keys: Any, table_id: int, seed: int, kind: int, a: float, b: float, out: Any, slots: Any = None
+) -> None:
+    """Write the initial vector of each key (n,) to `out`: float32, or Vectors, which are rounded to the nearest.
+
+    Without `slots`, `out` is (n, dim); with them it is (S, dim), and the vector of key i goes to `out[slots[i]]`: slots
+    (n,) int32, no two the same; -1 is passed over. `kind` is ZEROS, CONSTANT (a) or UNIFORM (low a, high b).
+    """
+    if kind not in (ZEROS, CONSTANT, UNIFORM):
+        raise ValueError(f"initializer kind {kind} is not made on a device: 0 zeros, 1 constant and 2 uniform are.")
+    seen, first, second = view(device, "keys", keys, np.int64), np.float32(a), np.float32(b)
+    if kind == UNIFORM:
+        second = np.float32(second - first)  # the span, as the CPU rounds it
+    stream = mix((seed ^ table_id) & ((1 << 64) - 1))
+    _launch(device, seen.address, seen.size, stream, kind, first, second, out, slots)
+
+
+def fill_rows(device: Device, value: float, out: Any, slots: Any) -> None:
+    """Write `value` to every element of the rows of `out` (S, dim) in `slots` (n,): a new row's optimizer state."""
+    size = view(device, "slots", slots, np.int32).size
+    _launch(device, 0, size, 0, CONSTANT, np.float32(value), np.float32(0), out, slots)
+
+
+def _launch(
+    device: Device, keys: int, size: int, stream: int, kind: int, a: np.float32, b: np.float32, out: Any, slots: Any
+) -> None:
+    to, address = rows_at(device, out, "out", written=True), 0
+    if slots is not None:
+        seen = view(device, "slots", slots, np.int32)
+        address = seen.address
+        if seen.size != size:
+            raise ValueError(f"{size} keys have {seen.size} slots: give one each.")
+    elif to.num_slots != size:
+        raise ValueError(f"out has {to.num_slots} rows for {size} keys: give one each.")
+    rows = size if to.dim else 0
+    vec = access(to.dim, *to.wide, narrow=to.narrow)[0]
+    part = keys, address, to.address, rows, stream, to.dim, vec, kind, a, b, to.is_half
+    launch_parts(device, f"initial.initial_rows{to.suffix}", _PART, [part], [-(-rows // _TASK)])

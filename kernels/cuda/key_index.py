@@ -1,0 +1,126 @@
+"""From raw keys to positions on a CUDA device: `key_index`, with the same answers and the same bytes a key."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect
+from tiercache.kernels.cpu.key_index import (
+    KeySet,
+    Missing,
+    capacity_for,
+    check_entries,
+    check_positions,
+    check_room,
+    check_table,
+)
+from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
+
+__all__ = ["KeyIndex", "KeySet", "Missing", "MissingKeys"]
+
+_INSERT, _FIND = struct("InsertPart", "key_index"), struct("FindPart", "key_index")
+_TASK = 256  # keys
+
+
+def bytes_for(room: int, num_tables: int) -> int:
+    """Return how many bytes an index for `room` keys of so many tables holds: a word more than on a CPU."""
+    return 16 * capacity_for(room) + 8 + 8 * max(1, num_tables)
+
+
+class MissingKeys:
+    """What the searches of a batch did not find: kept on the device, read when somebody asks."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._words = device, device.empty(2, np.uint64)
+        self.address = view(device, "missing", self._words, np.uint64, written=True).address
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new batch."""
+        self._device.launch("key_index.forget_missing", 1, (self.address,))
+
+    def read(self) -> Missing:
+        """Wait for the searches and return what was missing."""
+        count, first = self._device.read(self._words).view(np.int64).tolist()
+        return Missing(count, first)
+
+
+class KeyIndex:
+    """Positions (int32) of the keys of several tables; table t has id `table_ids[t]` (a NumPy array).
+
+    room: how many keys fit. Nothing waits for the device. No search may run beside an insert on another stream.
+    """
+
+    def __init__(self, device: Device, room: int, table_ids: NDArray[np.uint64]) -> None:
+        self._device = device
+        self._table_ids = [int(table_id) for table_id in expect("table_ids", table_ids, np.uint64)]
+        self.capacity = capacity_for(room)
+        self.count = 0
+        """Keys taken in."""
+        # a word more, so that places can begin at a multiple of 16 bytes wherever the memory does
+        self._held = device.empty(2 * self.capacity + 1, np.uint64)
+        address = view(device, "places", self._held, np.uint64, written=True).address
+        self._places = (address + 15) // 16 * 16
+        self._apart_held = device.empty(max(1, len(self._table_ids)), np.uint64)
+        self._apart = view(device, "apart", self._apart_held, np.uint64, written=True).address
+        self.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return int(self._held.nbytes) + int(self._apart_held.nbytes)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        threads = max(self.capacity, len(self._table_ids))
+        arguments = (self._places, self.capacity, self._apart, len(self._table_ids))
+        self._device.launch("key_index.clear", blocks_for(self._device, -(-threads // 32)), arguments)
+        self.count = 0
+
+    def extend(self, key_sets: Sequence[KeySet]) -> None:
+        """Take in key sets, or stretches of them, with keys on the device, in one launch: no key is in the index yet.
+
+        Raises ValueError before anything is changed.
+        """
+        parts, total = [], 0
+        for key_set in key_sets:
+            keys = view(self._device, "keys", key_set.keys, np.int64)
+            check_table(key_set.table, len(self._table_ids))
+            check_positions(key_set.first_position, keys.size)
+            table_id = self._table_ids[key_set.table]
+            parts.append((keys.address, key_set.first_position, keys.size, key_set.table, table_id))
+            total += keys.size
+        check_room(self.count, total, self.capacity)
+        tasks = [-(-part[2] // _TASK) for part in parts]
+        arguments = (self._places, self.capacity, self._apart)
+        launch_parts(self._device, "key_index.insert", _INSERT, parts, tasks, *arguments)
+        self.count += total
+
+    def find(
+        self,
+        keys: Any,
+        entry_starts: NDArray[np.int64],
+        tables: NDArray[np.int64],
+        positions: Any,
+        missing: MissingKeys | None = None,
+    ) -> None:
+        """Write the position of each key (E,) to `positions` (E,), -1 where it is missing, and add those to `missing`.
+
+        The entries of feature f, of table `tables[f]`, are `entry_starts[f]` to `entry_starts[f + 1]`, NumPy arrays.
+        """
+        seen = view(self._device, "keys", keys, np.int64)
+        to = view(self._device, "positions", positions, np.int32, written=True)
+        if to.size != seen.size:
+            raise ValueError(f"{to.size} positions cannot hold those of {seen.size} keys.")
+        starts, tables = check_entries(seen.size, entry_starts, tables, len(self._table_ids))
+        cuts = starts.tolist()
+        parts = [
+            (first, last, table, self._table_ids[table])
+            for table, first, last in zip(tables.tolist(), cuts[:-1], cuts[1:], strict=True)
+        ]
+        tasks = [-(-(last - first) // _TASK) for first, last, _, _ in parts]
+        words = missing.address if missing is not None else 0
+        arguments = (seen.address, self._places, self.capacity, self._apart, to.address, words)
+        launch_parts(self._device, "key_index.find", _FIND, parts, tasks, *arguments)

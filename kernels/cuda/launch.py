@@ -1,0 +1,224 @@
+"""What a launch of CUDA kernels needs: their sources, arrays on a device as addresses, the division of work.
+
+Nothing here touches a GPU or imports CuPy: `device.CudaDevice` launches on a GPU, and the tests launch the same
+sources, with the same division of work, on the CPU.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+__all__ = [
+    "BLOCK_THREADS",
+    "Argument",
+    "Device",
+    "Part",
+    "View",
+    "access",
+    "blocks_for",
+    "describe",
+    "given",
+    "launch_parts",
+    "source",
+    "struct",
+    "view",
+]
+
+BLOCK_THREADS = 256
+"""Threads of a block, in every launch: as in lanes.cuh."""
+_BLOCKS_PER_PROCESSOR = 32  # four times what a processor holds at once, so that the last ones end together
+
+Argument = int | float | NDArray[Any]
+"""Of a kernel: addresses and integers travel as int64, floats as float32, a table as the address of its copy."""
+Part = tuple[Any, ...]
+
+
+class View(NamedTuple):
+    """Where an array lies on a device."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: "np.dtype[Any]"
+    contiguous: bool = True
+    writable: bool = True
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+class Device(Protocol):
+    """Where kernels run: everything happens in the order of the calls, and only `read` waits for it."""
+
+    num_processors: int
+    """Multiprocessors: how many blocks there are depends on it, and no bit of a result does."""
+
+    def describe(self, array: Any) -> View | None:
+        """Return where an array lies on this device; None for anything else."""
+        ...
+
+    def empty(self, size: int, dtype: DTypeLike) -> Any:
+        """Return an uninitialised array of one axis."""
+        ...
+
+    def put(self, table: NDArray[Any]) -> Any:
+        """Return a copy of a table on the device, which nobody may write to."""
+        ...
+
+    def read(self, array: Any) -> NDArray[Any]:
+        """Wait for all that was launched and return a copy of a small array."""
+        ...
+
+    def sort(self, keys: Any) -> tuple[Any, Any]:
+        """Return int32 keys in ascending order, and where each was (int64); equal keys keep their order."""
+        ...
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
+        """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`."""
+        ...
+
+
+_DTYPES: dict[Any, "np.dtype[Any]"] = {}
+"""NumPy's dtypes by torch's, which are not imported here."""
+
+
+def describe(array: Any, interface: str) -> View | None:
+    """Return where a tensor of torch, or an array with an array interface of that name, lies; None for anything else.
+
+    What a tensor tells by its methods costs a tenth of its `__cuda_array_interface__`.
+    """
+    if hasattr(array, "data_ptr"):
+        dtype = _DTYPES.get(array.dtype)
+        if dtype is None:
+            dtype = _DTYPES[array.dtype] = np.dtype(str(array.dtype).removeprefix("torch."))
+        return View(array.data_ptr(), tuple(array.shape), dtype, array.is_contiguous())
+    described = getattr(array, interface, None)
+    if described is None:
+        return None
+    shape, dtype = tuple(int(length) for length in described["shape"]), np.dtype(described["typestr"])
+    strides, (address, read_only) = described.get("strides"), described["data"]
+    contiguous = strides is None or 0 in shape or _is_c_order(shape, strides, dtype)
+    return View(int(address), shape, dtype, contiguous, not read_only)
+
+
+def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype[Any]") -> bool:
+    wanted = dtype.itemsize
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != wanted:
+            return False
+        wanted *= length
+    return True
+
+
+def view(
+    device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False
+) -> View:  # fmt: skip
+    """Return where an array lies on the device. Its owner must live until the launch that uses it is done.
+
+    Raises ValueError when its dtype is none of `dtypes`, when its number of dimensions or memory order is another, or
+    when a kernel would write to a read-only array.
+    """
+    found = device.describe(array)
+    if found is None:
+        raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
+    aligned = found.address % found.dtype.itemsize == 0
+    if found.dtype not in dtypes or len(found.shape) != ndim or not found.contiguous or not aligned:
+        flaws = "" if found.contiguous else ", not C-contiguous"
+        flaws += "" if aligned else ", not aligned"
+        wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
+        raise ValueError(
+            f"{name} is {len(found.shape)}-dimensional {found.dtype}{flaws}: "
+            f"give an aligned C-contiguous {ndim}-dimensional array of {wanted}."
+        )
+    if written and not found.writable:
+        raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
+    return found
+
+
+def given(array: Any) -> bool:
+    """Tell whether an optional array has elements: `None` and an empty array both mean "not given"."""
+    return array is not None and 0 not in array.shape
+
+
+def source(name: str) -> str:
+    """Return the text of `name`.cu with its headers in place."""
+    folder = Path(__file__).parent
+    done: set[str] = set()
+
+    def expand(file: str) -> list[str]:
+        lines = [f'#line 1 "{file}"']
+        for number, line in enumerate((folder / file).read_text(encoding="utf-8").splitlines(), 1):
+            header = re.fullmatch(r'#include "(\w+\.cuh)"', line)
+            if header is None or header[1] in done:
+                lines.append("" if header or line == "#pragma once" else line)
+            else:
+                done.add(header[1])
+                lines += [*expand(header[1]), f'#line {number + 1} "{file}"']
+        return lines
+
+    return "\n".join(expand(f"{name}.cu"))
+
+
+_C_TYPES = {"int64": "i8", "uint64": "u8", "int": "i4", "uint32": "u4", "float": "f4"}
+
+
+@functools.cache
+def struct(name: str, of: str) -> "np.dtype[Any]":
+    """Return the dtype of a struct as `of`.cu defines it: a launch gives the kernel a table of them.
+
+    The fields of a struct within it stand in its place.
+    """
+    defined = re.search(rf"^struct {name} {{(.*?)^}};", source(of), re.MULTILINE | re.DOTALL)
+    assert defined is not None, f"{of}.cu defines no struct {name}"
+    fields: list[tuple[str, Any]] = []
+    for kind, star, field in re.findall(r"^ +(?:const )?(\w+)(\*?) (\w+);", defined[1], re.MULTILINE):
+        if star or kind in _C_TYPES:
+            fields.append((field, "u8" if star else _C_TYPES[kind]))
+        else:
+            inner = struct(kind, of)
+            assert inner.names is not None
+            fields += [(one, inner[one]) for one in inner.names]
+    return np.dtype(fields, align=True)
+
+
+def blocks_for(device: Device, warps: int, per_processor: int = _BLOCKS_PER_PROCESSOR) -> int:
+    """Return how many blocks share out the work of `warps` warps; kernels loop where these are fewer."""
+    return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_processors * per_processor))
+
+
+def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = None) -> tuple[int, int]:
+    """Return (vec, team): elements of one access and lanes of one row.
+
+    Four elements where rows of `dim` at all addresses, `columns` elements further on, begin at multiples of 16 bytes.
+    Those at address `narrow` have 2 bytes an element, so that 8 are enough.
+    """
+    aligned = all(address % 16 == 0 for address in addresses) and (narrow is None or narrow % 8 == 0)
+    vec = 4 if dim % 4 == 0 and columns % 4 == 0 and aligned else 1
+    lanes = max(1, -(-dim // vec))
+    return vec, min(32, 1 << (lanes - 1).bit_length())
+
+
+def launch_parts(
+    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument,
+    per_processor: int = _BLOCKS_PER_PROCESSOR,
+) -> None:  # fmt: skip
+    """Launch a kernel over the tasks of several parts; `dtype` is that of a part's struct, without its first field.
+
+    Every part begins with its first task, which is filled in here. Of blocks there are at most so many for each
+    processor of the device.
+    """
+    *firsts, num_tasks = accumulate(tasks, initial=0)
+    if num_tasks:
+        table = np.array([(first, *part) for first, part in zip(firsts, parts, strict=True)], dtype)
+        blocks = blocks_for(device, num_tasks, per_processor)
+        device.launch(kernel, blocks, (table, len(parts), num_tasks, *more))

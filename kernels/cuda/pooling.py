@@ -1,0 +1,175 @@
+"""Lookup with pooling on a CUDA device: the bits of `kernels.cpu.pooling`, as sums go over the entries in order.
+
+Legend: S slots, L local positions, E entries of a group, F features, N samples, T width of the output, D dim.
+A plan has what the batches of a module share; each batch adds the addresses of its own arrays.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cuda.gathering import limits_of
+from tiercache.kernels.cuda.launch import Device, View, access, blocks_for, given, struct, view
+from tiercache.kernels.cuda.vectors import rows_at
+
+__all__ = ["MAX", "MEAN", "SUM", "Features", "Ids", "PoolPlan"]
+
+_FEATURE, _BATCH = struct("PoolFeature", "pooling"), struct("PoolBatch", "pooling")
+_SAMPLES_OF_TASK = 32
+
+
+class Features(NamedTuple):
+    """The features of a group that a module looks up. Arrays of an element a feature are NumPy arrays.
+
+    vectors: (S, D) float32, or `Vectors`; slot_of_local (L,) int32. Both lie on the device.
+    """
+
+    vectors: Any
+    slot_of_local: Any
+    bases: NDArray[np.int64]
+    cols: NDArray[np.int64]
+    modes: NDArray[np.int8] | None = None
+    """None: SUM."""
+    limits: NDArray[np.int64] | None = None
+    """The number of keys of each feature's table; None: up to the last local position."""
+
+
+class Ids(NamedTuple):
+    """The ids of a group in one batch, on the device, and what the lookup writes. An id that is bad reads as zeros.
+
+    ids (E,) int32 or int64; slots (E,) int32, written. offsets (F * N + 1,) int64, where each bag begins, are not
+    checked; None: each sample has one id of each feature, and nothing else is written. weights (E,); argmax (N, T)
+    int32 for MAX; entry_offset (E,) int64; entry_scale (E,), needed for weights and MEAN.
+    """
+
+    ids: Any
+    slots: Any
+    offsets: Any = None
+    weights: Any = None
+    argmax: Any = None
+    entry_offset: Any = None
+    entry_scale: Any = None
+
+
+class _Group(NamedTuple):
+    num_features: int
+    has_max: bool
+    has_mean: bool
+
+
+class PoolPlan:
+    """Pools groups, which may have different dims, into their columns of an output (N, T): one launch a batch.
+
+    One for each width of vectors. A plan holds addresses, not arrays: it is for the memory that it was made for.
+    """
+
+    def __init__(self, device: Device, groups: Sequence[Features], width: int, *, aligned: bool = True) -> None:
+        """width: T. aligned: whether the output begins at a multiple of 16 bytes."""
+        self._device, self._width, self._aligned, self._groups = device, width, aligned, list[_Group]()
+        features: dict[str, list[tuple[Any, ...]]] = {"": [], "_narrow": []}
+        for g, group in enumerate(groups):
+            rows = rows_at(device, group.vectors)
+            local = view(device, "slot_of_local", group.slot_of_local, np.int32)
+            bases, limits = limits_of(group.bases, group.limits, local.size)
+            cols = _columns(group.cols, rows.dim, width)
+            num_features = same_length(bases=bases, cols=cols)
+            modes = np.zeros(num_features, np.int8) if group.modes is None else expect("modes", group.modes, np.int8)
+            same_length(bases=bases, modes=modes)
+            columns = (array.tolist() for array in (bases, limits, cols, modes))
+            for f, (base, limit, col, mode) in enumerate(zip(*columns, strict=True)):
+                vec, team = access(rows.dim, *rows.wide, 4 * col, columns=width if aligned else 1, narrow=rows.narrow)
+                of_rows = rows.address, local.address, base, limit, col, g, f, rows.dim, vec, team, mode, rows.is_half
+                features[rows.suffix].append(of_rows)
+            self._groups.append(_Group(num_features, MAX in modes, MEAN in modes))
+        self._features = [
+            (suffix, len(some), device.put(np.array(some, _FEATURE))) for suffix, some in features.items() if some
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(int(features.nbytes) for _, _, features in self._features)
+
+    def pool(self, batch: Sequence[Ids], out: Any) -> None:
+        """Pool the ids of each group of one batch into `out` (N, T)."""
+        to = view(self._device, "out", out, np.float32, ndim=2, written=True)
+        self._launch("pooling.pool", [self._ids(*one, to) for one in zip(self._groups, batch, strict=True)], to)
+
+    def weight_gradient(self, slots: Any, offsets: Any, gradient: Any, out: Any) -> None:
+        """Write the gradient of each entry's weight to `out` (E,), for a plan of one group: row times gradient.
+
+        Over the ids of the bag for MEAN. Call it before the step. What is written for MAX means nothing.
+        """
+        (group,), device = self._groups, self._device
+        taken, to = view(device, "slots", slots, np.int32), view(device, "out", out, np.float32, written=True)
+        grad = view(device, "gradient", gradient, np.float32, ndim=2)
+        if taken.size != to.size:
+            raise ValueError(f"{taken.size} slots and {to.size} gradients of weights: give one each.")
+        bags = _optional(device, "offsets", offsets, np.int64, (group.num_features * grad.shape[0] + 1,))
+        self._launch("pooling.weight_gradient", [(0, taken.address, bags, 0, 0, 0, to.address, 0)], grad)
+
+    def _ids(self, group: _Group, batch: Ids, out: View) -> tuple[int, ...]:
+        device, num_samples = self._device, out.shape[0]
+        ids = view(device, "ids", batch.ids, np.int32, np.int64)
+        slots = view(device, "slots", batch.slots, np.int32, written=True)
+        size, is_wide = ids.size, int(ids.dtype == np.int64)
+        if slots.size != size:
+            raise ValueError(f"slots has {slots.size} elements for {size} ids.")
+        if batch.offsets is None:
+            if size != group.num_features * num_samples:
+                raise ValueError(
+                    f"{size} ids do not make one id for each of {num_samples} samples and {group.num_features} "
+                    "features."
+                )
+            return ids.address, slots.address, 0, 0, 0, 0, 0, is_wide
+        offsets = _optional(device, "offsets", batch.offsets, np.int64, (group.num_features * num_samples + 1,))
+        weights = _optional(device, "weights", batch.weights, np.float32, (size,))
+        argmax = _optional(device, "argmax", batch.argmax, np.int32, out.shape, written=True)
+        entry_offset = _optional(device, "entry_offset", batch.entry_offset, np.int64, (size,), written=True)
+        entry_scale = _optional(device, "entry_scale", batch.entry_scale, np.float32, (size,), written=True)
+        needs_scale = size > 0 and (weights != 0 or group.has_mean)
+        if (group.has_max and not argmax and num_samples) or (needs_scale and not entry_scale):
+            raise ValueError("max pooling needs argmax like out; weights and means need an entry_scale for each id.")
+        if size and not entry_offset:
+            raise ValueError(f"entry_offset has 0 elements for {size} ids.")
+        return ids.address, slots.address, offsets, weights, argmax, entry_offset, entry_scale, is_wide
+
+    def _launch(self, kernel: str, batch: list[tuple[int, ...]], out: View) -> None:
+        """out: the output, or its gradient."""
+        num_samples, width = out.shape
+        if width != self._width:
+            raise ValueError(f"the output has {width} columns, and the plan was made for {self._width}.")
+        if self._aligned and out.address % 16:
+            raise ValueError("the output begins between multiples of 16 bytes, and the plan was made for others.")
+        chunks = -(-num_samples // _SAMPLES_OF_TASK)
+        if not chunks:
+            return
+        table = np.array(batch, _BATCH)
+        for suffix, count, features in self._features:
+            arguments = features, count, chunks, table, out.address, num_samples, width
+            self._device.launch(kernel + suffix, blocks_for(self._device, count * chunks), arguments)
+
+
+def _columns(cols: NDArray[np.int64], dim: int, width: int) -> NDArray[np.int64]:
+    cols = expect("cols", cols, np.int64)
+    if cols.size and not 0 <= cols.min() <= cols.max() <= width - dim:
+        raise ValueError(
+            f"cols must lie in [0, {width - dim}]: rows have {dim} elements and the output {width} columns."
+        )
+    return cols
+
+
+def _optional(
+    device: Device, name: str, array: Any, dtype: Any, shape: tuple[int, ...], *, written: bool = False
+) -> int:
+    """Return the address of an array that may be missing: 0 then."""
+    if not given(array):
+        return 0
+    seen = view(device, name, array, dtype, ndim=len(shape), written=written)
+    if seen.shape != shape:
+        raise ValueError(f"{name} has shape {seen.shape}, and {shape} is needed.")
+    return seen.address

@@ -1,0 +1,343 @@
+"""The CPU: NumPy arrays and numba kernels, in place and without copies."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tiercache.backends.base import RowArrays
+from tiercache.backends.buffer_pool import POOL
+from tiercache.backends.host_key_index import HostKeyIndex
+from tiercache.backends.jagged import SortedSlots, merged
+from tiercache.backends.runs import Run, runs_of
+from tiercache.backends.upload import HostUpload
+from tiercache.kernels.arrays import NONE_I4, NONE_I8, NONE_U8, aligned_zeros
+from tiercache.kernels.cpu.key_index import bytes_for
+from tiercache.kernels.cpu.pooling import (
+    MAX,
+    can_spread,
+    gather,
+    map_slots,
+    pool_bags,
+    pool_one,
+    spread_one,
+    weight_gradient,
+)
+from tiercache.kernels.cpu.rounding import make_rounding, set_streams
+from tiercache.kernels.cpu.rows import Pieces, pack, unpack
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.unique import mark_slots
+from tiercache.kernels.cpu.update import (
+    Gradients,
+    UpdateBuffers,
+    bag_gradients,
+    one_id_gradients,
+    sum_rows,
+    update_adagrad,
+    update_adam,
+    update_rowwise_adagrad,
+    update_sgd,
+)
+from tiercache.store.table import SGD, Adagrad, Adam, RowWiseAdagrad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.backends.base import Event, Layout
+    from tiercache.backends.jagged import Array, JaggedIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.store.table import Table
+    from tiercache.tiers.rows import GroupRows
+
+_FROM_0 = np.zeros(1, dtype=np.int64)
+_MANY_IDS = 1 << 18
+
+
+class CompleteEvent:
+    """An event that is already complete: calls on a CPU are done when they return."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class CpuStreams:
+    """A CPU has no streams: all work is done, in order, by the thread that calls."""
+
+    def dumping(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    loading = exchanging = dumping
+
+    def dumped(self) -> CompleteEvent:
+        """Return an event that is complete."""
+        return CompleteEvent()
+
+    loaded = trained = dumped
+
+    def wait_event(self, dumped: Event) -> None:
+        """Do nothing."""
+
+    def exchanged(self) -> None:
+        """Do nothing."""
+
+    def receive(self, exchanged: None, tensors: Sequence[torch.Tensor]) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def enter_thread(self) -> None:
+        """Do nothing: every thread may use the CPU."""
+
+
+class CpuBackend:
+    """Looks up and steps rows by the numba kernels, with as many threads as torch has. For the training thread."""
+
+    name = ""
+    device = torch.device("cpu")
+    ahead = 0  # a thread beside those of the kernels would take their cores
+    queues = False
+
+    def __init__(self) -> None:
+        self.streams = CpuStreams()
+        self.drop_scratch()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes of the buffer pool, which all trainings of a process share."""
+        return POOL.num_bytes
+
+    def prepare(self, tables: Sequence[Table]) -> None:
+        """Do nothing: `kernels.cpu.compile.prepare` compiles the kernels, whatever the device."""
+
+    def drop_scratch(self) -> None:
+        """Begin with empty buffers; those of the pool belong to all trainings."""
+        self._sorting, self._updates = SortBuffers(), UpdateBuffers()
+
+    def random_state(self) -> torch.Tensor | None:
+        """Return None: a commit has the CPU's generators anyway."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Do nothing: there is no other generator."""
+
+    # -- arrays --------------------------------------------------------------------------------------------
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """Return its memory."""
+        return tensor.detach().contiguous().numpy()
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """Return its memory."""
+        return torch.from_numpy(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Take it from the pool."""
+        return POOL.take(shape, dtype)
+
+    def to_device(self, array: NDArray[np.generic]) -> Array:
+        """Return it as it is."""
+        return array
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Concatenate arrays that are not neighbors in memory; few ids are copied sooner than that is seen."""
+        size = sum(array.size for array in arrays)
+        runs = runs_of(arrays) if len(arrays) == 1 or size > _MANY_IDS else []
+        joined = runs[0].values if len(runs) == 1 else np.concatenate(arrays)
+        return [Run(0, len(arrays), joined)], joined
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """Concatenate them."""
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Fill a fresh array."""
+        out = np.ones(size, dtype=np.float32)
+        for first, last, values in parts:
+            out[first:last] = values
+        return out
+
+    def bounds(self, values: Array) -> Callable[[], tuple[int, int]]:
+        """Look at once."""
+        found = (int(values.min()), int(values.max())) if values.size else (0, -1)
+        return lambda: found
+
+    def upload(self) -> HostUpload:
+        """Return one that has nothing to do."""
+        return HostUpload(self)
+
+    # -- lookups and steps ---------------------------------------------------------------------------------
+
+    def pool(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: Array) -> None:
+        """Pool group after group."""
+        for rows, e in parts:
+            e.slots = POOL.take((e.ids.size,), np.int32)
+            if e.offsets is None:
+                if e.trained and can_spread(out, e.cols, rows.vectors.dim):
+                    map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
+                    e.sorted = SortedSlots(e.slots, POOL.take((e.ids.size,), np.uint64))
+                    e.sorted.pairs[:] = sort_slots(e.slots, rows.vectors.values.shape[0], self._sorting)
+                    spread_one(rows.vectors, e.sorted.pairs, e.cols, out.shape[0], out)
+                else:
+                    pool_one(
+                        rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out.shape[0], out, e.slots
+                    )  # fmt: skip
+                continue
+            if (e.modes == MAX).any():
+                e.argmax = POOL.take(out.shape, np.int32)
+            e.places = POOL.take((e.ids.size,), np.int64)
+            e.scales = POOL.take((e.ids.size,), np.float32)
+            pool_bags(
+                rows.vectors, rows.slot_of_local, e.ids, e.bases, e.starts, e.offsets, e.weights, e.modes, e.cols,
+                out, e.slots, e.argmax, e.places, e.scales,
+            )  # fmt: skip
+
+    def gather(self, parts: Sequence[tuple[GroupRows, JaggedIds]]) -> list[Array]:
+        """Gather feature after feature."""
+        outs = []
+        for rows, e in parts:
+            e.slots = POOL.take((e.ids.size,), np.int32)
+            map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
+            for first, last in zip(e.starts[:-1], e.starts[1:], strict=True):
+                out = POOL.take((int(last - first), rows.vectors.dim), np.float32)
+                gather(rows.vectors, e.slots[first:last], out)
+                outs.append(out)
+        return outs
+
+    def find(self, requests: Sequence[RowRequest]) -> None:
+        """Find those of one group after the other."""
+        for rows, positions, slots, out in requests:
+            map_slots(positions, _FROM_0, np.array([0, positions.size]), rows.slot_of_local, slots)
+            if out is not None:
+                gather(rows.vectors, slots, out)
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Mark them one after the other, until all are."""
+        seen, left = np.zeros(num_slots, dtype=np.bool_), num_slots
+        for some in slots:
+            left -= mark_slots(some, seen)
+        return seen if left else None
+
+    def weight_gradient(self, rows: GroupRows, ids: JaggedIds, gradient: Array) -> Array:
+        """Write it to a fresh array."""
+        assert ids.offsets is not None, "features with weights are looked up as bags"
+        out = np.empty(ids.ids.size, dtype=np.float32)
+        weight_gradient(rows.vectors, ids.slots, ids.starts, ids.offsets, ids.modes, ids.cols, gradient, out)
+        return out
+
+    def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
+        """Write the sums, reading nothing of ``out``."""
+        one = merged(self, saved)
+        sum_rows(out, self._sorted(one, out.shape[0]), _gradients(one), self._updates, scale=scale)
+
+    def step(self, groups: Sequence[OptimizerStep], number: int) -> None:
+        """Step group after group."""
+        for one in groups:
+            vectors, states, saved = one.rows.vectors, one.rows.states, merged(self, one.saved)
+            pairs, gradients, buffers = self._sorted(saved, vectors.values.shape[0]), _gradients(saved), self._updates
+            shared: dict[str, Any] = {"learning_rate": one.learning_rate, "decay": one.group.optimizer.decay}
+            if one.rows.streams.size:
+                shared["rounding"] = make_rounding(one.rows.streams, number)
+            match one.group.optimizer:
+                case SGD():
+                    update_sgd(vectors, pairs, gradients, buffers, **shared)
+                case Adagrad(eps=eps):
+                    update_adagrad(vectors, states[0], pairs, gradients, buffers, eps=eps, **shared)
+                case RowWiseAdagrad(eps=eps):
+                    update_rowwise_adagrad(vectors, states[0], pairs, gradients, buffers, eps=eps, **shared)
+                case Adam(beta1=beta1, beta2=beta2, eps=eps):
+                    shared |= {"step": number, "beta1": beta1, "beta2": beta2, "eps": eps}
+                    update_adam(vectors, states[0], states[1], pairs, gradients, buffers, **shared)
+
+    def _sorted(self, saved: SavedGradient, num_slots: int) -> NDArray[np.uint64]:
+        """Return the sorted slots of all ids, those of the lookup if it sorted them."""
+        pairs = saved.pairs
+        if pairs is None or (pairs.size and int(pairs[-1]) >> 32 >= num_slots):  # the sort says which slot is wrong
+            return sort_slots(saved.slots, num_slots, self._sorting)
+        return np.asarray(pairs)
+
+    def index_bytes(self, num_keys: int, num_tables: int) -> int:
+        """Return the bytes of the kernels' index."""
+        return bytes_for(num_keys, num_tables)
+
+    def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> HostKeyIndex:
+        """Make the kernels' index."""
+        return HostKeyIndex(num_keys, table_ids)
+
+    # -- moving rows ---------------------------------------------------------------------------------------
+
+    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+        """Allocate zeros, whose pages come when they are used."""
+        return [
+            RowArrays(
+                tuple(aligned_zeros(n.rows, width) for width in n.widths), NONE_I4, NONE_I4, NONE_I8, NONE_I4,
+                np.zeros(n.rows, np.uint64) if n.rounded else NONE_U8,
+            )
+            for n in layouts
+        ]  # fmt: skip
+
+    def bytes_of(self, layouts: Sequence[Layout]) -> int:
+        """Return the bytes of fields and streams."""
+        return sum(n.rows * (4 * sum(n.widths) + 8 * n.rounded) for n in layouts)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Do nothing: the CPU has access to all pages."""
+
+    def unpin(self, address: int) -> None:
+        """Do nothing."""
+
+    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return fresh memory."""
+        return np.empty(num_bytes, dtype=np.uint8)
+
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return fresh memory."""
+        return np.empty(count, dtype=np.int32)
+
+    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
+        """Return the indices as they are."""
+        return indices
+
+    pieces, pack, unpack = Pieces, staticmethod(pack), staticmethod(unpack)
+
+    def generates(self, table: Table) -> bool:
+        """Return False: the reader thread makes new rows ahead of time."""
+        return False
+
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Not called, as `generates` says."""
+        raise AssertionError("the reader makes the rows of a CPU")
+
+    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  keys_there: Array | None) -> None:  # fmt: skip
+        """Write them in place."""
+        set_streams(streams, slots, keys, table.table_id, table.seed ^ table.first_column)
+
+    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
+        """Write in place; zeros of a fresh array are there already."""
+        if slots is not None:
+            field[slots] = value
+        elif value:
+            field.fill(value)
+
+    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
+        """Make them in place, in one part."""
+        fill(rows, slice(0, rows.shape[0]))
+
+    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
+        """Index the field."""
+        return np.asarray(field[slots])
+
+
+def _gradients(saved: SavedGradient) -> Gradients:
+    gradient = saved.gradient.reshape(saved.num_samples, saved.width)
+    if saved.places is None:
+        return one_id_gradients(gradient, saved.cols)
+    return bag_gradients(gradient, saved.places, saved.scales, saved.argmax)

@@ -1,0 +1,395 @@
+"""A GPU: torch tensors, the CUDA kernels, and host memory that both sides see."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from tiercache.backends import cuda_key_index, cuda_memory
+from tiercache.backends.cuda_runtime import TORCH_DTYPES
+from tiercache.backends.jagged import merged
+from tiercache.backends.pinned_upload import PinnedUpload
+from tiercache.backends.runs import Run
+from tiercache.kernels.arrays import NONE_I4
+from tiercache.kernels.cpu.optimizers import ADAGRAD, ROWWISE, adam_rule, make_rule
+from tiercache.kernels.cpu.optimizers import SGD as PLAIN
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda import rounding as cuda_rounding
+from tiercache.kernels.cuda import rows as cuda_rows
+from tiercache.kernels.cuda import update as cuda_update
+from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, gather_many, map_slots
+from tiercache.kernels.cuda.pooling import MAX, Features, Ids, PoolPlan
+from tiercache.kernels.cuda.sorting import sort_groups
+from tiercache.kernels.cuda.vectors import Vectors
+from tiercache.store.table import SGD, Adagrad, Adam, Constant, RowWiseAdagrad, Uniform, Zeros, initializer_code
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.backends.base import Layout, RowArrays
+    from tiercache.backends.cuda_runtime import CudaRuntime
+    from tiercache.backends.jagged import Array, JaggedIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.kernels.cpu.optimizers import Rule
+    from tiercache.store.table import Table
+    from tiercache.tiers.rows import GroupRows
+
+_CORES = 8  # from which on two more threads cost nothing
+_FROM_0 = np.zeros(1, dtype=np.int64)
+_MOST_PLANS = 64
+Kept = TypeVar("Kept")
+_CHUNK_BYTES = 16 << 20  # of rows that are made on the host
+
+
+class CudaBackend:
+    """Looks up and steps rows by the CUDA kernels on torch's current stream: few launches, whatever the groups."""
+
+    ahead = 4 if len(os.sched_getaffinity(0)) >= _CORES else 2  # a thread each: one may take longer than some steps do
+    queues = True
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime, self.streams, self.device = runtime, runtime, runtime.device
+        self.pin, self.unpin = runtime.pin, runtime.unpin
+        self.random_state, self.set_random_state = runtime.random_state, runtime.set_random_state
+        self.name = f"{runtime.name} (CUDA)"
+        self._plans: OrderedDict[Any, PoolPlan] = OrderedDict()
+        self._cols: OrderedDict[Any, Any] = OrderedDict()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes of plans; what a step needs comes from torch's caching allocator, and goes back there."""
+        return sum(int(held.nbytes) for held in (*self._plans.values(), *self._cols.values()))
+
+    def prepare(self, tables: Sequence[Table]) -> None:
+        """Compile the kernels for this GPU, once."""
+        self._runtime.prepare()
+
+    def drop_scratch(self) -> None:
+        """Forget the plans of lookups."""
+        self._plans.clear()
+        self._cols.clear()
+
+    # -- arrays --------------------------------------------------------------------------------------------
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """Return the tensor."""
+        return tensor.detach().contiguous()
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """Return the tensor."""
+        assert isinstance(array, torch.Tensor)
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Take it from torch's caching allocator."""
+        return self._runtime.tensor(shape, TORCH_DTYPES[np.dtype(dtype)])
+
+    def to_device(self, array: NDArray[Any]) -> Array:
+        """Copy it to pinned memory, and from there."""
+        pinned = self._runtime.pinned(array.shape, TORCH_DTYPES[array.dtype])
+        pinned.numpy()[...] = array
+        return self._runtime.upload(pinned)
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Join them in pinned memory, and copy from there."""
+        pinned = self._runtime.pinned((sum(array.size for array in arrays),), torch.int32)
+        host: NDArray[np.int32] = pinned.numpy()
+        np.concatenate(arrays, out=host)
+        return [Run(0, len(arrays), host)], self._runtime.upload(pinned)
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """Join them on the device."""
+        return arrays[0] if len(arrays) == 1 else torch.cat(tuple(arrays))
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Fill pinned memory where all are the data's, else the device's."""
+        if all(isinstance(values, np.ndarray) for _, _, values in parts):
+            pinned = self._runtime.pinned((size,), torch.float32).fill_(1.0)
+            for first, last, values in parts:
+                pinned.numpy()[first:last] = values
+            return self._runtime.upload(pinned)
+        out = self._runtime.tensor((size,), torch.float32).fill_(1.0)
+        for first, last, values in parts:
+            out[first:last].copy_(self.to_device(values) if isinstance(values, np.ndarray) else values)
+        return out
+
+    def bounds(self, values: Array) -> Callable[[], tuple[int, int]]:
+        """Look on the device; who asks waits for no more than that."""
+        if not values.shape[0]:
+            return lambda: (0, -1)
+        fetched = self._runtime.fetch(torch.stack(values.aminmax()))
+
+        def found() -> tuple[int, int]:
+            low, high = fetched().tolist()
+            return low, high
+
+        return found
+
+    def upload(self) -> PinnedUpload:
+        """Return one by way of pinned memory."""
+        return PinnedUpload(self._runtime)
+
+    # -- lookups and steps ---------------------------------------------------------------------------------
+
+    def pool(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: Array) -> None:
+        """Pool all groups in one launch, by a plan that is prepared once for a module and the rows of a pass."""
+        batch = []
+        for _, e in parts:
+            size = int(e.starts[-1])
+            e.slots = self.empty((size,), np.int32)
+            if e.offsets is not None:
+                if (e.modes == MAX).any():
+                    e.argmax = self.empty(tuple(out.shape), np.int32)
+                e.places, e.scales = self.empty((size,), np.int64), self.empty((size,), np.float32)
+            batch.append(Ids(e.ids, e.slots, e.offsets, e.weights, e.argmax, e.places, e.scales))
+        self._plan_of(parts, out).pool(batch, out)
+
+    def _plan_of(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: torch.Tensor) -> PoolPlan:
+        """Return the plan of a lookup, by all that it depends on: it refers to no array, which others may let go."""
+        aligned = out.data_ptr() % 16 == 0
+        key: list[Any] = [self._runtime.stream(), out.shape[1], aligned]
+        for rows, e in parts:
+            values: Any
+            values, dim, is_half = rows.vectors
+            key += (
+                values.data_ptr(), values.shape[0], values.dtype, dim, is_half, rows.slot_of_local.data_ptr(),
+                rows.slot_of_local.shape[0], e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes(),
+            )  # fmt: skip
+
+        def prepare() -> PoolPlan:
+            features = [Features(_vectors(rows), rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
+            return PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
+
+        return _kept(self._plans, tuple(key), prepare)
+
+    def gather(self, parts: Sequence[tuple[GroupRows, JaggedIds]]) -> list[Array]:
+        """Map the ids of all groups in one launch, and gather all features in another."""
+        found, mapped = list[Gathered](), list[Mapped]()
+        for rows, e in parts:
+            vectors, dim, starts = _vectors(rows), rows.vectors.dim, e.starts.tolist()
+            e.slots = self.empty((starts[-1],), np.int32)
+            mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots))
+            found.extend(
+                Gathered(vectors, e.slots[first:last], self.empty((last - first, dim), np.float32))
+                for first, last in pairwise(starts)
+            )
+        map_slots(self._runtime.kernels, mapped)
+        gather_many(self._runtime.kernels, found)
+        return [one.out for one in found]
+
+    def find(self, requests: Sequence[RowRequest]) -> None:
+        """Map the positions of all groups in one launch, and gather in another."""
+        map_slots(
+            self._runtime.kernels,
+            [
+                Mapped(positions, _FROM_0, np.array([0, positions.shape[0]]), rows.slot_of_local, slots)
+                for rows, positions, slots, _ in requests
+            ],
+        )
+        found = [Gathered(_vectors(one.rows), one.slots, one.out) for one in requests if one.out is not None]
+        if found:
+            gather_many(self._runtime.kernels, found)
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Mark them on the device, and wait for the marks."""
+        seen = self._runtime.tensor((num_slots,), torch.int32).zero_()
+        for some in slots:
+            seen[some.long()] = 1
+        marks: NDArray[np.bool_] = (seen != 0).cpu().numpy()  # synchronize!
+        return None if marks.all() else marks
+
+    def weight_gradient(self, rows: GroupRows, ids: JaggedIds, gradient: Array) -> Array:
+        """Launch it once."""
+        out = self.empty((int(ids.starts[-1]),), np.float32)
+        self._plan_of([(rows, ids)], gradient).weight_gradient(ids.slots, ids.offsets, gradient, out)
+        return out
+
+    def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
+        """Step rows of zeros."""
+        assert isinstance(out, torch.Tensor)
+        one = merged(self, saved)
+        (pairs,) = sort_groups(self._runtime.kernels, [(one.slots, out.shape[0])])
+        rule, vectors = make_rule(PLAIN, -scale, 0.0, 0.0), Vectors(out.zero_(), out.shape[1], "float32")
+        step = cuda_update.Step(vectors, None, None, pairs, self._gradients(one), rule)
+        cuda_update.update_many(self._runtime.kernels, [step])
+
+    def step(self, groups: Sequence[OptimizerStep], number: int) -> None:
+        """Sort the entries of all groups at once, then step all in one launch for each optimizer and one more."""
+        kernels, steps = self._runtime.kernels, []
+        saved_G = [merged(self, one.saved) for one in groups]
+        pairs_G = sort_groups(
+            kernels,
+            [(saved.slots, one.rows.vectors.values.shape[0]) for one, saved in zip(groups, saved_G, strict=True)],
+        )
+        for one, saved, pairs in zip(groups, saved_G, pairs_G, strict=True):
+            vectors, states = _vectors(one.rows), one.rows.states
+            first, second = (states[i] if i < len(states) else None for i in range(2))
+            noise = cuda_rounding.NO_ROUNDING
+            if vectors.dtype != "float32":
+                noise = cuda_rounding.make_rounding(kernels, one.rows.streams, number)
+            gradients, rule = self._gradients(saved), _rule(one, number)
+            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, rule, noise))
+        cuda_update.update_many(kernels, steps)
+
+    def _gradients(self, saved: SavedGradient) -> cuda_update.Gradients:
+        kernels, gradient = self._runtime.kernels, saved.gradient.reshape(saved.num_samples, saved.width)
+        if saved.places is None:
+            key = self._runtime.stream(), saved.cols.tobytes()
+            there = _kept(self._cols, key, lambda: kernels.put(saved.cols))
+            return cuda_update.one_id_gradients(kernels, gradient, saved.cols, there)
+        argmax = saved.argmax.reshape(gradient.shape) if saved.argmax.shape[0] else NONE_I4
+        return cuda_update.bag_gradients(kernels, gradient, saved.places, saved.scales, argmax)
+
+    def index_bytes(self, num_keys: int, num_tables: int) -> int:
+        """Return those of places and of the slice of keys that is on its way."""
+        return cuda_key_index.bytes_for(num_keys, num_tables)
+
+    def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> cuda_key_index.CudaKeyIndex | None:
+        """Take it from torch's caching allocator; None where that has not so much."""
+        if self.index_bytes(num_keys, table_ids.size) > self._runtime.room()[0]:
+            return None
+        try:
+            return cuda_key_index.CudaKeyIndex(self._runtime, num_keys, table_ids)
+        except torch.OutOfMemoryError:
+            return None
+
+    # -- moving rows ---------------------------------------------------------------------------------------
+
+    bytes_of = staticmethod(cuda_memory.bytes_of)
+
+    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+        """Allocate once, from torch's caching allocator."""
+        return cuda_memory.reserve(self._runtime, layouts, what)
+
+    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return pinned memory."""
+        scratch: NDArray[np.uint8] = self._runtime.pinned((num_bytes,), torch.uint8).numpy()
+        return scratch
+
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return pinned memory."""
+        indices: NDArray[np.int32] = self._runtime.pinned((count,), torch.int32).numpy()
+        return indices
+
+    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
+        """Copy them; nobody waits where they are pinned."""
+        return self._copy(indices, into, lasting=True)
+
+    def pieces(self, row_floats: int) -> PinnedPieces:
+        """Return none yet."""
+        return PinnedPieces(self._runtime, row_floats)
+
+    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: PinnedPieces) -> None:
+        """Launch it once for all fields and pieces."""
+        cuda_rows.pack(self._runtime.kernels, fields, slots, order, pieces, over_link=True)
+
+    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: PinnedPieces) -> None:
+        """Launch it once for all fields and pieces."""
+        cuda_rows.unpack(self._runtime.kernels, fields, slots, pieces, over_link=True)
+
+    def generates(self, table: Table) -> bool:
+        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms, nor for column slices."""
+        return table.whole_dim is None and isinstance(table.initializer, (Uniform, Zeros, Constant))
+
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Launch it once."""
+        how = table.table_id, table.seed, *initializer_code(table.initializer)
+        out = Vectors(vectors, table.dim, table.dtype)
+        cuda_initial.initial_rows(self._runtime.kernels, self._keys(keys, keys_there), *how, out, slots)
+
+    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  keys_there: Array | None) -> None:  # fmt: skip
+        """Launch it once."""
+        there = self._keys(keys, keys_there)
+        seed = table.seed ^ table.first_column
+        cuda_rounding.set_streams(self._runtime.kernels, streams, slots, there, table.table_id, seed)
+
+    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
+        """Launch it once."""
+        if slots is None:
+            field.fill_(value)
+        else:
+            cuda_initial.fill_rows(self._runtime.kernels, value, field, slots)
+
+    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
+        """Have them made in pinned memory, 16 MiB at a time."""
+        count, width = rows.shape
+        step = max(1, _CHUNK_BYTES // (4 * max(1, width)))
+        room = self._runtime.pinned((min(step, count), width), torch.float32)
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            some = room[: part.stop - first]
+            fill(some.numpy(), part)
+            self._runtime.copy(some, rows[part])
+
+    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
+        """Gather on the device and copy. Waits."""
+        if isinstance(slots, slice):
+            found = field[slots]
+        else:
+            found = self._runtime.tensor((slots.size, field.shape[1]), torch.float32)
+            there = self._copy(slots, self._runtime.tensor((slots.size,), torch.int32))
+            gather(self._runtime.kernels, field, there, found)
+        return self._runtime.download(found)
+
+    def _keys(self, keys: NDArray[np.int64], there: Array | None) -> Array:
+        """Copy keys to the first elements of ``there``, None: beside the budget."""
+        return self._copy(keys, self._runtime.tensor(keys.shape, torch.int64) if there is None else there)
+
+    def _copy(self, host: NDArray[Any], there: Array, *, lasting: bool = False) -> Array:
+        """Copy a host array to the first elements of a tensor; it may change once this returns, or is ``lasting``."""
+        part = there[: host.size]
+        source = torch.from_numpy(host if host.flags.writeable else host.copy())
+        self._runtime.copy(source, part, lasting=lasting and host.flags.writeable)
+        return part
+
+
+class PinnedPieces(cuda_rows.Pieces):
+    """Pieces in pinned host memory, which kernels read and write over the link."""
+
+    def __init__(self, runtime: CudaRuntime, row_floats: int) -> None:
+        super().__init__(runtime.kernels, row_floats)
+        self._runtime = runtime
+
+    def _memory_of(self, data: NDArray[np.float32]) -> cuda_rows.Memory:
+        return cuda_rows.Memory(self._runtime.address_of(data), data.size, data, data.flags.writeable)
+
+
+def _kept(plans: OrderedDict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
+    """Return what was made for a key, and keep the recent ones."""
+    found = plans.get(key)
+    if found is None:
+        found = plans[key] = make()
+        if len(plans) > _MOST_PLANS:
+            plans.popitem(last=False)
+    plans.move_to_end(key)
+    return found
+
+
+def _vectors(rows: GroupRows) -> Vectors:
+    """Return the vectors of rows as the kernels take them."""
+    values, dim, is_half = rows.vectors
+    if values.dtype == torch.float32:
+        return Vectors(values, dim, "float32")
+    return Vectors(values.view(torch.float32), dim, "float16" if is_half else "bfloat16")
+
+
+def _rule(one: OptimizerStep, number: int) -> Rule:
+    decay, rate = one.group.optimizer.decay, one.learning_rate
+    match one.group.optimizer:
+        case Adagrad(eps=eps):
+            return make_rule(ADAGRAD, rate, eps, decay)
+        case RowWiseAdagrad(eps=eps):
+            return make_rule(ROWWISE, rate, eps, decay)
+        case Adam(beta1=beta1, beta2=beta2, eps=eps):
+            return adam_rule(number, rate, beta1, beta2, eps, decay)
+        case SGD():
+            return make_rule(PLAIN, rate, 0.0, decay)
+    raise AssertionError(f"there is no kernel for {one.group.optimizer}")

@@ -1,0 +1,35 @@
+"""A backend by the name of its device."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from tiercache.backends.cpu import CpuBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiercache.backends.base import Backend
+    from tiercache.store.table import Table
+
+
+def open_backend(device: str | Backend, tables: Sequence[Table]) -> Backend:
+    """Return the backend of ``device``, "cpu", "cuda" or "cuda:1", ready to train ``tables``; or the backend given.
+
+    CUDA is imported only for a GPU. Raises CudaError where a GPU cannot be used, ValueError for another device.
+    """
+    backend: Backend
+    if not isinstance(device, str):
+        backend = device
+    elif device == "cpu":
+        backend = CpuBackend()
+    elif found := re.fullmatch(r"cuda(?::(\d+))?", device):
+        from tiercache.backends.cuda import CudaBackend
+        from tiercache.backends.cuda_runtime import open_runtime
+
+        backend = CudaBackend(open_runtime(None if found[1] is None else int(found[1])))
+    else:
+        raise ValueError(f"device is {device!r}: it must be 'cpu', 'cuda', or one of several GPUs as in 'cuda:1'")
+    backend.prepare(tables)
+    return backend

@@ -1,0 +1,398 @@
+"""The switch: dump of one visit, load of the next, with a reader and a writer thread beside the training."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
+from tiercache.kernels.cpu.field_io import read_fields
+from tiercache.kernels.cpu.file_io import has_reads, read_checked
+from tiercache.planning.budget import paged
+from tiercache.planning.next_use import longest_gap
+from tiercache.store import Cursor
+from tiercache.store.stream import Range
+from tiercache.tiers.dump_room import Room, make_room
+from tiercache.tiers.host_tier import HostTier
+from tiercache.tiers.packing import Packer, Unpacker
+from tiercache.tiers.pass_planner import PassPlanner
+from tiercache.tiers.report import VisitReport, seconds_of_waiting
+from tiercache.tiers.row_prefetcher import RowPrefetcher, Staged
+from tiercache.tiers.segments import segments_by_visit
+from tiercache.tiers.threads import nicer_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from numpy.typing import NDArray
+
+    from tiercache.backends.base import Backend, Event
+    from tiercache.planning.budget import HostBudget
+    from tiercache.planning.next_use import Uses
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.visit_plan import Planner, VisitPlan
+    from tiercache.store import Segment, Store
+    from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.tiers.dump_room import DumpRoom
+    from tiercache.tiers.packing import Departed, Part, StagedLayout
+    from tiercache.tiers.pass_planner import Prepared
+    from tiercache.tiers.pinned_arena import PinnedArena
+
+StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
+"""What a commit stores beside rows: the dense state, serialised when called, and plain settings."""
+
+
+class PassSwitcher:
+    """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
+
+    One reader thread thins out the host tier behind a load, stages visits and prepares those behind them; one writer
+    thread appends segments, publishes commits and makes room for the next dump; each in order. An error of either is
+    raised by the next ``check``, one of preparing when the visit is to be staged; after one, no later visit is
+    published.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        device: DeviceTier,
+        backend: Backend,
+        memory: PinnedArena,
+        budget: HostBudget,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+        uses_of: Callable[[int], Uses],
+        *,
+        schedule_digest: str,
+        environment: dict[str, object],
+    ) -> None:
+        self.device, self.host, self.memory = device, HostTier(memory), memory
+        self._store, self._backend, self._budget, self._positions = store, backend, budget, positions
+        self._keys_of, self._uses_of = keys_of, uses_of
+        self._digest, self.environment = schedule_digest, environment
+        self._packer = Packer(device, backend, positions, keys_of)
+        self._unpacker = Unpacker(device, backend, self.host, positions, keys_of)
+        if has_crc32c():
+            store.checksums = crc32c
+        if has_reads():
+            store.read_with(read_checked, read_fields)
+        self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
+        self._segments: dict[int, Segment] = {}
+        self._pass_planner: PassPlanner | None = None
+        self._following: Future[Prepared] | None = None
+        """The visit that will be staged next."""
+        self._prepared: Future[Prepared] | None = None
+        """The one that is being staged, or was, until it is loaded."""
+        self._staging: Future[StagedLayout] | None = None
+        self._writing: Future[None] | None = None
+        self._room: Future[Room] | None = None
+        self._thinned: Future[None] | None = None
+        """The host tier without what the last load took; by the reader, before it stages anything."""
+        self._held_G: list[list[Part]] = []
+        """What the next load takes from host blocks."""
+        self._departed_G: list[list[Departed]] = []
+        """What was dumped of the visit before it."""
+        self._failure: BaseException | None = None
+        self.plan: VisitPlan | None = None
+        self.placements: list[Placement] = []
+        self._planner: Planner | None = None
+        self._to_prepare = 0
+        self.report: VisitReport | None = None
+
+    # -- a run of visits ---------------------------------------------------------------------------------
+
+    def begin(self, planner: Planner, *, end: int) -> None:
+        """Start with empty device and host: load the planner's first visit, stage the second and prepare the third.
+
+        Visits from ``end`` on are neither planned nor staged.
+        """
+        self.stop()
+        self._end = end
+        self._segments.clear()
+        self._segments.update(segments_by_visit(self._store))
+        self._planner = planner
+        self._prefetcher = RowPrefetcher(
+            self._store, self._backend, self.memory, self._positions, self._keys_of, self._segments
+        )
+        self._pass_planner, self._to_prepare = PassPlanner(planner, self.device, self._uses_of), planner.next_visit
+        self._prepare_next()
+        self._stage_next()
+        self._held_G = self._unpacker.lay_out_held(None)
+        self._departed_G = [[] for _ in self._held_G]
+        self._load(self._backend.streams.trained())
+        self._stage_next()
+        self._make_room()
+
+    def switch(self, state: StateBytes) -> None:
+        """End the visit on the device and bring in the next one."""
+        trained = self._backend.streams.trained()
+        write, staging = self._dump(state, trained), self._staging
+        assert staging is not None, "no visit is staged behind this one"
+        if not staging.done():  # the training waits for the disk, which gets all its work now
+            self._writing = self._writer.submit(write)
+            self._load(trained)
+        else:  # the writer wants the memory too, and the training waits for the rows
+            try:
+                self._load(trained)
+            finally:
+                self._writing = self._writer.submit(write)
+        self._stage_next()
+        self._make_room()
+
+    def finish(self, state: StateBytes) -> None:
+        """End the last visit and wait until it is durable."""
+        report, trained = self._report_now(), self._backend.streams.trained()
+        self._writing = self._writer.submit(self._dump(state, trained))
+        report.wait("durable", self._writing, trained)
+        self._await_writer()
+        self.stop()
+
+    def stop(self) -> None:
+        """Let both threads come to rest and drop all rows; what is not committed is forgotten."""
+        for thread in (self._reader, self._writer):  # the writer waits for the reader, and never the other way round
+            with suppress(RuntimeError):  # it was shut down
+                thread.submit(int).result()
+        self._backend.streams.synchronize()
+        if self._staging is not None and self._staging.exception() is None:
+            self._release(self._staging.result().staged)
+        self._following = self._prepared = self._staging = self._writing = self._thinned = self._room = None
+        self._held_G, self._departed_G, self._pass_planner, self._failure = [], [], None, None
+        self.plan, self.report, self.placements = None, None, []
+        self.host.clear()
+        self.device.clear()
+        if self._store.mode == "a" and not self._store.closed:
+            self._store.forget()
+
+    def close(self) -> None:
+        """End the threads, and let go of all memory of rows; of all that can be, where a device has failed."""
+        with ExitStack() as last:
+            for close in (self.device.close, self.memory.close, self._writer.shutdown, self._reader.shutdown):
+                last.callback(close)  # the last one first
+            self.stop()
+
+    def check(self) -> None:
+        """Raise, with its cause, what went wrong on the reader or the writer."""
+        for future in (self._thinned, self._prepared, self._staging, self._writing, self._room):
+            if future is not None and future.done() and future.exception() is not None:
+                self._failure = self._failure or future.exception()
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Wait until every dump handed to the writer is durable, and the host tier is left alone until the switch."""
+        self._await_writer()
+        if self._room is not None:
+            self._room.exception()
+            self.check()
+
+    def await_staging(self) -> None:
+        """Wait until the rows of the next visit are staged."""
+        if self._staging is not None:
+            self._staging.exception()
+        self.check()
+
+    # -- commit inside a visit ----------------------------------------------------------------------------
+
+    def commit_within(self, sample: int, state: StateBytes) -> None:
+        """Write all rows of the visit as one range and publish a commit at ``sample``; returns when durable.
+
+        Block by block through one region a group, so that it needs no more than a transaction of memory.
+        """
+        plan = self._plan_now()
+        self._await_writer()
+        streams = tuple(
+            self._planner_now().layout(
+                group,
+                [Range(next_use=plan.visit, table_rows=tuple(
+                    int(n) for n in np.diff(self._positions.table_starts(plan.pass_index, g))))]
+                if plan.rows_G[g] else [],
+                self._budget,
+            )
+            for g, group in enumerate(self._positions.groups)
+        )  # fmt: skip
+
+        def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
+            scratch = self._backend.scratch(paged(self._budget.block))
+            for g, stream in enumerate(streams):
+                for b, keys in enumerate(self._packer.keys(plan.pass_index, g, None, stream)):
+                    data = scratch[: int(stream.block_bytes_B[b])]
+                    self._packer.pack(g, None, self._packer.target(stream, b, [data]))
+                    self._backend.streams.dumped().wait()
+                    yield g, b, data, keys
+
+        def write() -> None:
+            room = self._budget.transaction - paged(self._budget.block)  # scratch is part of the share
+            self._store.append(plan.visit, streams, blocks(), within=True, transaction_bytes=room)
+            self._publish(Cursor(visit=plan.visit, sample=sample), state)
+
+        try:
+            write()  # here, as packing is for the training thread
+        except BaseException as error:
+            self._failure = error  # its frames hold the scratch, which the device may still write to, until we rest
+            raise
+
+    # -- dump ---------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Have the writer make room for the dump of the visit, when the dump before it is durable."""
+        plan, placements, written, prepared = self._plan_now(), self.placements, self._writing, self._prepared
+        thinned = self._thinned
+        assert thinned is not None, "no visit was loaded"
+
+        def make() -> Room:
+            thinned.result()
+            if written is not None and written.exception() is not None:
+                return Room([], [])  # nothing is dumped any more, and nothing loaded
+            upcoming = None if prepared is None or prepared.exception() is not None else prepared.result().plan
+            return make_room(self.host, self._packer, self._unpacker, plan, placements, upcoming)
+
+        self._room = self._writer.submit(make)
+
+    def _dump(self, state: StateBytes, trained: Event) -> Callable[[], None]:
+        """Pack the rows of the visit, trained then, into host blocks; return what the writer is to do."""
+        plan, report, room = self._plan_now(), self._report_now(), self._room
+        assert room is not None
+        report.wait("durable", self._writing, trained)
+        self._await_writer()
+        report.wait("room", room, trained)
+        self.check()
+        with report.timing("pack"):
+            dumps, self._held_G = room.result()
+            self._departed_G = [self._packer.pack(g, order, target) for g, (_, order, _, target) in enumerate(dumps)]
+        self._room = None
+        return partial(self._write, plan, dumps, self._backend.streams.dumped(), state, report)
+
+    def _write(
+        self,
+        plan: VisitPlan,
+        dumps: list[DumpRoom],
+        packed: Event,
+        state: StateBytes,
+        report: VisitReport,
+    ) -> None:
+        """Runs on the writer thread."""
+        packed.wait()
+        begun = time.perf_counter()
+        counters = self._store.counters
+        rows, num_bytes = counters.rows_written, counters.row_bytes_written
+        segment = self._store.append(
+            plan.visit,
+            plan.dumps,
+            (
+                (g, b, region.data, keys)
+                for g, (stream, order, regions, _) in enumerate(dumps)
+                for b, (region, keys) in enumerate(
+                    zip(regions, self._packer.keys(plan.pass_index, g, order, stream), strict=True)
+                )
+            ),
+            stable=True,
+            transaction_bytes=self._budget.transaction,
+        )
+        self._segments[plan.visit] = segment
+        if plan.commits:
+            self._publish(Cursor(visit=plan.visit + 1, sample=0), state)
+        oldest = plan.visit - longest_gap(self._positions.num_passes)
+        for visit in [v for v in self._segments if 0 <= v < oldest]:
+            del self._segments[visit]
+        report.wrote(
+            begun,
+            time.perf_counter(),
+            rows=counters.rows_written - rows,
+            num_bytes=counters.row_bytes_written - num_bytes,
+        )
+
+    def publish_first(self, state: StateBytes) -> None:
+        """Publish the commit that stands before all training."""
+        self._publish(Cursor(visit=0, sample=0), state)
+
+    def _publish(self, cursor: Cursor, state: StateBytes) -> None:
+        serialise, settings = state
+        self._store.publish(
+            cursor,
+            state=serialise(),
+            schedule_digest=self._digest,
+            settings=settings,
+            environment=self.environment,
+            transaction_bytes=self._budget.transaction,
+        )
+
+    # -- load ---------------------------------------------------------------------------------------------
+
+    def _prepare_next(self) -> None:
+        """Have the reader prepare the next visit, where it will be trained."""
+        assert self._pass_planner is not None, "no run of visits was begun"
+        ahead = self._to_prepare < self._end
+        self._following = self._reader.submit(self._pass_planner.next) if ahead else None
+        self._to_prepare += 1
+
+    def _stage_next(self) -> None:
+        """Have the reader stage the visit that is prepared, and prepare the one behind it, in this order."""
+        self._prepared = prepared = self._following
+        self._staging = None
+        if prepared is not None:
+            self._staging = self._reader.submit(lambda: self._stage(*prepared.result()))
+            self._prepare_next()
+
+    def _stage(self, plan: VisitPlan, placements: list[Placement]) -> StagedLayout:
+        staged = self._prefetcher.stage(plan, placements)
+        try:
+            return self._unpacker.lay_out_staged(staged)
+        except BaseException:
+            self._release(staged)
+            raise
+
+    def _load(self, trained: Event) -> None:
+        """Unpack what was staged, behind what is trained."""
+        assert self._staging is not None
+        waited = seconds_of_waiting(self._staging, trained)
+        self.check()
+        layout = self._staging.result()
+        staged, plan = layout.staged, layout.staged.plan
+        self.report = report = VisitReport.of(plan, staged)
+        report.wait_seconds["store"] = waited
+        with report.timing("unpack"):
+            slots_G = self._unpacker.unpack(layout, self._held_G, self._departed_G)
+        trained.wait()
+        with report.timing("unpack"):
+            self._unpacker.activate(staged, slots_G)
+            self._prepared, self._staging, self._held_G, self._departed_G = None, None, [], []
+            self._release(staged)
+        self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.visit - 1)
+        for placement in staged.placements:
+            placement.load_K = placement.load_K[:0].copy()
+        self.plan, self.placements = plan, staged.placements
+
+    def cached_piece(self, segment_id: int, group: int, piece: int) -> NDArray[np.uint8] | None:
+        """Return the bytes of a piece that the host holds, or None."""
+        for visit, segment in self._segments.items():
+            if segment.id == segment_id and not segment.within:
+                return self.host.piece(visit, group, piece)
+        return None
+
+    # -- small things -------------------------------------------------------------------------------------
+
+    def _release(self, staged: Staged) -> None:
+        for region in staged.regions:
+            self.memory.give_back(region)
+
+    def _await_writer(self) -> None:
+        if self._writing is not None:
+            self._writing.exception()
+            self.check()
+            self._writing = None
+
+    def _plan_now(self) -> VisitPlan:
+        assert self.plan is not None, "no visit is being trained"
+        return self.plan
+
+    def _planner_now(self) -> Planner:
+        assert self._planner is not None, "no run of visits was begun"
+        return self._planner
+
+    def _report_now(self) -> VisitReport:
+        assert self.report is not None, "no visit is being trained"
+        return self.report

@@ -1,0 +1,219 @@
+"""Staging: the rows of the next visit, read and generated ahead of time by the reader thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import StateError
+from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
+from tiercache.store.reading import Pieces
+from tiercache.tiers.first_vectors import first_vectors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.backends.base import Backend
+    from tiercache.planning.host_plan import Held
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.store import Segment, Store
+    from tiercache.store.stream import Stream
+    from tiercache.store.table import Table
+    from tiercache.tiers.device_tier import Placement
+    from tiercache.tiers.pinned_arena import PinnedArena
+    from tiercache.tiers.pinned_region import PinnedRegion
+
+
+_KEY_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPieces:
+    """Pieces read from the store, and the first place of their rows in the order of loading."""
+
+    group: int
+    first_row: int
+    stream: Stream
+    held: Held
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Vectors of rows that no visit has used before; their optimizer state is the initial one."""
+
+    group: int
+    first_row: int
+    words_RW: NDArray[np.float32]
+    """The words of each vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedKeys:
+    """Keys of one table that no visit has used before, whose vectors the device makes itself."""
+
+    group: int
+    first_row: int
+    table: Table
+    keys: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Staged:
+    """All that the reader prepared for one visit."""
+
+    plan: VisitPlan
+    placements: list[Placement]
+    pieces: list[StagedPieces] = field(default_factory=list)
+    rows: list[StagedRows] = field(default_factory=list)
+    keys: list[StagedKeys] = field(default_factory=list)
+    regions: list[PinnedRegion] = field(default_factory=list)
+    rows_read: int = 0
+    bytes_read: int = 0
+    read_seconds: float = 0.0
+    begun: float = 0.0
+    ended: float = 0.0
+
+
+class RowPrefetcher:
+    """Reads and generates; called on the reader thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        memory: PinnedArena,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+        segments: Mapping[int, Segment],
+    ) -> None:
+        self._store, self._backend, self._memory, self._segments = store, backend, memory, segments
+        self._positions, self._keys_of = positions, keys_of
+        self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self._wanted: list[Pieces] = []
+
+    def stage(self, plan: VisitPlan, placements: list[Placement]) -> Staged:
+        """Bring the rows of ``plan`` that neither device nor host holds into staging."""
+        staged = Staged(plan, placements, begun=time.perf_counter())
+        try:
+            self._fill(staged)
+        except BaseException:
+            for region in staged.regions:
+                self._memory.give_back(region)
+            raise
+        staged.ended = time.perf_counter()
+        return staged
+
+    def _fill(self, staged: Staged) -> None:
+        plan = staged.plan
+        self._room, self._wanted = np.empty(0, dtype=np.uint8), []
+        first_G = list(plan.kept_G)
+        for load in plan.loads:
+            first = first_G[load.group]
+            first_G[load.group] += load.rows
+            self._want(staged, load.visit, load.group, load.store, first + load.rows - load.store_rows)
+        wanted, self._wanted = self._wanted, []
+        self._store.load(wanted, at_once=1)  # each thread more takes the interpreter from the training more often
+        staged.read_seconds = time.perf_counter() - staged.begun
+        for group, rows in enumerate(plan.generated_G):
+            if rows:
+                self._generate(staged, group, first_G[group])
+        for placement in staged.placements:
+            placement.settle()
+
+    def _take(self, staged: Staged, wanted: int, in_page: int | None = None) -> NDArray[np.uint8]:
+        """Return what is left of the current region, or a new one where ``wanted`` bytes do not fit.
+
+        It begins ``in_page`` bytes behind a page where that is said.
+        """
+        room = _from(self._room, in_page)
+        if room.size < wanted:
+            region = self._memory.take(self._memory.region_bytes)
+            staged.regions.append(region)
+            room = _from(region.data, in_page)
+            if room.size < wanted:
+                raise StateError(
+                    f"visit {staged.plan.visit} reads a piece of {wanted:,} bytes into regions of "
+                    f"{self._memory.region_bytes:,}: open the training again, so that its plan knows all of the store"
+                )
+        return room
+
+    def _want(self, staged: Staged, visit: int, group: int, held: Held, first_row: int) -> None:
+        """Find room for pieces that are to be read."""
+        if held.first >= held.last:
+            return
+        segment = self._segments[visit]
+        stream = segment.streams[group]
+        offset = stream.piece_offset_P
+        piece = held.first
+        while piece < held.last:
+            end, first_bytes = held.last, int(offset[piece + 1] - offset[piece])
+            if stream.block_bytes >= ALIGNED_BYTES:
+                block = int(stream.piece_block_P[piece])
+                end = min(end, int(stream.block_piece_B[block + 1]))
+            if stream.block_bytes >= ALIGNED_BYTES and offset[end] - offset[piece] >= ALIGNED_BYTES:
+                inside = int(offset[piece] - offset[stream.block_piece_B[block]])
+                room = self._take(staged, first_bytes, inside)
+            else:
+                room = self._take(staged, first_bytes)
+            last = end
+            if offset[end] - offset[piece] > room.size:
+                last = int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1
+            num_bytes = int(offset[last] - offset[piece])
+            data, self._room = room[:num_bytes], room[num_bytes:]
+            self._wanted.append(Pieces(segment, group, piece, last, data))
+            rows = int(stream.piece_first_row_P[piece] - stream.piece_first_row_P[held.first])
+            staged.pieces.append(StagedPieces(group, first_row + rows, stream, type(held)(piece, last), data))
+            staged.rows_read += num_bytes // stream.row_bytes
+            staged.bytes_read += num_bytes
+            piece = last
+
+    def _generate(self, staged: Staged, group: int, first_row: int) -> None:
+        plan, spec = staged.plan, self._positions.groups[group]
+        width = spec.fields[0].words
+        starts = self._positions.table_starts(plan.pass_index, group)
+        order = staged.placements[group].load_K[first_row:]
+        first_table = self._positions.first_table(group)
+        cuts = np.searchsorted(order, starts)  # generated rows stand in position order
+        for i, table in enumerate(spec.tables):
+            low, high = int(cuts[i]), int(cuts[i + 1])
+            keys = self._keys_of(plan.pass_index, first_table + i)
+            on_device = self._backend.generates(table) and 4 * width >= _KEY_BYTES + 4
+            while low < high:
+                if on_device:
+                    low = self._stage_keys(staged, group, table, keys, order, int(starts[i]), low, high, first_row)
+                    continue
+                room = self._take(staged, 4 * width)
+                rows = min(high - low, room.size // (4 * width))
+                words = room[: rows * 4 * width].view(np.float32).reshape(rows, width)
+                self._room = room[rows * 4 * width :]
+                mine = keys[order[low : low + rows] - starts[i]]
+                first_vectors(table, mine, words)
+                staged.rows.append(StagedRows(group, first_row + low, words))
+                low += rows
+
+    def _stage_keys(
+        self, staged: Staged, group: int, table: Table, keys: NDArray[np.int64], order: NDArray[np.int32], start: int,
+        low: int, high: int, first_row: int,
+    ) -> int:  # fmt: skip
+        """Stage keys of places [low, high) of ``order``, as many as there is room for; return the place behind them."""
+        room = self._take(staged, _KEY_BYTES + 4)
+        room = room[-room.ctypes.data % _KEY_BYTES :]
+        rows = min(high - low, room.size // _KEY_BYTES)
+        mine, self._room = room[: rows * _KEY_BYTES].view(np.int64), room[rows * _KEY_BYTES :]
+        np.take(keys, order[low : low + rows] - start, out=mine)
+        staged.keys.append(StagedKeys(group, first_row + low, table, mine))
+        return low + rows
+
+
+def _from(room: NDArray[np.uint8], in_page: int | None) -> NDArray[np.uint8]:
+    """Leave out the bytes before the first that stands so far behind a page as ``in_page`` does."""
+    if in_page is None:
+        return room
+    return room[(in_page - int(room.__array_interface__["data"][0])) % PAGE_BYTES :]
