@@ -155,7 +155,7 @@ def dense_part(inputs: int, width: int) -> nn.Sequential:
 class Net(nn.Module):
     """Pooled embeddings, and above them the dense part where ``width`` is not 0."""
 
-    def __init__(self, cache: tc.TierCache | tc.ResidentCache, width: int) -> None:
+    def __init__(self, cache: tc.TierCache | tc.InMemoryCache, width: int) -> None:
         super().__init__()
         self.bag = tc.EmbeddingBagCollection(cache.schema)
         self.bias = nn.Parameter(torch.zeros(1))
@@ -233,7 +233,7 @@ def _between(low: int, high: int) -> Iterator[int]:
 
 def seconds_without_dense(passes: tc.PassSet, size: Size) -> float:
     """Return the seconds of one sample in memory where there is no dense part."""
-    cache = tc.ResidentCache(passes)
+    cache = tc.InMemoryCache(passes)
     model, loss_of = Net(cache, 0), nn.BCEWithLogitsLoss()
     taken = []
     for visit in cache.passes(epochs=1):

@@ -1,4 +1,4 @@
-"""Our contender: the public step of a user, over a ResidentCache that holds whole tables."""
+"""Our contender: the public step of a user, over a InMemoryCache that holds whole tables."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Ours:
 
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
         whole = _WholeTables(shape, optimizer, ids_BFN)
-        self._cache = tc.ResidentCache(cast("tc.PassSet", whole))
+        self._cache = tc.InMemoryCache(cast("tc.PassSet", whole))
         self._bag = tc.EmbeddingBagCollection(self._cache.schema)
         self._visits = self._cache.passes(epochs=1)
         visit = next(self._visits)

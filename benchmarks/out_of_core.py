@@ -92,7 +92,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     from benchmarks.disk_raw import BareDisk, Replay
     from benchmarks.training_machines import CpuTraining
     from benchmarks.window import MemoryRun, TieredRun, open_store, plans_of
-    from tiercache import ResidentCache
+    from tiercache import InMemoryCache
 
     _say(f"{size.name}{demand.suffix}: data")
     size = replace(size, turn_visits=size.turn_visits * demand.longer_turns)
@@ -113,7 +113,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
             width = _width(passes, size, disk.seconds(replay(0)), demand.target)
         _say(f"dense width {width}: first epochs")
         machine, turns = CpuTraining(), dict[str, Any](epochs=size.epochs + 1, shuffle=True)
-        cache = ResidentCache(passes)
+        cache = InMemoryCache(passes)
         memory = MemoryRun(cache, Step(cache, width, light=True, track=True), size.batch, machine, **turns)
         tiered = TieredRun(passes, store, budgets, partial(Step, width=width, light=True, track=True), size.batch,
                            machine, **turns)  # fmt: skip

@@ -124,7 +124,7 @@ class DiskBenchmark:
     def dry(self, demands: Sequence[Demand]) -> None:
         """Do all at once, with one training in memory beside it that is compared."""
         self.prepare()
-        cache = tc.ResidentCache(self.passes, device=self.machine.device())
+        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
         memory = MemoryRun(cache, Step(cache, 0, light=True), self.size.batch, self.machine)
         memory.upto(self.size.passes)
         for demand in demands:
@@ -133,7 +133,7 @@ class DiskBenchmark:
 
     def _in_memory(self, width: int, demand: Demand, window: Window) -> float:
         """Return the seconds of a window behind a visit that is not counted."""
-        cache = tc.ResidentCache(self.passes, device=self.machine.device())
+        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
         run = MemoryRun(cache, Step(cache, width, light=demand.target is None), self.size.batch, self.machine)
         run.upto(window.first - 1, train=False)
         seconds, _ = run.seconds(window)

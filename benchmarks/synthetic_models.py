@@ -94,7 +94,7 @@ class Benchmark:
         import tiercache as tc
         from benchmarks.window import MemoryRun
 
-        cache = tc.ResidentCache(self.passes, device=self.machine.device())
+        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
         run = MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
         run.upto(self.window.first - 1, train=False)
         seconds, steps = run.seconds(self.window)
@@ -138,7 +138,7 @@ class Benchmark:
         import tiercache as tc
         from benchmarks.window import MemoryRun, same_rows
 
-        cache = tc.ResidentCache(self.passes, device=self.machine.device())
+        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
         run = MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
         run.upto(self.window.first + self.window.visits)
         run.close()

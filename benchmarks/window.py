@@ -192,7 +192,7 @@ class _Run:
 class MemoryRun(_Run):
     """With every row on the device."""
 
-    cache: tc.ResidentCache
+    cache: tc.InMemoryCache
 
     def batch_seconds(self, window: Window) -> float:
         """Return what a batch takes until it is there where none is made ahead, without lookups; behind ``seconds``."""
@@ -399,7 +399,7 @@ def switch_seconds(ending: Sequence[VisitReport], beginning: Sequence[VisitRepor
     }
 
 
-def same_rows(memory: tc.ResidentCache, tiered: tc.TierCache) -> bool:
+def same_rows(memory: tc.InMemoryCache, tiered: tc.TierCache) -> bool:
     """Whether rows and optimizer state have the same bits, between two visits of the same index."""
     now = tiered.rows_now()
     return all(

@@ -191,7 +191,7 @@ class Demo:
     def prove_memory(self, train: tc.PassSet, settings: Settings, ours: Trained) -> None:
         """Train the same batches in memory and compare."""
         self.say("Train the same batches with every row in memory, and compare")
-        training = Training.begin(tc.ResidentCache(train, seed=settings.seed), settings)
+        training = Training.begin(tc.InMemoryCache(train, seed=settings.seed), settings)
         seconds = self._run(training, train)
         self._show(compare(train, ours, Trained.resident(training)), f"tiered and in memory ({seconds:.1f} s)")
 

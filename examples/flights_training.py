@@ -1,4 +1,4 @@
-"""The training loop of the demo: the same for a TierCache, a ResidentCache, and a child process that is killed.
+"""The training loop of the demo: the same for a TierCache, a InMemoryCache, and a child process that is killed.
 
 As a program (``python -m examples.flights_training FOLDER STORE``) it opens or begins a store, trains from its last
 commit to the end and, if told so, kills itself on the way.

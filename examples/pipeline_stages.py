@@ -89,7 +89,7 @@ def train_in_stages(folder: Path, passes: tc.PassSet, device: str) -> list[float
 
 def train_whole(passes: tc.PassSet) -> list[float]:
     """Train the same model on one process, all in memory."""
-    cache = tc.ResidentCache(passes)
+    cache = tc.InMemoryCache(passes)
     bag, dense = tc.EmbeddingBagCollection(cache.schema), nn.Sequential(*stages())
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
     cache.register(model=dense, optimizer=optimizer)

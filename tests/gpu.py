@@ -48,7 +48,7 @@ CPU_ALONE = {
 """The other files of tests/training, and why a GPU would show nothing there."""
 NOT_ON_GPU = (
     "killed_at_random",  # trains on the CPU in processes of its own; test_cuda_training kills one on the GPU
-    "rows_from_outside",  # writes into the arrays of a ResidentCache, which on a GPU are copies
+    "rows_from_outside",  # writes into the arrays of a InMemoryCache, which on a GPU are copies
 )
 SANITIZED = [f"{KERNELS}/test_cuda_{name}.py" for name in (
     "gathering", "pooling", "sorting", "update", "rows", "initial", "key_index", "vectors", "rounding",

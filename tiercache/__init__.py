@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tiercache.training.embedding import EmbeddingBag as EmbeddingBag
     from tiercache.training.embedding import EmbeddingBagCollection as EmbeddingBagCollection
     from tiercache.training.embedding import EmbeddingCollection as EmbeddingCollection
+    from tiercache.training.in_memory import InMemoryCache as InMemoryCache
     from tiercache.training.reorganise import reorganise as reorganise
-    from tiercache.training.resident import ResidentCache as ResidentCache
     from tiercache.training.visit import Visit as Visit
 
 __version__ = "0.1.0"
@@ -62,7 +62,7 @@ _HOME = {
     "Placement": "ranks.placement",
     "PlacementCosts": "ranks.placement_rules",
     "PlacementRules": "ranks.placement_rules",
-    "ResidentCache": "training.resident",
+    "InMemoryCache": "training.in_memory",
     "RowWiseAdagrad": "store.table",
     "Schema": "schema",
     "ShardedStore": "ranks.sharded_store",
@@ -92,15 +92,17 @@ __all__ = [
     "Batch",
     "Constant",
     "Dense",
+    "Embedding",
+    "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
     "Feature",
+    "InMemoryCache",
     "Normal",
     "PassSet",
     "Placement",
     "PlacementCosts",
     "PlacementRules",
-    "ResidentCache",
     "RowWiseAdagrad",
     "Schema",
     "ShardedStore",

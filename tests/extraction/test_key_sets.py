@@ -106,7 +106,7 @@ def test_a_set_has_at_least_one_pass_and_no_samples_to_read(tmp_path: Path) -> N
     with pytest.raises(PassSetError, match="no passes were given"):
         tc.write_key_sets(tmp_path / "none", TABLES, [])
     written = tc.write_key_sets(tmp_path / "passes", TABLES, [{"user": [1]}])
-    visits = tc.ResidentCache(written).passes(epochs=1)
+    visits = tc.InMemoryCache(written).passes(epochs=1)
     visit = next(visits)
     with pytest.raises(PassSetError, match=r"no samples: give the keys of each batch to Visit\.batch"):
         list(visit.batches(4))

@@ -31,20 +31,20 @@ SIZES = (2, 3, 4)
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], tc.ResidentCache]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], tc.InMemoryCache]]:
     """What an entry ends with in one process, all in memory: the same for every number of ranks."""
 
     @cache
-    def trained(name: str) -> tuple[dict[str, Any], tc.ResidentCache]:
+    def trained(name: str) -> tuple[dict[str, Any], tc.InMemoryCache]:
         entry = known(name)
         return train_alone(entry, entry.cut(tmp_path_factory.mktemp("alone") / "passes"))
 
     return trained
 
 
-def train_alone(entry: Entry, passes: tc.PassSet) -> tuple[dict[str, Any], tc.ResidentCache]:
+def train_alone(entry: Entry, passes: tc.PassSet) -> tuple[dict[str, Any], tc.InMemoryCache]:
     """Train an entry in memory."""
-    resident = tc.ResidentCache(passes, order_seed=entry.options.get("order_seed"))
+    resident = tc.InMemoryCache(passes, order_seed=entry.options.get("order_seed"))
     return run(resident, entry), resident
 
 
@@ -59,7 +59,7 @@ def of_all_ranks(parts: list[dict[str, Any]], what: str) -> list[list[NDArray[np
 def assert_as_alone(
     parts: list[dict[str, Any]],
     folder: Path,
-    alone: tuple[dict[str, Any], tc.ResidentCache],
+    alone: tuple[dict[str, Any], tc.InMemoryCache],
     *,
     tolerance: float = 1e-5,
     first: float = 1e-6,

@@ -159,7 +159,7 @@ def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Res
     """Train the same batches on one process, all in memory."""
     from tests.training.cases import result_of_resident
 
-    cache = tc.ResidentCache(passes)
+    cache = tc.InMemoryCache(passes)
     torch.manual_seed(1)
     model = Net(cache, case)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)

@@ -238,7 +238,7 @@ def result_of(store: tc.Store, passes: tc.PassSet, model: nn.Module | None) -> R
     return Result(rows, {} if model is None else {k: v.clone() for k, v in model.state_dict().items()})
 
 
-def result_of_resident(cache: tc.ResidentCache, model: nn.Module) -> Result:
+def result_of_resident(cache: tc.InMemoryCache, model: nn.Module) -> Result:
     """Read everything back from memory."""
     rows = {}
     for table in cache.tables:
@@ -274,10 +274,10 @@ def tiered(store: tc.Store, passes: tc.PassSet, **options: Any) -> TierCache:
     return tc.TierCache(store, passes, **options)
 
 
-def resident(passes: tc.PassSet, **options: Any) -> tc.ResidentCache:
+def resident(passes: tc.PassSet, **options: Any) -> tc.InMemoryCache:
     """Open a cache of all rows on the device of the tests."""
     options.setdefault("device", device_of_tests())
-    return tc.ResidentCache(passes, **options)
+    return tc.InMemoryCache(passes, **options)
 
 
 def resident_result(case: Case, passes: tc.PassSet, *, device: Any = None, **options: Any) -> Result:

@@ -171,7 +171,7 @@ def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
     passes: tc.PassSet, tmp_path: Path, device: str, missing: Any
 ) -> None:
     """With rows of its own for missing keys, too."""
-    cache = tc.ResidentCache(key_sets(tmp_path / "keys", passes), device=DEVICES[device]())
+    cache = tc.InMemoryCache(key_sets(tmp_path / "keys", passes), device=DEVICES[device]())
     lookups, before = Lookups(cache), left()
     visit = next(visits := cache.passes(epochs=1))
     for first in range(0, 60, 10):

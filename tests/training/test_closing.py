@@ -62,7 +62,7 @@ def make(kind: str, passes: tc.PassSet, gpu: Any, **options: Any) -> Any:
     """Return a cache of a kind on a GPU, with a store of its own."""
     device = gpu if isinstance(gpu, str) else CudaBackend(gpu)
     if kind == "resident":
-        return tc.ResidentCache(passes, device=device)
+        return tc.InMemoryCache(passes, device=device)
     return tiered(open_store(passes.path, CASE, "memory"), passes, device=device, **options)
 
 

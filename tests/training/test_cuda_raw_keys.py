@@ -88,7 +88,7 @@ def test_training_by_raw_keys_on_cuda_ends_with_the_bits_of_local_ids(tmp_path: 
     samples = case.cut(tmp_path / "samples")
     passes = key_sets(tmp_path / "keys", samples)
     expected = resident_result(case, samples, device=cuda_device())
-    memory = tc.ResidentCache(passes, device=cuda_device("reversed"))
+    memory = tc.InMemoryCache(passes, device=cuda_device("reversed"))
     assert_same_bits(result_of_resident(memory, train_raw(memory, case, samples)), expected)
     device = cuda_device("random")
     with open_store(tmp_path / "model.tc", case, "lmdb") as store:
@@ -103,7 +103,7 @@ def test_training_by_raw_keys_on_cuda_ends_with_the_bits_of_local_ids(tmp_path: 
 def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) -> None:
     """16 bytes at its making, nothing for lookups and the step; ids when somebody reads them, once, read-only."""
     passes, gpu = write_passes(tmp_path / "keys"), WatchedGpu()
-    cache = tc.ResidentCache(passes, device=CudaBackend(gpu))
+    cache = tc.InMemoryCache(passes, device=CudaBackend(gpu))
     bag, single = tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingCollection(cache.schema, ["pair", "c"])
     for visit in cache.passes(epochs=1):
         for _ in range(2):

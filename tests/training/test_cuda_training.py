@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 
 def on_cuda(case: Case, passes: tc.PassSet, order: str = "forward") -> Result:
     """Train ``case`` in the device's memory."""
-    cache = tc.ResidentCache(passes, order_seed=case.order_seed, device=cuda_device(order))
+    cache = tc.InMemoryCache(passes, order_seed=case.order_seed, device=cuda_device(order))
     return result_of_resident(cache, train(cache, case))
 
 
@@ -135,7 +135,7 @@ def test_raw_keys_that_a_pass_lacks_are_looked_up_on_cuda_and_train_nothing(tmp_
     options = {"change": missing_some(case, samples), "missing": missing}
 
     def in_memory(device: Any) -> Result:
-        cache = tc.ResidentCache(passes, device=device)
+        cache = tc.InMemoryCache(passes, device=device)
         return result_of_resident(cache, train_raw(cache, case, samples, **options))
 
     expected = in_memory(cuda_device())
@@ -262,7 +262,7 @@ def test_single_vectors_and_weights_have_the_gradients_of_a_cpu(tmp_path: Path) 
     case = Case(tables=(table("a", 8), table("b", 3)), specs=SPECS, num_samples=32, pass_rows=32)
     passes, seen = case.cut(tmp_path / "passes"), []
     for device in ("cpu", cuda_device("random")):
-        cache = tc.ResidentCache(passes, device=device)
+        cache = tc.InMemoryCache(passes, device=device)
         single, bag = (
             tc.EmbeddingCollection(cache.schema),
             tc.EmbeddingBagCollection(cache.schema, ["g", "i"], mode={"g": "mean"}),
@@ -309,7 +309,7 @@ def test_a_writer_that_does_not_wait_for_the_pack_is_caught(tmp_path: Path, monk
     """On the shim moves are done as late as a GPU may do them: without the waits other bytes reach the store."""
     case = replace(KILLED_CASE, epochs=1)
     passes = case.cut(tmp_path / "passes")
-    expected = result_of_resident(cache := tc.ResidentCache(passes, device=shim()), train(cache, case))
+    expected = result_of_resident(cache := tc.InMemoryCache(passes, device=shim()), train(cache, case))
     monkeypatch.setattr(Event, "wait", lambda _: None)
 
     def train_and_compare() -> None:
@@ -370,8 +370,8 @@ def test_a_gpu_with_too_little_memory_is_told_in_bytes(tmp_path: Path) -> None:
         ):
             tiered(store, passes, device=device)
         assert store.commit is None
-    with pytest.raises(BudgetError, match=r"ResidentCache holds all rows .* need"):
-        tc.ResidentCache(passes, device=device)
+    with pytest.raises(BudgetError, match=r"InMemoryCache holds all rows .* need"):
+        tc.InMemoryCache(passes, device=device)
 
 
 def test_what_cuda_lacks_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,14 +386,14 @@ def test_what_cuda_lacks_is_said_before_anything_is_written(tmp_path: Path, monk
             tiered(store, passes, device="cuda")
         assert store.commit is None
     with pytest.raises(CudaError, match="CuPy cannot be imported"):
-        tc.ResidentCache(passes, device="cuda:1")
+        tc.InMemoryCache(passes, device="cuda:1")
 
 
 def test_nothing_of_cuda_is_imported_before_a_gpu_is_asked_for() -> None:
     """Neither by the import of the package, nor by its names, nor by a cache on a CPU."""
     script = (
         "import sys, tiercache as tc\n"
-        "assert tc.TierCache and tc.ResidentCache and tc.EmbeddingBagCollection\n"
+        "assert tc.TierCache and tc.InMemoryCache and tc.EmbeddingBagCollection\n"
         "from tiercache.backends.opening import open_backend\n"
         "open_backend('cpu', ())\n"
         "print([name for name in sys.modules if 'cupy' in name or name.startswith('tiercache.backends.cuda')])"

@@ -133,6 +133,30 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
         assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
+def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassSet) -> None:
+    """Amid a pass and behind the last one, for keys that were trained, that are to come and that are in no pass."""
+    others, found = replace(CASE, data_seed=9, num_keys=400).cut(tmp_path / "others"), []
+    with open_store(tmp_path / "model.tc", CASE, "lmdb") as store:
+        for cache in (tiered(store, passes), resident(passes)):
+            seen: list[torch.Tensor] = []
+            torch.manual_seed(3)
+            model = Net(cache, CASE).to(cache.device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            cache.register(model=model, optimizer=optimizer)
+            for visit in cache.passes(epochs=1):
+                for batch in visit.batches(CASE.batch):
+                    model(batch).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if visit.index % 2:
+                    seen += [model(batch).detach() for part in cache.evaluation(others) for batch in part.batches(64)]
+            seen += [model(batch).detach() for part in cache.evaluation(others) for batch in part.batches(64)]
+            found.append(torch.cat(seen))
+            cache.close()
+    assert found[0].numel() > others.passes[0].samples
+    assert torch.equal(*found)
+
+
 def test_evaluation_before_the_first_commit_sees_initial_rows(
     tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
 ) -> None:

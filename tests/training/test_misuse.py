@@ -66,7 +66,7 @@ def test_a_commit_between_backward_and_step_is_refused(cache: TierCache) -> None
 @pytest.mark.parametrize("resident", [False, True])
 def test_gradients_left_at_the_end_of_a_visit_are_refused(cache: TierCache, passes: tc.PassSet, resident: bool) -> None:
     """Dense gradients would go on into the next visit, and those of rows would not."""
-    trained: Any = tc.ResidentCache(passes) if resident else cache
+    trained: Any = tc.InMemoryCache(passes) if resident else cache
     model, _ = tracked(trained)
     visits = trained.passes(epochs=2)
     batch = next(next(visits).batches(16))
@@ -79,7 +79,7 @@ def test_gradients_left_at_the_end_of_a_visit_are_refused(cache: TierCache, pass
 def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassSet, resident: bool) -> None:
     """Not when the visit has ended: the optimizer steps, and rows would not."""
     new = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
-    trained: Any = tc.ResidentCache(passes) if resident else tiered(new, passes)
+    trained: Any = tc.InMemoryCache(passes) if resident else tiered(new, passes)
     model = Net(trained, CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     visits = trained.passes(epochs=2)

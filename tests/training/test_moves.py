@@ -103,7 +103,7 @@ def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp
     case = replace(CASE, tables=(table("a", 32), table("b", 5)))
     passes, gpu, seen = case.cut(tmp_path / "passes"), ShimRuntime(), []
     for device in (CpuBackend(), CudaBackend(gpu)):
-        cache = tc.ResidentCache(passes, device=device)
+        cache = tc.InMemoryCache(passes, device=device)
         visits = cache.passes(epochs=1)
         batch = next(next(visits).batches(100))
         gpu.kernels.launches.clear()

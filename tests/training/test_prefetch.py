@@ -377,7 +377,7 @@ def slow(self, indices, *others, **named):
     time.sleep(0.3)
     return read(self, indices, *others, **named)
 Pass.read = slow
-visits = tc.ResidentCache(passes).passes(epochs=1)
+visits = tc.InMemoryCache(passes).passes(epochs=1)
 batches = next(visits).batches(10, prefetch=2)
 next(batches)
 if sys.argv[2] == "interrupted":

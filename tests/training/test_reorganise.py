@@ -279,7 +279,7 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
     """A filled store, put in order for a pass set, trains to the bits of a training in memory with the same rows."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40)
     passes = write_pass_set(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
-    cache = tc.ResidentCache(passes)
+    cache = tc.InMemoryCache(passes)
     given: dict[str, dict[int, list[np.ndarray]]] = {}
     rng = np.random.default_rng(4)
     chunks = []

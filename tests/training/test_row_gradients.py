@@ -54,7 +54,7 @@ class World:
         torch.manual_seed(0)
         self.model = Net()
         self.optimizer = torch.optim.SGD(owns(self.model), lr=0.1)
-        self.cache = tc.ResidentCache(passes, model=self.model, optimizer=self.optimizer)
+        self.cache = tc.InMemoryCache(passes, model=self.model, optimizer=self.optimizer)
         self.loop = self.cache.passes(epochs=2)
         self.visit = next(self.loop)
         self.batches = list(self.visit.batches(16))

@@ -20,7 +20,7 @@ from tiercache.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    Trained = tc.TierCache | tc.ResidentCache
+    Trained = tc.TierCache | tc.InMemoryCache
 
 __all__ = ["passes", "store"]  # fixtures
 
@@ -28,7 +28,7 @@ __all__ = ["passes", "store"]  # fixtures
 @pytest.fixture(params=["tiered", "resident"])
 def cache(request: pytest.FixtureRequest, store: tc.Store, passes: tc.PassSet) -> Iterator[Trained]:
     """A cache of either kind."""
-    with tc.ResidentCache(passes) if request.param == "resident" else tiered(store, passes) as made:
+    with tc.InMemoryCache(passes) if request.param == "resident" else tiered(store, passes) as made:
         yield made
 
 
@@ -61,7 +61,7 @@ def test_a_scaled_loss_trains_rows_as_one_that_is_not(tmp_path: Path, passes: tc
     """To the same bits: a scale is a power of two."""
     found = []
     for enabled in (False, True):
-        with tc.ResidentCache(passes) as cache:
+        with tc.InMemoryCache(passes) as cache:
             torch.manual_seed(0)
             loop, visit, batch, (model, optimizer) = opened(cache)
             scaler = GradScaler("cpu", enabled=enabled)
@@ -128,7 +128,7 @@ def test_an_overflow_skips_rows_too(cache: Trained) -> None:
 def test_a_rows_optimizer_takes_a_scaler_of_its_own(passes: tc.PassSet) -> None:
     """``scaler.step(cache.optimizer)``: as with torch's optimizers."""
     model = Net()
-    with tc.ResidentCache(passes, model=model) as cache:
+    with tc.InMemoryCache(passes, model=model) as cache:
         loop = cache.passes(epochs=2)
         visit = next(loop)
         before, scaler = vectors_of(cache, visit), GradScaler("cpu")

@@ -63,7 +63,7 @@ class TierCache:
 
     Rows are trained on the device; at each switch of passes they move as planned. Host and device bytes are
     planned before the first batch and held. Use it from one thread; it owns a reader and a writer thread until
-    ``close``. Not for tables that fit: ``ResidentCache`` trains those without a store.
+    ``close``. Not for tables that fit: ``InMemoryCache`` trains those without a store.
 
     Where torch.distributed is initialized it trains on all ranks, one process for each device. A pass holds what all
     devices together hold; each rank loads, trains and dumps its own rows, from its own shard of the store, and looks up

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Batch
     from tiercache.training.batch_pipeline import BatchPipeline
     from tiercache.training.exchange import Exchange
+    from tiercache.training.in_memory import InMemoryRows
     from tiercache.training.rows_now import RowsNow
 
 MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
@@ -64,7 +65,7 @@ class Evaluation:
     @staticmethod
     def slices(
         passes: DatasetView,
-        rows_now: RowsNow,
+        rows_now: RowsNow | InMemoryRows,
         budget: int,
         exchange: Exchange,
         pipeline: BatchPipeline,
@@ -161,7 +162,7 @@ class Wanted:
 
 
 def bring_rows(
-    rows_now: RowsNow, source: SubDatasetView, positions: Positions, used: dict[str, NDArray[np.bool_]],
+    rows_now: RowsNow | InMemoryRows, source: SubDatasetView, positions: Positions, used: dict[str, NDArray[np.bool_]],
     backend: Backend,
 ) -> list[GroupRows]:  # fmt: skip
     """Fetch the vectors of all used ids, in float32 whatever their dtype."""

@@ -1,7 +1,8 @@
-"""ResidentCache: the same training with every row in memory; the baseline, and the oracle of the tiers."""
+"""InMemoryCache: the same training with every row in memory; the baseline, and the oracle of the tiers."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from tiercache.backends.base import Layout
 from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import LocalCommunicator
-from tiercache.errors import StateError
+from tiercache.errors import PassSetError, StateError
 from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
@@ -18,8 +19,10 @@ from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch_pipeline import BatchPipeline
+from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.held_keys import HeldKeys
+from tiercache.training.matching import check_features
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
@@ -36,10 +39,10 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.passes.passset import PassSet
-    from tiercache.store.table import Table
+    from tiercache.store.table import Group, Table
 
 
-class ResidentCache:
+class InMemoryCache:
     """Rows of all passes in arrays on the device: no store, no budgets, no commits.
 
     Trains the same batches as a TierCache with the same seeds, to the same bits. For tables that fit, and to
@@ -82,7 +85,7 @@ class ResidentCache:
                 )
                 for rows, group in zip(rows_G, self._groups, strict=True)
             ],
-            "a ResidentCache holds all rows of all passes, which",
+            "a InMemoryCache holds all rows of all passes, which",
         )
         for g in range(len(self._groups)):
             self._fill(g)
@@ -184,7 +187,7 @@ class ResidentCache:
         self._arrays_G, self._slots_PG = [], []
         self._held.clear()
 
-    def __enter__(self) -> ResidentCache:
+    def __enter__(self) -> InMemoryCache:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -257,10 +260,26 @@ class ResidentCache:
         """Where rows are trained."""
         return self._backend.device
 
-    def rows_now(self) -> ResidentRows:
+    def evaluation(self, passes: PassSet) -> Iterator[Evaluation]:
+        """Yield read-only slices of another dataset, at any moment between batches, as `TierCache.evaluation` does.
+
+        A slice is a pass: no budget cuts it. Raises PassSetError for a dataset of other tables or features.
+        """
+        self._check_open()
+        check_features(self.pass_set, passes)
+        if different := {table.name for table in {*passes.tables} ^ {*self.tables}}:
+            raise PassSetError(
+                f"the pass set {passes.path} was extracted for other tables than those trained here (they differ in "
+                f"{', '.join(sorted(different))}): extract it with the schema of {self.pass_set.path}"
+            )
+        yield from Evaluation.slices(
+            passes, self.rows_now(), sys.maxsize, self._exchange, self._pipeline, self._backend
+        )
+
+    def rows_now(self) -> InMemoryRows:
         """Return a reader of any rows as of now."""
         self._check_open()
-        return ResidentRows(self.tables, self._held_keys, self._read, self._visited())
+        return InMemoryRows(self.groups, self._held_keys, self._read, self._visited())
 
     def _visited(self) -> list[int]:
         """Return the passes trained so far, that of the visit included."""
@@ -283,22 +302,19 @@ class ResidentCache:
         return self.pass_set.schema
 
 
-class ResidentRows:
+class InMemoryRows:
     """Reads rows as of now, with the promises of RowsNow: a key that was not trained yet has no row of its own."""
 
     def __init__(
         self,
-        tables: Sequence[Table],
+        groups: tuple[Group, ...],
         held: Callable[[str], HeldKeys],
         read: Callable[[str, NDArray[np.int64], int], tuple[NDArray[np.float32], ...]],
         visited: list[int],
     ) -> None:
-        self._tables, self._held, self._read, self._visited = (
-            {table.name: table for table in tables},
-            held,
-            read,
-            visited,
-        )
+        self.groups = groups
+        self._tables = {table.name: table for group in groups for table in group.tables}
+        self._held, self._read, self._visited = held, read, visited
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
         """Write the first fields of ``keys`` to the arrays of ``out``, (n, width) each; no other row is read."""
