@@ -10,6 +10,7 @@ from torch import nn
 
 from tiercache.errors import StateError
 from tiercache.training.batch import Batch, JaggedIds
+from tiercache.training.data_parallel import hide_handles
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.training.scaled_loss import watch_scalers
@@ -35,6 +36,7 @@ class TableModule(nn.Module):
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
         super().__init__()
         watch_scalers()
+        hide_handles(handle_names)
         self.features, self.dims, self._specs = _choose(schema, features)
         self.tables = [*dict.fromkeys(self._specs[name].table for name in self.features)]
         """The tables looked up."""
@@ -90,6 +92,16 @@ def table_modules(objects: Iterable[object]) -> list[TableModule]:
     """Return the modules that look tables up, of all modules among ``objects``."""
     modules = [one for one in objects if isinstance(one, nn.Module)]
     return [part for module in modules for part in module.modules() if isinstance(part, TableModule)]
+
+
+def handle_names(module: nn.Module) -> list[str]:
+    """Return the names that the handles of a module have among its parameters."""
+    return [
+        f"{name}.handles.{index}" if name else f"handles.{index}"
+        for name, part in module.named_modules()
+        if isinstance(part, TableModule)
+        for index in range(len(part.handles))
+    ]
 
 
 def handle_ids(objects: Iterable[object]) -> set[int]:

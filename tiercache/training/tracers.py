@@ -27,7 +27,7 @@ __all__ = ["Mark", "Tracer", "Tracers", "parameter_ids", "tracer_gradients"]
 _TRACER = 2.0**-60
 """Small enough to change no norm of gradients; a sum of up to 2^24 of them is exact, and so is one unscaled."""
 _TOLERANCE = 1e-5
-"""Of a factor: DistributedDataParallel averages tracers, which rounds."""
+"""Of a factor: unscaling and clipping round."""
 
 
 class Mark(NamedTuple):
@@ -147,7 +147,7 @@ class Tracer:
                 f"the gradients of table {self.table!r} are scaled by a GradScaler and were not unscaled: step with "
                 "scaler.step(optimizer), and give that optimizer the parameters of the embedding modules"
             )
-        if not math.isclose(found, asked, rel_tol=_TOLERANCE) or (scale is None and not _is_averaged()):
+        if not math.isclose(found, asked, rel_tol=_TOLERANCE) or scale is None:
             raise StateError(
                 f"gradients were changed between backward and step (those of table {self.table!r} by a factor of "
                 f"{found / asked:.6g}), as torch.nn.utils.clip_grad_norm_ does, whose norm leaves out the rows of "
@@ -273,11 +273,6 @@ def _values(scalars: Sequence[torch.Tensor | None]) -> list[float | None]:
         for index, value in zip(some, values, strict=True):
             found[index] = value
     return found
-
-
-def _is_averaged() -> bool:
-    """Whether DistributedDataParallel may write gradients."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
