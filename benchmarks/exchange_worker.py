@@ -147,6 +147,7 @@ class Rank:
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
         self._look_up(RowView(self.all_rows, gradients, "a visit", self.backend), self.batches[batch])
+        gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
         self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01)], 1)
         return time.perf_counter() - begun, time.process_time() - busy
 
