@@ -21,7 +21,7 @@ import torch
 
 from tiercache.backends.cuda import CudaBackend
 from tiercache.backends.cuda_runtime import TORCH_DTYPES
-from tiercache.backends.jagged import JaggedIds, OptimizerStep, SavedGradient
+from tiercache.backends.jagged import LookupIds, OptimizerStep, SavedGradient
 from tiercache.kernels.cuda.device import CudaDevice
 from tiercache.kernels.cuda.launch import View, describe
 from tiercache.store.table import Adagrad, Table, Uniform, group_tables
@@ -161,12 +161,12 @@ def launches(*, bags: bool) -> tuple[dict[str, int], dict[str, float]]:
     gradient = torch.zeros(out.numel())
     ids = [_ids(mine, group, first, bags=bags) for mine, group, first in zip(rows, groups, firsts, strict=True)]
 
-    def look_up() -> list[JaggedIds]:
+    def look_up() -> list[LookupIds]:
         found = [make() for make in ids]
         backend.pool(list(zip(rows, found, strict=True)), out)
         return found
 
-    def step(found: list[JaggedIds], number: int) -> None:
+    def step(found: list[LookupIds], number: int) -> None:
         due = [
             OptimizerStep(
                 group, mine,
@@ -201,11 +201,11 @@ def _rows_of(group: Any) -> GroupRows:
     return GroupRows.of(group, fields, torch.zeros(num_rows, dtype=torch.int32), starts)
 
 
-def _ids(rows: GroupRows, group: Any, cols: NDArray[np.int64], *, bags: bool) -> Callable[[], JaggedIds]:
+def _ids(rows: GroupRows, group: Any, cols: NDArray[np.int64], *, bags: bool) -> Callable[[], LookupIds]:
     num_features, per_sample = len(group.tables), 2 if bags else 1
     count = num_features * NUM_SAMPLES * per_sample
     ids = torch.zeros(count, dtype=torch.int32)
     starts = np.arange(num_features + 1, dtype=np.int64) * (count // num_features)
     offsets = torch.arange(0, count + 1, 2) if bags else None
     modes, bases = np.zeros(num_features, np.int8), np.array(list(rows.first.values()), dtype=np.int64)
-    return lambda: JaggedIds(ids=ids, starts=starts, bases=bases, modes=modes, cols=cols, offsets=offsets)
+    return lambda: LookupIds(ids=ids, starts=starts, bases=bases, modes=modes, cols=cols, offsets=offsets)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import JaggedIds
+from tiercache.backends.jagged import LookupIds
 from tiercache.kernels.cpu.vectors import Vectors
 from tiercache.ranks.pending_batches import Coming, tensors_of
 from tiercache.ranks.pooling import PooledBatch, _Served
@@ -25,7 +25,7 @@ def test_every_tensor_of_a_batch_is_found_wherever_it_is() -> None:
     all_ = [torch.full((2,), float(i)) for i in range(9)]
     host = np.zeros(1, np.int64)
     rows = GroupRows(Vectors(all_[0], 1, 0), (), all_[1], {"t": 0}, {"t": 1}, host)
-    entries = JaggedIds(ids=all_[2], starts=host, bases=host, modes=host.astype(np.int8), cols=host, offsets=all_[3],
+    entries = LookupIds(ids=all_[2], starts=host, bases=host, modes=host.astype(np.int8), cols=host, offsets=all_[3],
                       weights=all_[4], slots=all_[5], places=all_[6], scales=all_[7])  # fmt: skip
     served = _Served(0, 0, entries, 0, 1, 0)
     pooled = PooledBatch({"f": Pooled("sum", all_[8])}, (), host, (), (), ((served,),))

@@ -1,7 +1,7 @@
 """A plain DLRM adopts tiercache by replacing its `nn.EmbeddingBag`s, and trains to the numbers that torch gives.
 
 Both sides run the loop that people write, and the same variants of it: loss scaling, clipping, schedulers,
-accumulation, two optimizers, a batch fetched ahead. The rows are out of core: the device holds a quarter of them, and
+accumulation, two optimizers. The rows are out of core: the device holds a quarter of them, and
 in the middle the training is given up and goes on with new objects from its last commit.
 """
 
@@ -119,7 +119,14 @@ class Side:
 
 
 Batches = Any
-Loop = Any
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop over the batches of a pass, and what it has beside model and optimizers."""
+
+    run: Callable[[Side, dict[str, Any], Batches], None]
+    begin: Callable[[Side, dict[str, Any]], None] = lambda _side, _state: None
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -157,9 +164,10 @@ def theirs(optimizer: str, data: list[KeyBatch], loop: Loop, *, gan: bool) -> Si
         model, optimizers, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm), optimizers, lambda **_: None
     )
     state: dict[str, Any] = {}
+    loop.begin(side, state)
     for index in range(PASSES * EPOCHS):
         part = data[index % PASSES]
-        loop(side, state, [(index * BATCHES + b, *torch_batch(part.slice(b * BATCH, b * BATCH + BATCH)))
+        loop.run(side, state, [(index * BATCHES + b, *torch_batch(part.slice(b * BATCH, b * BATCH + BATCH)))
                            for b in range(BATCHES)])  # fmt: skip
     return side
 
@@ -178,13 +186,13 @@ class GivenUpError(Exception):
     """The process is gone."""
 
 
-def ours(optimizer: str, folder: Path, passes: tc.PassSet, loop: Loop, *, gan: bool, ahead: bool = False) -> Side:
+def ours(optimizer: str, folder: Path, passes: tc.PassSet, loop: Loop, *, gan: bool) -> Side:
     """Train out of core; the second time from the last commit, with new objects."""
     losses: dict[int, float] = {}
     for stop in (STEPS // 2 + 2, None):
         with tc.Store.open(folder, tables=passes.tables, mode="a") as store:
             try:
-                side = ours_until(optimizer, store, passes, loop, losses, stop, gan=gan, ahead=ahead)
+                side = ours_until(optimizer, store, passes, loop, losses, stop, gan=gan)
             except GivenUpError:
                 continue
     return side
@@ -192,7 +200,7 @@ def ours(optimizer: str, folder: Path, passes: tc.PassSet, loop: Loop, *, gan: b
 
 def ours_until(
     optimizer: str, store: tc.Store, passes: tc.PassSet, loop: Loop, losses: dict[int, float], stop: int | None,
-    *, gan: bool, ahead: bool,
+    *, gan: bool,
 ) -> Side:  # fmt: skip
     """Train up to a step."""
     torch.manual_seed(1)
@@ -209,33 +217,15 @@ def ours_until(
     ) as cache:  # fmt: skip
         side = Side(model, optimizers, cache.clip_grad_norm_, [*optimizers, cache.optimizer], cache.register, losses)
         state: dict[str, Any] = {}
-        prepare(side, state, loop)
-        for batches in by_pass(cache, stop, ahead=ahead):
-            loop(side, state, batches)
+        loop.begin(side, state)
+        for batches in by_pass(cache, stop):
+            loop.run(side, state, batches)
     side.rows = [store.lookup(f"f{t}", np.arange(ROWS), missing="initial")["vector"] for t in range(TABLES)]
     return side
 
 
-def prepare(side: Side, state: dict[str, Any], loop: Loop) -> None:
-    """Make what a loop has beside model and optimizer, before the training goes on."""
-    begin = getattr(loop, "begin", None)
-    if begin is not None:
-        begin(side, state)
-
-
-def by_pass(cache: tc.TierCache, stop: int | None, *, ahead: bool) -> Iterator[Batches]:
-    """Yield the batches of each pass, or all as one where one is fetched ahead."""
-
-    def numbered() -> Iterator[Any]:
-        for visit in cache.passes(epochs=EPOCHS):
-            for b, batch in enumerate(visit.batches(BATCH)):
-                if visit.index * BATCHES + b == stop:
-                    raise GivenUpError
-                yield visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label
-
-    if ahead:
-        yield one_ahead(numbered())
-        return
+def by_pass(cache: tc.TierCache, stop: int | None) -> Iterator[Batches]:
+    """Yield the batches of each pass."""
     for visit in cache.passes(epochs=EPOCHS):
         yield (
             (visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label)
@@ -249,15 +239,6 @@ def checked(visit: Any, stop: int | None) -> Iterator[Any]:
         if visit.index * BATCHES + b == stop:
             raise GivenUpError
         yield batch
-
-
-def one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """Fetch the next batch before the one at hand is used, as loaders do."""
-    held = next(batches)
-    for following in batches:
-        yield held
-        held = following
-    yield held
 
 
 # -- the loops ------------------------------------------------------------------------------------------------
@@ -277,8 +258,6 @@ def plain(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 
 def scaled(side: Side, state: dict[str, Any], batches: Batches) -> None:
     """Loss scaling, with an overflow at every 37th step."""
-    if "scaler" not in state:
-        scaled.begin(side, state)  # type: ignore[attr-defined]
     scaler = state["scaler"]
     for step, dense, bags, label in batches:
         loss = loss_of(side.model(dense, bags), label)
@@ -293,9 +272,6 @@ def begin_scaled(side: Side, state: dict[str, Any]) -> None:
     """Make the scaler."""
     state["scaler"] = GradScaler("cpu", init_scale=2.0**10, growth_interval=15)
     side.register(scaler=state["scaler"])
-
-
-scaled.begin = begin_scaled  # type: ignore[attr-defined]
 
 
 def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
@@ -313,8 +289,6 @@ def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 
 def scaled_and_clipped(side: Side, state: dict[str, Any], batches: Batches) -> None:
     """Both, as the documentation of AMP has it."""
-    if "scaler" not in state:
-        begin_scaled(side, state)
     scaler = state["scaler"]
     for step, dense, bags, label in batches:
         loss = loss_of(side.model(dense, bags), label)
@@ -327,13 +301,8 @@ def scaled_and_clipped(side: Side, state: dict[str, Any], batches: Batches) -> N
         side.losses[step] = loss.item()
 
 
-scaled_and_clipped.begin = begin_scaled  # type: ignore[attr-defined]
-
-
 def stepped_rate(side: Side, state: dict[str, Any], batches: Batches) -> None:
     """A rate that drops every pass."""
-    if "schedulers" not in state:
-        begin_stepped_rate(side, state)
     plain(side, state, batches)
     for scheduler in state["schedulers"]:
         scheduler.step()
@@ -345,13 +314,8 @@ def begin_stepped_rate(side: Side, state: dict[str, Any]) -> None:
     side.register(**{f"scheduler{i}": one for i, one in enumerate(state["schedulers"])})
 
 
-stepped_rate.begin = begin_stepped_rate  # type: ignore[attr-defined]
-
-
 def one_cycle(side: Side, state: dict[str, Any], batches: Batches) -> None:
     """A rate of its own for every step."""
-    if "schedulers" not in state:
-        begin_one_cycle(side, state)
     for batch in batches:
         plain(side, state, [batch])
         for scheduler in state["schedulers"]:
@@ -367,9 +331,6 @@ def begin_one_cycle(side: Side, state: dict[str, Any]) -> None:
         for one, rate in zip(side.rate_optimizers, rates, strict=True)
     ]
     side.register(**{f"scheduler{i}": one for i, one in enumerate(state["schedulers"])})
-
-
-one_cycle.begin = begin_one_cycle  # type: ignore[attr-defined]
 
 
 def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
@@ -399,10 +360,16 @@ def adversarial(side: Side, _state: dict[str, Any], batches: Batches) -> None:
         side.losses[step] = loss.item() + other.item()
 
 
-LOOPS: dict[str, Loop] = {
-    "plain": plain, "GradScaler": scaled, "clip_grad_norm": clipped, "both": scaled_and_clipped, "StepLR": stepped_rate,
-    "OneCycleLR": one_cycle, "accumulation": accumulated, "two optimizers": adversarial,
-}  # fmt: skip
+LOOPS = {
+    "plain": Loop(plain),
+    "GradScaler": Loop(scaled, begin_scaled),
+    "clip_grad_norm": Loop(clipped),
+    "both": Loop(scaled_and_clipped, begin_scaled),
+    "StepLR": Loop(stepped_rate, begin_stepped_rate),
+    "OneCycleLR": Loop(one_cycle, begin_one_cycle),
+    "accumulation": Loop(accumulated),
+    "two optimizers": Loop(adversarial),
+}
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])

@@ -15,7 +15,7 @@ from tests.training.cases import SPECS, Case, resident, table
 from tests.training.devices import DEVICE, cuda_device, shim
 from tests.training.raw import batch_arguments, key_sets
 from tests.training.shim_gpu import ShimRuntime
-from tiercache.backends.jagged import FoundIds, JaggedIds, SavedGradient
+from tiercache.backends.jagged import FoundIds, LookupIds, SavedGradient
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.upload import HostUpload
 from tiercache.errors import PassSetError
@@ -35,7 +35,7 @@ CASE = Case(
 )
 DEVICES = {"cpu": lambda: "cpu", "cuda": cuda_device}
 OF_A_BATCH = (
-    Batch, FeatureIds, FoundIds, SampleBuffers, Samples, HostUpload, PinnedUpload, JaggedIds, SavedGradient, Joined,
+    Batch, FeatureIds, FoundIds, SampleBuffers, Samples, HostUpload, PinnedUpload, LookupIds, SavedGradient, Joined,
     PooledLookup, RowLookup, _GatheredRows, _RawRows,
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ from torch.optim.lr_scheduler import StepLR
 import tiercache as tc
 from tests.training.cases import Case, Spec, table
 from tests.training.test_bad_input import one_sentence
+from tiercache.backends.opening import open_backend
 from tiercache.errors import StateError
+from tiercache.store.table import group_tables
+from tiercache.training.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -252,6 +256,23 @@ def test_weight_decay_is_read_at_each_step(world: World) -> None:
     changed = np.abs(world.rows("b") - before).sum(axis=1) > 0
     assert 0 < changed.sum() <= len(before)
     np.testing.assert_allclose(world.rows("b")[changed], before[changed] * 0.95, rtol=1e-6)
+
+
+def test_settings_of_tables_come_back_from_a_commit() -> None:
+    """As JSON has them, also of a table whose steps are not those of the other one in its group."""
+    groups = group_tables(tuple(table(name, 4, tc.Adam(learning_rate=0.5)) for name in ("a", "b")))
+    first, second = (RowOptimizer(groups, open_backend("cpu", groups[0].tables)) for _ in range(2))
+    StepLR(first, step_size=1)
+    for group in first.param_groups:
+        group["betas"], group["lr"] = (0.8, 0.99), 0.25
+    first.steps, first.param_groups[0]["step"] = 7, 4
+    second.restore(json.loads(json.dumps(first.settings())))
+    kept = ("table", "lr", "betas", "eps", "weight_decay", "step")
+    assert [{k: group[k] for k in kept} for group in second.param_groups] == [
+        {k: group[k] for k in kept} for group in first.param_groups
+    ]
+    assert (second.steps, second.learning_rates, second.group(0).optimizer.beta1) == (7, [0.25], 0.8)
+    assert first.param_groups[0]["step"] == second.number(0)
 
 
 def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, passes: tc.PassSet) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.backends.jagged import Array, Found, JaggedIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.backends.jagged import Array, Found, LookupIds, OptimizerStep, RowRequest, SavedGradient
     from tiercache.backends.runs import Run
     from tiercache.backends.upload import BatchUpload
     from tiercache.kernels.cpu.key_index import KeySet
@@ -243,11 +243,11 @@ class Backend(Protocol):
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: Array) -> None:
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> None:
         """Pool the ids of several groups into their columns of ``out`` (N, T), and write the results of the ids."""
         ...
 
-    def gather(self, parts: Sequence[tuple[GroupRows, JaggedIds]]) -> list[Array]:
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> list[Array]:
         """Return the vectors of each feature of several groups, (ids, dim), and write the slots of the ids."""
         ...
 
@@ -259,7 +259,7 @@ class Backend(Protocol):
         """Return which of the first ``num_slots`` slots are among ``slots``, in host memory; None where all are."""
         ...
 
-    def weight_gradient(self, rows: GroupRows, ids: JaggedIds, gradient: Array) -> Array:
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, gradient: Array) -> Array:
         """Return d loss / d weight of every id, (E,)."""
         ...
 

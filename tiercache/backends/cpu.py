@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.backends.base import Event, Layout
-    from tiercache.backends.jagged import Array, JaggedIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.backends.jagged import Array, LookupIds, OptimizerStep, RowRequest, SavedGradient
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
@@ -174,7 +174,7 @@ class CpuBackend:
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: Array) -> None:
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> None:
         """Pool group after group."""
         for rows, e in parts:
             e.slots = POOL.take((e.ids.size,), np.int32)
@@ -198,7 +198,7 @@ class CpuBackend:
                 out, e.slots, e.argmax, e.places, e.scales,
             )  # fmt: skip
 
-    def gather(self, parts: Sequence[tuple[GroupRows, JaggedIds]]) -> list[Array]:
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> list[Array]:
         """Gather feature after feature."""
         outs = []
         for rows, e in parts:
@@ -224,7 +224,7 @@ class CpuBackend:
             left -= mark_slots(some, seen)
         return seen if left else None
 
-    def weight_gradient(self, rows: GroupRows, ids: JaggedIds, gradient: Array) -> Array:
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, gradient: Array) -> Array:
         """Write it to a fresh array."""
         assert ids.offsets is not None, "features with weights are looked up as bags"
         out = np.empty(ids.ids.size, dtype=np.float32)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Layout, RowArrays
     from tiercache.backends.cuda_runtime import CudaRuntime
-    from tiercache.backends.jagged import Array, JaggedIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.backends.jagged import Array, LookupIds, OptimizerStep, RowRequest, SavedGradient
     from tiercache.kernels.cpu.optimizers import Rule
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
@@ -137,7 +137,7 @@ class CudaBackend:
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: Array) -> None:
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> None:
         """Pool all groups in one launch, by a plan that is prepared once for a module and the rows of a pass."""
         batch = []
         for _, e in parts:
@@ -150,7 +150,7 @@ class CudaBackend:
             batch.append(Ids(e.ids, e.slots, e.offsets, e.weights, e.argmax, e.places, e.scales))
         self._plan_of(parts, out).pool(batch, out)
 
-    def _plan_of(self, parts: Sequence[tuple[GroupRows, JaggedIds]], out: torch.Tensor) -> PoolPlan:
+    def _plan_of(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: torch.Tensor) -> PoolPlan:
         """Return the plan of a lookup, by all that it depends on: it refers to no array, which others may let go."""
         aligned = out.data_ptr() % 16 == 0
         key: list[Any] = [self._runtime.stream(), out.shape[1], aligned]
@@ -168,7 +168,7 @@ class CudaBackend:
 
         return _kept(self._plans, tuple(key), prepare)
 
-    def gather(self, parts: Sequence[tuple[GroupRows, JaggedIds]]) -> list[Array]:
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> list[Array]:
         """Map the ids of all groups in one launch, and gather all features in another."""
         found, mapped = list[Gathered](), list[Mapped]()
         for rows, e in parts:
@@ -204,7 +204,7 @@ class CudaBackend:
         marks: NDArray[np.bool_] = (seen != 0).cpu().numpy()  # synchronize!
         return None if marks.all() else marks
 
-    def weight_gradient(self, rows: GroupRows, ids: JaggedIds, gradient: Array) -> Array:
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, gradient: Array) -> Array:
         """Launch it once."""
         out = self.empty((int(ids.starts[-1]),), np.float32)
         self._plan_of([(rows, ids)], gradient).weight_gradient(ids.slots, ids.offsets, gradient, out)

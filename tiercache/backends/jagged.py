@@ -84,7 +84,7 @@ class SortedSlots(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class JaggedIds:
+class LookupIds:
     """The ids of a batch's features of one group, feature-major; the lookup adds what the backward needs."""
 
     ids: Array
@@ -127,13 +127,13 @@ class SavedGradient:
     cols: NDArray[np.int64]
     """The first column of each feature, where every feature has one entry a sample and ``places`` is None."""
     places: Array | None
-    """(E,) as of `JaggedIds`."""
+    """(E,) as of `LookupIds`."""
     scales: Array
-    """(E,) as of `JaggedIds`; empty: 1."""
+    """(E,) as of `LookupIds`; empty: 1."""
     argmax: Array
-    """Flat like ``gradient``, as of `JaggedIds`."""
+    """Flat like ``gradient``, as of `LookupIds`."""
     sorted: SortedSlots | None = None
-    """As of `JaggedIds`."""
+    """As of `LookupIds`."""
 
     @property
     def num_samples(self) -> int:

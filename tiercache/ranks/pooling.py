@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import JaggedIds, SavedGradient
+from tiercache.backends.jagged import LookupIds, SavedGradient
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.ranks.bags import MODES, Block, Candidate, Chooser, candidates_of, check_bags, message_of
@@ -70,7 +70,7 @@ class _Served:
 
     feature: int
     group: int
-    entries: JaggedIds
+    entries: LookupIds
     """Of all features of the group in the block."""
     first: int
     last: int
@@ -272,7 +272,7 @@ class Pooling:
                 self._exchange.bounds.expect(p.array(mine), one.rows, what)
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=message.device), *lengths]).cumsum(0)
             offsets = confined(offsets, starts[-1] + 1, p)
-            entries = JaggedIds(
+            entries = LookupIds(
                 ids=p.array(joined),
                 starts=np.array(starts, dtype=np.int64),
                 bases=np.array([owner.first for _, owner, _ in some], dtype=np.int64),

@@ -373,6 +373,15 @@ class RankExchange:
         for tracer in factors:
             tracer.clear()
 
+    def clip(
+        self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Raise StateError: gradients of rows would have to meet before their norm is known."""
+        raise StateError(
+            f"clip_grad_norm_() cannot count the rows of {self.ranks.size} ranks yet: train on one rank, or without "
+            "clipping"
+        )
+
     def leave(self, where: str) -> None:
         """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
         self._pending.leave(where)

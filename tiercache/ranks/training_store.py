@@ -132,6 +132,13 @@ class TrainingStore:
             )
         return store
 
+    def named_commit(self) -> dict[str, object]:
+        """Return which rows there are: the name of the folder, the same on all ranks, and its newest commit."""
+        path = self._place.path if isinstance(self._place, Store) else self._place
+        store = self._place if isinstance(self._place, Store) else self._shards.store if self._shards else self._store
+        commit = None if store is None else store.commit
+        return {"store": "" if path is None else Path(path).name, "commit": -1 if commit is None else commit.id}
+
     @property
     def is_sharded(self) -> bool:
         """Whether a commit is one of all shards: each has to be durable and published before the next is made."""

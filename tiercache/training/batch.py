@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from tiercache.kernels.cpu.shuffle import shuffled
 from tiercache.store.hashing import mix
@@ -16,7 +17,6 @@ from tiercache.training.row_gradients import factor_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from numpy.typing import NDArray
 
     from tiercache.backends.jagged import FoundIds
@@ -97,8 +97,8 @@ class Batch:
         return self if label is self.label and dense is self.dense else replace(self, label=label, dense=dense)
 
     def pin_memory(self) -> Batch:
-        """Return it with ``label`` and ``dense`` in pinned memory, from where they are copied beside other work."""
-        if self.label.device.type != "cpu":
+        """Return it with ``label`` and ``dense`` in pinned memory, where there is a GPU that copies from it."""
+        if self.label.device.type != "cpu" or not torch.cuda.is_available():
             return self
         return replace(self, label=self.label.pin_memory(), dense=self.dense.pin_memory())
 

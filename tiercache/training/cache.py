@@ -31,6 +31,7 @@ from tiercache.training.progress import TrainingProgress, prepare_kernels
 from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.step_hooks import StepHooks, named_objects
+from tiercache.training.stepped_cache import SteppedCache
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
 
@@ -58,7 +59,7 @@ _COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 _SWITCHING = "changing the rows of the visit"
 
 
-class TierCache:
+class TierCache(SteppedCache):
     """Device tier and host tier over a store, for the passes of one dataset.
 
     Rows are trained on the device; at each switch of passes they move as planned. Host and device bytes are
@@ -212,7 +213,7 @@ class TierCache:
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self._hooks.follow(objects.values())
         for module in table_modules(objects.values()):
-            module.bind(partial(_marker_of, weakref.ref(self)))
+            module.bind(weakref.WeakMethod(self._opened.named_commit))
 
     def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
         """Plan the next visits of this rank (one epoch and one visit more where not said) without training them.
@@ -270,35 +271,6 @@ class TierCache:
             if self._run is run:
                 self._end_visit()
                 rows.stop()
-
-    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
-
-        Of several ranks duplicates are added in the order of batches, in each by rank.
-        """
-        if self._visit is None:
-            raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
-        self._exchange.step(self._visit.rows.groups, optimizer)
-
-    def clip_grad_norm_(
-        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip the gradients of rows and of dense parameters by their common 2-norm, which is returned.
-
-        In place of `torch.nn.utils.clip_grad_norm_`, which sees no rows: dense parameters are those of ``optimizer``,
-        or of all that the cache was given, and the rows those that step with it. Call it between backward and step,
-        and with a GradScaler behind ``unscale_``. Raises StateError on several ranks, where it is not built yet.
-        """
-        if self.communicator.size > 1:
-            raise StateError(
-                "clip_grad_norm_() counts the rows of one rank, and there are "
-                f"{self.communicator.size}: train on one rank, or without clipping"
-            )
-        return self.optimizer.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
-
-    def _discard(self) -> None:
-        """Drop the pending row gradients."""
-        self._exchange.discard()
 
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks.
@@ -524,10 +496,3 @@ class TierCache:
             self._visit = None
             self.reports[-1].end_training()
         self._exchange.discard()
-
-
-def _marker_of(cache: weakref.ref[TierCache]) -> dict[str, Any]:
-    """Return which rows a state dict belongs to."""
-    found = cache()
-    commit = None if found is None else found.store.commit
-    return {"store": "" if found is None else found.store.label, "commit": -1 if commit is None else commit.id}

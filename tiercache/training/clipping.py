@@ -65,6 +65,7 @@ def clip(
     factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
     for grad in grads:
         grad.detach().mul_(factor.to(grad.device))
+    rows_factor = float(factor)
     for tracer in tracers:
-        tracer.scale_by(float(factor))
+        tracer.scale_by(rows_factor)
     return norm

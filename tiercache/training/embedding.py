@@ -42,7 +42,7 @@ class TableModule(nn.Module):
         """The tables looked up."""
         self.handles = nn.ParameterList(nn.Parameter(torch.zeros((), device="cpu")) for _ in self.tables)
         """The parameter of each table."""
-        self._rows: Callable[[], dict[str, Any]] | None = None
+        self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._loaded: dict[str, Any] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -51,8 +51,11 @@ class TableModule(nn.Module):
             handle.data = torch.zeros((), device=handle.device)
         return found
 
-    def bind(self, rows: Callable[[], dict[str, Any]]) -> None:
-        """Belong to ``rows``: those of a store at a commit.
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_rows": _of_no_cache}  # a copy, or one that was pickled, belongs to no cache
+
+    def bind(self, rows: Callable[[], Callable[[], dict[str, Any]] | None]) -> None:
+        """Belong to the rows of a cache: a reference to what names their store and commit, None once that is gone.
 
         Raises StateError where a state was loaded that belongs to others.
         """
@@ -61,8 +64,8 @@ class TableModule(nn.Module):
 
     def _check_rows(self) -> None:
         """Raise StateError where the rows are not those that the loaded state belongs to."""
-        state = self._loaded
-        if state is None or self._rows is None or state == (now := self._rows()):
+        state, rows = self._loaded, self._rows()
+        if state is None or rows is None or state == (now := rows()):
             return
         self._loaded = None
         raise StateError(
@@ -76,8 +79,9 @@ class TableModule(nn.Module):
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for index in range(len(self.handles)):
             found.pop(f"{prefix}handles.{index}", None)
-        if self._rows is not None and hasattr(found, "_metadata"):
-            found._metadata[prefix[:-1]]["rows"] = self._rows()
+        rows = self._rows()
+        if rows is not None and hasattr(found, "_metadata"):
+            found._metadata[prefix[:-1]]["rows"] = rows()
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
@@ -86,6 +90,10 @@ class TableModule(nn.Module):
         for index, handle in enumerate(self.handles):
             state_dict.setdefault(f"{prefix}handles.{index}", handle.detach())
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def _of_no_cache() -> None:
+    """Nobody's rows."""
 
 
 def table_modules(objects: Iterable[object]) -> list[TableModule]:

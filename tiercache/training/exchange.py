@@ -150,6 +150,12 @@ class LocalExchange:
         """Step the rows of the tables that step with ``optimizer``; None: all."""
         self._optimizer.step_rows(rows, optimizer)
 
+    def clip(
+        self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Clip gradients, as `SteppedCache.clip_grad_norm_` says."""
+        return self._optimizer.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
+
     def leave(self, where: str) -> None:
         """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
         self._optimizer.gradients.leave(where)

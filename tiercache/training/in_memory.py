@@ -27,6 +27,7 @@ from tiercache.training.progress import prepare_kernels
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.step_hooks import StepHooks, named_objects
+from tiercache.training.stepped_cache import SteppedCache
 from tiercache.training.threads import share_threads
 from tiercache.training.visit import Visit
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
 
 
-class InMemoryCache:
+class InMemoryCache(SteppedCache):
     """Rows of all passes in arrays on the device: no store, no budgets, no commits.
 
     Trains the same batches as a TierCache with the same seeds, to the same bits. For tables that fit, and to
@@ -196,27 +197,6 @@ class InMemoryCache:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this cache is closed, and its rows are gone: read them before close()")
-
-    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Apply the pending gradients of the tables that step with ``optimizer``."""
-        if self._visit is None:
-            raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
-        self.optimizer.step_rows(self._visit.rows.groups, optimizer)
-
-    def clip_grad_norm_(
-        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip the gradients of rows and of dense parameters by their common 2-norm, which is returned.
-
-        In place of `torch.nn.utils.clip_grad_norm_`, which sees no rows: dense parameters are those of ``optimizer``,
-        or of all that the cache was given, and the rows those that step with it. Call it between backward and step,
-        and with a GradScaler behind ``unscale_``.
-        """
-        return self.optimizer.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
-
-    def _discard(self) -> None:
-        """Drop the pending row gradients."""
-        self.optimizer.discard()
 
     def keys(self, table_name: str) -> NDArray[np.int64]:
         """Return all keys of a table, in the order of ``fields``."""

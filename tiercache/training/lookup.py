@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import JaggedIds, SavedGradient
+from tiercache.backends.jagged import LookupIds, SavedGradient
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
@@ -36,7 +36,7 @@ def check_brought(batch: Batch, features: Sequence[str]) -> None:
             )
 
 
-def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> JaggedIds:
+def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> LookupIds:
     """Return the ids of a part in one batch on the device, feature-major, checked against their tables."""
     rows, backend = batch.rows.groups[part.group], batch.rows.backend
     found = [batch.ids[name] for name in part.features]
@@ -52,7 +52,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
             f"of the batch, and table {part.tables[f]!r} has local ids 0 to {rows.num_local[part.tables[f]] - 1} in "
             f"{batch.rows.name}: use batches of the pass that is being trained"
         )
-    entries = JaggedIds(
+    entries = LookupIds(
         ids=joined.ids, starts=starts, modes=part.modes, cols=part.cols,
         bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=joined.offsets,
     )  # fmt: skip

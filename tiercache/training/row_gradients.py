@@ -63,7 +63,7 @@ class RowGradients:
     def is_pending(self) -> bool:
         """Whether a backward was not stepped yet, and not dropped: by no optimizer at all."""
         for tracer in {mark.tracer for mark in self.marks}:
-            tracer.drop_dropped()
+            tracer.drop_dropped(unscaled=True)
         self._waiting = [one for one in self._waiting if _is_alive(one)]
         return any(not one.is_passed_over for one in self._waiting) or any(self.pending)
 

@@ -185,11 +185,9 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return a group whose optimizer has the settings of now."""
         group, settings = self._groups[g], self._shared(g)
         now = _optimizer(group.optimizer, settings)
-        return (
-            group
-            if now == group.optimizer
-            else Group(index=group.index, tables=(replace(group.tables[0], optimizer=now),))
-        )
+        if now == group.optimizer:
+            return group
+        return Group(index=group.index, tables=(replace(group.tables[0], optimizer=now),))
 
     def _shared(self, g: int) -> dict[str, Any]:
         """Return the settings of a group. Raises ValueError where those of its tables differ, or are none."""
@@ -212,7 +210,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return what a commit keeps."""
         kept: dict[str, Any] = {"steps": self.steps, "learning_rates": self.learning_rates}
         changed = {
-            table.name: {name: value for name, value in now.items() if name not in {"params", "table", "lr"}}
+            table.name: {name: now[name] for name in ("step", *_HYPERPARAMETERS[1:]) if name in now}
             for group in self._groups
             for table in group.tables
             if (now := self._of[table.name])["step"] != self.steps
@@ -232,9 +230,10 @@ class RowOptimizer(torch.optim.Optimizer):
         self.steps = int(settings.get("steps", 0))
         for group, rate in zip(self._groups, rates, strict=True):
             for table in group.tables:
-                self._of[table.name].update(
-                    _settings(table) | {"lr": rate, "step": self.steps} | settings.get("tables", {}).get(table.name, {})
-                )
+                changed = dict(settings.get("tables", {}).get(table.name, {}))
+                if "betas" in changed:
+                    changed["betas"] = tuple(changed["betas"])  # a list once it was kept
+                self._of[table.name].update(_settings(table) | {"lr": rate, "step": self.steps} | changed)
 
 
 _HYPERPARAMETERS = ("lr", "weight_decay", "eps", "betas")

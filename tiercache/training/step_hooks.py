@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,17 +13,7 @@ from tiercache.training.embedding import table_modules
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tiercache.training.row_optimizer import RowOptimizer
-
-
-class Stepped(Protocol):
-    """A cache, as its optimizer calls it."""
-
-    optimizer: RowOptimizer
-
-    def _step(self, optimizer: torch.optim.Optimizer | None) -> None: ...
-
-    def _discard(self) -> None: ...
+    from tiercache.training.stepped_cache import SteppedCache
 
 
 class StepHooks:
@@ -32,7 +22,7 @@ class StepHooks:
     Neither these nor a scheduler of the rows' optimizer keep the cache alive.
     """
 
-    def __init__(self, cache: Stepped) -> None:
+    def __init__(self, cache: SteppedCache) -> None:
         step, discard = weakref.WeakMethod(cache._step), weakref.WeakMethod(cache._discard)
 
         def call_step(optimizer: torch.optim.Optimizer | None) -> None:
@@ -71,6 +61,9 @@ class StepHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        rows = self._rows()
+        if rows is not None:
+            rows.tracers.close()
 
 
 def named_objects(**given: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Tracer:
         """Note one gradient of the backward pass that runs."""
         backward, scale = backward_number(), scale_of_backward()
         if backward != self._backward:
-            self.drop_dropped()
+            self.drop_dropped(unscaled=False)
             self.check_left()
             self._backward = backward
         if self._count and (scale is None) != (self._scale is None):
@@ -85,11 +85,15 @@ class Tracer:
         grad = None if handle is None else handle.grad
         return grad is None or self._seen() is not grad or grad._version != self._version
 
-    def drop_dropped(self) -> None:
-        """Forget gradients that are not in the handle any more: set to None, zeroed, or not finite."""
+    def drop_dropped(self, *, unscaled: bool) -> None:
+        """Forget gradients that are not in the handle any more: set to None, zeroed or, once unscaled, not finite.
+
+        Waits for a GPU where the gradient was written since backward. unscaled: whether a GradScaler may have written
+        it, which shows in no version.
+        """
         handle = self._handle()
         grad = None if handle is None else handle.grad
-        may_be = self.is_changed or self._scale is not None  # unscaling on a CPU counts no version
+        may_be = self.is_changed or (unscaled and self._scale is not None)
         if self._count and (grad is None or (may_be and not _is_kept(float(grad)))):
             self.drop()
 

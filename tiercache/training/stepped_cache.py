@@ -1,0 +1,48 @@
+"""SteppedCache: what a cache in memory and one over tiers have in common: how their rows are stepped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tiercache.training.exchange import Exchange
+    from tiercache.training.row_optimizer import RowOptimizer
+    from tiercache.training.visit import Visit
+
+
+class SteppedCache:
+    """A cache whose rows step behind the optimizers that it was given."""
+
+    optimizer: RowOptimizer
+    """The optimizer of rows; its ``param_groups`` are the tables."""
+    _exchange: Exchange
+    _visit: Visit | None
+
+    def clip_grad_norm_(
+        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of rows and of dense parameters by their common 2-norm, which is returned.
+
+        In place of `torch.nn.utils.clip_grad_norm_`, which sees no rows: dense parameters are those of ``optimizer``,
+        or of all that the cache was given, and the rows those that step with it. Call it between backward and step,
+        and with a GradScaler behind ``unscale_``. Raises RuntimeError for a norm that is not finite, where that is
+        asked for, and StateError on several ranks, where it is not built yet.
+        """
+        return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
+
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
+
+        Of several ranks duplicates are added in the order of batches, in each by rank.
+        """
+        if self._visit is None:
+            raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
+        self._exchange.step(self._visit.rows.groups, optimizer)
+
+    def _discard(self) -> None:
+        """Drop the pending row gradients."""
+        self._exchange.discard()
