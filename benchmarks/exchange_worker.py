@@ -156,13 +156,13 @@ class Rank:
         none = torch.empty(0)
         lookup = PooledLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]), {})
         self.backend.pool([(lookup.rows, lookup.entries)], self.backend.empty(self.gradient.shape, np.float32))
-        lookup.backward(self.gradient, self._marks())
+        lookup.backward(self.gradient, self._mark())
 
-    def _marks(self) -> dict[str, Mark]:
+    def _mark(self) -> Mark:
         """Return what a backward leaves beside the gradient."""
-        found = {table: self.optimizer.tracers.of(self.handle, table) for table in self.part.tables[:1]}
-        one = {table: tracer.mark() for table, tracer in found.items() if tracer is not None}
-        return dict.fromkeys(self.part.tables, next(iter(one.values())))
+        tracer = self.optimizer.tracers.of(self.handle, self.part.tables)
+        assert tracer is not None
+        return tracer.mark()
 
     def bare(self, exchanged: Exchanged, *, times: float = 1.0) -> tuple[float, float]:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""

@@ -126,7 +126,7 @@ def _bits(numbers: NDArray[Any]) -> NDArray[Any]:
 def _dense(training: Training) -> dict[str, torch.Tensor]:
     tensors = {f"weights {name}": t for name, t in training.model.state_dict().items()}
     for index, (weights, parameter) in enumerate(training.model.named_parameters()):
-        if ".handles." not in weights:  # parameters of the tables, whose state means nothing and is not committed
+        if not weights.endswith(".handle"):  # its state means nothing, and is not committed
             state = training.optimizer.state.get(parameter, {})
             tensors |= {f"state {name} of weights {index}": t for name, t in state.items()}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

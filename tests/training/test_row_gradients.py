@@ -168,14 +168,21 @@ def test_clipping_a_norm_that_is_not_finite_can_be_an_error(world: World) -> Non
         world.cache.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def test_a_frozen_table_is_not_stepped(world: World, passes: tc.PassSet) -> None:
-    """The other one, whose rows live in the same group, is stepped as ever."""
-    before = world.rows("a")
-    world.model.rows.handles[world.model.rows.tables.index("a")].requires_grad_(False)
-    world.model(world.batches[0]).backward()
-    world.optimizer.step()
-    assert np.array_equal(world.rows("a"), before)
-    assert np.array_equal(world.rows("b"), stepped_once(passes, 0)[1])
+def test_a_frozen_module_is_not_stepped(passes: tc.PassSet) -> None:
+    """Nor does it take part in its group; the other one, whose rows live in the same group, is stepped as ever."""
+    found = []
+    for frozen in (False, True):
+        world = World(passes)
+        bags = nn.ModuleDict({name: tc.EmbeddingBag(CASE.schema, name, mode="sum") for name in ("f", "g")})
+        bags["f"].requires_grad_(not frozen)
+        optimizer = torch.optim.SGD(bags.parameters(), lr=0.1)
+        world.cache.register(bags=bags, of_bags=optimizer)
+        before = world.rows("a")
+        sum(bag(world.batches[0]).sum() for bag in bags.values()).backward()
+        optimizer.step()
+        assert np.array_equal(world.rows("a"), before) == frozen
+        found.append(world.rows("b"))
+    assert np.array_equal(*found)
 
 
 def test_a_frozen_model_leaves_no_gradients(world: World) -> None:
@@ -301,9 +308,9 @@ def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, pas
     other.load_state_dict(state)
 
 
-def test_handles_stay_float32_on_a_device(world: World) -> None:
+def test_a_handle_stays_float32_on_a_device() -> None:
     """In 16 bits no tracer could be told from 0; and a model on "meta" has them where they work."""
-    assert all(handle.dtype == torch.float32 for handle in Net().half().rows.handles)
+    assert Net().half().rows.handle.dtype == torch.float32
     with torch.device("meta"):
         model = Net()
-    assert all(handle.device.type == "cpu" for handle in model.rows.handles)
+    assert model.rows.handle.device.type == "cpu"

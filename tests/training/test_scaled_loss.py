@@ -101,7 +101,7 @@ def test_a_step_beside_the_scaler_is_refused(cache: Trained) -> None:
 def test_a_scaler_whose_optimizer_has_no_tables_is_refused(cache: Trained) -> None:
     """It unscales dense parameters alone."""
     model, _ = tracked(cache)
-    dense = torch.optim.SGD([p for name, p in model.named_parameters() if "handles" not in name], lr=0.1)
+    dense = torch.optim.SGD([p for name, p in model.named_parameters() if "handle" not in name], lr=0.1)
     loop = cache.passes(epochs=2)
     scaler = GradScaler("cpu")
     scaler.scale(model(next(next(loop).batches(16))).sum()).backward()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tiercache.training.row_gradients import is_alive
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -34,7 +36,7 @@ class PendingBatch:
     @property
     def pending(self) -> bool:
         """Whether a backward left something."""
-        return self.gradients.is_pending or any(mark.drops == mark.tracer.drops for mark in self._pooled_marks)
+        return self.gradients.is_pending or any(map(is_alive, self._pooled_marks))
 
     @property
     def marks(self) -> Iterator[Mark]:
@@ -78,7 +80,7 @@ class PendingBatches:
 
     def put_back(self, taken: Sequence[PendingBatch]) -> None:
         """Keep those of which some tables wait for another optimizer's step."""
-        self._batches[:0] = [one for one in taken if any(mark.drops == mark.tracer.drops for mark in one.marks)]
+        self._batches[:0] = [one for one in taken if any(map(is_alive, one.marks))]
 
     def leave(self, where: str) -> None:
         """Give up gradients, as `RowGradients.leave` does."""

@@ -14,7 +14,7 @@ from tiercache.training.data_parallel import hide_handles
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.training.scaled_loss import watch_scalers
-from tiercache.training.tracers import tracer_gradients
+from tiercache.training.tracers import tracer_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class TableModule(nn.Module):
     """A module that looks tables up.
 
-    It has no rows: of each table it has a 0-dim parameter, by which rows follow what a loop does to gradients (see
-    `tracers`). An optimizer that owns it steps the table, ``requires_grad_(False)`` freezes that. Its value means
-    nothing, and it is not part of the module's state.
+    It has no rows: it has a 0-dim parameter, by which rows follow what a loop does to gradients (see `tracers`). The
+    optimizer that owns it steps the rows that the module looks up; ``requires_grad_(False)`` freezes them. Its value
+    means nothing, and it is not part of the module's state.
     """
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
@@ -40,15 +40,15 @@ class TableModule(nn.Module):
         self.features, self.dims, self._specs = _choose(schema, features)
         self.tables = [*dict.fromkeys(self._specs[name].table for name in self.features)]
         """The tables looked up."""
-        self.handles = nn.ParameterList(nn.Parameter(torch.zeros((), device="cpu")) for _ in self.tables)
-        """The parameter of each table."""
+        self.handle = nn.Parameter(torch.zeros((), device="cpu"))
+        """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._loaded: dict[str, Any] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for handle in self.handles:  # no 16-bit number holds a tracer, and to_empty() leaves anything
-            handle.data = torch.zeros((), device=handle.device)
+        # no 16-bit number holds a tracer, and to_empty() leaves anything
+        self.handle.data = torch.zeros((), device=self.handle.device)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,11 +74,10 @@ class TableModule(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state: no rows and no handles; its metadata say to which commit of which store it belongs."""
+        """Return the state: no rows and no handle; its metadata say to which commit of which store it belongs."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        for index in range(len(self.handles)):
-            found.pop(f"{prefix}handles.{index}", None)
+        found.pop(f"{prefix}handle", None)
         rows = self._rows()
         if rows is not None and hasattr(found, "_metadata"):
             found._metadata[prefix[:-1]]["rows"] = rows()
@@ -87,8 +86,7 @@ class TableModule(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._loaded = local_metadata.get("rows")
         self._check_rows()
-        for index, handle in enumerate(self.handles):
-            state_dict.setdefault(f"{prefix}handles.{index}", handle.detach())
+        state_dict.setdefault(f"{prefix}handle", self.handle.detach())
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
@@ -105,16 +103,13 @@ def table_modules(objects: Iterable[object]) -> list[TableModule]:
 def handle_names(module: nn.Module) -> list[str]:
     """Return the names that the handles of a module have among its parameters."""
     return [
-        f"{name}.handles.{index}" if name else f"handles.{index}"
-        for name, part in module.named_modules()
-        if isinstance(part, TableModule)
-        for index in range(len(part.handles))
+        f"{name}.handle" if name else "handle" for name, part in module.named_modules() if isinstance(part, TableModule)
     ]
 
 
 def handle_ids(objects: Iterable[object]) -> set[int]:
     """Return the ids of the handles of all modules among ``objects``."""
-    return {id(handle) for module in table_modules(objects) for handle in module.handles}
+    return {id(module.handle) for module in table_modules(objects)}
 
 
 class EmbeddingBagCollection(TableModule):
@@ -123,9 +118,9 @@ class EmbeddingBagCollection(TableModule):
     schema: that of the dataset. The module exists without a cache, and is bound to one by being given to it.
 
     mode: "sum", "mean" or "max", for all features or by feature name. Per-id weights multiply the vectors before
-    pooling ("mean" still divides by the number of ids; "max" takes none); an empty bag is zeros. No
-    gradient of a table ever exists: its parameters are handles, see `TableModule`. Outputs are float32 and come from a
-    pool: they are yours as long as you refer to them.
+    pooling ("mean" still divides by the number of ids; "max" takes none); an empty bag is zeros. No gradient of a table
+    ever exists: the only parameter is a handle, see `TableModule`. Outputs are float32 and come from a pool: they are
+    yours as long as you refer to them.
 
     weighted: the features whose weights ``forward`` will be given. On several ranks it has to be known before: their
     rows are brought, and other features may be pooled by the rank that owns them.
@@ -198,10 +193,10 @@ class EmbeddingBagCollection(TableModule):
             PooledLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
             for part in self._parts[key]
         ]
-        shape, names, handles = (batch.num_samples, self.out_features), tuple(given), tuple(self.handles)
+        shape, names = (batch.num_samples, self.out_features), tuple(given)
         result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
-            _Handles(self.tables, handles, batch.rows.gradients), backend, lookups, list(ready.values()), shape,
-            names, *handles, *given.values(),
+            self.handle, _Marker(self.handle, self.tables, batch.rows.gradients), backend, lookups,
+            list(ready.values()), shape, names, *given.values(),
         )  # fmt: skip
         return result
 
@@ -218,7 +213,7 @@ class EmbeddingBagCollection(TableModule):
                     f"weights were given for {name!r}, which the rank that owns table {self._specs[name].table!r} has "
                     f"pooled already: make the module with weighted=[{name!r}]"
                 )
-        return {name: ReadyLookup(batch, one, self._specs[name].table, self._cols[name]) for name, one in found.items()}
+        return {name: ReadyLookup(batch, one, self._cols[name]) for name, one in found.items()}
 
     def _cut(self, features: Sequence[str], groups: Sequence[int], weighted: frozenset[str]) -> list[FeaturePart]:
         """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""
@@ -273,9 +268,9 @@ class EmbeddingCollection(TableModule):
             self._parts[groups] = self._cut(groups)
         parts = self._parts[groups]
         lookups = [RowLookup(part, batch) for part in parts]
-        handles = _Handles(self.tables, tuple(self.handles), batch.rows.gradients)
+        marker = _Marker(self.handle, self.tables, batch.rows.gradients)
         outs = _RowFunction.apply(  # type: ignore[no-untyped-call]
-            handles, batch.rows.backend, lookups, *handles.parameters
+            self.handle, marker, batch.rows.backend, lookups
         )
         found: dict[str, torch.Tensor] = {}
         for name, out in zip((name for part in parts for name in part.features), outs, strict=True):
@@ -353,35 +348,24 @@ def _batch_of(given: Any, offsets: object, feature: str) -> Batch:
     )
 
 
-class _Handles(NamedTuple):
-    """The tables of one lookup by their handles."""
+class _Marker(NamedTuple):
+    """Marks, in backward, that gradients of a module's rows wait for a step."""
 
+    handle: nn.Parameter
     tables: Sequence[str]
-    parameters: tuple[nn.Parameter, ...]
     gradients: RowGradients | None
 
-    def mark(self, needed: Sequence[bool]) -> dict[str, Mark]:
-        """Note, in backward, that the gradients of the tables that need one wait for a step."""
-        tracers = None if self.gradients is None else self.gradients.tracers
-        found: dict[str, Mark] = {}
-        for table, handle, need in zip(self.tables, self.parameters, needed, strict=True):
-            tracer = tracers.of(handle, table) if tracers is not None and need else None
-            if tracer is not None:
-                found[table] = tracer.mark()
-        return found
-
-    def gradient(
-        self, marks: Mapping[str, Mark], gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Return what backward leaves in the handles."""
-        return tracer_gradients(self.parameters, [table in marks for table in self.tables], gradients)
+    def mark(self) -> Mark | None:
+        """Note one more gradient; None where the module is frozen or rows are not trained."""
+        tracer = None if self.gradients is None else self.gradients.tracers.of(self.handle, self.tables)
+        return None if tracer is None else tracer.mark()
 
 
 class _PooledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handles: _Handles, backend: Backend, lookups: list[PooledLookup],
+    def forward(ctx: Any, _handle: torch.Tensor, marker: _Marker, backend: Backend, lookups: list[PooledLookup],
                 ready: list[ReadyLookup], shape: tuple[int, int], names: tuple[str, ...],
-                *_tensors: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
         # here, as torch lets nobody change in place what was given and comes back
         out = backend.empty(shape, np.float32)
         if lookups:
@@ -389,48 +373,46 @@ class _PooledFunction(torch.autograd.Function):
         result = backend.tensor(out)
         for found in ready:
             found.write(result)
-        ctx.handles, ctx.backend, ctx.lookups, ctx.ready, ctx.names = handles, backend, lookups, ready, names
+        ctx.marker, ctx.backend, ctx.lookups, ctx.ready, ctx.names = marker, backend, lookups, ready, names
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backend: Backend = ctx.backend
-        handles: _Handles = ctx.handles
-        marks = handles.mark(ctx.needs_input_grad[_NOT_TENSORS : _NOT_TENSORS + len(handles.parameters)])
+        mark = ctx.marker.mark() if ctx.needs_input_grad[0] else None
         grad = backend.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
         for lookup in ctx.lookups:
             if set(lookup.part.features) & set(ctx.names):
                 by_name |= {n: backend.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
-            lookup.backward(grad, marks)
-        for found in ctx.ready:
-            found.backward(grads[0], marks)
-        of_handles = handles.gradient(marks, grads)
-        return *(None,) * _NOT_TENSORS, *of_handles, *(by_name.get(name) for name in ctx.names)
-
-
-_NOT_TENSORS = 6
-"""Arguments of `_PooledFunction` before its tensors."""
+            if mark is not None:
+                lookup.backward(grad, mark)
+        if mark is not None:
+            for found in ctx.ready:
+                found.backward(grads[0], mark)
+        tracer = None if mark is None else tracer_gradient(ctx.marker.handle, grads)
+        return tracer, None, None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
 
 
 class _RowFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handles: _Handles, backend: Backend, lookups: list[RowLookup],
-                *_handles: torch.Tensor) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        ctx.handles, ctx.backend = handles, backend
+    def forward(ctx: Any, _handle: torch.Tensor, marker: _Marker, backend: Backend,
+                lookups: list[RowLookup]) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.marker, ctx.backend = marker, backend
         ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
         ctx.set_materialize_grads(False)
         outs = backend.gather([(lookup.rows, lookup.entries) for lookup in lookups])
         return tuple(backend.tensor(out) for out in outs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        handles: _Handles = ctx.handles
-        marks = handles.mark(ctx.needs_input_grad[3:])
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        mark = ctx.marker.mark()
+        if mark is None:
+            return None, None, None, None
         for (lookup, feature), grad in zip(ctx.features, grads, strict=True):
             if grad is not None:
-                lookup.backward(feature, ctx.backend.array(grad), marks)
-        return None, None, None, *handles.gradient(marks, grads)
+                lookup.backward(feature, ctx.backend.array(grad), mark)
+        return tracer_gradient(ctx.marker.handle, grads), None, None, None
 
 
 def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:

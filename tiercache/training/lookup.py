@@ -15,7 +15,7 @@ from tiercache.training.joining import join_part
 from tiercache.training.row_gradients import NOBODY_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from tiercache.backends.jagged import Array
     from tiercache.tiers.rows import GroupRows
@@ -97,8 +97,8 @@ class PooledLookup:
         """The rows looked up."""
         return self.batch.rows.groups[self.part.group]
 
-    def backward(self, grad_NT: Array, marks: Mapping[str, Mark]) -> None:
-        """Leave the gradient for the step, with the marks of tables that are not frozen."""
+    def backward(self, grad_NT: Array, mark: Mark) -> None:
+        """Leave the gradient for the step."""
         gradients, e = self.batch.rows.gradients, self.entries
         if gradients is None or e.starts[-1] == 0:
             return
@@ -109,7 +109,7 @@ class PooledLookup:
                 slots=e.slots, gradient=grad_NT.reshape(-1), width=grad_NT.shape[1], cols=self.part.cols,
                 places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), sorted=e.sorted,
             ),
-            e.starts, [marks.get(table) for table in self.part.tables],
+            mark,
         )  # fmt: skip
 
     def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
@@ -123,20 +123,19 @@ class PooledLookup:
 class ReadyLookup:
     """Forward and backward of one feature that another rank pooled."""
 
-    def __init__(self, batch: Batch, found: Pooled, table: str, col: int) -> None:
+    def __init__(self, batch: Batch, found: Pooled, col: int) -> None:
         """col: its first column in the output and its gradient."""
-        self._rows, self._found, self._table = batch.rows, found, table
+        self._rows, self._found = batch.rows, found
         self._columns = slice(col, col + found.vectors.shape[1])
 
     def write(self, out_NT: torch.Tensor) -> None:
         """Write its columns."""
         out_NT[:, self._columns] = self._found.vectors
 
-    def backward(self, grad_NT: torch.Tensor, marks: Mapping[str, Mark]) -> None:
+    def backward(self, grad_NT: torch.Tensor, mark: Mark) -> None:
         """Leave the gradient for the step."""
-        if self._rows.gradients is not None and self._table in marks:
-            self._rows.check()  # as above
-            self._found.waiting.append((grad_NT[:, self._columns].detach(), marks[self._table]))
+        self._rows.check()  # as above
+        self._found.waiting.append((grad_NT[:, self._columns].detach(), mark))
 
 
 class RowLookup:
@@ -152,7 +151,7 @@ class RowLookup:
         """The rows looked up."""
         return self.batch.rows.groups[self.part.group]
 
-    def backward(self, feature: int, grad_ED: Array, marks: Mapping[str, Mark]) -> None:
+    def backward(self, feature: int, grad_ED: Array, mark: Mark) -> None:
         """Leave one feature's gradient for the step."""
         gradients = self.batch.rows.gradients
         first, last = (int(n) for n in self.entries.starts[feature : feature + 2])
@@ -165,5 +164,5 @@ class RowLookup:
                 slots=self.entries.slots[first:last], gradient=grad_ED.reshape(-1), width=grad_ED.shape[1],
                 cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4,
             ),
-            np.array([0, last - first]), [marks.get(self.part.tables[feature])],
+            mark,
         )  # fmt: skip

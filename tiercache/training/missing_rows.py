@@ -200,10 +200,10 @@ class _HeldGradients(RowGradients):
         super().__init__(0, visit.tracers)
         self._visit, self._added, self._backend = visit, added, backend
 
-    def wait(self, group: int, pending: SavedGradient, starts: NDArray[np.int64], marks: Sequence[Mark | None]) -> None:
+    def wait(self, group: int, pending: SavedGradient, mark: Mark) -> None:
         """Add the gradient of one lookup. Waits for a GPU."""
         if group not in self._added:
-            self._visit.wait(group, pending, starts, marks)
+            self._visit.wait(group, pending, mark)
             return
         added = self._added[group]
         seen, given = self._backend.tensor, self._backend.array
@@ -213,7 +213,7 @@ class _HeldGradients(RowGradients):
             return
         slots = given(seen(added.slots_R)[numbers[kept]])
         if len(kept) == len(numbers):
-            self._visit.wait(group, replace(pending, slots=slots), starts, marks)
+            self._visit.wait(group, replace(pending, slots=slots), mark)
             return
         argmax, scales = pending.argmax, pending.scales
         if argmax.shape[0]:  # it names entries by their numbers, which change; without a maximum it is anything
@@ -225,9 +225,4 @@ class _HeldGradients(RowGradients):
         if scales.shape[0]:
             scales = given(seen(scales)[kept])
         places = given(seen(places_of(self._backend, pending))[kept])
-        self._visit.wait(
-            group,
-            replace(pending, slots=slots, places=places, scales=scales, argmax=argmax),
-            np.searchsorted(kept.cpu().numpy(), starts),
-            marks,
-        )
+        self._visit.wait(group, replace(pending, slots=slots, places=places, scales=scales, argmax=argmax), mark)

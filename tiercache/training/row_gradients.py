@@ -10,11 +10,9 @@ import numpy as np
 from tiercache.training.tracers import Tracers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from numpy.typing import NDArray
-
-    from tiercache.backends.jagged import Array, SavedGradient
+    from tiercache.backends.jagged import SavedGradient
     from tiercache.training.tracers import Mark, Tracer
 
 NOBODY_STEPS = (
@@ -24,14 +22,11 @@ NOBODY_STEPS = (
 
 
 class _Waiting(NamedTuple):
-    """The gradient of one lookup: its entries are feature-major."""
+    """The gradient of one lookup."""
 
     group: int
     pending: SavedGradient
-    starts: NDArray[np.int64]
-    """(F + 1,) where each feature's entries begin."""
-    marks: tuple[Mark | None, ...]
-    """Of each feature's table; None where that is frozen."""
+    mark: Mark
     is_passed_over: bool = False
     """Whether another optimizer has stepped since."""
 
@@ -49,22 +44,22 @@ class RowGradients:
         """Add a gradient that the next step applies, whatever became of a handle."""
         self.pending[group].append(pending)
 
-    def wait(self, group: int, pending: SavedGradient, starts: NDArray[np.int64], marks: Sequence[Mark | None]) -> None:
-        """Add the gradient of one lookup, to be applied as the tables' handles say then."""
-        self._waiting = [one for one in self._waiting if _is_alive(one)]
-        self._waiting.append(_Waiting(group, pending, starts, tuple(marks)))
+    def wait(self, group: int, pending: SavedGradient, mark: Mark) -> None:
+        """Add the gradient of one lookup, to be applied as the module's handle says then."""
+        self._waiting = [one for one in self._waiting if is_alive(one.mark)]
+        self._waiting.append(_Waiting(group, pending, mark))
 
     @property
     def marks(self) -> Iterator[Mark]:
         """The gradients that wait for a step."""
-        return (mark for one in self._waiting for mark in one.marks if mark is not None)
+        return (one.mark for one in self._waiting)
 
     @property
     def is_pending(self) -> bool:
         """Whether a backward was not stepped yet, and not dropped: by no optimizer at all."""
         for tracer in {mark.tracer for mark in self.marks}:
             tracer.drop_dropped(unscaled=True)
-        self._waiting = [one for one in self._waiting if _is_alive(one)]
+        self._waiting = [one for one in self._waiting if is_alive(one.mark)]
         return any(not one.is_passed_over for one in self._waiting) or any(self.pending)
 
     def leave(self, where: str) -> None:
@@ -76,7 +71,8 @@ class RowGradients:
     def settle(self, factors: Mapping[Tracer, float]) -> None:
         """Move to ``pending`` what a step applies, multiplied by what `Tracers.factors` said."""
         waiting, self._waiting = self._waiting, []
-        for one, factor in _pieces(waiting, factors):
+        for one in waiting:
+            factor = factor_of(one.mark, factors)
             if factor is None:
                 self._waiting.append(one._replace(is_passed_over=True))
             elif factor:
@@ -85,8 +81,8 @@ class RowGradients:
     def applied(self, factors: Mapping[Tracer, float]) -> list[list[SavedGradient]]:
         """Return what ``settle`` would move to ``pending``, by group, and leave it where it is."""
         found: list[list[SavedGradient]] = [[] for _ in self.pending]
-        for one, factor in _pieces(self._waiting, factors):
-            if factor:
+        for one in self._waiting:
+            if factor := factor_of(one.mark, factors):
                 found[one.group].append(_scaled(one.pending, factor))
         return found
 
@@ -101,41 +97,14 @@ class RowGradients:
         self.clear_settled()
 
 
-def _pieces(waiting: Iterable[_Waiting], factors: Mapping[Tracer, float]) -> Iterator[tuple[_Waiting, float | None]]:
-    """Yield gradients and what each is multiplied by, those of features with other factors one by one."""
-    for one in waiting:
-        found = [factor_of(mark, factors) for mark in one.marks]
-        if len(set(found)) == 1:
-            yield one, found[0]
-        else:
-            yield from ((_feature_of(one, feature), factor) for feature, factor in enumerate(found))
+def is_alive(mark: Mark) -> bool:
+    """Whether a gradient was neither stepped nor dropped."""
+    return mark.drops == mark.tracer.drops
 
 
-def _is_alive(one: _Waiting) -> bool:
-    return any(mark is not None and mark.drops == mark.tracer.drops for mark in one.marks)
-
-
-def factor_of(mark: Mark | None, factors: Mapping[Tracer, float]) -> float | None:
+def factor_of(mark: Mark, factors: Mapping[Tracer, float]) -> float | None:
     """Return what a gradient is multiplied by; 0 where it is dropped, None where it waits for another step."""
-    if mark is None or mark.drops != mark.tracer.drops:
-        return 0.0
-    return factors.get(mark.tracer)
-
-
-def _feature_of(one: _Waiting, feature: int) -> _Waiting:
-    """Return the entries of one feature."""
-    starts, pending = one.starts, one.pending
-    first, last = int(starts[feature]), int(starts[feature + 1])
-
-    def cut(entries: Array) -> Array:
-        return entries[first:last] if entries.shape[0] else entries
-
-    alone = replace(
-        pending, slots=pending.slots[first:last], cols=pending.cols[feature : feature + 1],
-        places=None if pending.places is None else pending.places[first:last], scales=cut(pending.scales),
-        argmax=pending.argmax - first if pending.argmax.shape[0] else pending.argmax, sorted=None,
-    )  # fmt: skip
-    return _Waiting(one.group, alone, np.array([0, last - first]), (one.marks[feature],))
+    return factors.get(mark.tracer) if is_alive(mark) else 0.0
 
 
 def _scaled(pending: SavedGradient, factor: float) -> SavedGradient:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tiercache.backends.jagged import OptimizerStep
@@ -50,6 +50,8 @@ class RowOptimizer(torch.optim.Optimizer):
         all_adam = all("betas" in table for table in tables)
         super().__init__(tables, {"betas": (0.9, 0.999)} if all_adam else {})
         self._of = {group["table"]: group for group in self.param_groups}
+        self._handles: dict[str, set[int]] = {}
+        """By table, the ids of the handles of modules that look it up."""
 
     # -- as torch's optimizers ----------------------------------------------------------------------------
 
@@ -57,14 +59,13 @@ class RowOptimizer(torch.optim.Optimizer):
         """Let ``step()`` and ``zero_grad()`` call these; whoever has this is not kept alive by a scheduler on it."""
         self._step, self._discard = step, discard
 
-    def own(self, handles: Mapping[str, Iterable[nn.Parameter]]) -> None:
-        """Take the handles of tables among its parameters, by table."""
-        for table, some in handles.items():
-            parameters = self._of[table]["params"] if table in self._of else []
-            for one in some:
-                self.tracers.of(one, table)
-                if not any(one is other for other in parameters):
-                    parameters.append(one)
+    def own(self, handle: nn.Parameter, tables: Sequence[str]) -> None:
+        """Take the handle of a module that looks up ``tables`` among its parameters: those of the first table."""
+        self.tracers.of(handle, tables)
+        for table in tables:
+            self._handles.setdefault(table, set()).add(id(handle))
+        if not any(handle is other for group in self.param_groups for other in group["params"]):
+            self._of[tables[0]]["params"].append(handle)
 
     def step(self, closure: Callable[[], Any] | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Update the rows of all tables that have gradients; those dropped since backward are not applied.
@@ -119,7 +120,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self.gradients.clear()
 
     def begin_step(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
-        """Return what each table's gradients are multiplied by in the step of ``optimizer``, and count it.
+        """Return what each module's gradients are multiplied by in the step of ``optimizer``, and count it.
 
         None: of all tables. A step without gradients, or whose gradients were dropped, is not counted.
         """
@@ -134,7 +135,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _tables_of(self, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
         """Return the tables that step with ``optimizer``: all where it owns none, or is None."""
         parameters = set() if optimizer is None else parameter_ids(optimizer)
-        owned = [table for table in self.param_groups if any(id(one) in parameters for one in table["params"])]
+        owned = [self._of[table] for table, handles in self._handles.items() if handles & parameters]
         return owned or self.param_groups
 
     def apply(self, rows: Sequence[GroupRows], factors: Collection[Tracer] = ()) -> None:
@@ -142,9 +143,9 @@ class RowOptimizer(torch.optim.Optimizer):
         by_number: dict[int, list[OptimizerStep]] = {}
         for g, (mine, pending) in enumerate(zip(rows, self.gradients.pending, strict=True)):
             if pending:
-                by_number.setdefault(self.number(g), []).append(
-                    OptimizerStep(self.group(g), mine, pending, self.learning_rate(g))
-                )
+                settings = self._shared(g)
+                step = OptimizerStep(self._with(g, settings), mine, pending, float(settings["lr"]))
+                by_number.setdefault(self.number(g), []).append(step)
         for number, due in by_number.items():
             self._backend.step(due, number)
         self.gradients.clear_settled()
@@ -183,7 +184,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def group(self, g: int) -> Group:
         """Return a group whose optimizer has the settings of now."""
-        group, settings = self._groups[g], self._shared(g)
+        return self._with(g, self._shared(g))
+
+    def _with(self, g: int, settings: Mapping[str, Any]) -> Group:
+        group = self._groups[g]
         now = _optimizer(group.optimizer, settings)
         if now == group.optimizer:
             return group
@@ -192,18 +196,19 @@ class RowOptimizer(torch.optim.Optimizer):
     def _shared(self, g: int) -> dict[str, Any]:
         """Return the settings of a group. Raises ValueError where those of its tables differ, or are none."""
         first, *others = (self._of[table.name] for table in self._groups[g].tables)
-        if not np.isfinite(first["lr"]) or first["lr"] < 0:
+        if not math.isfinite(first["lr"]) or first["lr"] < 0:
             raise ValueError(
                 f"learning rate {first['lr']} of table {first['table']!r} is not a finite number of at least 0"
             )
+        values = [first.get(name) for name in _HYPERPARAMETERS]
         for other in others:
-            for name in _HYPERPARAMETERS:
-                if first.get(name) != other.get(name):
-                    raise ValueError(
-                        f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, with "
-                        f"{name} {first.get(name)} and {other.get(name)}: set both, or give one a dim, dtype or "
-                        "optimizer of its own"
-                    )
+            if [other.get(name) for name in _HYPERPARAMETERS] != values:
+                name = next(name for name in _HYPERPARAMETERS if other.get(name) != first.get(name))
+                raise ValueError(
+                    f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, with "
+                    f"{name} {first.get(name)} and {other.get(name)}: set both, or give one a dim, dtype or "
+                    "optimizer of its own"
+                )
         return first
 
     def settings(self) -> dict[str, Any]:

@@ -49,7 +49,8 @@ class StepHooks:
                 self._hooks.append(value.register_step_post_hook(self._call))
                 rows.tracers.follow(value)
             for part in table_modules([value]):
-                rows.own({table: [handle] for table, handle in zip(part.tables, part.handles, strict=True)})
+                if part.tables:
+                    rows.own(part.handle, part.tables)
 
     def _call(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         rows = self._rows()

@@ -1,8 +1,8 @@
-"""What a training loop does to the gradient of a table: followed through a 0-dim parameter of the module, its handle.
+"""What a training loop does to gradients of rows: followed through a 0-dim parameter of each module, its handle.
 
-Rows have no ``.grad``. So backward leaves a tracer, 2^-60, in the gradient of the table's handle, which is in
+Rows have no ``.grad``. So backward leaves a tracer, 2^-60, in the gradient of the module's handle, which is in
 ``model.parameters()`` and meets with whatever happens to gradients: where it was dropped the rows' gradients are, where
-it was divided (by a GradScaler) so are they, and the optimizer that owns the handle steps the table.
+it was divided (by a GradScaler) so are they, and the optimizer that owns the handle steps the module's tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Mark", "Tracer", "Tracers", "parameter_ids", "tracer_gradients"]
+__all__ = ["Mark", "Tracer", "Tracers", "parameter_ids", "tracer_gradient"]
 
 _TRACER = 2.0**-60
 """Small enough to change no norm of gradients; a sum of up to 2^24 of them is exact, and so is one unscaled."""
@@ -31,18 +31,19 @@ _TOLERANCE = 1e-5
 
 
 class Mark(NamedTuple):
-    """One gradient of one table: that of the handle's ``drops``-th life."""
+    """One gradient of a module's rows, in the ``drops``-th life of its handle."""
 
     tracer: Tracer
     drops: int
 
 
 class Tracer:
-    """The gradient of one table since the last step, as its handle shows it."""
+    """The gradients of a module's rows since the last step, as its handle shows them."""
 
-    def __init__(self, handle: nn.Parameter, table: str) -> None:
+    def __init__(self, handle: nn.Parameter, tables: Sequence[str]) -> None:
         self._handle = weakref.ref(handle)
-        self.table = table
+        self.tables = ", ".join(map(repr, tables))
+        """Names of the tables, as messages have them."""
         self.drops = 0
         """How many times gradients were dropped or stepped; those of an earlier number are no more."""
         self._count, self._factor = 0, 1.0
@@ -67,7 +68,7 @@ class Tracer:
             self._backward = backward
         if self._count and (scale is None) != (self._scale is None):
             raise StateError(
-                f"of the gradients of table {self.table!r} since the last step some are of a scaled loss and some are "
+                f"of the gradients of {self.tables} since the last step some are of a scaled loss and some are "
                 "not: scale all with the same GradScaler, or none"
             )
         self._scale, self._count = scale, self._count + 1
@@ -111,8 +112,8 @@ class Tracer:
         """Raise StateError where gradients of rows that are gone were not dropped."""
         if self._left:
             raise StateError(
-                f"gradients of table {self.table!r} from {self._left} were neither stepped nor dropped when it ended: "
-                "call zero_grad() of the table's optimizer before its next backward"
+                f"gradients of {self.tables} from {self._left} were neither stepped nor dropped when it ended: "
+                "call zero_grad() of their optimizer before its next backward"
             )
 
     def clear(self) -> None:
@@ -148,12 +149,12 @@ class Tracer:
             return 0.0
         if scale not in {None, 1.0} and math.isclose(found, self._factor, rel_tol=_TOLERANCE):
             raise StateError(
-                f"the gradients of table {self.table!r} are scaled by a GradScaler and were not unscaled: step with "
+                f"the gradients of {self.tables} are scaled by a GradScaler and were not unscaled: step with "
                 "scaler.step(optimizer), and give that optimizer the parameters of the embedding modules"
             )
         if not math.isclose(found, asked, rel_tol=_TOLERANCE) or scale is None:
             raise StateError(
-                f"gradients were changed between backward and step (those of table {self.table!r} by a factor of "
+                f"gradients were changed between backward and step (those of {self.tables} by a factor of "
                 f"{found / asked:.6g}), as torch.nn.utils.clip_grad_norm_ does, whose norm leaves out the rows of "
                 "tables: clip with cache.clip_grad_norm_(max_norm), and scale the loss in place of gradients"
             )
@@ -170,7 +171,7 @@ class Tracer:
 
 
 class Tracers:
-    """The tracers of a cache, and who steps which table."""
+    """The tracers of a cache, and who steps which module's rows."""
 
     def __init__(self) -> None:
         self._tracers: MutableMapping[nn.Parameter, Tracer] = WeakIdKeyDictionary()
@@ -178,17 +179,17 @@ class Tracers:
         """Whether the cache has an optimizer, or a step was taken: else nobody may ever step rows."""
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
-    def of(self, handle: nn.Parameter, table: str) -> Tracer | None:
-        """Return that of a handle; None where its table is frozen."""
+    def of(self, handle: nn.Parameter, tables: Sequence[str]) -> Tracer | None:
+        """Return that of the handle of a module that looks up ``tables``; None where the module is frozen."""
         if not handle.requires_grad:
             return None
         found = self._tracers.get(handle)
         if found is None:
-            found = self._tracers[handle] = Tracer(handle, table)
+            found = self._tracers[handle] = Tracer(handle, tables)
         return found
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the tables whose handles ``optimizer`` owns wait for it."""
+        """Let the rows of modules whose handles ``optimizer`` owns wait for it."""
         self._optimizers.append(weakref.ref(optimizer))
         self.is_stepped = True
 
@@ -198,9 +199,9 @@ class Tracers:
         return [one for found in self._optimizers if (one := found()) is not None]
 
     def factors(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
-        """Return what a step of ``optimizer`` multiplies the gradients of each table by: 0 where it takes none.
+        """Return what a step of ``optimizer`` multiplies gradients by, of each module: 0 where it takes none.
 
-        optimizer: None steps every table. Tables that wait for another are left out. On a GPU it waits for gradients
+        optimizer: None steps everything. What waits for another is left out. On a GPU it waits for gradients
         that were unscaled or clipped, and for no others.
         """
         live = list({mark.tracer: None for mark in marks if mark.drops == mark.tracer.drops})
@@ -230,11 +231,11 @@ class Tracers:
         return found
 
     def _check_only(self, tracer: Tracer, owned: Sequence[tuple[torch.optim.Optimizer, set[int]]]) -> None:
-        """Raise StateError for a table that no optimizer owns, unless there is one, which owns no table at all."""
+        """Raise StateError for a handle that no optimizer owns, unless there is one, which owns no handle at all."""
         handles = {id(handle) for handle in self._tracers}
         if len(owned) > 1 or any(parameters & handles for _, parameters in owned):
             raise StateError(
-                f"a module that looks up table {tracer.table!r} is in none of the cache's optimizers, so nobody would "
+                f"a module that looks up {tracer.tables} is in none of the cache's optimizers, so nobody would "
                 "train its rows: give an optimizer the module's parameters, or freeze it with requires_grad_(False)"
             )
 
@@ -245,20 +246,14 @@ class Tracers:
         self._optimizers.clear()
 
 
-def tracer_gradients(
-    handles: Sequence[nn.Parameter], needed: Sequence[bool], gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Return the gradients of handles in a backward: a tracer, infinite where scaled ``gradients`` are not finite."""
-    like = next((handle for handle, need in zip(handles, needed, strict=True) if need), None)
-    if like is None:
-        return [None] * len(handles)
-    tracers = torch.full((len(handles),), _TRACER, device=like.device)
+def tracer_gradient(handle: nn.Parameter, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the gradient of a handle in a backward: a tracer, infinite where scaled ``gradients`` are not finite."""
+    tracer = torch.full((), _TRACER, device=handle.device)
     if scale_of_backward() is not None:
         for gradient in gradients:
             if gradient is not None:
-                tracers = tracers.where(gradient.isfinite().all().to(like.device), math.inf)
-    # data: each with a version of its own, which views of one tensor share
-    return [one.data if need else None for one, need in zip(tracers.unbind(), needed, strict=True)]
+                tracer = tracer.where(gradient.isfinite().all().to(handle.device), math.inf)
+    return tracer
 
 
 def _is_kept(value: float) -> bool:
