@@ -1,13 +1,14 @@
 """A plain DLRM adopts tiercache by replacing its `nn.EmbeddingBag`s, and trains to the numbers that torch gives.
 
 Both sides run the loop that people write, and the same variants of it: loss scaling, clipping, schedulers,
-accumulation, two optimizers. The rows are out of core: the device holds a quarter of them, and
+accumulation, two optimizers, batches fetched ahead. The rows are out of core: the device holds a quarter of them, and
 in the middle the training is given up and goes on with new objects from its last commit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +128,8 @@ class Loop:
 
     run: Callable[[Side, dict[str, Any], Batches], None]
     begin: Callable[[Side, dict[str, Any]], None] = lambda _side, _state: None
+    fetches_ahead: bool = False
+    """Whether it takes its batches from a loader that fetches one ahead and knows no passes."""
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -218,7 +221,8 @@ def ours_until(
         side = Side(model, optimizers, cache.clip_grad_norm_, [*optimizers, cache.optimizer], cache.register, losses)
         state: dict[str, Any] = {}
         loop.begin(side, state)
-        for batches in by_pass(cache, stop):
+        passes_of = by_pass(cache, stop)
+        for batches in [one_ahead(chain.from_iterable(passes_of))] if loop.fetches_ahead else passes_of:
             loop.run(side, state, batches)
     side.rows = [store.lookup(f"f{t}", np.arange(ROWS), missing="initial")["vector"] for t in range(TABLES)]
     return side
@@ -231,6 +235,15 @@ def by_pass(cache: tc.TierCache, stop: int | None) -> Iterator[Batches]:
             (visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label)
             for b, batch in enumerate(checked(visit, stop))
         )
+
+
+def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
+    """Fetch each batch before the one ahead of it is trained, as Lightning does."""
+    held = next(loader)
+    for following in loader:
+        yield held
+        held = following
+    yield held
 
 
 def checked(visit: Any, stop: int | None) -> Iterator[Any]:
@@ -368,6 +381,8 @@ LOOPS = {
     "StepLR": Loop(stepped_rate, begin_stepped_rate),
     "OneCycleLR": Loop(one_cycle, begin_one_cycle),
     "accumulation": Loop(accumulated),
+    "one batch ahead": Loop(plain, fetches_ahead=True),
+    "OneCycleLR, one batch ahead": Loop(one_cycle, begin_one_cycle, fetches_ahead=True),
     "two optimizers": Loop(adversarial),
 }
 

@@ -138,7 +138,7 @@ def test_a_batch_is_refused_after_its_visit_ended(store: tc.Store, passes: tc.Pa
         model, _ = tracked(cache)
         visits, batch = first_batch(cache, model)
         loss = model(batch).sum()
-        next(visits)
+        model(next(next(visits).batches(16)))
         with one_sentence(RuntimeError, "visit 3", "has ended", "inside their own loop"):
             model(batch)
         with one_sentence(RuntimeError, "visit 3", "has ended"):

@@ -231,7 +231,7 @@ def test_a_visit_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path
     with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store:
         with tiered(store, passes, seed=3) as cache:
             visits = cache.passes(epochs=1)
-            next(next(visits).batches(16, shuffle=True))
+            tc.EmbeddingBagCollection(passes.schema)(next(next(visits).batches(16, shuffle=True)))
             cache.commit()
         for seed, shuffle in ((3, False), (4, True)):
             with tiered(store, passes, seed=seed) as cache:

@@ -188,12 +188,15 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassSet, tmp_path
 
 
 def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassSet, tmp_path: Path) -> None:
-    """A commit inside a visit has the batches behind it that were yielded, and the rest follows after a restart."""
+    """A commit inside a visit has the batches behind it that were looked up, and the rest follows after a restart."""
     with open_store(tmp_path / "x", CASE, "memory") as store:
         with tiered(store, passes) as cache:
             visit = next(visits := cache.passes(epochs=1))
             batches = visit.batches(16, shuffle=True, prefetch=4)
-            first = [next(batches).label.clone() for _ in range(2)]
+            made = [next(batches) for _ in range(3)]
+            for batch in made[:2]:
+                tc.EmbeddingBagCollection(passes.schema)(batch)
+            first = [batch.label.clone() for batch in made[:2]]
             wait_for(lambda: cache.scratch_bytes > 0)
             cache.commit()
             visits.close()

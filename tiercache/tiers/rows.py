@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.cpu.vectors import Vectors
 
@@ -80,19 +81,70 @@ class RowView:
     """The rows that batches of one visit look up, and where their gradients go (nowhere in an evaluation)."""
 
     def __init__(
-        self, groups: Sequence[GroupRows], gradients: RowGradients | None, name: str, backend: Backend
+        self,
+        groups: Sequence[GroupRows],
+        gradients: RowGradients | None,
+        name: str,
+        backend: Backend,
+        bring: Callable[[], None] | None = None,
     ) -> None:
+        """bring: ends the visit before and shows the rows of this one, where that has to be waited for."""
         self.groups: Sequence[GroupRows] = tuple(groups)
         self.backend = backend
         self.gradients = gradients
         self.name = name
-        self.ended = False
+        self.ended = self.is_left = False
+        self.samples_trained = 0
+        """Samples of the visit up to the end of the last batch that a module looked up to train it."""
+        self._bring = bring
         self._users: list[Callable[[], None]] = []
 
     def check(self) -> None:
         """Raise RuntimeError where the visit has ended: its local ids mean other rows now."""
         if self.ended:
-            raise RuntimeError(f"this batch belongs to {self.name}, which has ended: use batches inside their own loop")
+            raise RuntimeError(self._has_ended)
+
+    def check_made(self) -> None:
+        """Raise RuntimeError where no more batches are made of it."""
+        if self.is_left:
+            raise RuntimeError(self._has_ended)
+
+    @property
+    def _has_ended(self) -> str:
+        return f"this batch belongs to {self.name}, which has ended: use batches inside their own loop"
+
+    def show(self, groups: Sequence[GroupRows]) -> None:
+        """Have lookups find these rows."""
+        self.groups, self._bring = tuple(groups), None
+
+    def bring(self) -> None:
+        """Have the rows brought, where they were not yet: the visit before ends then."""
+        if self._bring is not None:
+            self._bring()
+
+    def look_up(self, end: int) -> None:
+        """Check that a module finds the rows of a batch, which ends behind so many samples; brings them to train it.
+
+        Raises RuntimeError where the visit has ended, StateError where rows are not brought yet and none are trained.
+        """
+        self.check()
+        if self.gradients is None:
+            return
+        if torch.is_grad_enabled():
+            self.bring()
+            self.samples_trained = max(self.samples_trained, end)
+            self.gradients.is_awaited = True
+        elif self._bring is not None:
+            raise StateError(
+                f"a batch of {self.name} was looked up without gradients before one of it was trained: its rows are "
+                "brought with the first batch that is trained, so evaluate batches behind it, or use evaluation()"
+            )
+
+    def leave(self) -> None:
+        """Make no more batches of it; those there are may be looked up on."""
+        self.is_left = True
+        for close in list(self._users):
+            close()
 
     def end(self) -> None:
         """End it: local ids mean other rows from now on. What makes batches of them ahead ends first.
@@ -100,9 +152,8 @@ class RowView:
         Batches of it may stay with whoever has them; the memory of the rows does not stay with these.
         """
         self.ended = True
-        for close in list(self._users):
-            close()
-        self.groups = ()
+        self.leave()
+        self.groups, self._bring = (), None
 
     @contextmanager
     def in_use(self, close: Callable[[], None]) -> Iterator[None]:

@@ -76,6 +76,8 @@ class Batch:
     """What the mean loss of this batch counts for: 1 with one rank; W * n / N for n of the N samples of W ranks."""
     pooled: Mapping[str, Pooled] = field(default_factory=dict)
     """By name, features that another rank pooled; ``ids`` has all others that some module looks up."""
+    end: int = 0
+    """Samples of the visit up to the end of the batch, of all ranks."""
     joins: Joins | None = field(default=None, repr=False)
     """Where it was made ahead: ids that are on the device already. To change ``ids`` give others by
     ``dataclasses.replace``; writes into their arrays may come too late."""
@@ -185,6 +187,7 @@ def make_batch(
     *,
     ids: Mapping[str, FeatureIds] | None = None,
     weight: float = 1.0,
+    end: int = 0,
     pooled: Mapping[str, Pooled] | None = None,
     joins: Joins | None = None,
     bringer: Bringer | None = None,
@@ -202,6 +205,7 @@ def make_batch(
         rows=rows,
         num_samples=samples.num_samples,
         weight=weight,
+        end=end,
         pooled=pooled or {},
         joins=joins,
     )

@@ -27,13 +27,13 @@ from tiercache.training.embedding import table_modules
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.matching import check_features, check_tables
-from tiercache.training.progress import TrainingProgress, prepare_kernels
+from tiercache.training.pass_loop import CLOSED, PassLoop
+from tiercache.training.progress import prepare_kernels
 from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.step_hooks import StepHooks, named_objects
 from tiercache.training.stepped_cache import SteppedCache
 from tiercache.training.threads import share_threads
-from tiercache.training.visit import Visit
 
 if TYPE_CHECKING:
     import os
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Batch
     from tiercache.training.exchange import Exchange
     from tiercache.training.rows_now import RowsNow
+    from tiercache.training.visit import Visit
 
 _COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SWITCHING = "changing the rows of the visit"
 
 
 class TierCache(SteppedCache):
@@ -154,8 +154,6 @@ class TierCache(SteppedCache):
                 device_bytes = budgets.check_device(source, backend)
             self.store = self._opened.open(source, budgets, progress=progress)
             self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
-            self._shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
-            self._seed = seed
             with ranks.raise_on_all("planning the budgets"):
                 self._rows = RankRows(
                     self.store, source, backend, budgets, device_bytes=device_bytes, order_seed=order_seed
@@ -169,10 +167,11 @@ class TierCache(SteppedCache):
             room = device_bytes - self._rows.device.num_bytes
             self._raw = RawKeys(data.schema, self._groups, self._exchange, self.optimizer, backend, room)
             self._pipeline, self._hooks = BatchPipeline(backend), StepHooks(self)
-            self._progress: TrainingProgress | None = None
-            self._visit: Visit | None = None
-            self._run: object = None
-            self.reports: list[VisitReport] = []
+            shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
+            self._loop = PassLoop(
+                self._opened, self._rows, self._exchange, self._raw, self._pipeline, seed=seed, shown=shown
+            )
+            self.reports: list[VisitReport] = self._loop.reports
             """What this rank moved, a report for each visit trained by this object; the last one while it runs."""
             self.register(**named_objects(model=model, optimizer=optimizer))
 
@@ -232,65 +231,24 @@ class TierCache(SteppedCache):
         asked for, so what the loop's body does after its batches belongs to it. The commit of visit t is durable by
         the end of visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         On several ranks that is a commit of all: every shard is durable then, and a record names them.
+
+        With one rank a loop may fetch batches ahead of its training, up to those of the next visit: where a batch that
+        it took was not trained yet when the next visit is asked for, the visit ends at the first lookup that trains the
+        next one, and the last one with ``close``, ``commit`` or another loop. A batch is trained once a module has
+        looked it up with gradients enabled.
         """
         self._check_open()
-        ranks, rows = self.communicator, self._rows
-        run = self._run = object()
-        self._end_visit()
-        rows.stop()
-        share_threads()
-        self._opened.meet()
-        with ranks.raise_on_all(_SWITCHING):
-            first, first_sample = rows.restore()
-        self._opened.publish()
-        end = epochs * rows.schedule.num_passes
-        if first >= end:
-            return
-        with ranks.raise_on_all(_SWITCHING):
-            rows.begin(end)
-        total = rows.schedule.samples_left(first, epochs, [one.samples for one in self.pass_set.passes])
-        progress = self._progress = TrainingProgress(total, shown=self._shown)
-        try:
-            for index in range(first, end):
-                with ranks.raise_on_all(_SWITCHING):
-                    visit = self._begin_visit(index, first_sample if index == first else 0)
-                yield visit
-                if self._run is not run:
-                    self._check_open()
-                    raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
-                self._settle(
-                    f"visit {index} ended between backward and step, and its row gradients would be lost: step the "
-                    "optimizer after its last batch, or drop them with zero_grad()",
-                    left=f"visit {index}",
-                )
-                with ranks.raise_on_all(_SWITCHING):
-                    self._switch(visit, last=index + 1 == end)
-            self._opened.publish()
-        finally:
-            progress.stop()
-            if self._run is run:
-                self._end_visit()
-                rows.stop()
+        yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
 
     def commit(self) -> None:
-        """Commit now, inside the visit, after the batches yielded so far; returns when it is durable on all ranks.
+        """Commit now, inside the visit, after the batches trained so far; returns when it is durable on all ranks.
 
-        Raises StateError between a backward and its step, and outside a visit.
+        With one rank those are the batches that modules have looked up, with several those that were yielded. Behind a
+        loop over ``passes`` it commits the last visit, where that waits for it. Raises StateError between a backward
+        and its step, and outside a visit.
         """
-        visit, ranks = self._visit, self.communicator
-        if visit is None:
-            raise StateError("commit() was called outside a visit: a visit commits by itself when it ends")
-        self._settle(
-            "commit() was called between backward and step: step the optimizer first, or drop the gradients with "
-            "zero_grad()",
-            left=f"visit {visit.index} before its commit",
-        )
-        with ranks.raise_on_all("committing inside a visit"):
-            if visit.samples_done == 0:
-                raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
-            state, settings = self._rows.state.capture()
-            self._rows.transfer.commit_within(visit.samples_done, (state, settings | {"order": visit.order}))
-        self._opened.publish()
+        self._check_open()
+        self._loop.commit()
 
     def drain(self, *, staged: bool = True) -> None:
         """Wait until every dump is durable and, with ``staged``, the next visit's rows are staged.
@@ -342,7 +300,7 @@ class TierCache(SteppedCache):
         of out-of-vocabulary rows that stand elsewhere. Not collective.
         """
         self._check_open()
-        return self._rows.now(self._visit, unknown)
+        return self._rows.now(self._loop.visit, unknown)
 
     # -- ending -------------------------------------------------------------------------------------------
 
@@ -362,7 +320,7 @@ class TierCache(SteppedCache):
     def _close(self, *, failed: bool) -> None:
         if self._closed:
             return
-        self._run, self._closed = None, True  # a loop that was left open finds nothing to end when it is collected
+        self._closed = True
         with ExitStack() as last:
             for close in (
                 self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.close,
@@ -372,7 +330,9 @@ class TierCache(SteppedCache):
                 last.callback(close)  # the last one first
             if failed:  # before anything waits: a rank that waits for this one at an agreement raises
                 self.communicator.close(failed=True)
-            self._end_visit()
+            last.callback(self._loop.end)
+            if not failed:
+                last.callback(self._loop.finish)
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -437,62 +397,13 @@ class TierCache(SteppedCache):
 
     # -- inside -------------------------------------------------------------------------------------------
 
+    def _current(self) -> Visit | None:
+        return self._loop.visit
+
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        super()._step(optimizer)
+        self._loop.note_step()
+
     def _check_open(self) -> None:
         if self._closed:
-            raise StateError("this cache is closed: open another one on its store to go on")
-
-    def _settle(self, unstepped: str, *, left: str) -> None:
-        """Come to where a commit may be captured: of a sharded store the commit before is published first.
-
-        Raises StateError, ``unstepped``, between a backward and its step.
-        """
-        self._exchange.rest()
-        with self.communicator.raise_on_all("writing the rows of the visit before"):
-            if self._exchange.pending:
-                raise StateError(unstepped)
-            self._exchange.leave(left)
-            self._rows.transfer.check()
-            if self._opened.is_sharded:
-                self._rows.transfer.drain()
-        self._opened.publish()
-
-    def _begin_visit(self, index: int, first_sample: int) -> Visit:
-        plan, report, rows = self._rows.visit(index)
-        self._exchange.open(plan.pass_index, rows)
-        self._visit = Visit(
-            index=index, epoch=plan.epoch, source=self._rows.source.passes[plan.pass_index], rows=rows,
-            seed=self._seed, raw=self._raw, exchange=self._exchange, pipeline=self._pipeline, first_sample=first_sample,
-            order=self.store.commit.settings.get("order") if first_sample and self.store.commit else None,
-            before_batch=self._before_batch, note_loss=report.losses.append,
-        )  # fmt: skip
-        self.reports.append(report)
-        report.begin_training()
-        return self._visit
-
-    def _switch(self, visit: Visit, *, last: bool) -> None:
-        """End a visit and bring the rows of the next one, or write those of the last."""
-        report, transfer = self._rows.transfer.report, self._rows.transfer
-        assert report is not None
-        assert self._progress is not None
-        with report.timing("commit"):
-            state = self._rows.state.capture()
-        self._end_visit()
-        self._progress.visit_done(visit.num_samples, report)
-        if last:
-            transfer.finish(state)
-        else:
-            transfer.switch(state)
-
-    def _before_batch(self, done: int) -> None:
-        """Raise what went wrong on a thread, and show how far the visit is."""
-        self._rows.transfer.check()
-        assert self._visit is not None
-        assert self._progress is not None
-        self._progress.batch(self._visit.index, done)
-
-    def _end_visit(self) -> None:
-        if self._visit is not None:
-            self._visit.end()
-            self._visit = None
-            self.reports[-1].end_training()
-        self._exchange.discard()
+            raise StateError(CLOSED)

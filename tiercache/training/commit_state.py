@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.store.table import Group
     from tiercache.tiers.pass_switcher import StateBytes
+    from tiercache.training.dense_state import RandomStates
 
 
 class CommitState:
@@ -32,9 +33,9 @@ class CommitState:
         if backend.name:
             self.environment["device"] = backend.name
 
-    def capture(self) -> StateBytes:
-        """Clone it as it is now."""
-        return self.dense.capture(), self.optimizer.settings()
+    def capture(self, random: RandomStates | None = None) -> StateBytes:
+        """Clone it as it is now; the states of random generators where they are given."""
+        return self.dense.capture(random), self.optimizer.settings()
 
     def restore(self, store: Store) -> None:
         """Put back what the last commit of ``store`` keeps; warns where that was trained elsewhere."""

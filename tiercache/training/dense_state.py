@@ -27,6 +27,10 @@ _TENSOR_BYTES = 2048
 """More than torch adds to the numbers of two tensors in a file."""
 
 
+RandomStates = dict[str, Any]
+"""The states of random generators, as a commit keeps them."""
+
+
 class Stateful(Protocol):
     """Anything with a state_dict: modules, optimizers, schedulers, scalers."""
 
@@ -69,26 +73,29 @@ class DenseState:
                 ) from error
         self._objects.update(objects)
 
-    def capture(self) -> Callable[[], bytes]:
-        """Clone the state as it is now; the returned function serialises the clone, on any thread.
-
-        Raises StateError for what cannot be stored: what an object keeps may have changed since ``register``.
-        """
+    def random_states(self) -> RandomStates:
+        """Return the states of the global generators of torch, numpy and random, and that of the device's."""
         version, numbers, gauss = random.getstate()
         kind, words, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
-        handles = handle_ids(self._objects.values())
-        objects = {name: _state_of(value, handles) for name, value in self._objects.items()}
-        for name, value in objects.items():
-            _refuse_unstorable(value, name)
-        state = {
-            "objects": _clone(objects),
+        found: RandomStates = {
             "torch": torch.get_rng_state().clone(),
             "python": (version, torch.from_numpy(np.array(numbers)), gauss),  # a tuple is pickled number by number
             "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
         }
         there = self._backend.random_state()
-        if there is not None:
-            state["device"] = there
+        return found if there is None else found | {"device": there}
+
+    def capture(self, random_states: RandomStates | None = None) -> Callable[[], bytes]:
+        """Clone the state as it is now; the returned function serialises the clone, on any thread.
+
+        random_states: of an earlier moment, in place of those as they are now. Raises StateError for what cannot be
+        stored: what an object keeps may have changed since ``register``.
+        """
+        handles = handle_ids(self._objects.values())
+        objects = {name: _state_of(value, handles) for name, value in self._objects.items()}
+        for name, value in objects.items():
+            _refuse_unstorable(value, name)
+        state = {"objects": _clone(objects), **(random_states or self.random_states())}
         cloned = _moments(state["objects"])
 
         def save() -> bytes:

@@ -165,7 +165,7 @@ class EmbeddingBagCollection(TableModule):
         Raises IndexError for ids that are not of the visit, RuntimeError where the visit has ended.
         """
         watch_scalers()
-        batch.rows.check()
+        batch.rows.look_up(batch.end)
         given, backend = dict(weights or {}), batch.rows.backend
         for name, weight in given.items():
             if name not in self._cols:
@@ -259,7 +259,7 @@ class EmbeddingCollection(TableModule):
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Look up all features of ``batch``."""
         watch_scalers()
-        batch.rows.check()
+        batch.rows.look_up(batch.end)
         check_brought(batch, self.features)
         if not self.features:
             return {}

@@ -78,13 +78,14 @@ class LocalExchange:
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
         """Return what makes a batch; ahead, what modules look up is joined and brought on that thread too."""
         if ahead:
-            return partial(self._make_ahead, request, rows, list(self._seen.values()))
+            return partial(self._make_ahead, request, rows, list(self._seen.values()) if rows.groups else [])
         return partial(self._make, request, rows)
 
     @staticmethod
     def _make(request: BatchRequest, rows: RowView) -> _Brought:
         samples = request.source.read(request.places)
-        return _Brought(make_batch(samples, rows, weight=samples.num_samples / request.step_samples), None)
+        weight = samples.num_samples / request.step_samples
+        return _Brought(make_batch(samples, rows, weight=weight, end=request.done), None)
 
     def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _Brought:
         upload = self._backend.upload()
@@ -94,7 +95,8 @@ class LocalExchange:
             found = [samples.ids[name] for name in part.features]
             joined[part.key] = join_part(part, found, rows, samples.num_samples, upload, weights=True)
         weight = samples.num_samples / request.step_samples
-        batch = make_batch(samples, rows, weight=weight, joins=Joins(self._seen, joined), bringer=upload)
+        joins = Joins(self._seen, joined)
+        batch = make_batch(samples, rows, weight=weight, end=request.done, joins=joins, bringer=upload)
         upload.send()
         return _Brought(batch, upload)
 

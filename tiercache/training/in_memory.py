@@ -96,6 +96,8 @@ class InMemoryCache(SteppedCache):
         self._exchange = LocalExchange(alone, self._backend, self.optimizer, self.rows_now)
         self._raw = RawKeys(passes.schema, self._groups, self._exchange, self.optimizer, self._backend)
         self._visit: Visit | None = None
+        self._ahead: Visit | None = None
+        """The next one, where the loop asked for it before that was trained to its end."""
         self._trained = 0
         self._closed = False
         self.register(**named_objects(model=model, optimizer=optimizer))
@@ -141,23 +143,52 @@ class InMemoryCache(SteppedCache):
         """Yield the visits up to the end of epoch ``epochs``, from the first not trained yet."""
         self._check_open()
         share_threads()
-        while self._trained < epochs * self._schedule.num_passes:
-            index = self._trained
-            p = self._schedule.pass_of(index)
-            view = RowView(self._rows_of(p), self.optimizer.gradients, f"visit {index}", self._backend)
-            self._visit = Visit(
-                index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=view,
-                seed=self._seed, raw=self._raw, exchange=self._exchange, pipeline=self._pipeline,
-            )  # fmt: skip
-            try:
-                yield self._visit
+        self._end_visit()
+        end = epochs * self._schedule.num_passes
+        try:
+            while self._trained < end:
+                visit = self._ahead = self._make(self._trained)
+                if self._visit is None or self._visit.is_trained:
+                    self._bring()
+                yield visit
                 self._check_open()
-                self.optimizer.check_stepped(f"visit {index}")
+                if self._ahead is visit:  # no batch of it was looked up
+                    self._bring()
+                self.optimizer.check_stepped(f"visit {visit.index}")
+                visit.rows.leave()
                 self._trained += 1
-            finally:
-                view.end()
-                self._visit = None
-                self.optimizer.discard()
+        finally:
+            is_over = self._trained >= end
+            if not is_over or (self._visit is not None and self._visit.is_trained):
+                self._end_visit()
+
+    def _make(self, index: int) -> Visit:
+        """Return a visit whose rows are not shown yet."""
+        p = self._schedule.pass_of(index)
+        rows = RowView((), self.optimizer.gradients, f"visit {index}", self._backend, self._bring)
+        return Visit(
+            index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=rows,
+            seed=self._seed, raw=self._raw, exchange=self._exchange, pipeline=self._pipeline,
+        )  # fmt: skip
+
+    def _bring(self) -> None:
+        """End the visit that was trained, and show the rows of the one that the loop has asked for."""
+        if self._visit is not None:
+            self.optimizer.check_stepped(f"visit {self._visit.index}")
+            self._visit.end()
+        self._visit, self._ahead = self._ahead, None
+        assert self._visit is not None
+        self._visit.rows.show(self._rows_of(self._visit.pass_index))
+
+    def _current(self) -> Visit | None:
+        return self._visit
+
+    def _end_visit(self) -> None:
+        for visit in (self._visit, self._ahead):
+            if visit is not None:
+                visit.end()
+        self._visit = self._ahead = None
+        self.optimizer.discard()
 
     def _rows_of(self, p: int) -> list[GroupRows]:
         """Return what lookups see of a pass."""
@@ -178,10 +209,7 @@ class InMemoryCache(SteppedCache):
         A cache that nobody refers to any more lets go of it without.
         """
         self._closed = True
-        if self._visit is not None:
-            self._visit.rows.end()
-            self._visit = None
-        self.optimizer.discard()
+        self._end_visit()
         self._hooks.remove()
         self._raw.close()
         self._backend.drop_scratch()
@@ -263,7 +291,7 @@ class InMemoryCache(SteppedCache):
 
     def _visited(self) -> list[int]:
         """Return the passes trained so far, that of the visit included."""
-        last = self._trained + (self._visit is not None)
+        last = self._trained if self._visit is None else self._visit.index + 1
         return sorted({self._schedule.pass_of(index) for index in range(min(last, 2 * self._schedule.num_passes))})
 
     @property

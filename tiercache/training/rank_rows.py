@@ -12,7 +12,6 @@ from tiercache.planning.schedule import Schedule
 from tiercache.tiers.device_tier import DeviceTier
 from tiercache.tiers.pass_switcher import PassSwitcher
 from tiercache.tiers.pinned_arena import PinnedArena
-from tiercache.tiers.rows import RowView
 from tiercache.tiers.segments import waiting_streams
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.commit_state import CommitState
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.budgets import Budgets
     from tiercache.store import Store
     from tiercache.tiers.report import VisitReport
+    from tiercache.tiers.rows import GroupRows
     from tiercache.training.visit import Visit
 
 _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.WeakKeyDictionary()
@@ -56,7 +56,7 @@ class RankRows:
         Raises BudgetError where the plan exceeds a budget or the device, PassSetError where passes and store do not
         belong together, StateError where the store is being trained.
         """
-        self.store, self.source, self._backend = store, source, backend
+        self.store, self.source, self.backend = store, source, backend
         self.check_alone()
         check_tables(store, source)
         self.schedule = Schedule(num_passes=len(source.passes), pass_set_digest=source.digest, order_seed=order_seed)
@@ -97,14 +97,13 @@ class RankRows:
         _TRAINED_BY[self.store] = weakref.ref(self)
         self.transfer.begin(self.plans.planner(end), end=end)
 
-    def visit(self, index: int) -> tuple[VisitPlan, VisitReport, RowView]:
+    def brought(self, index: int) -> tuple[VisitPlan, VisitReport, Sequence[GroupRows]]:
         """Return the visit that was brought: its plan, its report and its rows."""
         plan, report = self.transfer.plan, self.transfer.report
         assert plan is not None
         assert report is not None
         assert plan.visit == index
-        groups = self.device.rows_of(plan.pass_index)
-        return plan, report, RowView(groups, self.state.optimizer.gradients, f"visit {index}", self._backend)
+        return plan, report, self.device.rows_of(plan.pass_index)
 
     def stop(self) -> None:
         """End a loop over the passes, wherever it is."""

@@ -6,6 +6,7 @@ loaders have ended. An index of the whole pass finds local ids on every rank; fr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -102,7 +103,7 @@ class RawKeys:
         if ids is not None:
             made = self._exchange.named(self._missing.add(made, mine.features, ids, missing, reader))
         visit.count_raw(sum(sizes))
-        return made
+        return replace(made, end=visit.samples_done)
 
     def evaluate(self, keys: Mapping[str, Any] | None, budget: int, **given: Any) -> Batch | None:
         """Return a batch outside any visit: ``TierCache.evaluation_batch`` promises it."""

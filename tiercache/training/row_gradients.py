@@ -39,6 +39,8 @@ class RowGradients:
         self.pending: list[list[SavedGradient]] = [[] for _ in range(num_groups)]
         """What the step applies, by group."""
         self._waiting: list[_Waiting] = []
+        self.is_awaited = False
+        """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
 
     def add(self, group: int, pending: SavedGradient) -> None:
         """Add a gradient that the next step applies, whatever became of a handle."""
@@ -46,6 +48,7 @@ class RowGradients:
 
     def wait(self, group: int, pending: SavedGradient, mark: Mark) -> None:
         """Add the gradient of one lookup, to be applied as the module's handle says then."""
+        self.is_awaited = False
         self._waiting = [one for one in self._waiting if is_alive(one.mark)]
         self._waiting.append(_Waiting(group, pending, mark))
 
@@ -70,6 +73,7 @@ class RowGradients:
 
     def settle(self, factors: Mapping[Tracer, float]) -> None:
         """Move to ``pending`` what a step applies, multiplied by what `Tracers.factors` said."""
+        self.is_awaited = False
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             factor = factor_of(one.mark, factors)
@@ -93,6 +97,7 @@ class RowGradients:
 
     def clear(self) -> None:
         """Drop everything."""
+        self.is_awaited = False
         self._waiting.clear()
         self.clear_settled()
 

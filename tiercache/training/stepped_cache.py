@@ -20,7 +20,6 @@ class SteppedCache:
     optimizer: RowOptimizer
     """The optimizer of rows; its ``param_groups`` are the tables."""
     _exchange: Exchange
-    _visit: Visit | None
 
     def clip_grad_norm_(
         self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
@@ -34,14 +33,19 @@ class SteppedCache:
         """
         return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
 
+    def _current(self) -> Visit | None:
+        """Return the visit whose rows are trained."""
+        raise NotImplementedError
+
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
 
         Of several ranks duplicates are added in the order of batches, in each by rank.
         """
-        if self._visit is None:
+        visit = self._current()
+        if visit is None:
             raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
-        self._exchange.step(self._visit.rows.groups, optimizer)
+        self._exchange.step(visit.rows.groups, optimizer)
 
     def _discard(self) -> None:
         """Drop the pending row gradients."""

@@ -43,8 +43,7 @@ class Visit:
         pipeline: BatchPipeline,
         first_sample: int = 0,
         order: Mapping[str, object] | None = None,
-        before_batch: Callable[[int], None] | None = None,
-        note_loss: Callable[[float], None] = lambda _: None,
+        before_batch: Callable[[Visit], None] | None = None,
     ) -> None:
         self.index = index
         """The visit's number, counted from 0 over all epochs."""
@@ -64,12 +63,15 @@ class Visit:
         self.batches_done = self.start_batch
         """Batches that ``batch`` made, those included."""
         self.rows = rows
+        rows.samples_trained = first_sample
         self.order = order
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
         self.source = source
         """The pass, with its samples and the keys that this rank trains."""
         self._seed, self._raw, self._exchange, self._pipeline = seed, raw, exchange, pipeline
-        self._before_batch, self._note_loss = before_batch or _nothing, note_loss
+        self._before_batch = before_batch or _nothing
+        self.losses: list[float] = []
+        """What ``note_loss`` was given; the visit's report has it too."""
 
     def batches(
         self,
@@ -179,14 +181,30 @@ class Visit:
         )
         yield from cut_batches(order, size, first=self.samples_done, last=self.num_samples)
 
+    @property
+    def samples_trained(self) -> int:
+        """Samples of all ranks that a commit made now has behind it.
+
+        With one rank those of the batches that modules have looked up; with several, or of raw keys, of those that were
+        yielded or made.
+        """
+        counts_made = self._exchange.ranks.size > 1 or "raw_batches" in (self.order or {})
+        return self.samples_done if counts_made else self.rows.samples_trained
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether all batches that were yielded or made were looked up, and their backward was done."""
+        gradients = self.rows.gradients
+        return self.rows.samples_trained >= self.samples_done and not (gradients and gradients.is_awaited)
+
     def end(self) -> None:
         """End it and its rows. Whoever still refers to it does not keep its cache."""
         self.rows.end()
         self._before_batch = _nothing
 
     def _before(self) -> None:
-        self.rows.check()
-        self._before_batch(self.samples_done)
+        self.rows.check_made()
+        self._before_batch(self)
 
     @overload
     def batch(
@@ -242,14 +260,15 @@ class Visit:
         return self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
 
     def begin_raw(self) -> None:
-        """Raise what ``batch`` raises of the visit, before a batch of raw keys is made."""
-        self.rows.check()
+        """Raise what ``batch`` raises of the visit, before a batch of raw keys is made: it needs the visit's rows."""
+        self.rows.check_made()
+        self.rows.bring()
         if self.order is not None and "raw_batches" not in self.order:
             raise StateError(
                 f"visit {self.index} takes its samples from batches(), so batch() would count them twice: use one of "
                 "them in a visit"
             )
-        self._before_batch(self.samples_done)
+        self._before_batch(self)
 
     def count_raw(self, num_samples: int) -> None:
         """Count a batch of raw keys that was made."""
@@ -259,13 +278,13 @@ class Visit:
 
     def note_loss(self, loss: float) -> None:
         """Add a loss of this rank to the visit's report."""
-        self._note_loss(loss)
+        self.losses.append(loss)
 
     def __repr__(self) -> str:
         return f"Visit({self.index}, epoch={self.epoch}, pass={self.pass_index}, samples={self.num_samples:,})"
 
 
-def _nothing(_: int) -> None:
+def _nothing(_: Visit) -> None:
     """Of a cache that wants to know nothing."""
 
 

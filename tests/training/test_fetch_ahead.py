@@ -1,0 +1,252 @@
+"""Loops that fetch batches ahead of their training, over the ends of passes: the same bits, and the same commits."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.training.cases import SPECS, Case, Net, Result, assert_same_bits, result_of, result_of_resident
+from tests.training.devices import cuda_device
+from tiercache.errors import StateError
+from tiercache.store import MemoryEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CASE = Case(
+    tables=(
+        tc.Table(name="a", dim=4, optimizer=tc.Adagrad(learning_rate=0.1), initializer=tc.Uniform(low=-0.1, high=0.1)),
+        tc.Table(name="b", dim=6, optimizer=tc.SGD(learning_rate=0.1), initializer=tc.Uniform(low=-0.1, high=0.1)),
+    ),
+    specs=SPECS,
+)  # 4 passes of 4 batches, 2 epochs
+STEPS = 32
+
+
+class Training:
+    """New objects of one training, and its loop."""
+
+    def __init__(self, cache: Any) -> None:
+        torch.manual_seed(1)
+        self.cache = cache
+        self.model = Net(cache, CASE)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=5, gamma=0.9)
+        cache.register(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+        self.losses: dict[tuple[int, int], float] = {}
+
+    def fetched(self, **options: Any) -> Iterator[tuple[tc.Visit, int, tc.Batch]]:
+        """Yield all batches: as a loader that knows nothing of passes."""
+        for visit in self.cache.passes(epochs=2):
+            for batch in visit.batches(CASE.batch, shuffle=True, **options):
+                yield visit, batch.end, batch
+
+    def step(self, visit: tc.Visit, end: int, batch: tc.Batch) -> None:
+        """Train a batch, with random numbers of torch."""
+        self.optimizer.zero_grad()
+        logits = self.model(batch)
+        kept = torch.rand(logits.shape) < 0.8
+        loss = (nn.functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="none") * kept).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.losses[visit.index, end] = loss.item()
+
+    def run(self, depth: int, *, steps: int | None = None, **options: Any) -> None:
+        """Train with so many batches fetched before the one that is trained, up to so many steps."""
+        self.loader = ahead(self.fetched(**options), depth)
+        for fetched in islice(self.loader, steps):
+            self.step(*fetched)
+
+
+def ahead(iterator: Iterator[Any], depth: int) -> Iterator[Any]:
+    """Yield what an iterator gives after it was asked for ``depth`` more, as loaders that prefetch do."""
+    held: deque[Any] = deque()
+    for one in iterator:
+        held.append(one)
+        if len(held) > depth:
+            yield held.popleft()
+    yield from held
+
+
+def opened(passes: tc.PassSet, store: tc.Store, **options: Any) -> tc.TierCache:
+    """Return a cache whose device holds one pass."""
+    return tc.TierCache(store, passes, device_budget="48KiB", host_budget="16MiB", progress=False, **options)
+
+
+def store_of(passes: tc.PassSet) -> tc.Store:
+    """Return a new store."""
+    return tc.Store.open(None, engine=MemoryEngine(), tables=passes.tables)
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassSet:
+    """The passes of the case."""
+    return CASE.cut(tmp_path_factory.mktemp("passes"))
+
+
+@pytest.fixture(scope="module")
+def plain(passes: tc.PassSet) -> tuple[Result, dict[tuple[int, int], float]]:
+    """What the loop without fetching ahead ends with."""
+    with store_of(passes) as store:
+        with opened(passes, store) as cache:
+            training = Training(cache)
+            training.run(0)
+        assert len(training.losses) == STEPS
+        return result_of(store, passes, training.model), training.losses
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
+    passes: tc.PassSet, plain: tuple[Result, Any], depth: int, prefetch: int, device: str
+) -> None:
+    """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
+    with store_of(passes) as store:
+        with opened(passes, store, commit_every=3, device=cuda_device() if device == "cuda" else device) as cache:
+            training = Training(cache)
+            training.run(depth, prefetch=prefetch)
+            assert len(cache.reports) == 8
+            cache.drain(staged=False)
+            assert store.commit is not None
+            assert store.commit.cursor.visit == 6
+        assert training.losses == plain[1]
+        assert_same_bits(result_of(store, passes, training.model), plain[0])
+        assert store.commit.cursor.visit == 8
+
+
+def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassSet, plain: tuple[Result, Any]) -> None:
+    """Its loop may fetch ahead too."""
+    with tc.InMemoryCache(passes) as cache:
+        training = Training(cache)
+        training.run(2)
+        assert training.losses == plain[1]
+        assert_same_bits(result_of_resident(cache, training.model), plain[0])
+
+
+@pytest.mark.parametrize("steps", range(1, STEPS, 3))
+def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(
+    passes: tc.PassSet, plain: tuple[Result, Any], steps: int
+) -> None:
+    """With random numbers in every step and a rate that changes: what was fetched and not trained is fetched again."""
+
+    class GivenUpError(Exception):
+        pass
+
+    losses = {}
+    with store_of(passes) as store:
+        with pytest.raises(GivenUpError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
+            training = Training(cache)
+            training.run(2, steps=steps)
+            losses |= training.losses
+            cache.drain(staged=False)
+            raise GivenUpError
+        assert store.commit is not None
+        assert store.commit.cursor.visit == max(0, (steps - 1) // 4)
+        with opened(passes, store) as cache:
+            training = Training(cache)
+            training.run(2)
+        assert losses | training.losses == plain[1]
+        assert_same_bits(result_of(store, passes, training.model), plain[0])
+
+
+def test_a_commit_inside_counts_what_was_trained(passes: tc.PassSet, plain: tuple[Result, Any]) -> None:
+    """Not what was fetched: a training goes on behind the last batch that it stepped."""
+    with store_of(passes) as store:
+        with opened(passes, store) as cache:
+            training = Training(cache)
+            training.run(1, steps=6)
+            cache.commit()
+            losses = training.losses
+        assert store.commit is not None
+        assert (store.commit.cursor.visit, store.commit.cursor.sample) == (1, 2 * CASE.batch)
+        with opened(passes, store) as cache:
+            training = Training(cache)
+            training.run(1)
+        assert losses | training.losses == plain[1]
+        assert_same_bits(result_of(store, passes, training.model), plain[0])
+
+
+def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassSet, plain: tuple[Result, Any]) -> None:
+    """A loop that stops a batch before its loader: close commits behind the batches trained."""
+    with store_of(passes) as store:
+        with opened(passes, store) as cache:
+            training = Training(cache)
+            fetched = training.fetched()
+            held = next(fetched)
+            while (following := next(fetched, None)) is not None:
+                training.step(*held)
+                held = following
+            losses = training.losses
+        assert store.commit is not None
+        assert (store.commit.cursor.visit, store.commit.cursor.sample) == (7, 3 * CASE.batch)
+        with opened(passes, store) as cache:
+            training = Training(cache)
+            training.run(0)
+        assert losses | training.losses == plain[1]
+        assert_same_bits(result_of(store, passes, training.model), plain[0])
+
+
+def test_a_loop_behind_one_that_fetched_ahead_commits_its_last_pass_first(passes: tc.PassSet) -> None:
+    """As does commit(); without them a training that fails commits it not."""
+    with store_of(passes) as store, opened(passes, store) as cache:
+        training = Training(cache)
+        training.run(1)
+        cache.drain(staged=False)
+        assert store.commit is not None
+        assert store.commit.cursor.visit == 7
+        assert [*cache.passes(epochs=2)] == []
+        assert store.commit.cursor.visit == 8
+
+
+def test_commit_behind_a_loop_that_fetched_ahead_commits_its_last_pass(passes: tc.PassSet) -> None:
+    """And a failure later changes nothing."""
+    with store_of(passes) as store:
+        with pytest.raises(ZeroDivisionError), opened(passes, store) as cache:  # noqa: PT012 - as above
+            Training(cache).run(1)
+            cache.commit()
+            raise ZeroDivisionError
+        assert store.commit is not None
+        assert store.commit.cursor.visit == 8
+
+
+def test_a_batch_of_the_next_pass_is_not_evaluated_before_one_is_trained(passes: tc.PassSet) -> None:
+    """Its rows are not there; those of the pass that is trained are."""
+    with store_of(passes) as store, opened(passes, store) as cache:
+        training = Training(cache)
+        fetched = training.fetched()
+        held = [next(fetched) for _ in range(5)]
+        for one in held[:3]:
+            training.step(*one)
+        with torch.no_grad():
+            training.model(held[3][2])
+            with pytest.raises(StateError, match="a batch of visit 1 was looked up without gradients before one"):
+                training.model(held[4][2])
+        training.step(*held[3])
+        training.step(*held[4])
+        with torch.no_grad():
+            training.model(held[4][2])
+        with pytest.raises(RuntimeError, match="belongs to visit 0, which has ended"):
+            training.model(held[3][2])
+
+
+def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(passes: tc.PassSet) -> None:
+    """A remainder of accumulation would be lost; stepped or dropped, the loop goes on."""
+    with store_of(passes) as store, opened(passes, store) as cache:
+        training = Training(cache)
+        fetched = training.fetched()
+        held = [next(fetched) for _ in range(5)]
+        for one in held[:3]:
+            training.step(*one)
+        training.model(held[3][2]).sum().backward()
+        with pytest.raises(StateError, match="visit 0 ended between backward and step"):
+            training.model(held[4][2])
+        training.optimizer.step()
+        training.step(*held[4])
