@@ -7,8 +7,10 @@ in the middle the training is given up and goes on with new objects from its las
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import tiercache as tc
@@ -24,12 +27,18 @@ from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.tiers.first_vectors import initial_vectors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tests.ranks.pool import RanksPool
+    from tiercache.dist.communicator import AnyCommunicator
 
 TABLES, ROWS, DIM, DENSE = 8, 400, 16, 4
 PASSES, BATCHES, BATCH, EPOCHS = 8, 5, 32, 5
+SAMPLES = BATCH * BATCHES - 5
+"""Of a pass: its last batch is smaller, and is not divided by two."""
 STEPS = PASSES * BATCHES * EPOCHS
+GIVEN_UP = STEPS // 2 + 2
+"""The step where a training is given up, to go on from its last commit."""
 DENSE_RATE, ROW_RATE = 0.05, 0.2
 ROW_OPTIMIZERS = {
     "SGD": tc.SGD(learning_rate=ROW_RATE),
@@ -90,7 +99,7 @@ def samples() -> list[KeyBatch]:
     chance = np.random.default_rng(5)
     found = []
     for p in range(PASSES):
-        n, features = BATCH * BATCHES, {}
+        n, features = SAMPLES, {}
         for t in range(TABLES):
             offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 5, n))]) if t % 2 else None
             count = n if offsets is None else int(offsets[-1])
@@ -109,13 +118,15 @@ def samples() -> list[KeyBatch]:
 class Side:
     """A model with what trains it; the loops see nothing else."""
 
-    model: DLRM
+    model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     clip: Callable[[float], Any]
     rate_optimizers: list[torch.optim.Optimizer]
     """What a scheduler is made for."""
     register: Callable[..., None]
     losses: dict[int, float] = field(default_factory=dict)
+    overflows: bool = True
+    """Whether losses are sometimes so large that scaled gradients are infinite."""
     rows: list[Any] = field(default_factory=list)
 
 
@@ -170,19 +181,19 @@ def theirs(optimizer: str, data: list[KeyBatch], loop: Loop, *, gan: bool) -> Si
     loop.begin(side, state)
     for index in range(PASSES * EPOCHS):
         part = data[index % PASSES]
-        loop.run(side, state, [(index * BATCHES + b, *torch_batch(part.slice(b * BATCH, b * BATCH + BATCH)))
-                           for b in range(BATCHES)])  # fmt: skip
+        cuts = [part.slice(b * BATCH, min(SAMPLES, b * BATCH + BATCH)) for b in range(BATCHES)]
+        loop.run(side, state, [(index * BATCHES + b, *torch_batch(cut)) for b, cut in enumerate(cuts)])
     return side
 
 
 def torch_batch(part: KeyBatch) -> tuple[Any, ...]:
-    """Return (dense, bags, label) as torch takes them."""
+    """Return (dense, bags, label) as torch takes them, and a weight of 1."""
     bags = []
     for one in part.features.values():
         offsets = np.arange(part.dense.shape[0]) if one.offsets is None else one.offsets[:-1]
         bags.append((torch.from_numpy(one.keys), torch.from_numpy(offsets)))
     assert part.label is not None
-    return torch.from_numpy(part.dense), bags, torch.from_numpy(part.label)
+    return torch.from_numpy(part.dense), bags, torch.from_numpy(part.label), 1.0
 
 
 class GivenUpError(Exception):
@@ -192,39 +203,63 @@ class GivenUpError(Exception):
 def ours(optimizer: str, folder: Path, passes: tc.PassSet, loop: Loop, *, gan: bool) -> Side:
     """Train out of core; the second time from the last commit, with new objects."""
     losses: dict[int, float] = {}
-    for stop in (STEPS // 2 + 2, None):
+    for stop in (GIVEN_UP, None):
         with tc.Store.open(folder, tables=passes.tables, mode="a") as store:
             try:
                 side = ours_until(optimizer, store, passes, loop, losses, stop, gan=gan)
             except GivenUpError:
                 continue
+            side.rows = rows_of(store)
     return side
 
 
+def on_ranks(
+    ranks: AnyCommunicator, *, name: str, optimizer: str, folder: str, stop: int | None
+) -> dict[str, Any]:  # fmt: skip
+    """Train as one of several ranks, with DistributedDataParallel; only the first one's losses overflow."""
+    losses: dict[int, float] = {}
+    passes = tc.PassSet.open(Path(folder) / "passes")
+    with suppress(GivenUpError):
+        side = ours_until(
+            optimizer, Path(folder) / "model.tc", passes, LOOPS[name], losses, stop, gan=False, rank=ranks.rank,
+            size=ranks.size,
+        )  # fmt: skip
+        dense = [one.detach().numpy() for one in side.model.module.dense_parameters()]  # type: ignore[operator, union-attr]
+        return {"losses": {str(step): loss for step, loss in losses.items()}, "dense": dense}
+    return {"losses": {str(step): loss for step, loss in losses.items()}}
+
+
+def rows_of(store: tc.Store | tc.ShardedStore) -> list[Any]:
+    """Return the vectors of all tables."""
+    return [store.lookup(f"f{t}", np.arange(ROWS), missing="initial")["vector"] for t in range(TABLES)]
+
+
 def ours_until(
-    optimizer: str, store: tc.Store, passes: tc.PassSet, loop: Loop, losses: dict[int, float], stop: int | None,
-    *, gan: bool,
+    optimizer: str, store: tc.Store | Path, passes: tc.PassSet, loop: Loop, losses: dict[int, float],
+    stop: int | None, *, gan: bool, rank: int = 0, size: int = 1,
 ) -> Side:  # fmt: skip
     """Train up to a step."""
     torch.manual_seed(1)
-    model = DLRM([tc.EmbeddingBag(passes.schema, f"f{t}", mode="sum") for t in range(TABLES)])
+    model: Any = DLRM([tc.EmbeddingBag(passes.schema, f"f{t}", mode="sum") for t in range(TABLES)])
     parts: list[Any] = [model.parameters()]
     if gan:
         parts = [[*one.parameters(), *tables.parameters()]
                  for one, tables in ((model.bottom, model.tables[:4]), (model.top, model.tables[4:]))]  # fmt: skip
     optimizers = [make_optimizer(optimizer, part) for part in parts]
+    model = DistributedDataParallel(model) if size > 1 else model
     row_bytes = ROWS * TABLES * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
     with tc.TierCache(
         store, passes, model=model, optimizer=optimizers, device_budget=row_bytes // 4, host_budget="32MiB",
         progress=False,
     ) as cache:  # fmt: skip
-        side = Side(model, optimizers, cache.clip_grad_norm_, [*optimizers, cache.optimizer], cache.register, losses)
+        side = Side(
+            model, optimizers, cache.clip_grad_norm_, [*optimizers, cache.optimizer], cache.register, losses, rank == 0
+        )
         state: dict[str, Any] = {}
         loop.begin(side, state)
         passes_of = by_pass(cache, stop)
         for batches in [one_ahead(chain.from_iterable(passes_of))] if loop.fetches_ahead else passes_of:
             loop.run(side, state, batches)
-    side.rows = [store.lookup(f"f{t}", np.arange(ROWS), missing="initial")["vector"] for t in range(TABLES)]
     return side
 
 
@@ -232,7 +267,7 @@ def by_pass(cache: tc.TierCache, stop: int | None) -> Iterator[Batches]:
     """Yield the batches of each pass."""
     for visit in cache.passes(epochs=EPOCHS):
         yield (
-            (visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label)
+            (visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
             for b, batch in enumerate(checked(visit, stop))
         )
 
@@ -261,8 +296,8 @@ loss_of = nn.BCEWithLogitsLoss()
 
 def plain(side: Side, _state: dict[str, Any], batches: Batches) -> None:
     """The loop of every tutorial."""
-    for step, dense, bags, label in batches:
-        loss = loss_of(side.model(dense, bags), label)
+    for step, dense, bags, label, weight in batches:
+        loss = loss_of(side.model(dense, bags), label) * weight
         loss.backward()
         side.optimizers[0].step()
         side.optimizers[0].zero_grad()
@@ -272,10 +307,10 @@ def plain(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 def scaled(side: Side, state: dict[str, Any], batches: Batches) -> None:
     """Loss scaling, with an overflow at every 37th step."""
     scaler = state["scaler"]
-    for step, dense, bags, label in batches:
-        loss = loss_of(side.model(dense, bags), label)
+    for step, dense, bags, label, weight in batches:
+        loss = loss_of(side.model(dense, bags), label) * weight
         side.optimizers[0].zero_grad()
-        scaler.scale(loss * (1e38 if step % 37 == 36 else 1.0)).backward()
+        scaler.scale(loss * (1e38 if step % 37 == 36 and side.overflows else 1.0)).backward()
         scaler.step(side.optimizers[0])
         scaler.update()
         side.losses[step] = loss.item()
@@ -289,8 +324,8 @@ def begin_scaled(side: Side, state: dict[str, Any]) -> None:
 
 def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
     """Clipping by the norm of all gradients, over two accumulated batches where there are two."""
-    for step, dense, bags, label in batches:
-        loss = loss_of(side.model(dense, bags), label) * 5
+    for step, dense, bags, label, weight in batches:
+        loss = loss_of(side.model(dense, bags), label) * weight * 5
         loss.backward()
         side.losses[step] = loss.item()
         at = step % BATCHES
@@ -303,8 +338,8 @@ def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 def scaled_and_clipped(side: Side, state: dict[str, Any], batches: Batches) -> None:
     """Both, as the documentation of AMP has it."""
     scaler = state["scaler"]
-    for step, dense, bags, label in batches:
-        loss = loss_of(side.model(dense, bags), label)
+    for step, dense, bags, label, weight in batches:
+        loss = loss_of(side.model(dense, bags), label) * weight
         scaler.scale(loss).backward()
         scaler.unscale_(side.optimizers[0])
         side.clip(0.1)
@@ -348,8 +383,8 @@ def begin_one_cycle(side: Side, state: dict[str, Any]) -> None:
 
 def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
     """A step for four batches, and one for the rest of a pass."""
-    for step, dense, bags, label in batches:
-        loss = loss_of(side.model(dense, bags), label)
+    for step, dense, bags, label, weight in batches:
+        loss = loss_of(side.model(dense, bags), label) * weight
         (loss / 4).backward()
         side.losses[step] = loss.item()
         at = step % BATCHES
@@ -361,13 +396,13 @@ def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 def adversarial(side: Side, _state: dict[str, Any], batches: Batches) -> None:
     """Two optimizers: each backward reaches the parameters of both, and each step takes its own alone."""
     generator, discriminator = side.optimizers
-    for step, dense, bags, label in batches:
+    for step, dense, bags, label, weight in batches:
         discriminator.zero_grad()
-        loss = loss_of(side.model(dense, bags), label)
+        loss = loss_of(side.model(dense, bags), label) * weight
         loss.backward()
         discriminator.step()
         generator.zero_grad()
-        other = loss_of(-side.model(dense, bags), label)
+        other = loss_of(-side.model(dense, bags), label) * weight
         (other * 0.5).backward()
         generator.step()
         side.losses[step] = loss.item() + other.item()
@@ -395,15 +430,37 @@ def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer:
     passes = write_pass_set(tmp_path / "passes", schema_of(optimizer), data)
     reference = theirs(optimizer, data, LOOPS[name], gan=gan)
     side = ours(optimizer, tmp_path / "model.tc", passes, LOOPS[name], gan=gan)
-    compare(side, reference)
+    assert isinstance(side.model, DLRM)
+    compare(side.losses, side.model.dense_parameters(), side.rows, reference)
 
 
-def compare(side: Side, reference: Side) -> None:
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("name", ["plain", "GradScaler", "clip_grad_norm", "both", "OneCycleLR", "accumulation"])
+def test_two_ranks_give_the_numbers_of_torch(
+    ranks_pool: RanksPool, tmp_path: Path, name: str, optimizer: str
+) -> None:  # fmt: skip
+    """With DistributedDataParallel and last batches that two do not share evenly; where one overflows all skip."""
+    data = samples()
+    write_pass_set(tmp_path / "passes", schema_of(optimizer), data)
+    reference = theirs(optimizer, data, LOOPS[name], gan=False)
+    losses: dict[int, float] = {}
+    for stop in (GIVEN_UP, None):
+        found = ranks_pool.run(
+            2, "tests.training.test_adoption:on_ranks", name=name, optimizer=optimizer, folder=str(tmp_path), stop=stop
+        )
+        losses |= {int(step): (one + found[1]["losses"][step]) / 2 for step, one in found[0]["losses"].items()}
+    with tc.ShardedStore.open(tmp_path / "model.tc") as store:
+        for one in found:
+            compare(losses, [torch.from_numpy(weight) for weight in one["dense"]], rows_of(store), reference)
+
+
+def compare(losses: dict[int, float], dense: Sequence[torch.Tensor], rows: list[Any], reference: Side) -> None:
     """Compare losses and weights."""
-    assert len(reference.losses) == len(side.losses) == STEPS
-    np.testing.assert_allclose([side.losses[s] for s in range(STEPS)], [reference.losses[s] for s in range(STEPS)],
+    assert isinstance(reference.model, DLRM)
+    assert len(reference.losses) == len(losses) == STEPS
+    np.testing.assert_allclose([losses[s] for s in range(STEPS)], [reference.losses[s] for s in range(STEPS)],
                                atol=1e-5, rtol=1e-5)  # fmt: skip
-    for mine, other in zip(side.model.dense_parameters(), reference.model.dense_parameters(), strict=True):
+    for mine, other in zip(dense, reference.model.dense_parameters(), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
-    for mine, table in zip(side.rows, reference.model.tables, strict=True):
+    for mine, table in zip(rows, reference.model.tables, strict=True):
         np.testing.assert_allclose(mine, table.weight.detach().numpy(), atol=1e-5, rtol=0)

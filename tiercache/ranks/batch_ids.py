@@ -21,7 +21,8 @@ class BatchIds(dict[str, FeatureIds]):
     def __init__(self, ids: Mapping[str, FeatureIds], modes: Mapping[str, str], features: Iterable[str]) -> None:
         """modes: by feature, how those are pooled whose ids are not here; features: all of the schema."""
         super().__init__(ids)
-        self._modes, self._features = dict(modes), tuple(features)
+        self._modes, self.features = dict(modes), tuple(features)
+        """All of the schema, in its order."""
 
     def __missing__(self, name: str) -> FeatureIds:
         """Raise KeyError."""
@@ -31,9 +32,9 @@ class BatchIds(dict[str, FeatureIds]):
                 f"no ids of it: make the module that looks it up with weighted=[{name!r}] to have them, or look for "
                 "its vectors in batch.pooled"
             )
-        if name in self._features:
+        if name in self.features:
             raise KeyError(
                 f"no module of this cache looks up feature {name!r}, so the batch was made without its ids: make one "
                 "that does, before the batch is made"
             )
-        raise KeyError(f"there is no feature {name!r}: the data have {', '.join(self._features)}")
+        raise KeyError(f"there is no feature {name!r}: the data have {', '.join(self.features)}")

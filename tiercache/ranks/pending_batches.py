@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiercache.training.row_gradients import is_alive
+from tiercache.training.row_gradients import RowGradients, is_alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tiercache.ranks.pooling import PooledBatch
     from tiercache.tiers.rows import RowView
     from tiercache.training.batch import Batch
-    from tiercache.training.row_gradients import RowGradients
     from tiercache.training.tracers import Mark, Tracer
 
 __all__ = ["Coming", "PendingBatch", "PendingBatches", "tensors_of"]
@@ -54,37 +53,47 @@ class PendingBatch:
         for one in self.pooled.features.values() if self.pooled else ():
             one.settle(factors)
 
+    def applied(self, factors: Mapping[Tracer, float]) -> RowGradients:
+        """Return what ``settle`` would take, and let all wait on; pooled features have it as if it had been called."""
+        for one in self.pooled.features.values() if self.pooled else ():
+            waiting = [*one.waiting]
+            one.settle(factors)
+            one.waiting[:] = waiting
+        found = RowGradients(len(self.gradients.pending))
+        found.pending = self.gradients.applied(factors)
+        return found
+
 
 class PendingBatches:
     """The batches since the last step, in order, with the gradients that backward left in them."""
 
     def __init__(self) -> None:
-        self._batches: list[PendingBatch] = []
+        self.batches: list[PendingBatch] = []
 
     def add(self, batch: PendingBatch) -> None:
         """Add a batch; one of an evaluation waits for no step."""
         if batch.view.gradients is not None:
-            self._batches.append(batch)
+            self.batches.append(batch)
 
     @property
     def pending(self) -> bool:
         """Whether a backward was not stepped yet."""
-        return any(one.pending for one in self._batches)
+        return any(one.pending for one in self.batches)
 
     def take(self) -> list[PendingBatch]:
         """Return them; their rows are of before the step and can be looked up no more."""
-        taken, self._batches = self._batches, []
+        taken, self.batches = self.batches, []
         for one in taken:
             one.view.ended = True
         return taken
 
     def put_back(self, taken: Sequence[PendingBatch]) -> None:
         """Keep those of which some tables wait for another optimizer's step."""
-        self._batches[:0] = [one for one in taken if any(map(is_alive, one.marks))]
+        self.batches[:0] = [one for one in taken if any(map(is_alive, one.marks))]
 
     def leave(self, where: str) -> None:
         """Give up gradients, as `RowGradients.leave` does."""
-        for one in self._batches:
+        for one in self.batches:
             one.gradients.leave(where)
 
     def discard(self) -> None:

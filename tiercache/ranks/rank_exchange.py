@@ -25,6 +25,7 @@ from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Batch, make_batch
 from tiercache.training.embedding import poolings
 from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients
+from tiercache.training.scaled_loss import agree_on_overflow
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
@@ -376,11 +377,32 @@ class RankExchange:
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """Raise StateError: gradients of rows would have to meet before their norm is known."""
-        raise StateError(
-            f"clip_grad_norm_() cannot count the rows of {self.ranks.size} ranks yet: train on one rank, or without "
-            "clipping"
-        )
+        """Clip gradients, as `SteppedCache.clip_grad_norm_` says. Collective.
+
+        The gradients of rows meet at their owners to be measured, and once more at the step.
+        """
+        self.rest()
+        waiting = self._pending.batches
+        factors = self._optimizer.tracers.factors((mark for one in waiting for mark in one.marks), optimizer)
+        into = RowGradients(len(self._optimizer.gradients.pending))
+        for one in waiting:
+            self.rows.gradients_of(one.exchanged, one.applied(factors), into)
+            if one.pooled is not None:
+                self.pooling.gradients_of(one.pooled, into)
+        self.rows.discard()
+        mine = self._optimizer.squared_norm(into.pending)
+        squares = self._beside.all_gather(mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients").sum()
+        return self._optimizer.clip(max_norm, optimizer, factors, squares, error_if_nonfinite=error_if_nonfinite)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have all ranks skip a step in which the gradients of one overflow."""
+        agree_on_overflow(optimizer, self._agree_on_overflow)
+
+    def _agree_on_overflow(self, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> None:
+        self.rest()
+        flags = self._beside.all_gather(found.view(1), [1] * self.ranks.size, "looking for gradients that overflow")
+        found.copy_(flags.max())
+        self._optimizer.tracers.spoil(optimizer, found)
 
     def leave(self, where: str) -> None:
         """Give up the gradients that the step of another optimizer left, as ``where`` ends."""

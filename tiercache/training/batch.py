@@ -140,17 +140,19 @@ class _Features(Mapping[str, JaggedIds]):
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
+        self._names: tuple[str, ...] = getattr(batch.ids, "features", None) or tuple(batch.ids)
+        """Those of the schema, in its order, on any number of ranks."""
 
     def __getitem__(self, name: str) -> JaggedIds:
-        if name not in self._batch.ids and name not in self._batch.pooled:
+        if name not in self._names:
             raise KeyError(f"the batch has no feature {name!r}: it has {', '.join(self)}")
         return JaggedIds(self._batch, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._batch.ids, *self._batch.pooled])
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._batch.ids) + len(self._batch.pooled)
+        return len(self._names)
 
 
 def in_order(first: int, last: int) -> NDArray[np.int64]:

@@ -211,6 +211,9 @@ class TierCache(SteppedCache):
         self.dense.register(objects)
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self._hooks.follow(objects.values())
+        for value in (*objects.values(), self.optimizer):
+            if isinstance(value, torch.optim.Optimizer):
+                self._exchange.follow(value)
         for module in table_modules(objects.values()):
             module.bind(weakref.WeakMethod(self._opened.named_commit))
 

@@ -156,7 +156,13 @@ class LocalExchange:
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """Clip gradients, as `SteppedCache.clip_grad_norm_` says."""
-        return self._optimizer.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
+        gradients = self._optimizer.gradients
+        factors = self._optimizer.tracers.factors(gradients.marks, optimizer)
+        squares = self._optimizer.squared_norm(gradients.applied(factors))
+        return self._optimizer.clip(max_norm, optimizer, factors, squares, error_if_nonfinite=error_if_nonfinite)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing."""
 
     def leave(self, where: str) -> None:
         """Give up the gradients that the step of another optimizer left, as ``where`` ends."""

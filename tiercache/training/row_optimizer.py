@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import SavedGradient
     from tiercache.store.optimizer import Optimizer
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
@@ -158,16 +159,22 @@ class RowOptimizer(torch.optim.Optimizer):
         self.gradients.settle(factors)
         self.apply(rows, factors)
 
+    def squared_norm(self, gradients_G: Sequence[Sequence[SavedGradient]]) -> torch.Tensor:
+        """Return the sum of squares of gradients of rows, float64 0-dim."""
+        return squared_norm(self._groups, gradients_G, self._backend)
+
     def clip(
-        self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
-    ) -> torch.Tensor:
-        """Clip the gradients of ``optimizer``, or of all that are followed, and of the rows that step with it."""
-        factors = self.tracers.factors(self.gradients.marks, optimizer)
-        squares = squared_norm(self._groups, self.gradients.applied(factors), self._backend)
+        self, max_norm: float, optimizer: torch.optim.Optimizer | None, factors: Mapping[Tracer, float],
+        row_squares: torch.Tensor, *, error_if_nonfinite: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Clip the gradients of ``optimizer``, or of all that are followed, and of the rows that step with it.
+
+        factors: what the rows' gradients would be multiplied by in a step now; row_squares: of these.
+        """
         optimizers = self.tracers.optimizers if optimizer is None else [optimizer]
         parameters = (one for found in optimizers for group in found.param_groups for one in group["params"])
         stepped = [tracer for tracer, factor in factors.items() if factor]
-        return clip(parameters, squares, stepped, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return clip(parameters, row_squares, stepped, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def number(self, g: int) -> int:
         """Return the number of the step that a group takes now: Adam's bias correction and rounding go by it."""

@@ -2,10 +2,12 @@
 
 A `GradScaler` scales gradients in backward and unscales the ``.grad`` of the parameters of its optimizer. So ``scale``
 is wrapped once: the tensors that it returns note the backward pass that begins at them, and by how much it is scaled.
+So is ``unscale_``: rows of one rank may overflow alone, and all ranks have to skip that step.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -16,16 +18,19 @@ from torch.amp.grad_scaler import GradScaler
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["backward_number", "scale_of_backward", "watch_scalers"]
+    Agree = Callable[[torch.optim.Optimizer, torch.Tensor], None]
+
+__all__ = ["agree_on_overflow", "backward_number", "scale_of_backward", "watch_scalers"]
 
 _MOST = 64
 _scales: OrderedDict[int, torch.Tensor] = OrderedDict()
 """By the number of the backward pass, of the newest that began at a scaled loss; no more of them run at a time."""
 _watched: set[type[GradScaler]] = set()
+_agreements: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Agree]] = weakref.WeakKeyDictionary()
 
 
 def watch_scalers() -> None:
-    """Wrap ``scale`` of GradScaler and of every subclass that has its own; those wrapped before stay as they are."""
+    """Wrap GradScaler and every subclass that has its own methods; those wrapped before stay as they are."""
     classes: list[type[GradScaler]] = [GradScaler]
     for scaler in classes:
         classes += scaler.__subclasses__()
@@ -33,6 +38,17 @@ def watch_scalers() -> None:
             _watched.add(scaler)
             if "scale" in vars(scaler):
                 _watch(scaler)
+            if "unscale_" in vars(scaler):
+                _have_agree(scaler)
+
+
+def agree_on_overflow(optimizer: torch.optim.Optimizer, agree: Agree) -> None:
+    """Have all ranks know of an overflow that one of them finds in the gradients of ``optimizer``.
+
+    agree: a method of an object that this does not keep alive; given the optimizer and a flag, 1 where a gradient is
+    not finite, it raises the flag where any rank has it raised. Collective, as ``unscale_`` is from now on.
+    """
+    _agreements[optimizer] = weakref.WeakMethod(agree)
 
 
 def backward_number() -> int:
@@ -54,6 +70,20 @@ def _watch(scaler: type[GradScaler]) -> None:
         return _noting(scaled, partial(scale, self)) if self.is_enabled() else scaled
 
     scaler.scale = watched  # type: ignore[method-assign]
+
+
+def _have_agree(scaler: type[GradScaler]) -> None:
+    unscale: Any = scaler.unscale_
+
+    @wraps(unscale)
+    def agreed(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        unscale(self, optimizer)
+        agree = _agreements[optimizer]() if optimizer in _agreements and self.is_enabled() else None
+        if agree is not None:
+            for found in self._found_inf_per_device(optimizer).values():
+                agree(optimizer, found)
+
+    scaler.unscale_ = agreed  # type: ignore[method-assign]
 
 
 def _noting(scaled: Any, scale: Callable[[torch.Tensor], torch.Tensor]) -> Any:

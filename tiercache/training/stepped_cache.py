@@ -29,7 +29,8 @@ class SteppedCache:
         In place of `torch.nn.utils.clip_grad_norm_`, which sees no rows: dense parameters are those of ``optimizer``,
         or of all that the cache was given, and the rows those that step with it. Call it between backward and step,
         and with a GradScaler behind ``unscale_``. Raises RuntimeError for a norm that is not finite, where that is
-        asked for, and StateError on several ranks, where it is not built yet.
+        asked for. With several ranks all call it, and the norm is that of one process on the whole batch, if
+        dense gradients were averaged before, as DistributedDataParallel does.
         """
         return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
 

@@ -239,6 +239,13 @@ class Tracers:
                 "train its rows: give an optimizer the module's parameters, or freeze it with requires_grad_(False)"
             )
 
+    def spoil(self, optimizer: torch.optim.Optimizer, overflow: torch.Tensor) -> None:
+        """Drop the gradients that wait for ``optimizer`` where ``overflow``, 0-dim, is not 0; waits for no GPU."""
+        owned = parameter_ids(optimizer)
+        for handle in self._tracers:
+            if id(handle) in owned and handle.grad is not None:
+                handle.grad.masked_fill_(overflow.to(handle.grad.device).reshape(()) != 0, math.inf)
+
     def close(self) -> None:
         """Follow nothing any more."""
         for tracer in self._tracers.values():
