@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
@@ -31,7 +30,7 @@ from tiercache.training.pass_loop import CLOSED, PassLoop
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
-from tiercache.training.step_hooks import StepHooks, named_objects
+from tiercache.training.step_hooks import StepHooks, named_objects, unwrapped
 from tiercache.training.stepped_cache import SteppedCache
 from tiercache.training.threads import share_threads
 
@@ -198,16 +197,13 @@ class TierCache(SteppedCache):
 
         Objects have ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers. A registered torch
         optimizer's ``step()`` applies the pending row gradients after its own work; without one call ``step``
-        yourself. Random generators of torch, numpy and random are part of every commit. Of a DistributedDataParallel
-        the model in it is kept, so that another number of ranks goes on from the commit. Not collective: every rank's
-        shard keeps the state; what modules look up is brought with each batch, and nothing else. Raises StateError for
-        state that cannot be stored.
+        yourself. Random generators of torch, numpy and random are part of every commit. Of a model in a
+        DistributedDataParallel, or that was compiled, the model itself is kept, so that a training without, or with
+        another number of ranks, goes on from the commit. Not collective: every rank's shard keeps the state; what
+        modules look up is brought with each batch, and nothing else. Raises StateError for state that cannot be stored.
         """
         self._check_open()
-        objects = {
-            name: value.module if isinstance(value, DistributedDataParallel) else value
-            for name, value in objects.items()
-        }
+        objects = {name: unwrapped(value) for name, value in objects.items()}
         self.dense.register(objects)
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self._hooks.follow(objects.values())
@@ -242,6 +238,15 @@ class TierCache(SteppedCache):
         """
         self._check_open()
         yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
+
+    def restore(self) -> None:
+        """Go back to the last commit: rows, and the state of all that was registered. Ends a loop over ``passes``.
+
+        ``passes`` does so by itself; call it to evaluate before. A store without a commit gets one of the state as it
+        is now. Raises StateError where other objects are registered than the commit has.
+        """
+        self._check_open()
+        self._loop.restore()
 
     def commit(self) -> None:
         """Commit now, inside the visit, after the batches trained so far; returns when it is durable on all ranks.
@@ -333,7 +338,7 @@ class TierCache(SteppedCache):
                 last.callback(close)  # the last one first
             if failed:  # before anything waits: a rank that waits for this one at an agreement raises
                 self.communicator.close(failed=True)
-            last.callback(self._loop.end)
+            last.callback(self._loop.close)
             if not failed:
                 last.callback(self._loop.finish)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,17 @@ class CommitState:
     def capture(self, random: RandomStates | None = None) -> StateBytes:
         """Clone it as it is now; the states of random generators where they are given."""
         return self.dense.capture(random), self.optimizer.settings()
+
+    def warn_of_schedulers(self) -> None:
+        """Name the optimizers whose schedulers were not registered: a resumed training would begin their rates anew."""
+        known = [getattr(one, "optimizer", None) for one in self.dense.objects.values()]
+        for name, one in (*self.dense.objects.items(), ("cache.optimizer", self.optimizer)):
+            if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") and not any(one is other for other in known):
+                warnings.warn(
+                    f"{name} has a learning-rate scheduler that was not registered, so no commit keeps it: call "
+                    "register(scheduler=...) before the loop",
+                    stacklevel=5,
+                )
 
     def restore(self, store: Store) -> None:
         """Put back what the last commit of ``store`` keeps; warns where that was trained elsewhere."""

@@ -15,7 +15,7 @@ from tiercache.training.embedding import handle_ids
 from tiercache.training.optimizer_state import state_without, with_handles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from tiercache.backends.base import Backend
 
@@ -72,6 +72,11 @@ class DenseState:
                     "only tensors, numbers, strings, lists, tuples and dictionaries in its state_dict"
                 ) from error
         self._objects.update(objects)
+
+    @property
+    def objects(self) -> Mapping[str, Stateful]:
+        """What was registered, by name."""
+        return self._objects
 
     def random_states(self) -> RandomStates:
         """Return the states of the global generators of torch, numpy and random, and that of the device's."""

@@ -55,21 +55,15 @@ class PassLoop:
         self._random: RandomStates | None = None
         """Of the end of the visit, where the loop has gone on before."""
         self._run: object = None
+        self._closed = False
         self._progress = TrainingProgress(0, shown=False)
         self.reports: list[VisitReport] = []
 
     def passes(self, epochs: int) -> Iterator[Visit]:
         """Yield the visits up to the end of epoch ``epochs``: ``TierCache.passes`` promises it."""
         ranks, rows = self._ranks, self._rows
-        self.finish()
+        first, first_sample = self.restore()
         run = self._run = object()
-        self._end_visit()
-        rows.stop()
-        share_threads()
-        self._opened.meet()
-        with ranks.raise_on_all(_SWITCHING):
-            first, first_sample = rows.restore()
-        self._opened.publish()
         end = epochs * rows.schedule.num_passes
         if first >= end:
             return
@@ -82,10 +76,12 @@ class PassLoop:
                 visit = self._enter(self._make(first, first_sample))
             for index in range(first, end):
                 yield visit
-                if self._run is None:
+                if self._closed:
                     raise StateError(CLOSED)
                 if self._run is not run:
-                    raise StateError("this loop over passes() was replaced by a newer one: use one loop at a time")
+                    raise StateError(
+                        "this loop over passes() was replaced by a newer one, or by restore(): use one loop at a time"
+                    )
                 if self._ahead is visit:  # no batch of it was looked up
                     self._bring()
                 is_last = index + 1 == end
@@ -104,6 +100,19 @@ class PassLoop:
             if self._run is run and not self._is_over:
                 self._end_visit()
                 rows.stop()
+
+    def restore(self) -> tuple[int, int]:
+        """End a loop and go back to the last commit; returns the visit and the sample where it stands."""
+        self.finish()
+        self.end()
+        self._rows.stop()
+        share_threads()
+        self._opened.meet()
+        with self._ranks.raise_on_all(_SWITCHING):
+            first, first_sample = self._rows.restore()
+        self._opened.publish()
+        self._rows.state.warn_of_schedulers()
+        return first, first_sample
 
     def commit(self) -> None:
         """Commit inside the visit, or the visit itself where the loop has ended: ``TierCache.commit`` promises it."""
@@ -142,8 +151,13 @@ class PassLoop:
 
     def end(self) -> None:
         """End it, wherever it is; nothing is committed."""
-        self._run = None  # a loop that was left open finds nothing to end when it is collected
+        self._run = None  # an iterator that was left open finds nothing to end when it is collected
         self._end_visit()
+
+    def close(self) -> None:
+        """End it for good."""
+        self._closed = True
+        self.end()
 
     def note_step(self) -> None:
         """Take note of the generators where the step was the last one of the visit, and the loop is further."""

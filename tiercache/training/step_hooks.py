@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import StateError
 from tiercache.training.embedding import table_modules
@@ -65,6 +66,15 @@ class StepHooks:
         rows = self._rows()
         if rows is not None:
             rows.tracers.close()
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the module that a DistributedDataParallel or a compiled module runs; anything else as it is."""
+    while True:
+        inner = value.module if isinstance(value, DistributedDataParallel) else getattr(value, "_orig_mod", None)
+        if inner is None:
+            return value
+        value = inner
 
 
 def named_objects(**given: Any) -> dict[str, Any]:
