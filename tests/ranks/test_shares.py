@@ -188,7 +188,8 @@ def test_a_cache_walks_the_passes_of_a_share(
             with tc.TierCache(store, cast("tc.PassSet", share), order_seed=5, commit_every=2, **options) as cache:
                 for visit in cache.passes(epochs):
                     assert visit.num_samples == passes.passes[visit.pass_index].samples
-                    next(visit.batches(16))
+                    batch = next(visit.batches(16))
+                    batch.rows.look_up(batch.end)  # as a module does
                     cache.commit()
             for one in share.tables:
                 wanted = np.unique(np.concatenate([p.keys(one.name) for p in share.passes]))

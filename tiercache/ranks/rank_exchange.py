@@ -24,7 +24,7 @@ from tiercache.store.table import group_tables
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Batch, make_batch
 from tiercache.training.embedding import poolings
-from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients
+from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
 from tiercache.training.scaled_loss import agree_on_overflow
 from tiercache.training.threads import share_threads
 
@@ -129,6 +129,11 @@ class RankExchange:
     def pending(self) -> bool:
         """Whether a backward was not stepped yet."""
         return self._pending.pending
+
+    @property
+    def ended_unstepped(self) -> str:
+        """What is said where a visit ends in between."""
+        return ended_unstepped(sum(one.pending for one in self._pending.batches))
 
     @property
     def bytes_sent(self) -> int:

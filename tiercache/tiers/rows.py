@@ -134,6 +134,7 @@ class RowView:
             self.bring()
             self.samples_trained = max(self.samples_trained, end)
             self.gradients.is_awaited = True
+            self.gradients.unstepped.add(end)
         elif self._bring is not None:
             raise StateError(
                 f"a batch of {self.name} was looked up without gradients before one of it was trained: its rows are "

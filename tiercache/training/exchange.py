@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tiercache.training.batch import Batch, make_batch
 from tiercache.training.joining import FeaturePart, Joins, Key, join_part
+from tiercache.training.row_gradients import ended_unstepped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,11 @@ class LocalExchange:
     def pending(self) -> bool:
         """Whether a backward was not stepped yet."""
         return self._optimizer.pending
+
+    @property
+    def ended_unstepped(self) -> str:
+        """What is said where a visit ends in between."""
+        return ended_unstepped(len(self._optimizer.gradients.unstepped))
 
     def open(self, pass_index: int, rows: RowView) -> None:
         """Do nothing."""

@@ -179,6 +179,10 @@ class _RawRows(RowView):
         """Raise RuntimeError where the visit has ended."""
         self._visit.check()
 
+    def look_up(self, end: int) -> None:
+        """Look rows of the visit up."""
+        self._visit.look_up(end)
+
 
 class _Groups(Sequence[GroupRows]):
     """The rows of each group, those that were gathered as of now; not to be sliced."""

@@ -118,7 +118,7 @@ class PassLoop:
         """Commit inside the visit, or the visit itself where the loop has ended: ``TierCache.commit`` promises it."""
         visit = self.visit
         if visit is None:
-            raise StateError("commit() was called outside a visit: a visit commits by itself when it ends")
+            raise StateError("commit() was called outside a visit: each visit commits by itself when it ends")
         if self._is_over and visit.is_trained:
             self.finish()
             return
@@ -129,7 +129,7 @@ class PassLoop:
         )
         with self._ranks.raise_on_all("committing inside a visit"):
             if not (sample := visit.samples_trained):
-                raise StateError("commit() was called before the first batch of a visit: the last commit stands there")
+                raise StateError("nothing to commit: no batch of this visit has been trained")
             state, settings = self._rows.state.capture(self._random)
             self._rows.transfer.commit_within(sample, (state, settings | {"order": visit.order}))
         self._opened.publish()
@@ -202,8 +202,7 @@ class PassLoop:
         visit, transfer = self.visit, self._rows.transfer
         assert visit is not None
         self._settle(
-            f"visit {visit.index} ended between backward and step, and its row gradients would be lost: step the "
-            "optimizer after its last batch, or drop them with zero_grad()",
+            f"visit {visit.index} {self._exchange.ended_unstepped}",
             left=f"visit {visit.index}",
         )
         with self._ranks.raise_on_all(_SWITCHING):

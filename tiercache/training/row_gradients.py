@@ -41,6 +41,8 @@ class RowGradients:
         self._waiting: list[_Waiting] = []
         self.is_awaited = False
         """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
+        self.unstepped: set[int] = set()
+        """The ends of the batches whose rows were looked up to be trained since the last step."""
 
     def add(self, group: int, pending: SavedGradient) -> None:
         """Add a gradient that the next step applies, whatever became of a handle."""
@@ -74,6 +76,7 @@ class RowGradients:
     def settle(self, factors: Mapping[Tracer, float]) -> None:
         """Move to ``pending`` what a step applies, multiplied by what `Tracers.factors` said."""
         self.is_awaited = False
+        self.unstepped.clear()
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             factor = factor_of(one.mark, factors)
@@ -98,8 +101,17 @@ class RowGradients:
     def clear(self) -> None:
         """Drop everything."""
         self.is_awaited = False
+        self.unstepped.clear()
         self._waiting.clear()
         self.clear_settled()
+
+
+def ended_unstepped(num_batches: int) -> str:
+    """Say of a visit that gradients of its last batches wait for a step."""
+    return (
+        f"ended between backward and step, and the row gradients of its last {num_batches} batches would be lost: step "
+        "the optimizer after its last batch, or drop them with zero_grad()"
+    )
 
 
 def is_alive(mark: Mark) -> bool:

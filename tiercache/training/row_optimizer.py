@@ -12,7 +12,7 @@ from tiercache.backends.jagged import OptimizerStep
 from tiercache.errors import StateError
 from tiercache.store.table import Group
 from tiercache.training.clipping import clip, squared_norm
-from tiercache.training.row_gradients import RowGradients
+from tiercache.training.row_gradients import RowGradients, ended_unstepped
 from tiercache.training.tracers import Tracers, parameter_ids
 
 if TYPE_CHECKING:
@@ -110,10 +110,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def check_stepped(self, visit: str) -> None:
         """Raise StateError where gradients are pending though ``visit`` ends."""
         if self.pending:
-            raise StateError(
-                f"{visit} ended between backward and step, and its row gradients would be lost: step the optimizer "
-                "after its last batch, or drop them with zero_grad()"
-            )
+            raise StateError(f"{visit} {ended_unstepped(len(self.gradients.unstepped))}")
         self.gradients.leave(visit)
 
     def discard(self) -> None:
