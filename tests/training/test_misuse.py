@@ -127,7 +127,7 @@ def test_a_commit_before_the_first_batch_is_refused(cache: TierCache) -> None:
     tracked(cache)
     visits = cache.passes(epochs=2)
     next(visits)
-    with one_sentence(StateError, "before the first batch"):
+    with one_sentence(StateError, "nothing to commit", "no batch of this visit"):
         cache.commit()
     visits.close()
 

@@ -23,9 +23,9 @@ from tiercache.ranks.shares import Share
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Batch, make_batch
-from tiercache.training.embedding import poolings
 from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
 from tiercache.training.scaled_loss import agree_on_overflow
+from tiercache.training.table_module import poolings
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:

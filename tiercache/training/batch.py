@@ -12,6 +12,7 @@ import torch
 
 from tiercache.kernels.cpu.shuffle import shuffled
 from tiercache.store.hashing import mix
+from tiercache.training.lookup_ops import number_batch
 from tiercache.training.row_gradients import factor_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Pooled:
         self.waiting[:] = left
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Batch:
     """Some samples: ``label`` (N,), ``dense`` (N, dense features), both float32, and ids for the embedding modules.
 
@@ -81,6 +82,12 @@ class Batch:
     joins: Joins | None = field(default=None, repr=False)
     """Where it was made ahead: ids that are on the device already. To change ``ids`` give others by
     ``dataclasses.replace``; writes into their arrays may come too late."""
+
+    number: torch.Tensor | None = None
+    """(N,) int64, all the same: by it compiled models look the batch up."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", number_batch(self, self.number))
 
     def __len__(self) -> int:
         return self.num_samples

@@ -22,7 +22,6 @@ from tiercache.ranks.shares import Share
 from tiercache.ranks.training_store import StoreOptions, TrainingStore
 from tiercache.store.table import group_tables
 from tiercache.training.batch_pipeline import BatchPipeline
-from tiercache.training.embedding import table_modules
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.matching import check_features, check_tables
@@ -32,6 +31,7 @@ from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.step_hooks import StepHooks, named_objects, unwrapped
 from tiercache.training.stepped_cache import SteppedCache
+from tiercache.training.table_module import table_modules
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:

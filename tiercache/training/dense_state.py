@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from tiercache.errors import StateError
-from tiercache.training.embedding import handle_ids
 from tiercache.training.optimizer_state import state_without, with_handles
+from tiercache.training.table_module import handle_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

@@ -2,114 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from tiercache.errors import StateError
 from tiercache.training.batch import Batch, JaggedIds
-from tiercache.training.data_parallel import hide_handles
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
+from tiercache.training.lookup_ops import look_up_bags, look_up_rows
 from tiercache.training.scaled_loss import watch_scalers
+from tiercache.training.table_module import TableModule
 from tiercache.training.tracers import tracer_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tiercache.backends.base import Backend
-    from tiercache.schema import Feature, Schema
+    from tiercache.schema import Schema
     from tiercache.training.row_gradients import RowGradients
     from tiercache.training.tracers import Mark
-
-
-class TableModule(nn.Module):
-    """A module that looks tables up.
-
-    It has no rows: it has a 0-dim parameter, by which rows follow what a loop does to gradients (see `tracers`). The
-    optimizer that owns it steps the rows that the module looks up; ``requires_grad_(False)`` freezes them. Its value
-    means nothing, and it is not part of the module's state.
-    """
-
-    def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
-        super().__init__()
-        watch_scalers()
-        hide_handles(handle_names)
-        self.features, self.dims, self._specs = _choose(schema, features)
-        self.tables = [*dict.fromkeys(self._specs[name].table for name in self.features)]
-        """The tables looked up."""
-        self.handle = nn.Parameter(torch.zeros((), device="cpu"))
-        """The parameter; on the CPU also of a module that is made on "meta"."""
-        self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
-        self._loaded: dict[str, Any] | None = None
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # no 16-bit number holds a tracer, and to_empty() leaves anything
-        self.handle.data = torch.zeros((), device=self.handle.device)
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rows": _of_no_cache}  # a copy, or one that was pickled, belongs to no cache
-
-    def bind(self, rows: Callable[[], Callable[[], dict[str, Any]] | None]) -> None:
-        """Belong to the rows of a cache: a reference to what names their store and commit, None once that is gone.
-
-        Raises StateError where a state was loaded that belongs to others.
-        """
-        self._rows = rows
-        self._check_rows()
-
-    def _check_rows(self) -> None:
-        """Raise StateError where the rows are not those that the loaded state belongs to."""
-        state, rows = self._loaded, self._rows()
-        if state is None or rows is None or state == (now := rows()):
-            return
-        self._loaded = None
-        raise StateError(
-            f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has those "
-            f"of commit {now['commit']} of {now['store']}: roll the store back, or load the state of its rows"
-        )
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state: no rows and no handle; its metadata say to which commit of which store it belongs."""
-        found = super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        found.pop(f"{prefix}handle", None)
-        rows = self._rows()
-        if rows is not None and hasattr(found, "_metadata"):
-            found._metadata[prefix[:-1]]["rows"] = rows()
-        return found
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        self._loaded = local_metadata.get("rows")
-        self._check_rows()
-        state_dict.setdefault(f"{prefix}handle", self.handle.detach())
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-
-def _of_no_cache() -> None:
-    """Nobody's rows."""
-
-
-def table_modules(objects: Iterable[object]) -> list[TableModule]:
-    """Return the modules that look tables up, of all modules among ``objects``."""
-    modules = [one for one in objects if isinstance(one, nn.Module)]
-    return [part for module in modules for part in module.modules() if isinstance(part, TableModule)]
-
-
-def handle_names(module: nn.Module) -> list[str]:
-    """Return the names that the handles of a module have among its parameters."""
-    return [
-        f"{name}.handle" if name else "handle" for name, part in module.named_modules() if isinstance(part, TableModule)
-    ]
-
-
-def handle_ids(objects: Iterable[object]) -> set[int]:
-    """Return the ids of the handles of all modules among ``objects``."""
-    return {id(module.handle) for module in table_modules(objects)}
 
 
 class EmbeddingBagCollection(TableModule):
@@ -156,7 +70,6 @@ class EmbeddingBagCollection(TableModule):
         self._modes = modes
         self._parts: dict[tuple[tuple[int, ...], frozenset[str], frozenset[str]], list[FeaturePart]] = {}
         self.pooling = {name: None if name in weighted else chosen for name, chosen in modes.items()}
-        """By feature, how it is pooled; None where its rows are needed."""
 
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Look up all features of ``batch``: float32 (N, ``out_features``).
@@ -164,9 +77,23 @@ class EmbeddingBagCollection(TableModule):
         weights: by feature, one float32 tensor (ids,), differentiable; they take the place of the data's own.
         Raises IndexError for ids that are not of the visit, RuntimeError where the visit has ended.
         """
+        if torch.compiler.is_compiling():
+            return look_up_bags(self, batch, dict(weights or {}))
+        found = self._prepare(batch, dict(weights or {}))
+        result: torch.Tensor = _PooledFunction.apply(self.handle, *found)  # type: ignore[no-untyped-call]
+        return result
+
+    def run(self, context: Any, batch: Batch, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Look up for an operator, whose backward needs ``context``."""
+        out = _PooledFunction.forward(context, self.handle, *self._prepare(batch, weights))
+        context.backward = partial(_pooled_backward, context)
+        return out
+
+    def _prepare(self, batch: Batch, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+        """Return what `_PooledFunction` is given."""
         watch_scalers()
         batch.rows.look_up(batch.end)
-        given, backend = dict(weights or {}), batch.rows.backend
+        backend = batch.rows.backend
         for name, weight in given.items():
             if name not in self._cols:
                 raise ValueError(
@@ -194,11 +121,8 @@ class EmbeddingBagCollection(TableModule):
             for part in self._parts[key]
         ]
         shape, names = (batch.num_samples, self.out_features), tuple(given)
-        result: torch.Tensor = _PooledFunction.apply(  # type: ignore[no-untyped-call]
-            self.handle, _Marker(self.handle, self.tables, batch.rows.gradients), backend, lookups,
-            list(ready.values()), shape, names, *given.values(),
-        )  # fmt: skip
-        return result
+        marker = _Marker(self.handle, self.tables, batch.rows.gradients)
+        return marker, backend, lookups, list(ready.values()), shape, names, *given.values()
 
     def split(self, out: torch.Tensor) -> list[torch.Tensor]:
         """Cut an output into one (N, dim) view for each feature."""
@@ -254,28 +178,52 @@ class EmbeddingCollection(TableModule):
     def __init__(self, schema: Schema, features: Sequence[str] | None = None) -> None:
         super().__init__(schema, features)
         self._parts: dict[tuple[int, ...], list[FeaturePart]] = {}
-        self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Look up all features of ``batch``."""
+        if not self.features:
+            return {}
+        if torch.compiler.is_compiling():
+            return dict(zip(self.features, look_up_rows(self, batch), strict=True))
+        names, found = self._prepare(batch)
+        outs = _RowFunction.apply(self.handle, *found)  # type: ignore[no-untyped-call]
+        return self._by_name(batch, names, outs)
+
+    def run(self, context: Any, batch: Batch) -> list[torch.Tensor]:
+        """Look up for an operator, whose backward needs ``context``."""
+        names, found = self._prepare(batch)
+        outs = self._by_name(batch, names, _RowFunction.forward(context, self.handle, *found))
+        by_name = dict(zip(names, context.features, strict=True))
+        context.features = [by_name[name] for name in self.features]
+        context.backward = partial(_row_backward, context)
+        return [*outs.values()]
+
+    def length_of(self, name: str) -> int:
+        """Return how many ids a sample has where that is fixed, 0 for one, -1 for any number."""
+        spec = self._specs[name]
+        return {"one": 0, "fixed": spec.length or 0}.get(spec.hotness, -1)
+
+    def _prepare(self, batch: Batch) -> tuple[list[str], tuple[Any, ...]]:
+        """Return the features in the order of the outputs, and what `_RowFunction` is given."""
         watch_scalers()
         batch.rows.look_up(batch.end)
         check_brought(batch, self.features)
-        if not self.features:
-            return {}
         groups = _groups_of(batch, [self._specs[name].table for name in self.features])
         if groups not in self._parts:
             self._parts[groups] = self._cut(groups)
         parts = self._parts[groups]
         lookups = [RowLookup(part, batch) for part in parts]
         marker = _Marker(self.handle, self.tables, batch.rows.gradients)
-        outs = _RowFunction.apply(  # type: ignore[no-untyped-call]
-            self.handle, marker, batch.rows.backend, lookups
-        )
+        return [name for part in parts for name in part.features], (marker, batch.rows.backend, lookups)
+
+    def _by_name(self, batch: Batch, names: Sequence[str], outs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the vectors of each feature."""
         found: dict[str, torch.Tensor] = {}
-        for name, out in zip((name for part in parts for name in part.features), outs, strict=True):
+        for name, out in zip(names, outs, strict=True):
             spec = self._specs[name]
-            found[name] = out.view(batch.num_samples, spec.length, out.shape[1]) if spec.hotness == "fixed" else out
+            found[name] = (
+                out.view(batch.num_samples, spec.length or 0, out.shape[1]) if spec.hotness == "fixed" else out
+            )
         return {name: found[name] for name in self.features}
 
     def _cut(self, groups: Sequence[int]) -> list[FeaturePart]:
@@ -394,6 +342,12 @@ class _PooledFunction(torch.autograd.Function):
         return tracer, None, None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
 
 
+def _pooled_backward(context: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """Return the handle's gradient, and those of weights by feature."""
+    tracer, *others = _PooledFunction.backward(context, *grads)
+    return tracer, dict(zip(context.names, others[6:], strict=True))
+
+
 class _RowFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _handle: torch.Tensor, marker: _Marker, backend: Backend,
@@ -415,32 +369,10 @@ class _RowFunction(torch.autograd.Function):
         return tracer_gradient(ctx.marker.handle, grads), None, None, None
 
 
-def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:
-    """Return how each feature that some of ``modules`` looks up is pooled, in the order of ``features``.
-
-    None: in several ways, or its rows are needed. Without any embedding module all are looked up, by their rows.
-    """
-    asked: dict[str, set[str | None]] = {}
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
-                for name, mode in part.pooling.items():
-                    asked.setdefault(name, set()).add(mode)
-    if not asked:
-        return dict.fromkeys(features)
-    return {name: next(iter(asked[name])) if len(asked[name]) == 1 else None for name in features if name in asked}
-
-
-def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
-    specs = {feature.name: feature for feature in schema.features}
-    names = list(specs) if features is None else list(features)
-    for name in names:
-        if name not in specs:
-            raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
-        if names.count(name) > 1:
-            raise ValueError(f"feature {name!r} was given twice: name each feature once")
-    dims = {table.name: table.dim for table in schema.tables}
-    return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
+def _row_backward(context: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """Return the handle's gradient, from those of each feature's vectors."""
+    flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
+    return _RowFunction.backward(context, *flat)[0], {}
 
 
 def _groups_of(batch: Batch, tables: Sequence[str]) -> tuple[int, ...]:

@@ -204,6 +204,10 @@ class _HeldGradients(RowGradients):
         super().__init__(0, visit.tracers)
         self._visit, self._added, self._backend = visit, added, backend
 
+    def keep(self, context: object) -> None:
+        """Keep what a backward needs until the step of the visit's rows."""
+        self._visit.keep(context)
+
     def wait(self, group: int, pending: SavedGradient, mark: Mark) -> None:
         """Add the gradient of one lookup. Waits for a GPU."""
         if group not in self._added:

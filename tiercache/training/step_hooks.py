@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import StateError
-from tiercache.training.embedding import table_modules
+from tiercache.training.table_module import table_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

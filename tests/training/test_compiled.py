@@ -1,0 +1,107 @@
+"""Compiled models: lookups are operators, so a whole model is one graph, and it trains to the same bits."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.training.cases import SPECS, Case, assert_same_bits, result_of_resident, table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=70, pass_rows=35)
+"""Passes of 16, 16 and 3 samples."""
+
+
+class Model(nn.Module):
+    """Every module that looks up, one with weights of its own; of one collection a feature is not used."""
+
+    def __init__(self, schema: tc.Schema) -> None:
+        super().__init__()
+        self.bags = tc.EmbeddingBagCollection(schema, mode={"g": "max", "h": "mean"}, weighted=["f"])
+        self.rows = tc.EmbeddingCollection(schema, ["f", "h", "g"])
+        self.bag, self.one = tc.EmbeddingBag(schema, "i"), tc.Embedding(schema, "f")
+        self.scale = nn.Parameter(torch.ones(()))
+        self.top = nn.Linear(self.bags.out_features + self.bag.out_features + 1, 1)
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return a logit for each sample."""
+        weights = {"f": self.scale * torch.ones(batch.num_samples)}
+        rows = self.rows(batch)
+        pooled = self.bags(batch, weights)
+        found = self.top(torch.cat([pooled, self.bag(batch.features["i"]), batch.dense], dim=1)).squeeze(1)
+        found = found + self.one(batch.features["f"]).sum(dim=1) * rows["f"].sum(dim=1)
+        return found + rows["h"].sum(dim=(1, 2))
+
+
+@pytest.fixture
+def passes(tmp_path: Path) -> tc.PassSet:
+    """The passes of the case."""
+    return CASE.cut(tmp_path)
+
+
+def train(passes: tc.PassSet, *, compiled: bool) -> Any:
+    """Return what a training ends with, and its logits without gradients."""
+    torch.manual_seed(1)
+    torch.compiler.reset()
+    with tc.InMemoryCache(passes) as cache:
+        model = Model(passes.schema)
+        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        cache.register(model=model, optimizer=optimizer)
+        logits = []
+        for visit in cache.passes(epochs=2):
+            for batch in visit.batches(16):
+                with torch.no_grad():
+                    logits.append(run(batch).clone())
+                optimizer.zero_grad()
+                nn.functional.binary_cross_entropy_with_logits(run(batch), batch.label).backward()
+                optimizer.step()
+        return result_of_resident(cache, model), logits
+
+
+def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassSet) -> None:
+    """Rows, their optimizers' state and dense weights; a feature that is not used gets no gradient."""
+    (found, logits), (wanted, others) = train(passes, compiled=True), train(passes, compiled=False)
+    assert_same_bits(found, wanted)
+    for mine, other in zip(logits, others, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_operators_keep_what_torch_asks_of_them(passes: tc.PassSet, *, trained: bool) -> None:
+    """Schemas, fake results, autograd and compilation: torch.library.opcheck."""
+    with tc.InMemoryCache(passes) as cache:
+        model = Model(passes.schema)
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters()))
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        weight = torch.rand(16, requires_grad=True)
+        of_module = model.bags.number, model.bags.out_features, trained
+        bags = torch.ops.tiercache.embedding_bags.default
+        torch.library.opcheck(bags, (model.bags.handle, batch.number, [], "", *of_module))
+        torch.library.opcheck(
+            bags, (model.bags.handle, batch.number, [weight], "f", *of_module),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )  # fmt: skip  # compilation copies weights, whose gradients have another number then
+        dims, lengths = model.rows.dims, [model.rows.length_of(name) for name in model.rows.features]
+        rows = (model.rows.handle, batch.number, dims, lengths, model.rows.number, trained)
+        torch.library.opcheck(torch.ops.tiercache.embedding_rows.default, rows)
+
+
+def test_a_copied_module_looks_up_by_itself(passes: tc.PassSet) -> None:
+    """Its gradients are those of its own handle."""
+    with tc.InMemoryCache(passes) as cache:
+        bag = tc.EmbeddingBag(passes.schema, "f")
+        other = copy.deepcopy(bag)
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        torch.compile(other, backend="aot_eager", fullgraph=True)(batch).sum().backward()
+        assert bag.handle.grad is None
+        assert other.handle.grad is not None

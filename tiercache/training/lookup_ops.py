@@ -1,0 +1,173 @@
+"""Lookups as operators of torch: what a compiled model calls in place of Python, without a break of its graph.
+
+An operator takes tensors and numbers. So it knows a batch and a module by a number, and what its backward needs too,
+which is kept until the step. It reads another batch at each call: a CUDA graph, which repeats one, must not hold it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence  # noqa: TC003 - operators' schemas are read at run time
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+
+if TYPE_CHECKING:
+    from tiercache.training.batch import Batch
+    from tiercache.training.table_module import TableModule
+
+__all__ = ["look_up_bags", "look_up_rows", "number_batch", "number_module"]
+
+_numbers = itertools.count(1)
+_batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+_modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_contexts: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+_same: weakref.WeakValueDictionary[tuple[object, ...], Context] = weakref.WeakValueDictionary()
+"""By what was looked up: an operator gives equal results for the same arguments, its second one included."""
+
+
+class Context:
+    """What the backward of one lookup needs: in place of the ``ctx`` of an `torch.autograd.Function`."""
+
+    def __init__(self, handle: torch.Tensor, given: Any) -> None:
+        self.needs_input_grad = (handle.requires_grad,)
+        self.token, self._given = 0, given  # which has its memory as long as this is there
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing."""
+
+
+def number_batch(batch: Batch, number: torch.Tensor | None) -> torch.Tensor:
+    """Have operators find a batch, or a copy of the one with ``number``: (samples,) int64, all the same."""
+    if number is None:
+        number = torch.full((1,), next(_numbers)).expand(batch.num_samples)
+    _batches[_number_of(number)] = batch
+    return number
+
+
+def number_module(module: TableModule) -> int:
+    """Have operators find a module by the number that is returned."""
+    number = next(_numbers)
+    _modules[number] = module
+    return number
+
+
+def _number_of(number: torch.Tensor) -> int:
+    return int(number.as_strided((1,), (1,)))  # of no samples too
+
+
+def look_up_bags(module: Any, batch: Batch, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Look up as ``EmbeddingBagCollection.forward``."""
+    out: torch.Tensor = _bags(
+        module.handle, batch.number, list(weights.values()), ",".join(weights), module.number, module.out_features,
+        torch.is_grad_enabled(),
+    )[0]  # fmt: skip
+    return out
+
+
+def look_up_rows(module: Any, batch: Batch) -> list[torch.Tensor]:
+    """Look up as ``EmbeddingCollection.forward``: the vectors of each feature."""
+    shapes = [(dim, module.length_of(name)) for name, dim in zip(module.features, module.dims, strict=True)]
+    dims, lengths = [dim for dim, _ in shapes], [length for _, length in shapes]
+    found: list[torch.Tensor] = _rows(
+        module.handle, batch.number, dims, lengths, module.number, torch.is_grad_enabled()
+    )[:-1]  # fmt: skip
+    return found
+
+
+@torch.library.custom_op("tiercache::embedding_bags", mutates_args=())
+def _bags(
+    handle: torch.Tensor, number: torch.Tensor, weights: Sequence[torch.Tensor], names: str, module: int, width: int,
+    trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    given = dict(zip(names.split(","), weights, strict=True)) if names else {}
+    with torch.set_grad_enabled(trained):
+        out, token = _run(handle, number, module, given)
+    return out, token
+
+
+@torch.library.custom_op("tiercache::embedding_rows", mutates_args=())
+def _rows(
+    handle: torch.Tensor, number: torch.Tensor, dims: Sequence[int], lengths: Sequence[int], module: int, trained: bool
+) -> list[torch.Tensor]:
+    with torch.set_grad_enabled(trained):
+        outs, token = _run(handle, number, module)
+    return [*outs, token]
+
+
+@torch.library.custom_op("tiercache::embedding_backward", mutates_args=())
+def _backward(
+    grads: Sequence[Optional[torch.Tensor]],  # noqa: UP045 - schemas are made of this spelling
+    token: torch.Tensor, handle: torch.Tensor, weights: Sequence[torch.Tensor], names: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    context: Any = _contexts[int(token)] if int(token) else None
+    tracer, by_name = (None, {}) if context is None else context.backward(grads)
+    named = names.split(",") if names else []
+    found = [by_name.get(name) for name in named]
+    zero = torch.zeros_like(handle)
+    return [zero if tracer is None else tracer] + [
+        torch.zeros_like(weight) if one is None else one.clone() for one, weight in zip(found, weights, strict=True)
+    ]
+
+
+def _run(handle: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -> tuple[Any, torch.Tensor]:
+    """Return what a module looks up, and the number of what backward needs; 0 where there is none."""
+    batch, context = _batches[_number_of(number)], Context(handle, given)
+    out = _modules[module].run(context, batch, *given)
+    if torch.is_grad_enabled():
+        weights = (weight.data_ptr() for by_name in given for weight in by_name.values())
+        key = (_number_of(number), module, *weights)
+        context = _same.setdefault(key, context)
+        if not context.token:
+            context.token = next(_numbers)
+            _contexts[context.token] = context
+            batch.rows.keep(context)
+    return out, torch.full((), context.token)
+
+
+@_bags.register_fake
+def _(handle: torch.Tensor, number: torch.Tensor, weights: Any, names: str, module: int, width: int,
+      trained: bool) -> Any:  # fmt: skip
+    return handle.new_empty((number.shape[0], width)), torch.empty((), dtype=torch.int64)
+
+
+@_rows.register_fake
+def _(handle: torch.Tensor, number: torch.Tensor, dims: Any, lengths: Any, module: int, trained: bool) -> Any:
+    def shape(dim: int, length: int) -> tuple[Any, ...]:
+        if length < 0:
+            return torch.library.get_ctx().new_dynamic_size(), dim
+        return (number.shape[0], length, dim) if length else (number.shape[0], dim)
+
+    found = [handle.new_empty(shape(dim, length)) for dim, length in zip(dims, lengths, strict=True)]
+    return [*found, torch.empty((), dtype=torch.int64)]
+
+
+@_backward.register_fake
+def _(grads: Any, token: torch.Tensor, handle: torch.Tensor, weights: Any, names: str) -> Any:
+    return [torch.empty_like(handle), *(torch.empty_like(weight) for weight in weights)]
+
+
+def _setup_bags(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(output[1], inputs[0], *inputs[2])
+    ctx.names = inputs[3]
+
+
+def _backward_bags(ctx: Any, grad: torch.Tensor, _token: Any) -> Any:
+    token, handle, *weights = ctx.saved_tensors
+    tracer, *of_weights = _backward([grad], token, handle, weights, ctx.names)
+    return tracer, None, of_weights, None, None, None, None
+
+
+def _setup_rows(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[-1], inputs[0])
+
+
+def _backward_rows(ctx: Any, grads: Any) -> Any:
+    token, handle = ctx.saved_tensors
+    return _backward(grads[:-1], token, handle, [], "")[0], None, None, None, None, None
+
+
+_bags.register_autograd(_backward_bags, setup_context=_setup_bags)
+_rows.register_autograd(_backward_rows, setup_context=_setup_rows)

@@ -1,0 +1,143 @@
+"""TableModule: what modules that look tables up have in common; a module without a cache, bound to one later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiercache.errors import StateError
+from tiercache.training.data_parallel import hide_handles
+from tiercache.training.lookup_ops import number_module
+from tiercache.training.scaled_loss import watch_scalers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from tiercache.schema import Feature, Schema
+
+__all__ = ["TableModule", "handle_ids", "handle_names", "poolings", "table_modules"]
+
+
+class TableModule(nn.Module):
+    """A module that looks tables up.
+
+    It has no rows: it has a 0-dim parameter, by which rows follow what a loop does to gradients (see `tracers`). The
+    optimizer that owns it steps the rows that the module looks up; ``requires_grad_(False)`` freezes them. Its value
+    means nothing, and it is not part of the module's state.
+    """
+
+    def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
+        super().__init__()
+        watch_scalers()
+        hide_handles(handle_names)
+        self.features, self.dims, self._specs = _choose(schema, features)
+        self.tables = [*dict.fromkeys(self._specs[name].table for name in self.features)]
+        """The tables looked up."""
+        self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
+        """By feature, how it is pooled; None where its rows are needed."""
+        self.handle = nn.Parameter(torch.zeros((), device="cpu"))
+        """The parameter; on the CPU also of a module that is made on "meta"."""
+        self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
+        self._loaded: dict[str, Any] | None = None
+        self.number = number_module(self)
+        """By it compiled models look the module up."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # no 16-bit number holds a tracer, and to_empty() leaves anything
+        self.handle.data = torch.zeros((), device=self.handle.device)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_rows": _of_no_cache}  # a copy, or one that was pickled, belongs to no cache
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.number = number_module(self)
+
+    def bind(self, rows: Callable[[], Callable[[], dict[str, Any]] | None]) -> None:
+        """Belong to the rows of a cache: a reference to what names their store and commit, None once that is gone.
+
+        Raises StateError where a state was loaded that belongs to others.
+        """
+        self._rows = rows
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raise StateError where the rows are not those that the loaded state belongs to."""
+        state, rows = self._loaded, self._rows()
+        if state is None or rows is None or state == (now := rows()):
+            return
+        self._loaded = None
+        raise StateError(
+            f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has those "
+            f"of commit {now['commit']} of {now['store']}: roll the store back, or load the state of its rows"
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state: no rows and no handle; its metadata say to which commit of which store it belongs."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        found.pop(f"{prefix}handle", None)
+        rows = self._rows()
+        if rows is not None and hasattr(found, "_metadata"):
+            found._metadata[prefix[:-1]]["rows"] = rows()
+        return found
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        self._loaded = local_metadata.get("rows")
+        self._check_rows()
+        state_dict.setdefault(f"{prefix}handle", self.handle.detach())
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def _of_no_cache() -> None:
+    """Nobody's rows."""
+
+
+def table_modules(objects: Iterable[object]) -> list[TableModule]:
+    """Return the modules that look tables up, of all modules among ``objects``."""
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    return [part for module in modules for part in module.modules() if isinstance(part, TableModule)]
+
+
+def handle_names(module: nn.Module) -> list[str]:
+    """Return the names that the handles of a module have among its parameters."""
+    return [
+        f"{name}.handle" if name else "handle" for name, part in module.named_modules() if isinstance(part, TableModule)
+    ]
+
+
+def handle_ids(objects: Iterable[object]) -> set[int]:
+    """Return the ids of the handles of all modules among ``objects``."""
+    return {id(module.handle) for module in table_modules(objects)}
+
+
+def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:
+    """Return how each feature that some of ``modules`` looks up is pooled, in the order of ``features``.
+
+    None: in several ways, or its rows are needed. Without any embedding module all are looked up, by their rows.
+    """
+    asked: dict[str, set[str | None]] = {}
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, TableModule):
+                for name, mode in part.pooling.items():
+                    asked.setdefault(name, set()).add(mode)
+    if not asked:
+        return dict.fromkeys(features)
+    return {name: next(iter(asked[name])) if len(asked[name]) == 1 else None for name in features if name in asked}
+
+
+def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
+    specs = {feature.name: feature for feature in schema.features}
+    names = list(specs) if features is None else list(features)
+    for name in names:
+        if name not in specs:
+            raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
+        if names.count(name) > 1:
+            raise ValueError(f"feature {name!r} was given twice: name each feature once")
+    dims = {table.name: table.dim for table in schema.tables}
+    return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
