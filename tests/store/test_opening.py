@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,9 +29,9 @@ from tiercache.store import (
 from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
-    from tests.store.conftest import Home
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+    from tests.store.conftest import Home
 
 
 def one(name: str = "t", **changes: object) -> Table:
@@ -110,26 +109,6 @@ def test_other_tables_are_refused(home: Home, given: list[Table], words: str) ->
     with pytest.raises(TableMismatchError, match=words + ".*: give the tables it was made with"):
         home.open(given)
     assert len(home.open([one("u"), one("t")]).tables) == 2
-
-
-def test_a_second_writer_is_refused_with_the_holders_pid(tmp_path: Path) -> None:
-    """In another process; a reader is welcome, and once the writer has gone the store is free."""
-    Store.open(tmp_path, tables=[one()]).close()
-    code = (
-        "import sys; from tiercache.store import Store; s = Store.open(sys.argv[1]); "
-        "print('open', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"open\n"
-        with pytest.raises(StoreInUseError, match=f"is being written by process {holder.pid} ") as caught:
-            Store.open(tmp_path)
-        assert caught.value.pid == holder.pid
-        Store.open(tmp_path, mode="r").close()
-        holder.kill()
-        holder.wait()
-        Store.open(tmp_path).close()
 
 
 def test_a_second_writer_in_this_process_is_refused(tmp_path: Path) -> None:
