@@ -8,29 +8,26 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.apart import command, ran
 from tests.crash.image import Camera
 from tests.crash.store_steps import STEPS, TABLES, go_on, problems, quiet, stands, take
 from tiercache.store import Store, StoreFullError, verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 ENGINES = ("lmdb", "zarr")
 
 
 def crash(*options: object, code: str = "") -> subprocess.CompletedProcess[str]:
     """Run the harness, or ``code``, in a process of its own, which forks and so must have no thread."""
-    main = ["-c", code] if code else ["-m", "tests.crash", "store"]
-    command = [sys.executable, *main, *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return ran(code or "import sys; from tests.crash.store import main; sys.exit(main())", *options)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -95,8 +92,8 @@ def test_lmdb_syncs_its_pages_before_its_root_and_its_root_at_once(tmp_path: Pat
         "go_on(Path(sys.argv[1]), 'lmdb', quiet)"
     )
     calls = "trace=openat,open,pwrite64,pwritev,pwritev2,writev,write,fdatasync,fsync,msync,sync_file_range"
-    command = ["strace", "-f", "-y", "-e", calls, "-o", str(tmp_path / "calls"), sys.executable, "-c", code]
-    done = subprocess.run([*command, str(tmp_path / "store.tc")], cwd=ROOT, capture_output=True, text=True, check=False)
+    traced = ["strace", "-f", "-y", "-e", calls, "-o", str(tmp_path / "calls"), *command(code, tmp_path / "store.tc")]
+    done = subprocess.run(traced, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"strace cannot trace here: {done.stderr}")
     unsynced, roots, opened = False, 0, ""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.apart import ran
 from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.big import values
 from tests.store.damage import assert_sentence, generator_of
 from tiercache.store import Store, StoreError
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 STEPS = 5
 PAGE_BYTES = 4096
 
@@ -66,8 +67,7 @@ def test_damage_of_lmdbs_pages_is_refused_or_without_effect(path: Path) -> None:
     """In a process of its own, since a signal is what must not come: neither SIGSEGV nor SIGBUS, whatever the bytes."""
     code = "import sys; from pathlib import Path; from tests.store.test_fuzz_pages import read_damaged; "
     code += "read_damaged(Path(sys.argv[1]), 0, 150)"
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ran(code, path)
     assert done.returncode == 0, f"with seed {done.stdout.split()[-1:]}: {done.stderr[-2000:]}"
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from tests.apart import ran
 from tests.store.big import values
 from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
@@ -24,12 +22,12 @@ from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
     Rows = dict[str, tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]
 
-ROOT = Path(__file__).parents[2]
 PAGE_BYTES, META_BYTES = 4096, 152
 COMMITS = 3
 LOCKS = {"lock.mdb", "writer.lock"}
@@ -116,8 +114,7 @@ def test_no_flipped_bit_of_the_meta_pages_shows_another_commit(tmp_path: Path, b
     """In a process of its own, since a signal must not come either."""
     code = "import sys; from pathlib import Path; from tests.store.test_head import bits_of, flip_metas; "
     code += f"flip_metas(Path(sys.argv[1]), {bits})"
-    command = [sys.executable, "-c", code, str(tmp_path / "s.tc")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ran(code, tmp_path / "s.tc")
     assert done.returncode == 0, f"at {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib import import_module
+from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.apart import command
 from tests.store.conftest import small_tables
 from tiercache.store import (
     SGD,
@@ -144,8 +144,8 @@ def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: 
             with pytest.raises(StoreInUseError, match="is being written by process") as caught:
                 second()
             assert caught.value.pid == os.getpid()
-    command = [sys.executable, "-c", HOLDER.format(module=module, engine=engine), str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    code = HOLDER.format(module=module, engine=engine)
+    with Popen(command(code, tmp_path), stdin=PIPE, stdout=PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"open\n"
         for second in (lambda: engine_of(tmp_path, create=False), lambda: Store.open(tmp_path)):
