@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from tiercache.store import StoreFullError
 
 PACKAGES = ("tiercache", "numpy", "lmdb", "zarr")
-QUICK = {"points": 300, "torn": 25, "instants": 12, "replays": 40, "full": 20}
+QUICK = {"points": 150, "torn": 15, "instants": 10, "replays": 30, "full": 15}
+"""More points than there are kinds of calls, each before and after, which `spread` takes evenly."""
 _EARLY_POINTS = 60
 """A process that goes on after a kill has opened the store by then."""
 _AGAIN = 0.25

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.apart import ran
 from tests.exchange.cases import filled, table
 from tests.files import files_of
 from tiercache.cli.store import app
@@ -94,5 +93,5 @@ def test_a_file_is_closed_where_the_disk_is_full() -> None:
         "try: file.close()\n"
         "except OSError as error: print(error.errno, file._file.closed)\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = ran(code)
     assert (said.stdout, said.stderr) == (f"{errno.ENOSPC} True\n", "")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import re
-import threading
-import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -15,21 +11,18 @@ import pytest
 
 import tiercache as tc
 from tests.extraction.cases import table
+from tests.memory import Peak, run_alone
 from tiercache.extraction.extract import extract
 from tiercache.schema import Schema
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.disk
 
 HOST_BYTES = 64 << 20
 NAMES = ("a", "b", "c", "d")
 SCHEMA = Schema(label="y", features=tuple(tc.Feature(name=n) for n in NAMES), tables=tuple(table(n) for n in NAMES))
-
-
-def anonymous_bytes() -> int:
-    """Return the memory of this process that is not backed by files."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
 
 
 def measure(folder: Path) -> None:
@@ -47,16 +40,10 @@ def measure(folder: Path) -> None:
         )
 
     run("small")
-    before, peak = anonymous_bytes(), [0]
-
-    def watch() -> None:
-        while True:
-            peak[0] = max(peak[0], anonymous_bytes())
-            time.sleep(0.005)
-
-    threading.Thread(target=watch, daemon=True).start()
+    peak = Peak()
+    peak.begin()
     run("large")
-    (folder / "peak").write_text(str(peak[0] - before))
+    (folder / "peak").write_text(str(peak.taken))
 
 
 def write(path: Path, num_samples: int) -> None:
@@ -75,9 +62,6 @@ def test_a_file_larger_than_the_host_budget_is_extracted_within_it(tmp_path: Pat
     write(tmp_path / "small.parquet", 5000)
     write(tmp_path / "large.parquet", 1_800_000)
     assert (tmp_path / "large.parquet").stat().st_size > HOST_BYTES
-    process = multiprocessing.get_context("spawn").Process(target=measure, args=(tmp_path,))
-    process.start()
-    process.join(300)
-    assert process.exitcode == 0
+    run_alone(measure, tmp_path)
     assert len(tc.PassSet.open(tmp_path / "large")) > 10
     assert int((tmp_path / "peak").read_text()) < HOST_BYTES

@@ -1,6 +1,6 @@
 """Kills processes that each write a part of one sharded store, and looks at what is left each time.
 
-    python -m tests.ranks.parts_killer --folder DIR [--kills N] [--engine lmdb] [--seed N] --json FILE
+    python -m tests.ranks.parts_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
 A run makes the store, trains a few commits, closes and opens it, divides it anew and trains on. One rank, or all, are
 killed just before or after a call that touches the disk, or at a random instant; some are killed again as they go on.
@@ -271,7 +271,6 @@ def main() -> int:
     """Kill as often as was asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.ranks.parts_killer")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--engine", default="lmdb")
     parser.add_argument("--seed", type=int, default=0)
@@ -284,7 +283,6 @@ def main() -> int:
     outcome = killer.outcome
     stood = sorted(outcome.stood)
     figures = {**outcome.counts, "phases": phases, "stood": stood, "problems": outcome.problems}
-    options.json.write_text(json.dumps(figures, indent=1))
     print(json.dumps(figures, indent=1))  # noqa: T201
     return bool(outcome.problems)
 

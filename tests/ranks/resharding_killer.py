@@ -1,6 +1,6 @@
 """Kills processes that write a sharded store anew for other ranks, and looks at what is left each time.
 
-    python -m tests.ranks.resharding_killer --folder DIR [--kills N] [--seed N] --json FILE
+    python -m tests.ranks.resharding_killer --folder DIR [--kills N] [--seed N]
 
 Every rank opens the store as a training does, and so reads the old parts and writes a new one. One rank, or all, are
 killed just before or after a call that touches the disk, or at a random instant; some are killed again as they begin
@@ -312,7 +312,6 @@ def main() -> int:
     """Kill as often as was asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.ranks.resharding_killer")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -337,7 +336,6 @@ def main() -> int:
                 victim = killer.random.randrange(-1, way.after)
                 killer.kill_after(killer.random.random(), None if victim < 0 else victim)
     figures = {**killer.count, "phases": killer.phases, "problems": killer.problems}
-    options.json.write_text(json.dumps(figures, indent=1))
     print(json.dumps(figures, indent=1))  # noqa: T201
     return bool(killer.problems)
 

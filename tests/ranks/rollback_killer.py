@@ -1,6 +1,6 @@
 """Kills the process that rolls a sharded store back, at every point at which it touches the disk.
 
-    python -m tests.ranks.rollback_killer --folder DIR [--kills N] [--engine lmdb] [--seed N] --json FILE
+    python -m tests.ranks.rollback_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
 The store has three parts and keeps three commits; for every other kill one part is a commit ahead. After each kill it
 must stand where it stood, or, as it must once the rollback has returned, where it was rolled back to, with the rows of
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.crash.points import Point, unwatch, watch
+from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
 from tests.ranks.parts_killer import run
 from tests.ranks.sharded_world import opened, problems, take, train_parts
@@ -49,18 +50,7 @@ def make(path: Path, engine: str, *, ahead: bool) -> None:
     """Make the store of three parts, one of them ahead where said."""
     assert train_parts(path, RANKS, COMMITS, engine=engine, retention=RETENTION) == [None] * RANKS
     if ahead:
-
-        def body(ranks: Any) -> None:
-            parts, world = opened(path, ranks)
-            with parts:
-                if ranks.rank == 1:
-                    world.visit = 3
-                    world.train(part=1)
-                    world.append(parts.store)
-                    world.visit = 4
-                    world.publish(parts.store)
-
-        assert meet(RANKS, body) == [None] * RANKS
+        sharded_world.ahead(path, RANKS, 1)
 
 
 def killed_at(number: int | None, path: Path) -> tuple[bool, bool, int]:
@@ -135,7 +125,6 @@ def main() -> int:
     """Kill at as many points as was asked for, of all that there are."""
     parser = argparse.ArgumentParser(prog="python -m tests.ranks.rollback_killer")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=None, help="Not given: one at each point.")
     parser.add_argument("--engine", default="lmdb")
     parser.add_argument("--seed", type=int, default=0)
@@ -175,7 +164,6 @@ def main() -> int:
             where = f"killed at point {number} of {points}" + (f" and again at {again}" if again is not None else "")
             wrong += [f"{where}: {sentence}" for sentence in ended.of("wrong") + ended.of("error")]
     figures = {**count, "problems": wrong}
-    options.json.write_text(json.dumps(figures, indent=1))
     print(json.dumps(figures, indent=1))  # noqa: T201
     return bool(wrong)
 

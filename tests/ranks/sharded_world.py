@@ -227,13 +227,13 @@ def sentences(errors: list[Any]) -> str:
     return str(own[0])
 
 
-def one_ahead(path: Path, num_ranks: int, rank: int) -> None:
-    """Have one rank make a commit that no record names."""
+def ahead(path: Path, num_ranks: int, *who: int) -> None:
+    """Have some ranks make a commit that no record names."""
 
     def body(ranks: Any) -> None:
         parts, world = opened(path, ranks)
         with parts:
-            if ranks.rank == rank:
+            if ranks.rank in who:
                 before, after = parts.cursor, next_cursor(parts.cursor)
                 world.visit = before.visit
                 world.train(part=0 if after.sample else 1)

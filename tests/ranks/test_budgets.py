@@ -129,19 +129,17 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
     assert ranks_pool.run(1, OPEN, **options | {"store_budget": needed}) == [[0, 0]]
 
 
-@pytest.mark.parametrize("name", SENTENCES)
-def test_commits_are_not_dropped_for_a_training_that_is_refused(
-    ranks_pool: RanksPool, tmp_path: Path, name: str
-) -> None:
+def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Opened with a smaller retention, or a larger one; one that is not refused drops them."""
     trained(ranks_pool, tmp_path)
     before = files_of(tmp_path / "model.tc")
     options: dict[str, Any] = {"folder": str(tmp_path), "sharding": placed("row")}
 
-    for retention in (1, 3):
-        errors = ranks_pool.errors(2, OPEN, **options, retention=retention, **{name: TOO_SMALL[name]})
-        assert_refused(errors, SENTENCES[name])
-        assert files_of(tmp_path / "model.tc") == before
+    for name, sentence in SENTENCES.items():
+        for retention in (1, 3):
+            errors = ranks_pool.errors(2, OPEN, **options, retention=retention, **{name: TOO_SMALL[name]})
+            assert_refused(errors, sentence)
+            assert files_of(tmp_path / "model.tc") == before
 
     for retention, kept in ((3, 2), (1, 1)):
         assert ranks_pool.run(2, OPEN, **options, retention=retention) == [[8, 0]] * 2

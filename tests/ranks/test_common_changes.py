@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.ranks import sharded_world
 from tests.ranks.sharded_world import (
     WHOLE,
     expected,
-    one_ahead,
     train_parts,
     whole_row,
 )
@@ -26,7 +26,7 @@ def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, n
     """Whole rows of every placement, since every commit that is kept, at any of them; after a rollback too."""
     path = tmp_path / "s"
     assert train_parts(path, num_ranks, 6, retention=4) == [None] * num_ranks
-    one_ahead(path, num_ranks, 0)
+    sharded_world.ahead(path, num_ranks, 0)
     assert train_parts(path, num_ranks, 1) == [None] * num_ranks
     for turn in range(2):
         with tc.ShardedStore.open(path) as newest:

@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 import tiercache as tc
+from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
     WHOLE,
     check_parts,
     divide_anew,
     expected,
-    one_ahead,
     opened,
     placement_on,
     problems,
@@ -90,7 +90,7 @@ def test_commits_beyond_a_lower_retention_go_when_ranks_open_the_store(tmp_path:
     """So parts take no more room than a store budget counts; the record names none any more before parts drop it."""
     path = tmp_path / "s"
     assert train_parts(path, 2, 6, retention=4) == [None] * 2
-    one_ahead(path, 2, 1)
+    sharded_world.ahead(path, 2, 1)
     assert train_parts(path, 2, 0, retention=2) == [None] * 2
     assert kept(path) == [4, 5]
     assert kept_by_parts(path) == [[4, 5], [4, 7]]
@@ -107,7 +107,7 @@ def test_a_part_that_steps_back_costs_no_older_commit(tmp_path: Path) -> None:
     path = tmp_path / "s"
     assert train_parts(path, 2, 4, retention=3) == [None] * 2
     for _ in range(2):
-        one_ahead(path, 2, 1)
+        sharded_world.ahead(path, 2, 1)
         assert kept(path) == [1, 2, 3]
         assert train_parts(path, 2, 0) == [None] * 2
         assert kept(path) == [1, 2, 3]
@@ -138,7 +138,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     with tc.ShardedStore.open(path) as store:
         cursors = {commit.id: commit.cursor for commit in store.commits}
     if ahead is not None:
-        one_ahead(path, 2, ahead)
+        sharded_world.ahead(path, 2, ahead)
     commit = tc.rollback_sharded(path, to)
     assert (commit.id, commit.cursor) == (5, cursors[to])
     assert kept(path) == [*range(2, to + 1), 5][-3:]

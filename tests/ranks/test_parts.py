@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
     TABLES,
@@ -58,22 +59,11 @@ def test_a_part_that_is_ahead_steps_back(tmp_path: Path) -> None:
     """Whichever of them made the next commit: all stand where the record says, with its rows."""
     for ahead in ([0], [1], [0, 1], [2], [0, 1, 2]):
         path = tmp_path / "".join(map(str, ahead))
-
-        def body(ranks: Any, path: Path = path, ahead: list[int] = ahead) -> Any:
-            parts, world = opened(path, ranks)
-            with parts:
-                for _ in range(4):
-                    take(parts, world)
-                if ranks.rank in ahead:
-                    world.visit = 2
-                    world.train(part=1)
-                    world.append(parts.store)
-                    world.visit = 3
-                    world.publish(parts.store)
-                return parts.store.commit.id
-
-        found = meet(3, body)
-        assert found == [3 + (rank in ahead) for rank in range(3)]
+        assert train_parts(path, 3, 4) == [None] * 3
+        sharded_world.ahead(path, 3, *ahead)
+        for rank in range(3):
+            with Store.open(path / f"part-0-{rank}", mode="r") as part:
+                assert part.commit.id == 3 + (rank in ahead)
         check_parts(path, Cursor(2))  # readers see the record's commit before anybody stepped back
         assert train_parts(path, 3, 0) == [None] * 3
         check_parts(path, Cursor(2))
@@ -85,18 +75,8 @@ def test_parts_that_stepped_back_may_be_left_behind_again(tmp_path: Path) -> Non
     """The record names what was rolled back to before another commit is made, which may not be published either."""
     path = tmp_path / "s"
     assert train_parts(path, 2, 4) == [None] * 2
-
-    def ahead(ranks: Any) -> None:
-        parts, world = opened(path, ranks)
-        with parts:
-            world.visit = 2
-            world.train(part=1)
-            world.append(parts.store)
-            world.visit = 3
-            world.publish(parts.store)
-
     for _ in range(3):
-        assert meet(2, ahead) == [None] * 2
+        sharded_world.ahead(path, 2, 0, 1)
         check_parts(path, Cursor(2))
     assert train_parts(path, 2, 3) == [None] * 2
     check_parts(path, Cursor(4))

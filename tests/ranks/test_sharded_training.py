@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.ranks.trainings import CASES, assert_as_alone, assert_same_rows, resident, stored
+import tiercache as tc
+from tests.ranks.trainings import CASES, assert_as_alone, assert_same_rows, on_ranks, resident, stored
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,20 +20,13 @@ KINDS = ("row", "table", "column", "replicate")
 
 def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps: int | None = None) -> None:
     """Compare a sharded store and dense weights with one process."""
-    import tiercache as tc
-
     theirs = resident(CASES[case], tc.PassSet.open(folder / "passes"), steps=steps)
     assert_as_alone(stored(folder), dense, theirs)
 
 
 def test_one_rank_over_a_sharded_store_ends_with_the_bits_of_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Whose store has one shard: batches look rows up where they are."""
-    import tiercache as tc
-
-    CASES["bags"].cut(tmp_path / "passes")
-    found = ranks_pool.run(
-        1, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), shard_dirs=[str(tmp_path / "shard")]
-    )
+    found = on_ranks(ranks_pool, 1, tmp_path, "bags", shard_dirs=[str(tmp_path / "shard")])
 
     theirs = resident(CASES["bags"], tc.PassSet.open(tmp_path / "passes"))
     assert_as_alone(stored(tmp_path), found[0], theirs, tolerance=0)
@@ -41,10 +35,7 @@ def test_one_rank_over_a_sharded_store_ends_with_the_bits_of_one_process(ranks_p
 def test_samples_that_are_read_before_their_turn_train_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """However many batches are fetched ahead; rows wait for the step before."""
     for name, prefetch in (("now", 0), ("ahead", 3)):
-        CASES["bags"].cut(tmp_path / name / "passes")
-        found = ranks_pool.run(
-            2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / name), prefetch=prefetch
-        )
+        found = on_ranks(ranks_pool, 2, tmp_path / name, "bags", prefetch=prefetch)
         assert [one["planned"] for one in found] == [3, 3]
 
     assert_same_rows(tmp_path / "ahead", tmp_path / "now")
@@ -53,11 +44,7 @@ def test_samples_that_are_read_before_their_turn_train_the_same_bits(ranks_pool:
 @pytest.mark.parametrize("micro_batches", [2, 5])
 def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, micro_batches: int) -> None:
     """All see the rows before the step; micro-batches without samples on a rank are among them."""
-    CASES["bags"].cut(tmp_path / "passes")
-
-    found = ranks_pool.run(
-        3, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), micro_batches=micro_batches
-    )
+    found = on_ranks(ranks_pool, 3, tmp_path, "bags", micro_batches=micro_batches)
 
     assert_close(tmp_path, "bags", found[0])
 
@@ -67,52 +54,41 @@ def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
     ranks_pool: RanksPool, tmp_path: Path, kind: str
 ) -> None:
     """On the shim: the training thread queues what brings rows and pooled vectors, micro-batch behind micro-batch."""
-    CASES["bags"].cut(tmp_path / "passes")
-
-    found = ranks_pool.run(
-        2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), queued=True, micro_batches=3, steps=4,
-        sharding=dict.fromkeys([t.name for t in CASES["bags"].tables], kind),
-    )  # fmt: skip
+    options = {"queued": True, "micro_batches": 3, "steps": 4, "sharding": placed("bags", kind)}
+    found = on_ranks(ranks_pool, 2, tmp_path, "bags", **options)
 
     assert_close(tmp_path, "bags", found[0], steps=4)
 
 
-@pytest.mark.parametrize("queued", [False, True])
+OVERLAPPED = ["rows 0", "rows 1", "dense 0", "rows 2", "dense 1", "rows 3", "dense 2", "dense 3"]
+ONE_BY_ONE = [f"{what} {number}" for number in range(4) for what in ("rows", "dense")]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "queued", "order"),
+    [("interleaved", False, OVERLAPPED), ("interleaved", True, OVERLAPPED), ("simple", False, ONE_BY_ONE)],
+)
 def test_the_rows_of_the_next_micro_batch_come_while_one_is_in_the_dense_part(
-    ranks_pool: RanksPool, tmp_path: Path, queued: bool
+    ranks_pool: RanksPool, tmp_path: Path, schedule: str, queued: bool, order: list[str]
 ) -> None:
     """On a CPU from another thread; queued for a GPU by the training thread, in the same order on all ranks.
+
+    The simple schedule does one thing after the other.
 
     By another thread they would come before the model's own collectives on one rank, and behind them on the next: each
     would wait for the other.
     """
-    CASES["one"].cut(tmp_path / "passes")
+    told = on_ranks(ranks_pool, 2, tmp_path, body="overlapped", schedule=schedule, queued=queued)
 
-    told = ranks_pool.run(
-        2, "tests.ranks.trainings:overlapped", case="one", folder=str(tmp_path), schedule="interleaved", queued=queued
-    )
-
-    assert told[0] == told[1] == [
-        "rows 0", "rows 1", "dense 0", "rows 2", "dense 1", "rows 3", "dense 2", "dense 3", "step"
-    ]  # fmt: skip
+    assert told[0] == told[1] == [*order, "step"]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "order"),
-    [
-        ("interleaved", ["rows 0", "rows 1", "dense 0", "rows 2", "dense 1", "rows 3", "dense 2", "dense 3"]),
-        ("simple", [f"{what} {number}" for number in range(4) for what in ("rows", "dense")]),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "order"), [("interleaved", OVERLAPPED), ("simple", ONE_BY_ONE)])
 def test_rows_of_an_evaluation_come_while_the_batch_before_is_looked_at(
     ranks_pool: RanksPool, tmp_path: Path, schedule: str, order: list[str]
 ) -> None:
     """Or behind it, by the order of events."""
-    CASES["one"].cut(tmp_path / "passes")
-
-    told = ranks_pool.run(
-        2, "tests.ranks.trainings:overlapped_evaluation", case="one", folder=str(tmp_path), schedule=schedule
-    )
+    told = on_ranks(ranks_pool, 2, tmp_path, body="overlapped_evaluation", schedule=schedule)
 
     assert told[0] == told[1] == order
 
@@ -122,34 +98,18 @@ def test_micro_batches_that_are_resumed_in_the_next_visit_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, queued: bool
 ) -> None:
     """Also one that was asked for in their own visit, and brought later: its numbers mean other rows now."""
-    CASES["one"].cut(tmp_path / "passes")
-
-    told = ranks_pool.run(2, "tests.ranks.trainings:resumed_late", case="one", folder=str(tmp_path), queued=queued)
+    told = on_ranks(ranks_pool, 2, tmp_path, body="resumed_late", queued=queued)
 
     assert all("which has ended: use batches inside their own loop" in one for one in told)
-
-
-def test_the_simple_schedule_does_one_thing_after_the_other(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """No rows come before the dense part of the micro-batch before."""
-    CASES["one"].cut(tmp_path / "passes")
-
-    told = ranks_pool.run(2, "tests.ranks.trainings:overlapped", case="one", folder=str(tmp_path), schedule="simple")
-
-    assert told[0] == [f"{what} {n}" for n in range(4) for what in ("rows", "dense")] + ["step"]
 
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path, within: bool) -> None:
     """Left in the midst of a visit, behind a commit there or not."""
-    for name in ("left", "whole"):
-        CASES["bags"].cut(tmp_path / name / "passes")
-    whole = ranks_pool.run(2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / "whole"))
+    whole = on_ranks(ranks_pool, 2, tmp_path / "whole", "bags")
 
-    ranks_pool.run(
-        2, "tests.ranks.trainings:train_and_stop", case="bags", folder=str(tmp_path / "left"), visits=5, batches=2,
-        within=within,
-    )  # fmt: skip
-    ended = ranks_pool.run(2, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path / "left"))
+    on_ranks(ranks_pool, 2, tmp_path / "left", "bags", "train_and_stop", visits=5, batches=2, within=within)
+    ended = on_ranks(ranks_pool, 2, tmp_path / "left", "bags")
 
     assert_same_rows(tmp_path / "left", tmp_path / "whole")
     for name, value in whole[0].items():
@@ -193,16 +153,11 @@ def test_a_training_goes_on_with_another_number_of_ranks(
     ranks_pool: RanksPool, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], within: bool
 ) -> None:
     """And another placement: rows, states and dense weights of one process, from a commit or from inside a visit."""
-    CASES["bags"].cut(tmp_path / "passes")
     (size, kind), (new_size, new_kind) = before, after
-    ranks_pool.run(
-        size, "tests.ranks.trainings:train_and_stop", case="bags", folder=str(tmp_path), visits=3, batches=1,
-        within=within, sharding=placed("bags", kind), shard_dirs=[str(tmp_path / "shards")] * size,
-    )  # fmt: skip
+    options = {"sharding": placed("bags", kind), "shard_dirs": [str(tmp_path / "shards")] * size}
+    on_ranks(ranks_pool, size, tmp_path, "bags", "train_and_stop", visits=3, batches=1, within=within, **options)
 
-    found = ranks_pool.run(
-        new_size, "tests.ranks.trainings:train", case="bags", folder=str(tmp_path), sharding=placed("bags", new_kind)
-    )
+    found = on_ranks(ranks_pool, new_size, tmp_path, "bags", sharding=placed("bags", new_kind))
 
     assert_close(tmp_path, "bags", found[0])
 
@@ -212,19 +167,13 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
     ranks_pool: RanksPool, tmp_path: Path, sizes: tuple[int, int]
 ) -> None:
     """Split at aligned samples from where it stands inside a pass: the same batches, so what one process ends with."""
-    import tiercache as tc
-
     whole = CASES["short"].cut(tmp_path / "whole")
-    CASES["short"].cut(tmp_path / "passes")
-    ranks_pool.run(
-        sizes[0], "tests.ranks.trainings:train_and_stop", case="short", folder=str(tmp_path),
-        visits=5, batches=1, within=True,
-    )  # fmt: skip
+    on_ranks(ranks_pool, sizes[0], tmp_path, "short", "train_and_stop", visits=5, batches=1, within=True)
     (tmp_path / "passes").rename(tmp_path / "old")
     split = tc.split_passes(tmp_path / "old", tmp_path / "passes", rows=60, align=13)
     assert len(split) > len(whole)
 
-    found = ranks_pool.run(sizes[1], "tests.ranks.trainings:train", case="short", folder=str(tmp_path))
+    found = on_ranks(ranks_pool, sizes[1], tmp_path, "short")
 
     assert found[0]["commit"] == [2 * len(split), 0]
     (tmp_path / "passes").rename(tmp_path / "split")
@@ -234,11 +183,9 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
 
 def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Twice in a row, and once more before the first batch of a training that goes on inside a visit."""
-    for name in ("twice", "whole"):
-        CASES["one"].cut(tmp_path / name / "passes")
-    ranks_pool.run(2, "tests.ranks.trainings:train", case="one", folder=str(tmp_path / "whole"))
+    on_ranks(ranks_pool, 2, tmp_path / "whole")
 
-    told = ranks_pool.run(2, "tests.ranks.trainings:commit_twice", case="one", folder=str(tmp_path / "twice"))
+    told = on_ranks(ranks_pool, 2, tmp_path / "twice", body="commit_twice")
 
     assert told == [[[1, 32]]] * 2
     assert_same_rows(tmp_path / "twice", tmp_path / "whole")
@@ -248,11 +195,9 @@ def test_a_training_goes_on_in_the_same_process_after_one_rank_could_not_write(
     ranks_pool: RanksPool, tmp_path: Path
 ) -> None:
     """The other's part has a commit more by then, which is stepped back."""
-    for name in ("failed", "whole"):
-        CASES["one"].cut(tmp_path / name / "passes")
-    ranks_pool.run(2, "tests.ranks.trainings:train", case="one", folder=str(tmp_path / "whole"))
+    on_ranks(ranks_pool, 2, tmp_path / "whole")
 
-    told = ranks_pool.run(2, "tests.ranks.trainings:go_on_after_a_failure", case="one", folder=str(tmp_path / "failed"))
+    told = on_ranks(ranks_pool, 2, tmp_path / "failed", body="go_on_after_a_failure")
 
     assert all("no room on the disk of rank 1" in sentence for sentence in told)
     assert_same_rows(tmp_path / "failed", tmp_path / "whole")

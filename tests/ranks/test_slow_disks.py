@@ -100,21 +100,26 @@ def fails_late(_: AnyCommunicator) -> None:
             raise OSError("the disk is gone")
 
 
-@pytest.mark.parametrize("slow", ["read", "write", "commit"])
-def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, slow: str) -> None:
-    """At a switch, where a dump is written, and at a commit inside a visit: the rows end with the same bits."""
-    found = {}
-    for name in (None, slow):
-        folder = tmp_path / str(name)
-        WIDE.cut(folder / "passes")
-        found[name] = ranks_pool.run(2, BODIES + "trained", folder=str(folder), slow=name)
+@pytest.fixture(scope="module")
+def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of a training with fast disks, and what its ranks ended with."""
+    folder = tmp_path_factory.mktemp("fast")
+    WIDE.cut(folder / "passes")
+    return folder, ranks_pool.run(2, BODIES + "trained", folder=str(folder), slow=None)
 
-    for fast, late in zip(found[None], found[slow], strict=True):
+
+@pytest.mark.parametrize("slow", ["read", "write", "commit"])
+def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, in_time: Any, slow: str) -> None:
+    """At a switch, where a dump is written, and at a commit inside a visit: the rows end with the same bits."""
+    WIDE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, BODIES + "trained", folder=str(tmp_path), slow=slow)
+
+    for fast, late in zip(in_time[1], found, strict=True):
         assert fast["read"] == late["read"] > 0
         assert late["left"] == 0
         for one in fast.keys() - {"left", "read"}:
             np.testing.assert_array_equal(fast[one], late[one])
-    assert_same_rows(tmp_path / "None", tmp_path / slow)
+    assert_same_rows(in_time[0], tmp_path)
 
 
 def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:

@@ -2,14 +2,15 @@
 
 A program, because a fork server belongs to a process of its own:
 
-    python -m tests.ranks.training_killer FOLDER KILLS [RANKS]
+    python -m tests.ranks.training_killer --folder DIR --kills N [--ranks N]
 
-With RANKS every training goes on, on others, from the midst of one of so many ranks, and kills come while its parts are
-written anew for them or soon after.
+With --ranks every training goes on, on others, from the midst of one of so many ranks, and kills come while its parts
+are written anew for them or soon after.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import multiprocessing
@@ -213,9 +214,13 @@ class Killer:
 
 def main() -> None:
     """Kill, and print the figures as JSON."""
-    folder, kills, before = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None
+    parser = argparse.ArgumentParser(prog="python -m tests.ranks.training_killer")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--kills", type=int, required=True)
+    parser.add_argument("--ranks", type=int)
+    options = parser.parse_args()
     with suppress(KeyboardInterrupt):
-        sys.stdout.write(json.dumps(Killer(folder, kills, before).run(kills)))
+        sys.stdout.write(json.dumps(Killer(options.folder, options.kills, options.ranks).run(options.kills)))
 
 
 if __name__ == "__main__":

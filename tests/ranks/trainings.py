@@ -19,6 +19,7 @@ from tiercache.ranks.record import RECORD
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from tests.ranks.pool import RanksPool
     from tiercache.dist.communicator import AnyCommunicator
 
 ONE = Case(
@@ -99,6 +100,15 @@ def train(
                 done += 1
         found = {"commit": list(cache.store.commit.cursor), "planned": len(cache.plan(visits=3))}
     return found | dense_of(model)
+
+
+def on_ranks(
+    pool: RanksPool, size: int, folder: Path, case: str = "one", body: str = "train", **options: Any
+) -> list[Any]:
+    """Have ranks do something here with a case in a folder, whose passes are cut where it has none."""
+    if not (folder / "passes").exists():
+        CASES[case].cut(folder / "passes")
+    return pool.run(size, f"{__name__}:{body}", case=case, folder=str(folder), **options)
 
 
 def dense_of(model: nn.Module) -> dict[str, Any]:

@@ -1,28 +1,22 @@
-"""Whatever call fails, and whenever the process dies, the store is at its last commit."""
+"""Whatever call fails, the store is at its last commit."""
 
 from __future__ import annotations
 
 import copy
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from tests.store.conftest import small_tables
-from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, ZarrEngine, verify
+from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, ZarrEngine
 from tiercache.store.testing import FailingEngine, KilledError, SlowEngine
 from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
-    from tiercache.store import Table
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+    from tiercache.store import Table
 ON_DISK: dict[str, Any] = {"lmdb": LmdbEngine, "zarr": ZarrEngine}
 
 
@@ -116,53 +110,6 @@ def test_a_slow_engine_changes_nothing_but_the_time(tables: list[Table]) -> None
     world.visit += 1
     world.publish(store)
     world.check(store, after=2)
-
-
-TRAIN = """
-import sys
-from tests.store.conftest import small_tables
-from tiercache.store.testing.world import World
-from tiercache.store import Store
-
-store, world = Store.open(sys.argv[1], tables=small_tables(), engine=sys.argv[2]), World(small_tables())
-if store.commit is not None:
-    world.visit = store.commit.cursor.visit
-for _ in range(1000):
-    world.run(store, 1)
-    print(world.visit, flush=True)
-"""
-
-
-@pytest.mark.parametrize("kind", [*ON_DISK])
-def test_a_killed_process_leaves_its_last_commit(kind: str, tmp_path: Path) -> None:
-    """At any moment of kill -9, the store opens at a commit no older than what was said to be done, whole and alone."""
-    generator = np.random.default_rng(0)
-    path, done = tmp_path / "s.tc", 0
-    world = World(small_tables())
-    for _ in range(4):
-        command = [sys.executable, "-c", TRAIN, str(path), kind]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
-            assert child.stdout is not None
-            for _ in range(int(generator.integers(1, 4))):
-                done = int(child.stdout.readline())
-            time.sleep(float(generator.uniform(0, 0.05)))
-            child.send_signal(signal.SIGKILL)
-            said = child.stdout.read().split()
-            done = int(said[-1]) if said else done
-        report = verify(path)
-        assert report["problems"] == []
-        with Store.open(path) as store:
-            assert store.commit is not None
-            visit = store.commit.cursor.visit
-            assert visit - done in {0, 1}
-            while world.visit < visit:
-                world.train()
-                for group in store.groups:
-                    world.layout(group, within=False)
-                world.visit += 1
-            world.check(store, after=visit - 1)
-            world.check_load(store, visit)
-            assert store.state() == f"state at {visit}, 0".encode()
 
 
 def test_a_disk_that_fills_up_says_how_much_it_holds(tables: list[Table]) -> None:

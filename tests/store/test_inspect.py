@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import tiercache.store
 from tiercache.cli.store import app
-from tiercache.store import NotAStoreError, Store, StoreMissingError, hash_keys, info, verify
+from tiercache.store import NotAStoreError, Store, StoreMissingError, info, verify
 from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
@@ -57,19 +56,6 @@ def test_a_store_without_a_commit_can_be_looked_at(tmp_path: Path, tables: list[
     assert verify(tmp_path / "s")["problems"] == []
 
 
-def test_verify_reads_everything(tmp_path: Path, tables: list[Table]) -> None:
-    """Every block that is kept is read and counted, with progress up to all bytes."""
-    make(tmp_path / "s", tables, 4)
-    seen: list[tuple[int, int]] = []
-    report = verify(tmp_path / "s", progress=lambda done, total: seen.append((done, total)))
-    assert report["problems"] == []
-    assert report["segments"] == 3
-    assert report["rows"] >= info(tmp_path / "s")["rows"]
-    assert report["commit"] == 3
-    assert seen[-1] == (report["bytes"], report["bytes"])
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-
-
 def test_verify_finds_keys_out_of_order(tmp_path: Path, tables: list[Table]) -> None:
     """And keys with two live rows: what checksums cannot see."""
 
@@ -87,21 +73,6 @@ def test_verify_finds_keys_out_of_order(tmp_path: Path, tables: list[Table]) -> 
     assert "keys of table 'day' that are not in hash order" in problems[0]
     assert "keys of table 'day'" in problems[1]
     assert "have two live rows" in problems[1]
-
-
-def test_the_verification_of_many_rows_goes_slice_by_slice(
-    tmp_path: Path, tables: list[Table], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slices of any size find the same."""
-    from tiercache.store import key_check
-    from tiercache.store.verification import Verification
-
-    make(tmp_path / "s", tables, 4)
-    monkeypatch.setattr(key_check, "SLICE_ROWS", 7)
-    with Store.open(tmp_path / "s", mode="r") as store:
-        assert Verification(store).run()["problems"] == []
-        user = next(table for table in tables if table.name == "user")
-        assert np.all(np.diff(np.sort(hash_keys(np.arange(100), user.table_id))) > 0)
 
 
 def test_missing_stores_are_errors_not_reports(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def run(machine: type[StoreMachine], examples: int, **options: Any) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, **options))
 
 
-@pytest.mark.parametrize(("engine", "examples"), [("memory", 60), ("lmdb", 35), ("zarr", 15), ("zarr, held back", 15)])
+@pytest.mark.parametrize(("engine", "examples"), [("memory", 50), ("lmdb", 20), ("zarr", 10), ("zarr, held back", 10)])
 def test_a_store_is_its_last_commit_and_what_was_appended_since(engine: str, examples: int) -> None:
     """Through any order of writes, commits, crashes, failures, rewrites and rollbacks, rows are what a dict says."""
     run(StoreMachine.on(CONTRACTS[engine]), examples)

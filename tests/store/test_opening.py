@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.apart import command
 from tests.store.conftest import small_tables
 from tiercache.store import (
     SGD,
@@ -30,9 +29,9 @@ from tiercache.store import (
 from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
-    from tests.store.conftest import Home
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+    from tests.store.conftest import Home
 
 
 def one(name: str = "t", **changes: object) -> Table:
@@ -112,26 +111,6 @@ def test_other_tables_are_refused(home: Home, given: list[Table], words: str) ->
     assert len(home.open([one("u"), one("t")]).tables) == 2
 
 
-def test_a_second_writer_is_refused_with_the_holders_pid(tmp_path: Path) -> None:
-    """In another process; a reader is welcome, and once the writer has gone the store is free."""
-    Store.open(tmp_path, tables=[one()]).close()
-    code = (
-        "import sys; from tiercache.store import Store; s = Store.open(sys.argv[1]); "
-        "print('open', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"open\n"
-        with pytest.raises(StoreInUseError, match=f"is being written by process {holder.pid} ") as caught:
-            Store.open(tmp_path)
-        assert caught.value.pid == holder.pid
-        Store.open(tmp_path, mode="r").close()
-        holder.kill()
-        holder.wait()
-        Store.open(tmp_path).close()
-
-
 def test_a_second_writer_in_this_process_is_refused(tmp_path: Path) -> None:
     """And a second reader, which would share LMDB's locks."""
     with Store.open(tmp_path, tables=[one()]):
@@ -165,8 +144,8 @@ def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: 
             with pytest.raises(StoreInUseError, match="is being written by process") as caught:
                 second()
             assert caught.value.pid == os.getpid()
-    command = [sys.executable, "-c", HOLDER.format(module=module, engine=engine), str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    code = HOLDER.format(module=module, engine=engine)
+    with Popen(command(code, tmp_path), stdin=PIPE, stdout=PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"open\n"
         for second in (lambda: engine_of(tmp_path, create=False), lambda: Store.open(tmp_path)):

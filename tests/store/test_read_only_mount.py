@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.apart import ran
 from tests.store.big import BIG, dump, load, publish
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.disk
 
-ROOT = Path(__file__).parents[2]
 GO_ON = """
 import sys
 from tests.store.big import dump, publish
@@ -58,9 +57,7 @@ def test_a_reader_that_was_left_behind_is_told_so_and_not_of_damage(tmp_path: Pa
         publish(store, 1)
     with Store.open(there, mode="r") as reader:
         assert load(reader, 1) == {0: stored[1]}
-        subprocess.run(
-            [sys.executable, "-c", GO_ON, str(home)], check=True, cwd=ROOT
-        )  # LMDB opens it once in a process
+        assert ran(GO_ON, home).returncode == 0  # LMDB opens it once in a process
         with pytest.raises(CommitMissingError, match="was opened at a commit that its writer has left behind"):
             load(reader, 1)
     assert verify(there)["problems"] == []

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.apart import ran
 from tiercache.store import ZarrEngine
 from tiercache.store.reader_mark import ReaderMark, commits_read
 from tiercache.store.testing.contract import bytes_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_reader_that_is_just_opening_keeps_everything(tmp_path: Path) -> None:
@@ -64,9 +61,7 @@ def test_a_reader_of_another_user_is_kept_and_stops_nobody(tmp_path: Path) -> No
         pytest.skip("only root can be two users")
     place = Path(tempfile.mkdtemp(dir="/tmp"))
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", TWO_USERS, str(place)], cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = ran(TWO_USERS, place)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.split() == ["committed", "kept", "reopened", "kept", "refused", "gone"]
     finally:

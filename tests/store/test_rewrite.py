@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from dataclasses import replace
+from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.apart import command
 from tests.store.conftest import small_tables
 from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, StoreError, StoreFullError, verify
 from tiercache.store.initial import initial_rows
@@ -129,8 +129,7 @@ def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: 
     world = World(small_tables(), num_passes=4, keys_per_pass=60)
     with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
         world.run(store, 6)
-        reader = [sys.executable, "-c", READER, str(tmp_path / "s.tc")]
-        with subprocess.Popen(reader, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        with Popen(command(READER, tmp_path / "s.tc"), stdin=PIPE, stdout=PIPE, text=True) as child:
             before = child.stdout.readline()
             told: dict[str, int] = {}
             for _ in range(3):  # later commits would take the room of what the reader sees

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import signal
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from tests.apart import ran
 from tests.store.conftest import small_tables
 from tests.store.test_settled import check
 from tiercache.store import MemoryEngine, Range, Store, Stream, Table, Zeros, hash_keys
 from tiercache.store.optimizer import SGD
 from tiercache.store.scan import live_rows
 from tiercache.store.testing.world import World, WorldUses
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 
@@ -93,10 +95,8 @@ with Store.open(path, tables=small_tables(), engine=engine) as store:
 @pytest.mark.parametrize("stage", ["sort", "write"])
 def test_a_process_killed_while_it_reorganises_leaves_the_commit_before(kind: str, stage: str, tmp_path: Path) -> None:
     """The store opens where it stood, whole, with no file left in it, and is reorganised by whoever comes next."""
-    root, path = Path(__file__).parents[2], tmp_path / "s.tc"
-    command = [sys.executable, "-c", KILLED, str(path), kind, stage]
-    ended = subprocess.run(command, cwd=root, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    path = tmp_path / "s.tc"
+    assert ran(KILLED, path, kind, stage).returncode == -signal.SIGKILL
     world = World(small_tables(), num_passes=4, keys_per_pass=20)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as memory:
         world.run(memory, 5)

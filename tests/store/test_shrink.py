@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from contextlib import closing
-from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from tests.apart import command, ran
 from tests.store.big import BIG, dump, load, places, publish
 from tests.store.test_block_file import aligned
 from tiercache.store import Store, StoreFullError, info, verify
@@ -21,9 +21,10 @@ from tiercache.store.free_space import FreeSpace
 from tiercache.store.hole import punch_hole
 from tiercache.store.write_queue import PAGE_BYTES
 
-pytestmark = pytest.mark.disk
+if TYPE_CHECKING:
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.disk
 
 
 def taken(path: Path) -> int:
@@ -99,7 +100,6 @@ def test_holes_are_written_again(tmp_path: Path) -> None:
 def test_what_a_reader_sees_is_given_back_when_it_is_gone(tmp_path: Path) -> None:
     """Its rows are as they were after the compaction; the commit of the next compaction gives all back."""
     live = trained(tmp_path / "s")
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
     code = (
         "import sys, zlib\n"
         "from tests.store.big import load\n"
@@ -109,10 +109,7 @@ def test_what_a_reader_sees_is_given_back_when_it_is_gone(tmp_path: Path) -> Non
         "    sys.stdin.readline()\n"
         "    print({v: zlib.crc32(d) for v, d in load(store, 8).items()}, flush=True)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "s")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-    ) as reader:
+    with Popen(command(code, tmp_path / "s"), stdin=PIPE, stdout=PIPE, text=True) as reader:
         first = reader.stdout.readline()
         with Store.open(tmp_path / "s") as store:
             store.compact()
@@ -147,9 +144,7 @@ with Store.open(sys.argv[1]) as store:
 def test_a_process_that_dies_at_a_hole_leaves_a_compacted_store(tmp_path: Path, moment: str) -> None:
     """The commit was durable before the first of them; the next compaction gives back what is left."""
     live = trained(tmp_path / "s")
-    command = [sys.executable, "-c", DYING, str(tmp_path / "s"), moment]
-    died = subprocess.run(command, check=False)
-    assert died.returncode == 9
+    assert ran(DYING, tmp_path / "s", moment).returncode == 9
     assert verify(tmp_path / "s")["problems"] == []
     with Store.open(tmp_path / "s") as store:
         (segment,) = store.segments

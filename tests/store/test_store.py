@@ -33,16 +33,6 @@ def test_a_store_opens_without_naming_its_tables_again(home: Home, tables: list[
     assert home.open().tables == made
 
 
-def test_rows_come_back_as_they_were_written(home: Home, tables: list[Table]) -> None:
-    """Loads and lookups give the bits of the last dump of every row, for two epochs."""
-    store, world = home.open(tables), World(tables)
-    for _ in range(6):
-        world.run(store, 1)
-        world.check_load(store, world.visit)
-        world.check(store, after=world.visit - 1)
-        world.check(store, after=world.visit)
-
-
 def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
     """Cursor, state, settings and every live row are there again."""
     store, world = home.open(tables), World(tables)
@@ -56,17 +46,6 @@ def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
     assert store.state() == b"state at 4, 0"
     world.check(store, after=3)
     world.check_load(store, 4)
-
-
-def test_an_appended_segment_can_be_read_before_it_is_committed(home: Home, tables: list[Table]) -> None:
-    """What is durable but in no commit yet is part of lookups and loads."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 2)
-    world.train()
-    world.append(store)
-    world.visit += 1
-    world.check(store, after=2)
-    world.check_load(store, 3)
 
 
 def test_an_uncommitted_segment_does_not_survive_a_reopen(home: Home, tables: list[Table]) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.store.big import places
 from tests.store.conftest import small_tables
 from tiercache.cli.store import app
-from tiercache.store import Store, verify
+from tiercache.store import Store, info, verify
 from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
@@ -100,7 +100,9 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
     found = verify(path, progress=lambda done, total: seen.append((done, total)))
     assert (found["problems"], found["commit"], found["commits"]) == ([], 5, KEPT)
     assert found["blocks"] == sum(name[:1] == b"r" for name in names(path))
+    assert found["rows"] >= info(path)["rows"]
     assert seen[-1] == (found["bytes"], found["bytes"])
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert "is whole: 3 commits" in CliRunner().invoke(app, ["verify", str(path)]).stdout
 
 

@@ -1,0 +1,16 @@
+"""Code in processes of its own, which import what these tests import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def command(code: str, *arguments: object) -> list[str]:
+    """Return the command that runs it."""
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def ran(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run it to its end, whatever that is."""
+    return subprocess.run(command(code, *arguments), capture_output=True, text=True, check=False)
