@@ -15,7 +15,7 @@ import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import middle
 from benchmarks.zipf import Zipf
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import KeyBatch
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class Size:
     """The most that the dense part may make an epoch, or a window, in memory last."""
     turns: int = 0
     """Of training in memory and over the tiers."""
-    turn_visits: int = 1
+    turn_passes: int = 1
     """Trained in a turn; all turns together train whole epochs."""
-    window_visits: int = 0
+    window_passes: int = 0
     """Of a window on a GPU, which has no turns."""
     features: int = 8
     dim: int = 64
@@ -57,9 +57,9 @@ class Size:
     """The budget of a window; None: for hardly more than two passes."""
 
     def __post_init__(self) -> None:
-        if self.turns % self.repeats or self.turns * self.turn_visits % self.passes:
+        if self.turns % self.repeats or self.turns * self.turn_passes % self.passes:
             raise ValueError(
-                f"{self.turns} turns of {self.turn_visits} visits are not whole repeats, {self.repeats} of them, and "
+                f"{self.turns} turns of {self.turn_passes} passes are not whole repeats, {self.repeats} of them, and "
                 f"whole epochs of {self.passes}"
             )
 
@@ -71,25 +71,25 @@ class Size:
     @property
     def epochs(self) -> int:
         """Epochs of a training: one that fills the store, and those of the turns."""
-        return 1 + self.turns * self.turn_visits // self.passes
+        return 1 + self.turns * self.turn_passes // self.passes
 
 
 FULL = Size(
-    name="full", passes=24, samples=196_608, vocabulary=32_000_000, batch=4096, turns=24, turn_visits=2,
+    name="full", passes=24, samples=196_608, vocabulary=32_000_000, batch=4096, turns=24, turn_passes=2,
     epoch_seconds=120, repeats=4,
 )  # fmt: skip
 QUICK = Size(
     name="quick", passes=16, samples=51_200, vocabulary=40_000_000, batch=2048, turns=16, epoch_seconds=8, features=2
 )
 TINY = replace(
-    QUICK, name="tiny", passes=20, samples=5120, vocabulary=2_000_000, features=8, turns=4, turn_visits=5,
+    QUICK, name="tiny", passes=20, samples=5120, vocabulary=2_000_000, features=8, turns=4, turn_passes=5,
     epoch_seconds=1,
 )  # fmt: skip
 GPU_FULL = Size(
-    name="full", passes=20, samples=29 * 65_536, vocabulary=400_000_000, batch=65_536, dim=128, window_visits=3,
+    name="full", passes=20, samples=29 * 65_536, vocabulary=400_000_000, batch=65_536, dim=128, window_passes=3,
     epoch_seconds=120, device_bytes=4_000_000_000, host_bytes=8_000_000_000,
 )  # fmt: skip
-GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, window_visits=1, epoch_seconds=120)
+GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, window_passes=1, epoch_seconds=120)
 
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:
@@ -103,16 +103,16 @@ def schema_of(size: Size, optimizer: str) -> tc.Schema:
     return tc.Schema(label="label", dense=(), features=features, tables=(table,))
 
 
-def pass_set(folder: Path, size: Size, optimizer: str) -> tc.PassSet:
-    """Open the pass set of a size in ``folder``, or write it there."""
+def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
+    """Open the dataset of a size in ``folder``, or write it there."""
     facts = (size.passes, size.samples, size.vocabulary, size.features, size.dim, "ranks")
     name = hashlib.sha256(repr((facts, optimizer)).encode()).hexdigest()[:12]
     path = folder / f"passes-{size.name}-{optimizer}-{name}"
     if not path.exists():
         unfinished = path.with_suffix(".part")
-        write_pass_set(unfinished, schema_of(size, optimizer), _data(size, optimizer))
+        write_dataset(unfinished, schema_of(size, optimizer), _data(size, optimizer))
         unfinished.rename(path)
-    return tc.PassSet.open(path)
+    return tc.PassDataset.open(path)
 
 
 def _data(size: Size, optimizer: str) -> Iterator[KeyBatch]:
@@ -231,17 +231,17 @@ def _between(low: int, high: int) -> Iterator[int]:
     yield from range(low, high, step)
 
 
-def seconds_without_dense(passes: tc.PassSet, size: Size) -> float:
+def seconds_without_dense(passes: tc.PassDataset, size: Size) -> float:
     """Return the seconds of one sample in memory where there is no dense part."""
     cache = tc.InMemoryCache(passes)
     model, loss_of = Net(cache, 0), nn.BCEWithLogitsLoss()
     taken = []
-    for visit in cache.passes(epochs=1):
-        for batch in visit.batches(size.batch, shuffle=True):
+    for p in cache.passes(epochs=1):
+        for batch in p.batches(size.batch, shuffle=True):
             begun = time.perf_counter()
             loss_of(model(batch, light=True), batch.label).backward()
             cache.optimizer.step()
             taken.append(time.perf_counter() - begun)
-        if visit.index == min(3, size.passes - 1):
+        if p.index == min(3, size.passes - 1):
             break
     return middle(taken) / size.batch

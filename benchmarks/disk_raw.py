@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.planning.pass_plan import PassPlan
     from tiercache.store.stream import Stream
 
 PAGE_BYTES = 4096
@@ -61,16 +61,18 @@ class Replay:
         return sum(span.size for spans in self.commits for span in spans)
 
     @classmethod
-    def of(cls, plans: Sequence[VisitPlan], *, num_passes: int, state_bytes: int) -> Replay:
+    def of(cls, plans: Sequence[PassPlan], *, num_passes: int, state_bytes: int) -> Replay:
         """Lay the dumps of an epoch out in one file, a slot for each pass; ``plans`` are those of one epoch."""
         slot = max(slot_bytes(plan.dumps) for plan in plans) + paged(state_bytes)
         reads, commits = [], []
         for plan in plans:
             for load in plan.loads:
-                stream = plans[load.visit % num_passes].dumps[load.group]
-                at = load.visit % num_passes * slot + slot_bytes(plans[load.visit % num_passes].dumps[: load.group])
+                stream = plans[load.pass_index % num_passes].dumps[load.group]
+                at = load.pass_index % num_passes * slot + slot_bytes(
+                    plans[load.pass_index % num_passes].dumps[: load.group]
+                )
                 reads += reads_of(stream, at, load.store.first, load.store.last)
-            at = plan.visit % num_passes * slot
+            at = plan.pass_index % num_passes * slot
             commits.append([*blocks_of(plan.dumps, at), Span(at + slot_bytes(plan.dumps), state_bytes)])
         return cls(reads, commits, slot * num_passes)
 

@@ -1,4 +1,6 @@
-"""Pass sets of drawn data, pass by pass, by several processes where there are cores for them; and the ids in them."""
+"""Datasets of drawn data, sub-dataset by sub-dataset, by several processes where there are cores for them; and the ids
+in them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 import tiercache as tc
-from tiercache.passes.handmade import write_pass
+from tiercache.passes.from_arrays import write_sub_dataset
 from tiercache.passes.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.passes.keybatch import KeyBatch
-    from tiercache.passes.manifest import PassRecord
+    from tiercache.passes.manifest import SubDatasetRecord
 
 __all__ = ["ALPHA", "Drawn", "permuted_power_law", "write_drawn"]
 
@@ -60,18 +62,18 @@ def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArr
     return ranks
 
 
-def write_drawn(folder: Path, data: Drawn) -> tc.PassSet:
-    """Open the pass set in ``folder``, or write it there."""
+def write_drawn(folder: Path, data: Drawn) -> tc.PassDataset:
+    """Open the dataset in ``folder``, or write it there."""
     if not folder.exists():
         unfinished = folder.with_suffix(".part")
         unfinished.mkdir(parents=True, exist_ok=True)
         records = _records(unfinished, data)
         Manifest(schema=data.schema(), passes=tuple(records), options={}, inputs=()).write(unfinished)
         unfinished.rename(folder)
-    return tc.PassSet.open(folder)
+    return tc.PassDataset.open(folder)
 
 
-def _records(folder: Path, data: Drawn) -> list[PassRecord]:
+def _records(folder: Path, data: Drawn) -> list[SubDatasetRecord]:
     from psutil import virtual_memory
 
     memory = virtual_memory().available // _BYTES_OF_PROCESS
@@ -84,5 +86,5 @@ def _records(folder: Path, data: Drawn) -> list[PassRecord]:
         return list(pool.map(write, repeat(data), range(data.passes)))
 
 
-def _write(folder: Path, data: Drawn, index: int) -> PassRecord:
-    return write_pass(folder, index, data.schema(), data.draw(index))
+def _write(folder: Path, data: Drawn, index: int) -> SubDatasetRecord:
+    return write_sub_dataset(folder, index, data.schema(), data.draw(index))

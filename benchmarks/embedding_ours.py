@@ -27,7 +27,9 @@ _RULES: dict[str, tc.Adagrad | tc.RowWiseAdagrad | tc.Adam] = {
 
 
 class _WholeTables:
-    """A pass set of one pass whose key sets are whole tables: what a PassSet would be for them, without files."""
+    """A dataset of one sub-dataset whose key sets are whole tables: what a PassDataset would be for them, without
+    files.
+    """
 
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32]) -> None:
         self.index, self.samples, self.digest = 0, ids_BFN.shape[0] * shape.num_samples, "whole tables"
@@ -73,11 +75,11 @@ class Ours:
 
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
         whole = _WholeTables(shape, optimizer, ids_BFN)
-        self._cache = tc.InMemoryCache(cast("tc.PassSet", whole))
+        self._cache = tc.InMemoryCache(cast("tc.PassDataset", whole))
         self._bag = tc.EmbeddingBagCollection(self._cache.schema)
-        self._visits = self._cache.passes(epochs=1)
-        visit = next(self._visits)
-        self._batches = list(visit.batches(shape.num_samples))
+        self._passes = self._cache.passes(epochs=1)
+        p = next(self._passes)
+        self._batches = list(p.batches(shape.num_samples))
         assert len(self._batches) == NUM_BATCHES
         self._grads = [torch.from_numpy(grad) for grad in grads]
 

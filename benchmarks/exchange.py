@@ -5,14 +5,14 @@ a batch's samples; ids are Zipf's (1.05). A turn is a step with exchanged rows, 
 samples with all rows on the rank, and a bare all-to-all of the bytes that the exchange moved, in the same three calls
 (addresses, rows, gradients). Times are those of the slower rank, and the median of all turns.
 
-Keys, for each SHAPE and plain for the least favourable one: wire_ratio_SHAPE is the bytes that left the ranks over the
+Keys, for each SHAPE and plain for the least favorable one: wire_ratio_SHAPE is the bytes that left the ranks over the
 fewest that must: for each unique row of another rank in a rank's batch, its address, the row and its gradient, counted
 from the ids. time_ratio_SHAPE is what the exchange adds to a step (the exchanged step less the one with all rows on the
 rank: both gather rows and sum up gradients) over the bare all-to-all; cpu_ratio_SHAPE the same of the seconds of CPU
 that all threads of both ranks took, which stands where other processes want the cores too. time_ratio_of_calls_SHAPE is
 the whole time within the two calls that exchange rows and gradients over the bare all-to-all: it counts the summing of
 gradients, which the step on one rank has too, as the exchange's. bytes_saved_by_unique_ids_SHAPE is how many times the
-bytes would be without, where every lookup travelled; time_saved_by_unique_ids_SHAPE the time of a bare all-to-all of
+bytes would be without, where every lookup traveled; time_saved_by_unique_ids_SHAPE the time of a bare all-to-all of
 those, over that of the exchange's calls.
 """
 

@@ -23,7 +23,7 @@ from tiercache.dist.communicator import communicator_of
 from tiercache.passes.samples import FeatureIds
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.owners import Owners, find_owners
-from tiercache.ranks.placement import Placement, TablePlacement
+from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding
 from tiercache.store.hashing import mix
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import GroupRows, RowView
@@ -81,9 +81,9 @@ class Rank:
             )
         )
         self.groups = group_tables(self.tables)
-        self.placement = Placement(ranks.size, {table.name: TablePlacement("row") for table in self.tables})
+        self.sharding = ShardingPlan(ranks.size, {table.name: TableSharding("row") for table in self.tables})
         keys = {table.name: _keys(table, shape.rows) for table in self.tables}
-        self.owners: Owners = find_owners(self.placement, 0, self.tables, [self.groups] * ranks.size, keys.__getitem__)
+        self.owners: Owners = find_owners(self.sharding, 0, self.tables, [self.groups] * ranks.size, keys.__getitem__)
         owned = (self.owners.high_TW - self.owners.low_TW)[:, ranks.rank]
         order = [self.owners.index(table.name) for table in self.groups[0].tables]
         starts = np.concatenate([[0], np.cumsum(owned[order])]).astype(np.int64)
@@ -132,7 +132,7 @@ class Rank:
         asked = self.exchange.ask(ids, tables, "a batch")
         rows, exchanged = self.exchange.answer(asked)
         seconds["there"] = time.perf_counter() - begun
-        self._look_up(RowView(rows, gradients, "a visit", self.backend), asked.ids)
+        self._look_up(RowView(rows, gradients, "a pass", self.backend), asked.ids)
         pooled = time.perf_counter()
         gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
         self.exchange.gradients_of(exchanged, gradients, self.optimizer.gradients)
@@ -146,7 +146,7 @@ class Rank:
         gradients = RowGradients(1)
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
-        self._look_up(RowView(self.all_rows, gradients, "a visit", self.backend), self.batches[batch])
+        self._look_up(RowView(self.all_rows, gradients, "a pass", self.backend), self.batches[batch])
         gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
         self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01)], 1)
         return time.perf_counter() - begun, time.process_time() - busy

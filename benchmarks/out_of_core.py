@@ -5,10 +5,10 @@
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: some visits in memory, the same over the tiers (in every other turn first), and behind some turns the bare
+turns: some passes in memory, the same over the tiers (in every other turn first), and behind some turns the bare
 disk. Both trainings go on where they were and rest in between, so a slow second of the machine meets both. Times of
 some turns together are a repeat, and medians over repeats are reported; --quick has one. The store's pages are dropped
-from the page cache after every visit.
+from the page cache after every pass.
 
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
 throughput_ratio = tiered samples/s / in-memory samples/s
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from benchmarks.disk_case import Size
     from benchmarks.disk_raw import Replay
     from benchmarks.window import Budgets, MemoryRun, TieredRun
-    from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.tiers.report import VisitReport
+    from tiercache.planning.pass_plan import PassPlan
+    from tiercache.tiers.report import PassReport
 
 GOALS = (
     Goal(key="throughput_ratio", goal=0.97, least=0.93),
@@ -67,7 +67,7 @@ class Demand:
     """The demand that the dense part's width is chosen for; None: no dense part."""
     optimizer: str
     longer_turns: int = 1
-    """Where visits are short turns have more of them, and more is measured."""
+    """Where passes are short turns have more of them, and more is measured."""
 
 
 DEMANDS = (
@@ -88,15 +88,15 @@ NAMES = dict(zip(("low", "mid", "high"), DEMANDS, strict=True))
 
 def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     """Run one demand and return its figures, without suffix."""
-    from benchmarks.disk_case import Step, pass_set
+    from benchmarks.disk_case import Step, dataset
     from benchmarks.disk_raw import BareDisk, Replay
     from benchmarks.training_machines import CpuTraining
     from benchmarks.window import MemoryRun, TieredRun, open_store, plans_of
     from tiercache import InMemoryCache
 
     _say(f"{size.name}{demand.suffix}: data")
-    size = replace(size, turn_visits=size.turn_visits * demand.longer_turns)
-    passes = pass_set(folder, size, demand.optimizer)
+    size = replace(size, turn_passes=size.turn_passes * demand.longer_turns)
+    passes = dataset(folder, size, demand.optimizer)
     budgets, keys = _budgets(passes)
     plans = plans_of(passes, folder, budgets, size.passes * size.epochs)
     warm = [plan for plan in plans if plan.epoch == 1]
@@ -127,7 +127,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
                 _say(f"turn {turn + 1} of {size.turns}")
                 both: list[tuple[list[float], MemoryRun | TieredRun]] = [(times.memory, memory), (times.tiered, tiered)]
                 for seconds, training in both if turn % 2 == 0 else reversed(both):
-                    seconds.append(training.turn(size.turn_visits) * size.passes / size.turn_visits)
+                    seconds.append(training.turn(size.turn_passes) * size.passes / size.turn_passes)
                 times.rests.append(tiered.rest_seconds)
                 if turn * BARE_EPOCHS % size.turns < BARE_EPOCHS:
                     times.bare.append(disk.seconds(work))
@@ -157,12 +157,12 @@ class Times:
     """At the ends of turns over the tiers, until nothing goes on beside the training any more."""
 
 
-def _trained(tiered: TieredRun, size: Size) -> list[VisitReport]:
-    """Return the reports of all visits that were trained."""
+def _trained(tiered: TieredRun, size: Size) -> list[PassReport]:
+    """Return the reports of all passes that were trained."""
     return [r for r in tiered.cache.reports if r.epoch < size.epochs]
 
 
-def _budgets(passes: tc.PassSet) -> tuple[Budgets, int]:
+def _budgets(passes: tc.PassDataset) -> tuple[Budgets, int]:
     """Return a tenth of the table for the device and a third for the host, and the rows of the table."""
     import numpy as np
 
@@ -175,7 +175,7 @@ def _budgets(passes: tc.PassSet) -> tuple[Budgets, int]:
     return Budgets(device=table_bytes // 10, host=table_bytes // 3), rows
 
 
-def _width(passes: tc.PassSet, size: Size, raw_seconds: float, target: float) -> int:
+def _width(passes: tc.PassDataset, size: Size, raw_seconds: float, target: float) -> int:
     """Return the width of the dense part with which an epoch in memory takes ``raw_seconds / target``."""
     from benchmarks.disk_case import DenseTimer, seconds_without_dense
 
@@ -192,9 +192,9 @@ def _figures(size: Size, tiered: TieredRun, times: Times, work: Replay) -> dict[
     memory, wall = (middle(seconds) for seconds in zip(*pairs, strict=True))
     turns = [m / t for m, t in zip(times.memory, times.tiered, strict=True)]
     trained = _trained(tiered, size)
-    reports, whole = [r for r in trained if r.epoch >= 1], sum(times.tiered) * size.turn_visits / size.passes
+    reports, whole = [r for r in trained if r.epoch >= 1], sum(times.tiered) * size.turn_passes / size.passes
     first = len(trained) - len(reports)
-    ending = trained[first - 1 : -1]  # a turn begins with the end of the visit before its first
+    ending = trained[first - 1 : -1]  # a turn begins with the end of the pass before its first
     switches = switch_seconds(ending, reports)
     return {
         "throughput_ratio": middle(m / t for m, t in pairs),
@@ -238,7 +238,7 @@ def means(seconds: Sequence[float], repeats: int) -> list[float]:
 
 
 def _facts(
-    passes: tc.PassSet, plans: Sequence[VisitPlan], memory: MemoryRun, tiered: TieredRun, size: Size
+    passes: tc.PassDataset, plans: Sequence[PassPlan], memory: MemoryRun, tiered: TieredRun, size: Size
 ) -> dict[str, Any]:
     """Return what does not depend on time: rows read, the fewest possible, the plan, the bits."""
     from benchmarks.disk_case import TABLE
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="the first demand on a small table, under 45 seconds")
     parser.add_argument("--tiny", action="store_true", help="as --quick, and so small that times mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; its pass sets are used again")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; its datasets are used again")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see benchmarks.out_of_core_gpu")
     parser.add_argument("--dry", action="store_true", help="cuda without a GPU: all of it, at the smallest size")
     parser.add_argument("--prepare", action="store_true", help="cuda: write data and store, and end")

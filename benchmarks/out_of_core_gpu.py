@@ -1,10 +1,11 @@
-"""The out-of-core benchmark on a GPU: windows of warm visits of a table of 40 GB, on a machine lent by the call.
+"""The out-of-core benchmark on a GPU: windows of warm passes of a table of 40 GB, on a machine lent by the call.
 
 One table of dim 128 with Adagrad (1,024 bytes a row), 8 features of one id, ids drawn from 400 million by a power law
-of 1.05: 41 million rows in 20 passes of 1.9 million samples. The device holds 4 GB, the host 8 GB, the disk the rest.
+of 1.05: 41 million rows in 20 sub-datasets of 1.9 million samples. The device holds 4 GB, the host 8 GB, the disk the
+rest.
 
 --prepare writes the data and trains the first epoch, without the dense part: minutes. Then --demand low, mid and high
-each measure a window of 3 warm visits, in memory (all rows fit on the GPU) and over the tiers, in a call of their own:
+each measure a window of 3 warm passes, in memory (all rows fit on the GPU) and over the tiers, in a call of their own:
 the store stays in --folder and goes on from its last commit; what was found stays there too. The dense part of low and
 mid is as wide as makes the disk's demand 0.05 and 0.5, but training in memory at most 120 s; high has none. Dense
 weights are not tracked, as every demand has others. rows_read_over_optimal is the CPU's to count, and bits are compared
@@ -94,9 +95,9 @@ class DiskBenchmark:
             raise SystemExit(f"{path} does not exist: run --prepare with the same --folder first.")
         with open_store(self.passes, path, fresh=False) as store:
             assert store.commit is not None
-            window = Window(first=store.commit.cursor.visit + WARM_UP, visits=self.size.window_visits)
+            window = Window(first=store.commit.cursor.pass_index + WARM_UP, passes=self.size.window_passes)
             width = self._width(store, demand, window)
-            _say(f"visits {window.first} to {window.first + window.visits - 1}, dense width {width}: in memory")
+            _say(f"passes {window.first} to {window.first + window.passes - 1}, dense width {width}: in memory")
             in_memory = self._in_memory(width, demand, window) if memory is None else None
             if memory is not None:
                 in_memory = self._go_on(memory, width, demand, window)
@@ -114,7 +115,7 @@ class DiskBenchmark:
                     found["bits_equal"] = same_rows(memory.cache, run.cache)
             finally:
                 run.close()
-        samples = self.size.samples * window.visits
+        samples = self.size.samples * window.passes
         found |= {
             "dense_width": width, "store_file_bytes": sum(f.stat().st_size for f in path.iterdir() if f.is_file()),
             "in_memory_samples_per_second": samples / in_memory, "tiered_samples_per_second": samples / tiered,
@@ -132,7 +133,7 @@ class DiskBenchmark:
         memory.close()
 
     def _in_memory(self, width: int, demand: Demand, window: Window) -> float:
-        """Return the seconds of a window behind a visit that is not counted."""
+        """Return the seconds of a window behind a pass that is not counted."""
         cache = tc.InMemoryCache(self.passes, device=self.machine.device())
         run = MemoryRun(cache, Step(cache, width, light=demand.target is None), self.size.batch, self.machine)
         run.upto(window.first - 1, train=False)
@@ -162,11 +163,11 @@ class DiskBenchmark:
             store, self.passes, device="cuda", device_budget=self.budgets.device, host_budget=self.budgets.host,
             progress=False,
         ) as cache:  # fmt: skip
-            plans = cache.plan(visits=WARM_UP + window.visits + 1)
-        read, written = sum(p.bytes_read for p in plans[-window.visits :]), 0
-        written = sum(p.bytes_written for p in plans[WARM_UP : WARM_UP + window.visits])
-        disk = bare_disk_seconds(self.folder, read, written, window.visits)
-        wanted = min(disk / demand.target, self.size.epoch_seconds) / (self.size.samples * window.visits)
+            plans = cache.plan(passes=WARM_UP + window.passes + 1)
+        read, written = sum(p.bytes_read for p in plans[-window.passes :]), 0
+        written = sum(p.bytes_written for p in plans[WARM_UP : WARM_UP + window.passes])
+        disk = bare_disk_seconds(self.folder, read, written, window.passes)
+        wanted = min(disk / demand.target, self.size.epoch_seconds) / (self.size.samples * window.passes)
         torch.cuda.empty_cache()
         return DenseTimer(self.size, "cuda", self.machine.rest).width(wanted)
 

@@ -10,9 +10,9 @@ posix_fadvise(DONTNEED), and no cache of the machine below it. Each engine has i
 alternating order, and one engine comes after the other: files that one deletes are not the other's wait. Ratios are
 medians over turns.
 
-ENGINE_dump_ratio = bare disk's seconds / ours: one visit's dump with its commit, in a store that has its final size
+ENGINE_dump_ratio = bare disk's seconds / ours: one pass's dump with its commit, in a store that has its final size
 ENGINE_dump_ratio_fresh = the same over a bare disk that writes a new file, as Zarr has to
-ENGINE_load_ratio = bare disk's seconds / ours: one visit's ranges from 24 segments, read and checked; _400: from 400
+ENGINE_load_ratio = bare disk's seconds / ours: one pass's ranges from 24 segments, read and checked; _400: from 400
 ENGINE_bytes_read_per_useful_byte = bytes that the process read (/proc/self/io) / bytes of the rows loaded
 ENGINE_heap_bytes = growth of resident memory at most while 2 GB are dumped from one buffer
 ENGINE_verify_ratio = bare disk's seconds to read the same blocks / seconds of verify, in a process of its own
@@ -91,12 +91,12 @@ def measure(size: Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
         _say(f"{engine}, rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
         figures |= measure_cycle(case, size.turns, engine, folder, verifications=size.verifications)
         _say(f"{engine}, rows of 260 bytes: 400 segments")
-        figures |= measure_wide(small, size.wide_visits, engine, folder)
+        figures |= measure_wide(small, size.wide_passes, engine, folder)
         for row_bytes in size.row_sizes:
             _say(f"{engine}, rows of {row_bytes:,} bytes")
             other = Case.of(row_bytes, size.row_size_pass_bytes)
             found = measure_cycle(other, size.turns, engine, folder)
-            found |= measure_wide(other, size.wide_visits, engine, folder)
+            found |= measure_wide(other, size.wide_passes, engine, folder)
             figures |= {f"{key}_{row_bytes}": value for key, value in found.items()}
     for engine in engines:
         _say(f"{engine}: a dump of {size.heap_bytes:,} bytes")

@@ -1,4 +1,4 @@
-"""What the store's benchmark dumps and loads: sizes, tables, and schedules of made-up visits with real keys."""
+"""What the store's benchmark dumps and loads: sizes, tables, and schedules of made-up passes with real keys."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Size:
 
     name: str
     pass_bytes: int
-    """Rows of one visit."""
+    """Rows of one pass."""
     turns: int
-    """Visits of the cycle that are measured."""
+    """Passes of the cycle that are measured."""
     verifications: int
     """Verifications of the whole store, each in a process of its own."""
-    wide_visits: int
-    """Visits that are loaded from 400 segments."""
+    wide_passes: int
+    """Passes that are loaded from 400 segments."""
     heap_bytes: int
     """Rows of the dump whose memory is measured."""
     lookup_pass_bytes: int
-    """Rows of one visit in the store that keys are looked up in."""
+    """Rows of one pass in the store that keys are looked up in."""
     row_sizes: tuple[int, ...] = ()
     """Rows beside those of 260 bytes, in passes of ``row_size_pass_bytes``."""
     row_size_pass_bytes: int = 64 << 20
@@ -51,7 +51,7 @@ FULL = Size(
     pass_bytes=400 << 20,
     turns=11,
     verifications=3,
-    wide_visits=11,
+    wide_passes=11,
     heap_bytes=2 * 10**9,
     lookup_pass_bytes=64 << 20,
     row_sizes=(32, 1540),
@@ -61,7 +61,7 @@ QUICK = Size(
     pass_bytes=40 << 20,
     turns=3,
     verifications=1,
-    wide_visits=2,
+    wide_passes=2,
     heap_bytes=5 * 10**8,
     lookup_pass_bytes=8 << 20,
 )
@@ -70,7 +70,7 @@ TINY = replace(
     name="tiny",
     pass_bytes=1 << 20,
     turns=1,
-    wide_visits=1,
+    wide_passes=1,
     heap_bytes=20 * 10**6,
     lookup_pass_bytes=1 << 20,
     row_sizes=(32,),
@@ -125,27 +125,27 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dump:
-    """What one visit dumps."""
+    """What one pass dumps."""
 
-    visit: int
+    pass_index: int
     stream: Stream
     keys: NDArray[np.int64]
     """(rows,), in the order of the stream."""
 
     @classmethod
-    def of(cls, case: Case, visit: int, keys_by_use: Sequence[tuple[int, NDArray[np.int64]]]) -> Dump:
+    def of(cls, case: Case, pass_index: int, keys_by_use: Sequence[tuple[int, NDArray[np.int64]]]) -> Dump:
         """Lay rows out by next use, then hash."""
         ordered = [keys[np.argsort(hash_keys(keys, case.table.table_id))] for _, keys in keys_by_use]
         stream = case.stream([(use, keys.size) for use, keys in keys_by_use])
-        return cls(visit=visit, stream=stream, keys=np.concatenate(ordered))
+        return cls(pass_index=pass_index, stream=stream, keys=np.concatenate(ordered))
 
     def writes(self) -> list[Span]:
         """Return its blocks on the bare disk."""
-        return blocks_of([self.stream], self.visit % RAW_SLOTS * slot_bytes([self.stream]))
+        return blocks_of([self.stream], self.pass_index % RAW_SLOTS * slot_bytes([self.stream]))
 
     def reads(self, next_use: int, at: int | None = None) -> list[Span]:
         """Return its rows with a next use on the bare disk, where the dump stands at byte ``at`` or in its slot."""
-        begin = self.visit % RAW_SLOTS * slot_bytes([self.stream]) if at is None else at
+        begin = self.pass_index % RAW_SLOTS * slot_bytes([self.stream]) if at is None else at
         return [
             span
             for index, rows in enumerate(self.stream.ranges)
@@ -155,30 +155,30 @@ class Dump:
 
 
 class Cycle:
-    """Visits whose rows are needed again 1 to ``PASSES`` visits later, as many after each number of visits.
+    """Passes whose rows are needed again 1 to ``PASSES`` passes later, as many after each number of passes.
 
-    From visit ``PASSES`` on, a visit loads its rows from that many segments and no key is new.
+    From pass ``PASSES`` on, a pass loads its rows from that many segments and no key is new.
     """
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.visit = 0
+        self.pass_index = 0
         self._waiting: dict[int, list[NDArray[np.int64]]] = {}
         self._num_keys = 0
         self._rng = np.random.default_rng(4)
 
     def next(self) -> Dump:
-        """Return the next visit's dump."""
-        known = self._waiting.pop(self.visit, [])
+        """Return the next pass's dump."""
+        known = self._waiting.pop(self.pass_index, [])
         fresh = self.case.rows - sum(keys.size for keys in known)
         new = np.arange(self._num_keys, self._num_keys + fresh, dtype=np.int64)
         self._num_keys += fresh
         parts = np.array_split(self._rng.permutation(np.concatenate([*known, new])), PASSES)
-        by_use = [(self.visit + gap, keys) for gap, keys in enumerate(parts, 1)]
+        by_use = [(self.pass_index + gap, keys) for gap, keys in enumerate(parts, 1)]
         for use, keys in by_use:
             self._waiting.setdefault(use, []).append(keys)
-        dump = Dump.of(self.case, self.visit, by_use)
-        self.visit += 1
+        dump = Dump.of(self.case, self.pass_index, by_use)
+        self.pass_index += 1
         return dump
 
     def keys(self) -> NDArray[np.int64]:
@@ -186,12 +186,12 @@ class Cycle:
         return np.arange(self._num_keys, dtype=np.int64)
 
 
-def wide(case: Case, visits: int) -> Iterator[Dump]:
-    """Yield ``SEGMENTS`` dumps, each with a part of the rows that each of the ``visits`` after them needs."""
+def wide(case: Case, passes: int) -> Iterator[Dump]:
+    """Yield ``SEGMENTS`` dumps, each with a part of the rows that each of the ``passes`` after them needs."""
     part, first = case.rows // SEGMENTS, 0
-    for visit in range(SEGMENTS):
+    for pass_index in range(SEGMENTS):
         by_use = []
-        for use in range(SEGMENTS, SEGMENTS + visits):
+        for use in range(SEGMENTS, SEGMENTS + passes):
             by_use.append((use, np.arange(first, first + part, dtype=np.int64)))
             first += part
-        yield Dump.of(case, visit, by_use)
+        yield Dump.of(case, pass_index, by_use)

@@ -1,4 +1,4 @@
-"""What the store's benchmark measures of dumps and loads: a cycle of visits, 400 segments, memory, verification."""
+"""What the store's benchmark measures of dumps and loads: a cycle of passes, 400 segments, memory, verification."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from benchmarks.store_case import Case
 
 LOADS = 2
-"""Of each visit: they change nothing."""
+"""Of each pass: they change nothing."""
 
 
 def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifications: int = 0) -> dict[str, Any]:
-    """Fill a store up to a whole cycle, then measure loads from 24 segments and dumps, visit by visit."""
+    """Fill a store up to a whole cycle, then measure loads from 24 segments and dumps, pass by pass."""
     cycle, source, room = Cycle(case), source_for(case), room_for(case, PASSES)
     run = StoreRun(engine, case, folder / f"{engine}.tc")
     dumps: list[Dump] = []
@@ -48,8 +48,8 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
     loads, writes = Seconds(), Seconds()
     with BareDisk(folder, RAW_SLOTS * slot_bytes([dumps[0].stream])) as disk:
         for _ in range(turns):
-            reads = [span for dump in dumps for span in dump.reads(cycle.visit)]
-            _loads(disk, run, cycle.visit, reads, room, loads)
+            reads = [span for dump in dumps for span in dump.reads(cycle.pass_index)]
+            _loads(disk, run, cycle.pass_index, reads, room, loads)
             dump = cycle.next()
             dumps = [*dumps[1:], dump]
             fresh = partial(raw_dump, disk, dump, source, fresh=True)
@@ -66,27 +66,27 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
     return figures
 
 
-def _loads(disk: BareDisk, run: StoreRun, visit: int, reads: list[Span], room: HostPages, loads: Seconds) -> None:
+def _loads(disk: BareDisk, run: StoreRun, pass_index: int, reads: list[Span], room: HostPages, loads: Seconds) -> None:
     for _ in range(LOADS):
-        loads.turn({RAW: partial(raw_load, disk, reads, room), run.engine: partial(run.load, visit, room)})
+        loads.turn({RAW: partial(raw_load, disk, reads, room), run.engine: partial(run.load, pass_index, room)})
 
 
-def measure_wide(case: Case, visits: int, engine: str, folder: Path) -> dict[str, Any]:
+def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str, Any]:
     """Measure loads from 400 segments."""
     run = StoreRun(engine, case, folder / f"{engine}.tc")
     source, room = source_for(case), room_for(case, SEGMENTS)
-    reads: dict[int, list[Span]] = {SEGMENTS + i: [] for i in range(visits)}
+    reads: dict[int, list[Span]] = {SEGMENTS + i: [] for i in range(passes)}
     at = 0
-    for dump in wide(case, visits):
-        for visit in reads:
-            reads[visit] += dump.reads(visit, at)
+    for dump in wide(case, passes):
+        for pass_index in reads:
+            reads[pass_index] += dump.reads(pass_index, at)
         at += slot_bytes([dump.stream])
         run.append(dump, source)
     run.publish(SEGMENTS)
     loads = Seconds()
     with BareDisk(folder, at) as disk:
-        for visit, spans in reads.items():
-            _loads(disk, run, visit, spans, room, loads)
+        for pass_index, spans in reads.items():
+            _loads(disk, run, pass_index, spans, room, loads)
     figures: dict[str, Any] = loads.figures(engine, "load", "_400")
     figures["load_bytes_400"] = sum(span.size for span in reads[SEGMENTS])
     figures[f"{engine}_bytes_read_per_useful_byte_400"] = run.bytes_read / run.bytes_useful

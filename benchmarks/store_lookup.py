@@ -42,7 +42,7 @@ class Contender(Protocol):
 
 
 class Ours:
-    """The store, after the visits of a whole cycle."""
+    """The store, after the passes of a whole cycle."""
 
     def __init__(self, run: StoreRun) -> None:
         self._run, self._name = run, run.case.table.name
@@ -57,7 +57,7 @@ class Ours:
         if hasattr(store, "lookup"):
             return np.concatenate(list(store.lookup(self._name, keys).values()), axis=1)
         assert store.commit is not None
-        ids, rows = store.locate(self._name, keys, after=store.commit.cursor.visit - 1)
+        ids, rows = store.locate(self._name, keys, after=store.commit.cursor.pass_index - 1)
         return np.concatenate(read_found(store, 0, ids, rows), axis=1)
 
     def close(self) -> None:

@@ -90,10 +90,10 @@ class StoreRun:
         self.bytes_read = self.bytes_useful = 0
 
     def dump(self, dump: Dump, source: HostPages) -> float:
-        """Append and commit the dump of a visit; returns the seconds until it is durable."""
+        """Append and commit the dump of a pass; returns the seconds until it is durable."""
         begun = time.perf_counter()
         self.append(dump, source)
-        self.publish(dump.visit + 1)
+        self.publish(dump.pass_index + 1)
         seconds = time.perf_counter() - begun
         self._rest()
         return seconds
@@ -105,22 +105,22 @@ class StoreRun:
             time.sleep(0.02)
 
     def append(self, dump: Dump, source: HostPages) -> None:
-        """Append the dump of a visit, each of its blocks from a page of ``source`` on."""
+        """Append the dump of a pass, each of its blocks from a page of ``source`` on."""
         self.store.append(
-            dump.visit,
+            dump.pass_index,
             [dump.stream],
             _blocks(dump, source.data),
             stable=True,
             transaction_bytes=self.case.budget.transaction,
         )
 
-    def publish(self, visit: int) -> None:
-        """Commit before ``visit``."""
-        self.store.publish(Cursor(visit, 0), state=b"", schedule_digest="", settings={}, environment={})
+    def publish(self, pass_index: int) -> None:
+        """Commit before ``pass_index``."""
+        self.store.publish(Cursor(pass_index, 0), state=b"", schedule_digest="", settings={}, environment={})
 
-    def load(self, visit: int, room: HostPages) -> float:
-        """Bring the rows with next use ``visit`` into ``room``, cold, and check them; returns the seconds."""
-        pieces = self._pieces(visit)
+    def load(self, pass_index: int, room: HostPages) -> float:
+        """Bring the rows with next use ``pass_index`` into ``room``, cold, and check them; returns the seconds."""
+        pieces = self._pieces(pass_index)
         drop_store(self.path)
         useful, read = self.store.counters.row_bytes_read, process_bytes_read()
         begun = time.perf_counter()
@@ -138,14 +138,14 @@ class StoreRun:
         """Close the store."""
         self.store.close()
 
-    def _pieces(self, visit: int) -> list[tuple[Segment, int, int]]:
-        """Return what a plan knows before a load begins: the pieces with next use ``visit``, by segment."""
+    def _pieces(self, pass_index: int) -> list[tuple[Segment, int, int]]:
+        """Return what a plan knows before a load begins: the pieces with next use ``pass_index``, by segment."""
         return [
             (segment, *stream.pieces_of(index))
             for segment in self.store.segments
             for stream in segment.streams
             for index, rows in enumerate(stream.ranges)
-            if rows.next_use == visit
+            if rows.next_use == pass_index
         ]
 
 

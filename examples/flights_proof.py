@@ -35,7 +35,7 @@ class Trained:
     @classmethod
     def tiered(cls, training: Training) -> Trained:
         """Read rows from device, host and store."""
-        return cls(training.cache.rows_now().fields, _dense(training))
+        return cls(training.cache.live_rows().fields, _dense(training))
 
     @classmethod
     def resident(cls, training: Training) -> Trained:
@@ -68,7 +68,7 @@ class Comparison:
         return ", ".join(self.different[:3]) + (f" and in {more} more tables and weights" if more > 0 else "")
 
 
-def compare(passes: tc.PassSet, ours: Trained, theirs: Trained) -> Comparison:
+def compare(passes: tc.PassDataset, ours: Trained, theirs: Trained) -> Comparison:
     """Compare every key of every table, and everything dense, bit by bit."""
     rows = row_numbers = 0
     different: list[str] = []
@@ -90,32 +90,32 @@ def compare(passes: tc.PassSet, ours: Trained, theirs: Trained) -> Comparison:
     return Comparison(rows, row_numbers, sum(t.numel() for t in ours.dense.values()), tuple(different))
 
 
-def train_in_a_child(folder: Path, store: Path, *, die_in_visit: int | None = None) -> None:
-    """Train a store in a process of its own, which kills itself in ``die_in_visit``.
+def train_in_a_child(folder: Path, store: Path, *, die_in_pass: int | None = None) -> None:
+    """Train a store in a process of its own, which kills itself in ``die_in_pass``.
 
     Raises RuntimeError, with what it said, where it ends in any other way than it should.
     """
     command = [sys.executable, "-m", "examples.flights_training", str(folder), str(store)]
-    if die_in_visit is not None:
-        command += ["--die-in-visit", str(die_in_visit)]
+    if die_in_pass is not None:
+        command += ["--die-in-pass", str(die_in_pass)]
     ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    expected = 0 if die_in_visit is None else -signal.SIGKILL
+    expected = 0 if die_in_pass is None else -signal.SIGKILL
     if ended.returncode != expected:
         raise RuntimeError(f"the child process ended with {ended.returncode}, not {expected}:\n{ended.stderr}")
 
 
 def last_commit(path: Path) -> tuple[int, int]:
-    """Return the number of the newest commit of a store, and the visit it goes on with."""
+    """Return the number of the newest commit of a store, and the pass it goes on with."""
     with tc.Store.open(path, mode="r") as store:
         assert store.commit is not None
-        return store.commit.id, store.commit.cursor.visit
+        return store.commit.id, store.commit.cursor.pass_index
 
 
 def at_the_end(cache: tc.TierCache, settings: Settings) -> Training:
-    """Return the training whose last visit a store has committed. Raises RuntimeError where visits are left."""
+    """Return the training whose last pass a store has committed. Raises RuntimeError where passes are left."""
     training = Training.begin(cache, settings)
-    for visit in cache.passes(epochs=settings.epochs):
-        raise RuntimeError(f"{visit} is still to be trained")
+    for p in cache.passes(epochs=settings.epochs):
+        raise RuntimeError(f"{p} is still to be trained")
     return training
 
 

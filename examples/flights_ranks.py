@@ -41,7 +41,7 @@ def prepare(folder: Path, size: Size, first: int | None) -> None:
     tc.extract(flights.test, SCHEMA, folder / "test-passes", device_budget="1GiB", pass_by="file", **options)
 
 
-def open_ranks(store: Path, passes: tc.PassSet, settings: Settings, device: str = "cpu") -> tc.TierCache:
+def open_ranks(store: Path, passes: tc.PassDataset, settings: Settings, device: str = "cpu") -> tc.TierCache:
     """Return a cache within the budgets of the settings, for each rank."""
     return tc.TierCache(
         store, passes, device=device, device_budget=settings.device_budget, host_budget=settings.host_budget,
@@ -58,13 +58,13 @@ def train(cache: tc.TierCache, settings: Settings, steps: int | None = None) -> 
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     cache.register(model=model, optimizer=optimizer)
     criterion, done = nn.BCEWithLogitsLoss(), 0
-    for visit in cache.passes(epochs=settings.epochs):
-        for batch in visit.batches(settings.batch, shuffle=True):
+    for p in cache.passes(epochs=settings.epochs):
+        for batch in p.batches(settings.batch, shuffle=True):
             loss = criterion(model(batch), batch.label) * batch.weight
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            visit.note_loss(loss.item())
+            p.note_loss(loss.item())
             done += 1
             if done == steps:
                 cache.commit()
@@ -72,7 +72,7 @@ def train(cache: tc.TierCache, settings: Settings, steps: int | None = None) -> 
     return model
 
 
-def area(cache: tc.TierCache, model: nn.Module, test: tc.PassSet, batch_size: int) -> float:
+def area(cache: tc.TierCache, model: nn.Module, test: tc.PassDataset, batch_size: int) -> float:
     """Score the test flights, each rank its part, and return the area under the curve of all."""
     found = [torch.empty(0, 2)]
     model.eval()
@@ -114,7 +114,7 @@ def main() -> None:
     if rank == 0 and not (options.folder / "test-passes" / "passes.json").exists():
         prepare(options.folder, size, options.first)
     dist.barrier()
-    passes, test = (tc.PassSet.open(options.folder / name) for name in (PASSES, "test-passes"))
+    passes, test = (tc.PassDataset.open(options.folder / name) for name in (PASSES, "test-passes"))
     store = options.folder / options.store
     with open_ranks(store, passes, settings, options.device) as cache:
         model = train(cache, settings)

@@ -26,7 +26,7 @@ def area_under_curve(scores: NDArray[np.float32], labels: NDArray[np.float32]) -
     return float((ranks[labels > 0].sum() - num_late * (num_late + 1) / 2) / (num_late * num_others))
 
 
-def model_area(training: Training, test: tc.PassSet) -> tuple[float, int]:
+def model_area(training: Training, test: tc.PassDataset) -> tuple[float, int]:
     """Score a test set over the tiers, slice by slice; returns the area and the number of slices."""
     scores, labels, num_slices = [], [], 0
     training.model.eval()
@@ -46,7 +46,7 @@ class LogisticRegression(nn.Module):
     LEARNING_RATE, EPS, DENSE_LEARNING_RATE = 0.3, 0.01, 1e-2
     """The best of those tried on three earlier tenths of the flights, each after training on all before it."""
 
-    def __init__(self, train: tc.PassSet) -> None:
+    def __init__(self, train: tc.PassDataset) -> None:
         super().__init__()
         tables = [table.name for table in train.tables]
         self.features = train.schema.features
@@ -76,7 +76,7 @@ class LogisticRegression(nn.Module):
             torch.from_numpy(samples.label.copy()),
         )
 
-    def fit(self, train: tc.PassSet, settings: Settings) -> None:
+    def fit(self, train: tc.PassDataset, settings: Settings) -> None:
         """Train on the batches of the tiered run, in the same order, with learning rates that drop as there."""
         sparse = torch.optim.Adagrad(self.weights.parameters(), lr=self.LEARNING_RATE, eps=self.EPS)
         dense = torch.optim.Adam(self.dense.parameters(), lr=self.DENSE_LEARNING_RATE)
@@ -87,7 +87,7 @@ class LogisticRegression(nn.Module):
                     group.param_groups[0]["lr"] = rate * settings.drop**epoch
                 for source in train.passes:
                     order = sample_order(
-                        source.samples, seed=settings.seed, epoch=epoch, pass_index=source.index, shuffle=True
+                        source.samples, seed=settings.seed, epoch=epoch, sub_dataset=source.index, shuffle=True
                     )
                     parts = [part.split(settings.batch) for part in self.read(source, order(0, source.samples))]
                     for ids, described, label in zip(*parts, strict=True):
@@ -96,7 +96,7 @@ class LogisticRegression(nn.Module):
                             optimizer.step()
                             optimizer.zero_grad()
 
-    def area(self, test: tc.PassSet) -> float:
+    def area(self, test: tc.PassDataset) -> float:
         """Return the area under the curve on a test set; keys never trained weigh nothing."""
         scores, labels = [], []
         with torch.no_grad():

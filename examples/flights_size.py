@@ -43,7 +43,7 @@ FULL = Size(first=None, device_budget="4.25MiB", host_budget="13MiB", eval_budge
 QUICK = Size(first=60_000, device_budget="1MiB", host_budget="3MiB", eval_budget="256KiB", batch=512, align=512)
 
 
-def rows_table(passes: tc.PassSet) -> tuple[Table, int]:
+def rows_table(passes: tc.PassDataset) -> tuple[Table, int]:
     """Return a table of what the rows of each table take, for people, and the bytes of all."""
     shown = Table(title=f"rows of {len(passes)} passes", title_justify="left")
     for name in ("table", "optimizer", "rows", "bytes a row", "bytes", "most rows of a pass"):

@@ -42,7 +42,7 @@ class Settings:
     learning_rate: float = 1e-3
     """Of the dense layers in the first epoch; those of the tables stand in flights.toml."""
     drop: float = 0.1
-    """What every learning rate is multiplied by after an epoch: rare keys are learnt by heart otherwise."""
+    """What every learning rate is multiplied by after an epoch: rare keys are learned by heart otherwise."""
     seed: int = 2013
 
     def write(self, folder: Path) -> None:
@@ -78,23 +78,23 @@ class Training:
         cache.register(model=model, optimizer=optimizer, dense_rate=schedulers[0], row_rate=schedulers[1])
         return cls(cache, model, optimizer, schedulers, settings)
 
-    def run(self, after_batch: Callable[[Any, int, float], None] = lambda visit, samples, loss: None) -> None:
-        """Train from the last commit to the last epoch; ``after_batch(visit, samples, loss)`` follows every batch."""
+    def run(self, after_batch: Callable[[Any, int, float], None] = lambda p, samples, loss: None) -> None:
+        """Train from the last commit to the last epoch; ``after_batch(p, samples, loss)`` follows every batch."""
         criterion = nn.BCEWithLogitsLoss()
-        for visit in self.cache.passes(epochs=self.settings.epochs):
+        for p in self.cache.passes(epochs=self.settings.epochs):
             for scheduler in self.schedulers:
-                if scheduler.last_epoch < visit.epoch:
+                if scheduler.last_epoch < p.epoch:
                     scheduler.step()
-            for batch in visit.batches(self.settings.batch, shuffle=True):
+            for batch in p.batches(self.settings.batch, shuffle=True):
                 loss = criterion(self.model(batch), batch.label)
                 loss.backward()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                visit.note_loss(loss.item())
-                after_batch(visit, len(batch), loss.item())
+                p.note_loss(loss.item())
+                after_batch(p, len(batch), loss.item())
 
 
-def open_tiers(store: tc.Store, passes: tc.PassSet, settings: Settings) -> tc.TierCache:
+def open_tiers(store: tc.Store, passes: tc.PassDataset, settings: Settings) -> tc.TierCache:
     """Return a cache within the budgets of the settings."""
     return tc.TierCache(
         store,
@@ -111,12 +111,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a store of the flights demo from its last commit to the end.")
     parser.add_argument("folder", type=Path, help="the folder of the demo")
     parser.add_argument("store", type=Path, help="the store, begun where there is none")
-    parser.add_argument("--die-in-visit", type=int, help="kill this process in the middle of this visit")
+    parser.add_argument("--die-in-pass", type=int, help="kill this process in the middle of this pass")
     arguments = parser.parse_args()
-    passes, settings = tc.PassSet.open(arguments.folder / PASSES), Settings.read(arguments.folder)
+    passes, settings = tc.PassDataset.open(arguments.folder / PASSES), Settings.read(arguments.folder)
 
-    def after_batch(visit: Any, _samples: int, _loss: float) -> None:
-        if visit.index == arguments.die_in_visit and visit.samples_done >= visit.num_samples // 2:
+    def after_batch(p: Any, _samples: int, _loss: float) -> None:
+        if p.index == arguments.die_in_pass and p.samples_done >= p.num_samples // 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with (

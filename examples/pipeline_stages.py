@@ -59,7 +59,7 @@ def stages() -> list[nn.Module]:
     ]
 
 
-def train_in_stages(folder: Path, passes: tc.PassSet, device: str) -> list[float]:
+def train_in_stages(folder: Path, passes: tc.PassDataset, device: str) -> list[float]:
     """Train on all ranks, a stage on each; return each epoch's mean loss, on the last stage."""
     check_micro_batches(passes, batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=dist.get_world_size())
     losses = np.zeros((EPOCHS, 0)).tolist()
@@ -71,8 +71,8 @@ def train_in_stages(folder: Path, passes: tc.PassSet, device: str) -> list[float
         stage = PipelineStage(mine, ranks.rank, ranks.size, cache.device)
         schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.BCEWithLogitsLoss())
         first, last = StageInput(ranks), ranks.size - 1
-        for visit in cache.passes(epochs=EPOCHS):
-            for batch in visit.batches(BATCH):
+        for p in cache.passes(epochs=EPOCHS):
+            for batch in p.batches(BATCH):
                 vectors = first.collect(bag(batch), batch)
                 label = first.bring(batch.label[: len(batch) if batch.weight else 0], to=last)
                 found: list[torch.Tensor] = []
@@ -80,27 +80,27 @@ def train_in_stages(folder: Path, passes: tc.PassSet, device: str) -> list[float
                     schedule.step(vectors)
                 else:
                     schedule.step(target=label, losses=found)
-                    losses[visit.epoch].append(torch.stack(found).mean().item())
+                    losses[p.epoch].append(torch.stack(found).mean().item())
                 first.give_back(vectors)
                 optimizer.step()
                 optimizer.zero_grad()
     return [float(np.mean(epoch)) for epoch in losses if epoch]
 
 
-def train_whole(passes: tc.PassSet) -> list[float]:
+def train_whole(passes: tc.PassDataset) -> list[float]:
     """Train the same model on one process, all in memory."""
     cache = tc.InMemoryCache(passes)
     bag, dense = tc.EmbeddingBagCollection(cache.schema), nn.Sequential(*stages())
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
     cache.register(model=dense, optimizer=optimizer)
     criterion, losses = nn.BCEWithLogitsLoss(), np.zeros((EPOCHS, 0)).tolist()
-    for visit in cache.passes(epochs=EPOCHS):
-        for batch in visit.batches(BATCH):
+    for p in cache.passes(epochs=EPOCHS):
+        for batch in p.batches(BATCH):
             loss = criterion(dense(bag(batch)), batch.label)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses[visit.epoch].append(loss.item())
+            losses[p.epoch].append(loss.item())
     return [float(np.mean(epoch)) for epoch in losses]
 
 
@@ -120,7 +120,7 @@ def main() -> None:
             folder.mkdir(exist_ok=True)
             prepare(folder)
         dist.barrier()
-        passes = tc.PassSet.open(folder / "passes")
+        passes = tc.PassDataset.open(folder / "passes")
         losses = train_in_stages(folder, passes, options.device)
         if rank == stages - 1:
             whole = train_whole(passes)

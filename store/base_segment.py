@@ -1,4 +1,4 @@
-"""Rows that no visit dumped, as the blocks of a segment: from outside, or put in another order."""
+"""Rows that no pass dumped, as the blocks of a segment: from outside, or put in another order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
 
 
 def base_stream(group: Group, ranges: Iterable[Range]) -> Stream:
-    """Return the layout of rows that no visit waits for: pieces of 64 KiB, blocks of 4 MiB."""
+    """Return the layout of rows that no pass waits for: pieces of 64 KiB, blocks of 4 MiB."""
     piece_rows = max(1, _PIECE_BYTES // group.row_bytes)
     block_bytes = max(_BLOCK_BYTES, piece_rows * group.row_bytes)
     if group.compression is not None:

@@ -57,7 +57,7 @@ def checksum(data: NDArray[Any]) -> int:
 
 
 def piece_checksums(parts: Sequence[Part]) -> NDArray[np.uint32]:
-    """Return the CRC32C of each run of bytes between neighbouring bounds, part after part."""
+    """Return the CRC32C of each run of bytes between neighboring bounds, part after part."""
     sums = []
     for data, bounds in parts:
         view = data.view()
@@ -74,7 +74,7 @@ def corrupt_block(
     named = ", ".join(repr(name) for name in tables[:3]) + (f" and {len(tables) - 3} more" if tables[3:] else "")
     wanted = "" if expected is None else f" where {expected:08x} was written"
     return CorruptBlockError(
-        f"block {block} of segment {segment.id} (visit {segment.visit}; tables {named}) of {store} {seen}{wanted}: "
+        f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {store} {seen}{wanted}: "
         "restore the store from a copy, or train again from the start",
         segment=segment.id,
         block=block,

@@ -27,7 +27,7 @@ CHANGED_BYTES = 4
 class Changed:
     """The last changes of the rows of one stream, which a rewrite wrote. Shapes: B blocks of it.
 
-    What a visit dumped or a fill took has none: all its rows last changed with the first commit that named it.
+    What a pass dumped or a fill took has none: all its rows last changed with the first commit that named it.
     """
 
     oldest_B: Uint32s

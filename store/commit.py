@@ -20,9 +20,9 @@ STATE_CHUNK_BYTES = 4 << 20
 
 
 class Cursor(NamedTuple):
-    """Where training stands: the next visit to train, and how many of its samples are trained already."""
+    """Where training stands: the next pass to train, and how many of its samples are trained already."""
 
-    visit: int
+    pass_index: int
     sample: int = 0
 
 
@@ -34,7 +34,7 @@ class Commit:
     """Counts commits from 0."""
     cursor: Cursor
     schedule_digest: str
-    """The pass set and order that next uses come from."""
+    """The dataset and order that next uses come from."""
     settings: dict[str, Any]
     """Plain values that decide the bits of what follows."""
     environment: dict[str, Any]
@@ -104,7 +104,7 @@ class Commit:
         """Read a manifest record. Raises CorruptStoreError that calls it ``name``."""
         values, arrays = decode("commit", data, name)
         try:
-            visit, sample = values["cursor"]
+            pass_index, sample = values["cursor"]
             state_bytes, chunk = (whole(values[name], name) for name in ("state_bytes", "state_chunk_bytes"))
             segment_ids = tuple(whole(id_, "the id of a segment") for id_, _ in values["segments"])
             next_segment, retention = (whole(values[name], name) for name in ("next_segment", "retention"))
@@ -119,7 +119,7 @@ class Commit:
                 raise ValueError(f"{arrays['state'].size} checksums for {state_bytes} bytes of state")
             return cls(
                 id=whole(values["id"], "id"),
-                cursor=Cursor(whole(visit, "visit"), whole(sample, "sample")),
+                cursor=Cursor(whole(pass_index, "visit"), whole(sample, "sample")),
                 schedule_digest=str(values["schedule_digest"]),
                 settings=dict(values["settings"]),
                 environment=dict(values["environment"]),

@@ -177,12 +177,12 @@ class Dump:
 
 
 def new_segment(
-    id_: int, visit: int, streams: Sequence[Stream], *, within: bool, moved: Sequence[bool] = ()
+    id_: int, pass_index: int, streams: Sequence[Stream], *, within: bool, moved: Sequence[bool] = ()
 ) -> Segment:
     """Return a segment whose checksums are still to come; ``moved`` says of which streams last changes are stored."""
     return Segment(
         id=id_,
-        visit=visit,
+        pass_index=pass_index,
         within=within,
         streams=tuple(streams),
         checksums=tuple(np.zeros(stream.num_pieces, np.uint32) for stream in streams),

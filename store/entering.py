@@ -9,7 +9,7 @@ import numpy as np
 from tiercache.store.base_segment import Layout, base_stream
 from tiercache.store.commit import Cursor
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
-from tiercache.store.segment import base_visit
+from tiercache.store.segment import base_pass
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def enter(
         ) as rewrite:
             streams = rewrite.read()
             blocks = (block[:4] for block in rewrite.blocks(streams))
-            store.append(base_visit(begin.visit), streams, blocks, within=begin.sample > 0)
+            store.append(base_pass(begin.pass_index), streams, blocks, within=begin.sample > 0)
         return store.publish(
             begin, state=state, schedule_digest=schedule_digest, settings=settings or {}, environment=environment or {}
         )

@@ -10,7 +10,7 @@ from tiercache.store.base_segment import base_stream, blocks_of
 from tiercache.store.commit import Cursor
 from tiercache.store.hashing import hash_keys
 from tiercache.store.scratch_file import scratch_of
-from tiercache.store.segment import BASE_VISIT
+from tiercache.store.segment import BASE_PASS
 from tiercache.store.spill import Spill
 from tiercache.store.stream import NEVER, Range
 from tiercache.store.vectors import to_words
@@ -45,7 +45,7 @@ def fill(
     """Make commit 0 of an empty store from rows in any order of keys and tables, and return it.
 
     ``chunks`` yields (table name, (keys (n,), fields (n, width))), all float32; the fields of a row keep their bits,
-    NaN too, but vectors of 16-bit dtypes are rounded to the nearest. The cursor stands before visit 0 and no visit is
+    NaN too, but vectors of 16-bit dtypes are rounded to the nearest. The cursor stands before pass 0 and no pass is
     said to need the rows. Rows are sorted in temporary files without a name in its folder, so beside the caller's chunk
     about ``memory_bytes`` are taken; each is written there, read, and written to the store. Rows that fit the memory
     need no files.
@@ -127,7 +127,7 @@ class _Filling:
             for group, stream in zip(self._store.groups, streams, strict=True)
             for block in blocks_of(group, stream, self._rows(group, stream.block_rows))
         )
-        self._store.append(BASE_VISIT, streams, blocks)
+        self._store.append(BASE_PASS, streams, blocks)
 
     def _rows(self, group: Group, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Yield the rows of all tables of a group in their order."""

@@ -1,4 +1,4 @@
-"""Table ids and the order of keys: XXH64 of a name, splitmix64's finaliser over keys.
+"""Table ids and the order of keys: XXH64 of a name, splitmix64's finalizer over keys.
 
 These lines are part of the format (docs/format.md); kernels hold the same functions for numba, and test vectors
 hold the two together. Slow for long bytes: names are short, and columns of strings go through kernels.
@@ -55,7 +55,7 @@ def xxh64(data: bytes, seed: int = 0) -> int:
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return splitmix64's finaliser (Steele, Lea, Flood, 2014) of each value: a bijection of 64-bit numbers."""
+    """Return splitmix64's finalizer (Steele, Lea, Flood, 2014) of each value: a bijection of 64-bit numbers."""
     mixed = values ^ (values >> np.uint64(30))
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)

@@ -16,7 +16,7 @@ from tiercache.store.errors import CommitMissingError, StoreError, StoreFullErro
 from tiercache.store.life import Life
 from tiercache.store.manifest import COMMIT, Manifest
 from tiercache.store.recovery import Recovery, kept_commits, recover
-from tiercache.store.segment import base_visit
+from tiercache.store.segment import base_pass
 from tiercache.store.standing import Standing
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class History:
 
     def append(
         self,
-        visit: int,
+        pass_index: int,
         streams: Sequence[Stream],
         blocks: Iterable[Block] | Iterable[MovedBlock],
         checksums: Checksums,
@@ -123,7 +123,7 @@ class History:
         """Write a segment that no commit names yet; see ``new_segment`` for ``moved``."""
         check_streams(streams, self._groups)
         with self._lock:
-            segment = new_segment(self._next_id, visit, streams, within=within, moved=moved)
+            segment = new_segment(self._next_id, pass_index, streams, within=within, moved=moved)
             dump = Dump(segment, self._groups, blocks, transaction_bytes, checksums, stable=stable)
             self._next_id += 1
             try:
@@ -131,7 +131,7 @@ class History:
             except BaseException as error:
                 self._orphans |= dump.names()
                 if isinstance(error, StoreFullError):
-                    what = f"the dump of visit {visit} to" if visit >= 0 else "a new segment with the rows of"
+                    what = f"the dump of pass {pass_index} to" if pass_index >= 0 else "a new segment with the rows of"
                     raise error.during(f"{what} {self._label}", dump.bytes_left) from error
                 raise
             finally:
@@ -213,7 +213,7 @@ class History:
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
-                    base_visit(start.visit),
+                    base_pass(start.pass_index),
                     streams,
                     rewrite.blocks(streams),
                     checksums,
@@ -370,12 +370,12 @@ class History:
         newest = -1 if self.commit is None else max(self.commit.segment_ids, default=-1)
         settled = frozenset[int]() if self.commit is None else self.commit.settled_ids
         for segment in self.segments:
-            if segment.id not in settled and segment.visit > cursor.visit - (not segment.within):
-                raise ValueError(f"a commit at {cursor} cannot name a dump of visit {segment.visit}")
+            if segment.id not in settled and segment.pass_index > cursor.pass_index - (not segment.within):
+                raise ValueError(f"a commit at {cursor} cannot name a dump of pass {segment.pass_index}")
         if cursor.sample and cursor != before and not any(
-            s.within_visit == cursor.visit and s.id > newest for s in self.segments
+            s.within_pass == cursor.pass_index and s.id > newest for s in self.segments
         ):  # fmt: skip
-            raise ValueError(f"a commit at {cursor} needs the rows of its visit: append them with within=True first")
+            raise ValueError(f"a commit at {cursor} needs the rows of its pass: append them with within=True first")
 
 
 def keep(store: Store, commits: Iterable[int]) -> None:

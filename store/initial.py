@@ -79,7 +79,7 @@ def _unit(words: Words) -> Floats:
 
 
 def _normal(words: Words, mean: np.float32, deviation: np.float32) -> Floats:
-    """Return pairs of numbers by Box and Muller, from pairs of neighbouring words."""
+    """Return pairs of numbers by Box and Muller, from pairs of neighboring words."""
     first, second = words[:, 0::2], words[:, 1::2]
     # the first uniform is in (0, 1], so that its logarithm is finite
     unit = ((first >> np.uint64(8)).astype(np.int64) + 1).astype(np.float32) * _F(2.0**-24)

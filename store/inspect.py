@@ -57,7 +57,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
         segments.append(
             {
                 "id": segment.id,
-                "visit": segment.visit,
+                "pass": segment.pass_index,
                 "within": segment.within,
                 "settled": segment.id in settled,
                 "rows": segment.rows,
@@ -92,7 +92,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
         if commit is None
         else {
             "id": commit.id,
-            "visit": commit.cursor.visit,
+            "pass": commit.cursor.pass_index,
             "sample": commit.cursor.sample,
             "schedule_digest": commit.schedule_digest,
             "state_bytes": commit.state_bytes,
@@ -109,7 +109,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
 def describe_commits(commits: Iterable[Commit]) -> list[dict[str, int]]:
     """Return ids, cursors and numbers of segments, as plain values."""
     return [
-        {"id": c.id, "visit": c.cursor.visit, "sample": c.cursor.sample, "segments": len(c.segment_ids)}
+        {"id": c.id, "pass": c.cursor.pass_index, "sample": c.cursor.sample, "segments": len(c.segment_ids)}
         for c in commits
     ]
 

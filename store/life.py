@@ -18,13 +18,13 @@ class Life:
     """The one rule of life: which ranges of which segments are needed at a cursor.
 
     A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
-    segment that is within visit v, which holds the whole key set of v. Of settled segments, whose next
+    segment that is within pass v, which holds the whole key set of v. Of settled segments, whose next
     uses are those of another schedule, the same ranges are live at every cursor: a commit names them.
     """
 
     cursor: Cursor
     within_id: int | None
-    """The segment that alone is live for the visit of the cursor; None where the visit has not begun."""
+    """The segment that alone is live for the pass of the cursor; None where the pass has not begun."""
     settled: Mapping[int, Settled]
     """By segment id."""
 
@@ -35,14 +35,14 @@ class Life:
 
     @classmethod
     def at(cls, cursor: Cursor, segments: Iterable[Segment], settled: Collection[Settled]) -> Life:
-        """Return the rule at ``cursor``. Raises ValueError for a cursor inside a visit that wrote no segment."""
+        """Return the rule at ``cursor``. Raises ValueError for a cursor inside a pass that wrote no segment."""
         by_id = {one.segment_id: one for one in settled}
         if cursor.sample == 0:
             return cls(cursor, None, by_id)
-        written = [s.id for s in segments if s.within_visit == cursor.visit and s.id not in by_id]
+        written = [s.id for s in segments if s.within_pass == cursor.pass_index and s.id not in by_id]
         if not written:
             raise ValueError(
-                f"a commit at sample {cursor.sample} of visit {cursor.visit} needs its rows: "
+                f"a commit at sample {cursor.sample} of pass {cursor.pass_index} needs its rows: "
                 "append them with within=True first"
             )
         return cls(cursor, max(written), by_id)
@@ -51,11 +51,11 @@ class Life:
         """Return the first live range of a segment stream: those before are dead, those after are live."""
         if segment.id in self.settled:
             return self.settled[segment.id].first_ranges[group]
-        visit = self.cursor.visit
+        pass_index = self.cursor.pass_index
         if self.within_id is not None and segment.id != self.within_id:
-            visit += 1
+            pass_index += 1
         uses = [rows.next_use for rows in segment.streams[group].ranges]
-        return next((i for i, use in enumerate(uses) if use >= visit), len(uses))
+        return next((i for i, use in enumerate(uses) if use >= pass_index), len(uses))
 
     def first_piece(self, segment: Segment, group: int) -> int:
         """Return the first live piece of a segment stream; the number of pieces where none is."""
@@ -68,7 +68,7 @@ class Life:
         return int(stream.piece_block_P[piece]) if piece < stream.num_pieces else stream.num_blocks
 
     def keeps(self, segment: Segment) -> bool:
-        """Return whether any row of ``segment`` is live, or it is the one that the cursor's visit wrote."""
+        """Return whether any row of ``segment`` is live, or it is the one that the cursor's pass wrote."""
         return segment.id == self.within_id or any(
             self.first_piece(segment, group) < stream.num_pieces for group, stream in enumerate(segment.streams)
         )

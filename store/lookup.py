@@ -45,7 +45,7 @@ _NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
 def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -> dict[str, Found]:
     """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table.
 
-    Rows of settled segments count whatever their next use, which is a visit of another schedule.
+    Rows of settled segments count whatever their next use, which is a pass of another schedule.
     """
     return steady(store, lambda standing: locate_at(store, standing, keys, after=after))
 
@@ -129,7 +129,7 @@ def live_keys(
     """Yield (segment, place of the table, keys, rows) of all live rows of ``tables``, each block of keys read once.
 
     ``tables`` are places in the group. Segments come by id, so that the newest of several rows comes last. Only
-    rows with a next use after visit ``after``.
+    rows with a next use after pass ``after``.
     """
     sweep = (block for segment in standing.segments for block in _live_blocks(standing, segment, group, tables, after))
     for (segment, _, block, runs), stored in read_ahead(readers, partial(_read_keys, store), sweep, most=2 * READERS):
@@ -277,7 +277,7 @@ class _Batch:
         offset, blocks = stream.piece_offset_P, stream.piece_block_P[pieces]
         held = [None if cached is None else cached(segment.id, group, piece) for piece in pieces.tolist()]
         fresh = np.array([data is None for data in held], dtype=bool)
-        # A run is read at once: neighbours of one block that no one holds; each held piece is a run of its own.
+        # A run is read at once: neighbors of one block that no one holds; each held piece is a run of its own.
         cuts = (np.diff(pieces) > 1) | (np.diff(blocks) > 0) | ~(fresh[1:] & fresh[:-1])
         first = np.append(0, np.nonzero(cuts)[0] + 1)
         last = np.append(first[1:], pieces.size)

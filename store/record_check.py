@@ -16,8 +16,8 @@ _ADVICE = "restore the store from a copy"
 def record_problems(commits: Iterable[Commit], segments: Iterable[Segment], label: str) -> Iterator[tuple[str, int]]:
     """Yield what is wrong in the records of the store ``label``, and a commit that it is in; reads nothing.
 
-    All commits name the same first commit of a segment, and none is before that. What a visit dumped waits for a later
-    one, or, of a commit inside the visit, for that: other rows would be dead before anything reads them.
+    All commits name the same first commit of a segment, and none is before that. What a pass dumped waits for a later
+    one, or, of a commit inside the pass, for that: other rows would be dead before anything reads them.
     """
     firsts: dict[int, int] = {}
     by_id = {segment.id: segment for segment in segments}
@@ -30,13 +30,14 @@ def record_problems(commits: Iterable[Commit], segments: Iterable[Segment], labe
                 yield f"{said}, and {known_words}: {_ADVICE}", commit.id
             if (use := _over_at_once(by_id[id_])) is not None:
                 said = (
-                    f"segment {id_} of {label} was dumped by visit {by_id[id_].visit} and has rows that wait for {use}"
+                    f"segment {id_} of {label} was dumped by pass {by_id[id_].pass_index} and has rows that wait for "
+                    f"{use}"
                 )
                 yield f"{said}: {_ADVICE}", commit.id
 
 
 def _over_at_once(segment: Segment) -> int | None:
     """Return a next use that was over when the rows were dumped; None where there is none, and for a base."""
-    soonest = segment.visit + (not segment.within)
+    soonest = segment.pass_index + (not segment.within)
     uses = (rows.next_use for stream in segment.streams for rows in stream.ranges if rows.rows)
-    return next((use for use in uses if use < soonest), None) if segment.visit >= 0 else None
+    return next((use for use in uses if use < soonest), None) if segment.pass_index >= 0 else None

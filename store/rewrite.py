@@ -204,7 +204,7 @@ class _Sorted:
             self._next[place] = row
             row += count
         self.wanted = row
-        """How many rows are used first at some visit."""
+        """How many rows are used first at some pass."""
         self._never = [0] * len(counts)
         self._row_bytes = group.row_bytes + CHANGED_BYTES
         self.entry_bytes = 8 + self._row_bytes
@@ -248,7 +248,7 @@ class _Sorted:
             if self._next[place] != row:
                 name = self.group.tables[place[1]].name
                 raise StoreError(
-                    f"visit {place[0]} was said to use {count:,} keys of table {name!r} first, and others came: "
+                    f"pass {place[0]} was said to use {count:,} keys of table {name!r} first, and others came: "
                     "the key sets changed meanwhile"
                 )
         tables = range(len(self.group.tables))

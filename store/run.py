@@ -154,7 +154,7 @@ class Run:
 
 
 class LastKeys:
-    """Reads blocks of keys and remembers the last one: neighbouring runs share it."""
+    """Reads blocks of keys and remembers the last one: neighboring runs share it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

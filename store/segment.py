@@ -1,4 +1,4 @@
-"""Segments: what one visit dumped, or a rewrite put in another order."""
+"""Segments: what one pass dumped, or a rewrite put in another order."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-BASE_VISIT = -1
-"""The visit of a segment whose rows no visit dumped: a schedule begins with it."""
+BASE_PASS = -1
+"""The pass of a segment whose rows no pass dumped: a schedule begins with it."""
 
 
-def base_visit(first_visit: int) -> int:
-    """Return the visit of the segment with which a schedule is entered at ``first_visit``; ``BASE_VISIT`` for 0."""
-    return BASE_VISIT - first_visit
+def base_pass(first_pass: int) -> int:
+    """Return the pass of the segment with which a schedule is entered at ``first_pass``; ``BASE_PASS`` for 0."""
+    return BASE_PASS - first_pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """The rows that one visit dumped: one stream for each group of the store; immutable."""
+    """The rows that one pass dumped: one stream for each group of the store; immutable."""
 
     id: int
     """Grows with every segment of a store: of two live rows of one key, that of the larger id is newer."""
-    visit: int
-    """The visit that dumped it; below 0 for a base, as ``base_visit`` says."""
+    pass_index: int
+    """The pass that dumped it; below 0 for a base, as ``base_pass`` says."""
     within: bool
-    """Whether a commit inside the visit wrote it: then it holds the whole key set, with next use ``visit``. A base may
-    stand for that too, where a schedule is entered inside its first visit."""
+    """Whether a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A base
+    may stand for that too, where a schedule is entered inside its first pass."""
     streams: tuple[Stream, ...]
     """By group; a group that dumped nothing has an empty one."""
     checksums: tuple[NDArray[np.uint32], ...]
@@ -44,11 +44,11 @@ class Segment:
     """By group, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named it."""
 
     @property
-    def within_visit(self) -> int | None:
-        """The visit whose whole key set it holds, for a cursor inside that visit; None where it is not ``within``."""
+    def within_pass(self) -> int | None:
+        """The pass whose whole key set it holds, for a cursor inside that pass; None where it is not ``within``."""
         if not self.within:
             return None
-        return self.visit if self.visit >= 0 else BASE_VISIT - self.visit
+        return self.pass_index if self.pass_index >= 0 else BASE_PASS - self.pass_index
 
     @property
     def rows(self) -> int:
@@ -75,7 +75,7 @@ class Segment:
             arrays[f"oldest/{group}"], arrays[f"newest/{group}"] = changed.oldest_B, changed.newest_B
             arrays[f"changed/{group}"] = changed.checksums_B
         streams = [stream.to_record() for stream in self.streams]
-        values = {"id": self.id, "visit": self.visit, "within": self.within, "streams": streams}
+        values = {"id": self.id, "visit": self.pass_index, "within": self.within, "streams": streams}
         return encode("segment", values, arrays)
 
     @classmethod
@@ -99,9 +99,9 @@ class Segment:
                     for g in range(len(streams))
                 )  # fmt: skip
             first = values["visit"]  # of a base, as Python counts from the end
-            visit = ~whole(~first, "visit") if isinstance(first, int) and first < 0 else whole(first, "visit")
+            pass_index = ~whole(~first, "visit") if isinstance(first, int) and first < 0 else whole(first, "visit")
             segment = cls(
-                id=whole(values["id"], "id"), visit=visit, within=bool(values["within"]),
+                id=whole(values["id"], "id"), pass_index=pass_index, within=bool(values["within"]),
                 streams=streams, checksums=checksums, key_checksums=key_checksums, changed=changed,
             )  # fmt: skip
             for stream, one in zip(streams, changed, strict=False):

@@ -19,7 +19,7 @@ class Settled:
     """A segment of an earlier schedule, as a commit says what is live in it: the next uses of its ranges are void.
 
     Settled segments are older than all others that a commit names. A row of theirs is stale where a newer segment
-    has its key too. Rows become stale only at the commit that begins a schedule: no visit of it dumps a key whose
+    has its key too. Rows become stale only at the commit that begins a schedule: no pass of it dumps a key whose
     row it left here.
     """
 
@@ -46,9 +46,9 @@ class Settled:
 
     def check(self, segment: Segment, groups: Sequence[Group]) -> None:
         """Raise ValueError where ``segment`` has no such ranges, or no more live rows than are said to be stale."""
-        if segment.within and segment.visit >= 0:
+        if segment.within and segment.pass_index >= 0:
             raise ValueError(
-                f"settled segment {segment.id} was written inside a visit: all its rows were needed by that"
+                f"settled segment {segment.id} was written inside a pass: all its rows were needed by that"
             )
         if len(self.first_ranges) != len(groups):
             raise ValueError(f"settled segment {segment.id} has {len(self.first_ranges)} groups of {len(groups)}")

@@ -41,7 +41,7 @@ class Settling:
 
     A segment settles where rows that are neither used nor stale have at least half of its live bytes, so that it
     never takes more than twice what is needed of it; of more than ``MOST_SETTLED`` such segments those with the most;
-    never one that a commit inside a visit wrote.
+    never one that a commit inside a pass wrote.
     Everything else moves: the used rows of settled segments, and of the others all rows that are not stale. So what
     moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
 
@@ -77,7 +77,7 @@ class Settling:
         for rows in self._groups:
             needed_S += rows.group.row_bytes * rows.needed_ST.sum(axis=1)
             live_S += rows.group.row_bytes * rows.live_ST.sum(axis=1)
-        may_S = np.array([not s.within or s.visit < 0 for s in self._store.segments], dtype=np.bool_)
+        may_S = np.array([not s.within or s.pass_index < 0 for s in self._store.segments], dtype=np.bool_)
         worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
         kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_SETTLED]])
         self.settled = tuple(

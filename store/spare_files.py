@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FOLDER = "spare"
 """Where they wait; nothing in it is needed."""
 _COMMITS = 3
-"""Spares are for a dump as large as the largest of so many commits: those inside a visit have small ones."""
+"""Spares are for a dump as large as the largest of so many commits: those inside a pass have small ones."""
 _LONGER = 1.25
 """The most bytes that a file may have to each that is written over it."""
 

@@ -171,7 +171,7 @@ class Store:
 
     def append(
         self,
-        visit: int,
+        pass_index: int,
         streams: Sequence[Stream],
         blocks: Iterable[Block],
         *,
@@ -179,19 +179,26 @@ class Store:
         stable: bool = False,
         transaction_bytes: int = TRANSACTION_BYTES,
     ) -> Segment:
-        """Write what ``visit`` dumped and return it; no commit names it yet, and a crash before the next one loses it.
+        """Write what ``pass_index`` dumped and return it; no commit names it yet, and a crash before the next one loses
+        it.
 
         ``streams`` has one layout for each group. ``blocks`` yields (group, block, uint8 rows, int64 keys of the
         rows) for every block once, in any order; its arrays are copied before the next block is asked for. The
         engine is given at most ``transaction_bytes`` at once, but never less than one block.
-        ``within``: a commit inside the visit follows, and this is its whole key set. ``stable``: no array changes
+        ``within``: a commit inside the pass follows, and this is its whole key set. ``stable``: no array changes
         before append returns: all blocks are written together then, and checksums computed meanwhile.
 
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
         self._check_writable()
         return self._history.append(
-            visit, streams, blocks, self.checksums, within=within, stable=stable, transaction_bytes=transaction_bytes
+            pass_index,
+            streams,
+            blocks,
+            self.checksums,
+            within=within,
+            stable=stable,
+            transaction_bytes=transaction_bytes,
         )
 
     def publish(
@@ -207,7 +214,7 @@ class Store:
         """Make a commit: from now on the store opens here, with the rows live at ``cursor`` and ``state``.
 
         One atomic, durable step that also frees every block without live rows. Segments appended so far must be
-        of visits before the cursor's, or written within its visit where it stands inside one. Raises ValueError, and
+        of passes before the cursor's, or written within its pass where it stands inside one. Raises ValueError, and
         StoreFullError, after which the commit before stands.
         """
         self._check_writable()
@@ -240,20 +247,20 @@ class Store:
     ) -> Commit:
         """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
 
-        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that visit. Keys that
+        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. Keys that
         ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
         ``layout`` cuts the segment into pieces. Rows of other keys stay where they are, in segments of which they are
         at least half, the used ones' stale copies beside them; the rest, all without ``settle``, stand last, with next
         use ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back, but for what
         readers see. Takes 256 MiB, a slice of ``uses``, temporary files as large as what is written.
         ``progress(what, rows)``: "sort" (keys), "read", "write" and rows done since then. Raises ValueError without a
-        commit and for one inside a visit without ``start``, StoreFullError and CorruptStoreError, after which the store
+        commit and for one inside a pass without ``start``, StoreFullError and CorruptStoreError, after which the store
         stands where it stood; what was appended since is dropped.
         """
         self._check_writable()
         if self.commit is None or (self.commit.cursor.sample and start is None):
-            at = "has no commit" if self.commit is None else f"stands inside visit {self.commit.cursor.visit}"
-            raise ValueError(f"{self.label} {at}: train to the end of a visit before its rows are put in another order")
+            at = "has no commit" if self.commit is None else f"stands inside pass {self.commit.cursor.pass_index}"
+            raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
         self.forget()
         state, begin = self._reader.state(self.commit), Cursor(*(start or (0, 0)))
         with Rewrite(self, uses, first_rows, progress or (lambda *_: None), layout=layout, settle=settle) as rewrite:
@@ -262,7 +269,7 @@ class Store:
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
 
-        For serving and for keeping: a training goes on from it only after it was reorganised. No row is stale.
+        For serving and for keeping: a training goes on from it only after it was reorganized. No row is stale.
         Readers keep their commits meanwhile. Otherwise as ``rewrite``.
         """
         return self.rewrite(NoUses(), schedule_digest="", progress=progress, settle=False)
@@ -342,7 +349,7 @@ class Store:
     def locate(self, table_name: str, keys: NDArray[np.int64], *, after: int) -> Found:
         """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
 
-        A row is an index into the group's stream of the segment. Only rows with a next use after visit ``after``, or
+        A row is an index into the group's stream of the segment. Only rows with a next use after pass ``after``, or
         in a settled segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
         """
         return locate(self, {table_name: keys}, after=after)[table_name]
@@ -357,7 +364,7 @@ class Store:
     ) -> tuple[NDArray[np.float32], ...]:
         """Return the rows at ``rows`` (n,) of a segment stream: (n, width) for each field.
 
-        Reads whole pieces, neighbours together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, piece)`` may
+        Reads whole pieces, neighbors together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, piece)`` may
         give the bytes of a piece that is in memory anyway. Raises CorruptBlockError.
         """
         return read_rows(self, segment, group, rows, cached)
@@ -368,7 +375,7 @@ class Store:
         Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
         its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
 
-        Sweeps the table's stored keys, then reads whole pieces, neighbours together: ask for many keys at once. Begins
+        Sweeps the table's stored keys, then reads whole pieces, neighbors together: ask for many keys at once. Begins
         anew where a commit frees what it reads. Raises ValueError, CorruptBlockError, StoreError where it never ends.
         """
         self._check_open()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 NEVER = (1 << 63) - 1
-"""The next use of rows that no visit will need."""
+"""The next use of rows that no pass will need."""
 MOST_BYTES = 1 << 53
 """The most of a stream: what stands where in it is counted without loss."""
 COMPRESSED_BYTES = 16 << 10
@@ -35,13 +35,13 @@ class Range:
     """The rows of a segment stream with one next use."""
 
     next_use: int
-    """The next visit that needs them, or ``NEVER``."""
+    """The next pass that needs them, or ``NEVER``."""
     table_rows: tuple[int, ...]
     """Rows of each table of the group, in the group's order."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.next_use <= NEVER:
-            raise ValueError(f"next use {self.next_use} of a range is no visit: it must be 0 .. {NEVER}")
+            raise ValueError(f"next use {self.next_use} of a range is no pass: it must be 0 .. {NEVER}")
         if any(rows < 0 for rows in self.table_rows):
             raise ValueError(f"a range has {min(self.table_rows)} rows of a table: rows must not be negative")
 
@@ -53,7 +53,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """The layout of the rows that one visit dumped of one group. The arrays are derived: do not change them."""
+    """The layout of the rows that one pass dumped of one group. The arrays are derived: do not change them."""
 
     row_bytes: int
     """Bytes of a row."""

@@ -81,7 +81,7 @@ class Table:
     first_column: int = 0
     """Of a column slice: the column of the whole vectors that is its first."""
     whole_dim: int | None = None
-    """Of a column slice, which keeps ``dim`` neighbouring columns of every vector: numbers in a whole one. Its initial
+    """Of a column slice, which keeps ``dim`` neighboring columns of every vector: numbers in a whole one. Its initial
     rows are those columns of the whole rows. None: no slice."""
     table_id: int = field(init=False, repr=False, compare=False)
     """XXH64 (seed 0) of the name in UTF-8."""

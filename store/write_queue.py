@@ -81,7 +81,7 @@ class WriteQueue:
         interruption: KeyboardInterrupt | None = None
         while self._under_way:
             try:
-                wait([request for request in self._under_way if not request.cancel()])  # cancelled: it writes nothing
+                wait([request for request in self._under_way if not request.cancel()])  # canceled: it writes nothing
                 self._under_way.clear()
             except KeyboardInterrupt as error:
                 interruption = error

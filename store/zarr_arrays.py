@@ -195,7 +195,7 @@ def merge(stream: Stream, first: int, data: NDArray[np.uint8], fields: Sequence[
 
 
 def _alike(stream: Stream, first: int, data: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
-    """Yield (row in ``data``, pieces, rows of each) of all neighbours of equal length."""
+    """Yield (row in ``data``, pieces, rows of each) of all neighbors of equal length."""
     rows, begin = data.size // stream.row_bytes, 0
     low, high = stream.piece_first_row_P.searchsorted((first, first + rows)).tolist()
     for length, same in groupby(stream.piece_rows_P[low:high].tolist()):

@@ -173,7 +173,7 @@ def record_numbers(keys: Iterable[str]) -> list[int]:
 
 
 def _regular(name: bytes, block: BlockObjects) -> bool:
-    """Whether the name is one of ``block_name``, so that neighbours are written as runs."""
+    """Whether the name is one of ``block_name``, so that neighbors are written as runs."""
     return block.arrays is not None or (len(name) == _NAME.size and name[1] < 128)
 
 
@@ -183,7 +183,7 @@ def _arrays(blocks: Mapping[bytes, BlockObjects]) -> dict[Arrays, None]:
 
 
 def _runs(blocks: dict[bytes, BlockObjects], arrays: list[Arrays]) -> Iterator[tuple[int, ...]]:
-    """Yield (kind, owner, group, first block, blocks, bytes of each, arrays or -1 - version) of neighbours alike."""
+    """Yield (kind, owner, group, first block, blocks, bytes of each, arrays or -1 - version) of neighbors alike."""
     rows, place = [], {a: i for i, a in enumerate(arrays)}
     known: dict[int, int] = {}
     for name, block in sorted(blocks.items()):

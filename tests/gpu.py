@@ -28,7 +28,7 @@ TRAINING = [f"tests/training/test_{name}.py" for name in (
 )]  # fmt: skip
 # On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
 RECOVERY = [f"tests/training/test_{name}.py" for name in (
-    "crash", "compressed", "entering", "reorganise", "reorganise_budget", "store_budget", "use_files", "readers",
+    "crash", "compressed", "entering", "reorganize", "reorganize_budget", "store_budget", "use_files", "readers",
 )]  # fmt: skip
 CPU_ALONE = {
     "bad_input": "what is refused before a device has a part in it, with models on the CPU",

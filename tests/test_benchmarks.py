@@ -299,16 +299,16 @@ def test_the_fewest_rows_are_those_of_every_cache_that_could_have_been_chosen() 
 
 
 def _best_of_all_choices(passes: list[Any], capacities: list[int]) -> int:
-    """Try every content that the host may have after each visit."""
+    """Try every content that the host may have after each pass."""
     from itertools import combinations
 
     costs: dict[frozenset[int], int] = {frozenset(): 0}
     last: dict[int, int] = {}
-    for visit, capacity in enumerate(capacities):
-        needed = [int(k) for k in passes[visit % len(passes)]]
-        old = {k for k in needed if k in last and last[k] < visit - 2}
-        last |= dict.fromkeys(needed, visit)
-        dumped = {k for k, v in last.items() if v == visit - 2}
+    for pass_index, capacity in enumerate(capacities):
+        needed = [int(k) for k in passes[pass_index % len(passes)]]
+        old = {k for k in needed if k in last and last[k] < pass_index - 2}
+        last |= dict.fromkeys(needed, pass_index)
+        dumped = {k for k, v in last.items() if v == pass_index - 2}
         after: dict[frozenset[int], int] = {}
         for held, cost in costs.items():
             paid = cost + len(old - held)

@@ -35,7 +35,7 @@ def run_flights(folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> None:
     """Tiered, in memory, and killed and resumed: the same bits; files of an earlier run are replaced, others kept."""
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install tiercache[plots]")
-    (tmp_path / "visits.png").write_text("of an earlier run")
+    (tmp_path / "passes.png").write_text("of an earlier run")
     (tmp_path / "mine.txt").write_text("not of the demo")
 
     ended = run_flights(tmp_path)
@@ -45,7 +45,7 @@ def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> 
     assert "uninterrupted and killed" in ended.stdout
     assert ended.stdout.count(": the same bits in") == 2
     assert "starts afresh" in ended.stdout
-    assert (tmp_path / "visits.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "passes.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {*MADE, "mine.txt"}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.kernels.cpu.jit import cache_folder
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import KeyBatch
 
 pytestmark = pytest.mark.disk
@@ -26,7 +26,7 @@ TINY_TRAINING = """
 import sys
 import numpy as np, torch
 import tiercache as tc
-from tiercache.HANDMADE import write_pass_set
+from tiercache.FROM_ARRAYS import write_dataset
 from tiercache.KEYBATCH import KeyBatch
 
 assert "site-packages" in tc.__file__, tc.__file__
@@ -34,16 +34,16 @@ table = tc.Table(name="t", dim=4, optimizer=tc.Adagrad(learning_rate=0.1), initi
 schema = tc.Schema(label="label", features=(tc.Feature(name="f", table="t"),), tables=(table,))
 rng = np.random.default_rng(0)
 batches = [KeyBatch.of(schema, {"f": rng.integers(0, 50, 32)}, label=rng.integers(0, 2, 32)) for _ in range(3)]
-passes = write_pass_set(sys.argv[1] + "/passes", schema, batches)
+passes = write_dataset(sys.argv[1] + "/passes", schema, batches)
 with tc.Store.open(sys.argv[1] + "/model.tc", tables=schema.tables) as store:
     with tc.TierCache(store, passes, device_budget="1MiB", host_budget="4MiB") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema)
-        for visit in cache.passes(epochs=2):
-            for batch in visit.batches(8):
+        for p in cache.passes(epochs=2):
+            for batch in p.batches(8):
                 bag(batch).sum().backward()
                 cache.optimizer.step()
         assert all(report.planned_equals_measured for report in cache.reports)
-    assert store.commit.cursor.visit == 6
+    assert store.commit.cursor.pass_index == 6
 print("trained")
 """
 
@@ -83,7 +83,7 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel))
     for compiled in (cache_folder() or tmp_path).glob("*.nb?"):  # taken only for the very sources that it is of
         shutil.copy(compiled, site / "tiercache" / "kernels" / "cpu" / "__pycache__")
-    script = TINY_TRAINING.replace("tiercache.HANDMADE", write_pass_set.__module__)
+    script = TINY_TRAINING.replace("tiercache.FROM_ARRAYS", write_dataset.__module__)
     script = script.replace("tiercache.KEYBATCH", KeyBatch.__module__)
     program = tmp_path / "tiny.py"
     program.write_text(script)

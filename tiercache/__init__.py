@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from tiercache.exchange.exporting import export_store as export_store
     from tiercache.exchange.importing import import_store as import_store
     from tiercache.extraction.extract import extract as extract
+    from tiercache.passes.dataset import PassDataset as PassDataset
     from tiercache.passes.key_sets import write_key_sets as write_key_sets
-    from tiercache.passes.passset import PassSet as PassSet
     from tiercache.passes.splitting import split_passes as split_passes
-    from tiercache.ranks.placement import Placement as Placement
-    from tiercache.ranks.placement_rules import PlacementCosts as PlacementCosts
-    from tiercache.ranks.placement_rules import PlacementRules as PlacementRules
     from tiercache.ranks.rollback import rollback_sharded as rollback_sharded
     from tiercache.ranks.sharded_store import ShardedStore as ShardedStore
+    from tiercache.ranks.sharding_plan import ShardingPlan as ShardingPlan
+    from tiercache.ranks.sharding_rules import CostModel as CostModel
+    from tiercache.ranks.sharding_rules import ShardingRules as ShardingRules
     from tiercache.schema import Dense as Dense
     from tiercache.schema import Feature as Feature
     from tiercache.schema import Schema as Schema
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from tiercache.training.embedding import EmbeddingBagCollection as EmbeddingBagCollection
     from tiercache.training.embedding import EmbeddingCollection as EmbeddingCollection
     from tiercache.training.in_memory import InMemoryCache as InMemoryCache
-    from tiercache.training.reorganise import reorganise as reorganise
-    from tiercache.training.visit import Visit as Visit
+    from tiercache.training.passes import Pass as Pass
+    from tiercache.training.reorganize import reorganize as reorganize
 
 __version__ = "0.1.0"
 
@@ -58,10 +58,10 @@ _HOME = {
     "EmbeddingBag": "training.embedding",
     "Feature": "schema",
     "Normal": "store.table",
-    "PassSet": "passes.passset",
-    "Placement": "ranks.placement",
-    "PlacementCosts": "ranks.placement_rules",
-    "PlacementRules": "ranks.placement_rules",
+    "PassDataset": "passes.dataset",
+    "ShardingPlan": "ranks.sharding_plan",
+    "CostModel": "ranks.sharding_rules",
+    "ShardingRules": "ranks.sharding_rules",
     "InMemoryCache": "training.in_memory",
     "RowWiseAdagrad": "store.table",
     "Schema": "schema",
@@ -74,12 +74,12 @@ _HOME = {
     "EmbeddingCollection": "training.embedding",
     "EmbeddingBagCollection": "training.embedding",
     "Uniform": "store.table",
-    "Visit": "training.visit",
+    "Pass": "training.passes",
     "Zeros": "store.table",
     "export_store": "exchange.exporting",
     "extract": "extraction.extract",
     "import_store": "exchange.importing",
-    "reorganise": "training.reorganise",
+    "reorganize": "training.reorganize",
     "rollback_sharded": "ranks.rollback",
     "split_passes": "passes.splitting",
     "write_key_sets": "passes.key_sets",
@@ -91,6 +91,7 @@ __all__ = [
     "Adam",
     "Batch",
     "Constant",
+    "CostModel",
     "Dense",
     "Embedding",
     "EmbeddingBag",
@@ -99,25 +100,24 @@ __all__ = [
     "Feature",
     "InMemoryCache",
     "Normal",
-    "PassSet",
-    "Placement",
-    "PlacementCosts",
-    "PlacementRules",
+    "Pass",
+    "PassDataset",
     "RowWiseAdagrad",
     "Schema",
     "ShardedStore",
+    "ShardingPlan",
+    "ShardingRules",
     "Store",
     "StoreError",
     "Table",
     "TierCache",
     "TierCacheError",
     "Uniform",
-    "Visit",
     "Zeros",
     "export_store",
     "extract",
     "import_store",
-    "reorganise",
+    "reorganize",
     "rollback_sharded",
     "split_passes",
     "write_key_sets",

@@ -4,7 +4,7 @@ TierCacheError
  ├─ SchemaError      the description of the data is wrong: unknown key, unknown table, a name used twice
  ├─ SourceError      the data is wrong: names file, row and column
  ├─ ExtractionError  an extraction cannot start or go on: other options, changed inputs, someone else at work
- ├─ PassSetError     a pass set is missing, damaged, or of another schema
+ ├─ DatasetError     a dataset is missing, damaged, or of another schema
  ├─ BudgetError      something does not fit into the memory that it was given
  ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
  ├─ ExchangeError    an export or import cannot be done, or files to import are not what they should be
@@ -37,6 +37,7 @@ __all__ = [
     "CorruptBlockError",
     "CorruptStoreError",
     "CudaError",
+    "DatasetError",
     "ExchangeError",
     "ExchangeWarning",
     "ExtractionError",
@@ -44,7 +45,6 @@ __all__ = [
     "KeyNotInPassError",
     "NoGpuError",
     "NotAStoreError",
-    "PassSetError",
     "RankError",
     "SchemaError",
     "SourceError",
@@ -75,8 +75,8 @@ class ExtractionError(TierCacheError, ValueError):
     """An extraction cannot start or go on as asked."""
 
 
-class PassSetError(TierCacheError, ValueError):
-    """A pass set is missing, unfinished, damaged, or of another schema."""
+class DatasetError(TierCacheError, ValueError):
+    """A dataset is missing, unfinished, damaged, or of another schema."""
 
 
 class BudgetError(TierCacheError, ValueError):
@@ -92,7 +92,7 @@ class ExchangeError(TierCacheError, ValueError):
 
 
 class KeyNotInPassError(TierCacheError, IndexError):
-    """A batch has a key that is not in the key set of the pass: table, key and number of the batch in its visit."""
+    """A batch has a key that the key set of its sub-dataset lacks: table, key, and number of the batch in its pass."""
 
     def __init__(self, message: str, *, table: str, key: int, batch: int) -> None:
         super().__init__(message)

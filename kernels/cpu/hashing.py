@@ -27,7 +27,7 @@ _U64 = (1 << 64) - 1
 
 @inlined
 def mix_word(x):  # type: ignore[no-untyped-def]
-    """Return splitmix64's finaliser of a uint64: a bijection (Steele, Lea, Flood 2014; constants by Stafford)."""
+    """Return splitmix64's finalizer of a uint64: a bijection (Steele, Lea, Flood 2014; constants by Stafford)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -40,7 +40,7 @@ def _hash_keys(keys, table_id, out):  # type: ignore[no-untyped-def]
 
 
 def mix(value: int) -> int:
-    """Return splitmix64's finaliser of an unsigned 64-bit integer."""
+    """Return splitmix64's finalizer of an unsigned 64-bit integer."""
     out = np.empty(1, np.uint64)
     _hash_keys(np.array([value & _U64], np.uint64).view(np.int64), np.uint64(0), out)
     return int(out[0])

@@ -40,7 +40,7 @@ def _uniform_words(key, block, k0, k1):  # type: ignore[no-untyped-def]
 
 @inlined
 def _log(x):  # type: ignore[no-untyped-def]
-    """Return the natural logarithm of a float32 in (0, 1]: own arithmetic, so that it vectorises and has fixed bits."""
+    """Return the natural logarithm of a float32 in (0, 1]: own arithmetic, so that it vectorizes and has fixed bits."""
     pattern = np.int32(np.float32(x).view(np.int32) - np.int32(0x3F3504F3))  # mantissa from sqrt(1/2) to sqrt(2)
     exponent = np.float32(pattern >> np.int32(23))
     mantissa = np.int32((pattern & np.int32(0x7FFFFF)) + np.int32(0x3F3504F3)).view(np.float32)

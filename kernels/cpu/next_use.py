@@ -23,22 +23,22 @@ def _sweep(numbers, pass_starts, before, order, after, next_gap, prev_gap, seen)
             seen[numbers[i]] = place
     for place in range(places):
         p = order[place]
-        visit = places + place
+        pass_index = places + place
         for i in range(pass_starts[p], pass_starts[p + 1]):
             number = numbers[i]
-            prev_gap[i] = visit - seen[number]
-            seen[number] = visit
+            prev_gap[i] = pass_index - seen[number]
+            seen[number] = pass_index
     for place in range(places - 1, -1, -1):
         p = after[place]
         for i in range(pass_starts[p], pass_starts[p + 1]):
             seen[numbers[i]] = 2 * places + place
     for place in range(places - 1, -1, -1):
         p = order[place]
-        visit = places + place
+        pass_index = places + place
         for i in range(pass_starts[p], pass_starts[p + 1]):
             number = numbers[i]
-            next_gap[i] = seen[number] - visit
-            seen[number] = visit
+            next_gap[i] = seen[number] - pass_index
+            seen[number] = pass_index
 
 
 def sweep_uses(
@@ -51,11 +51,12 @@ def sweep_uses(
     next_gap: NDArray[np.int32],
     prev_gap: NDArray[np.int32],
 ) -> None:
-    """Write the visits to the next use and since the last use of every key of every pass, for one epoch.
+    """Write the passes to the next use and since the last use of every key of every sub-dataset, for one epoch.
 
-    numbers (K,): which key, below `num_keys`, the passes' keys one pass after another; pass p has entries
-    `pass_starts[p]` to `pass_starts[p + 1]`. before, order, after (P,): the pass at each place of the epoch before, of
-    this one and of the one after. A pass is in each epoch once, so both gaps exist and are below 2 P.
+    numbers (K,): which key, below `num_keys`, the sub-datasets' keys one sub-dataset after another; sub-dataset p has
+    entries `pass_starts[p]` to `pass_starts[p + 1]`. before, order, after (P,): the sub-dataset at each place of the
+    epoch before, of this one and of the one after. A sub-dataset is in each epoch once, so both gaps exist and are
+    below 2 P.
     """
     same_length(numbers=numbers, next_gap=next_gap, prev_gap=prev_gap)
     _sweep(

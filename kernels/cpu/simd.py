@@ -1,4 +1,4 @@
-"""Sixteen float32 at a time: a vector type for kernels, so that loops need not hope for the vectoriser.
+"""Sixteen float32 at a time: a vector type for kernels, so that loops need not hope for the vectorizer.
 
 `Lanes` values live in registers. Offsets count elements of the flattened C-contiguous array and are not checked.
 `count` says how many lanes take part (a constant 16 after inlining costs nothing); the others read as zero and are not

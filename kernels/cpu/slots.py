@@ -87,10 +87,10 @@ def assign_slots(
     spare_slots: NDArray[np.int32],
     new_slots: NDArray[np.int32],
 ) -> int:
-    """Give the rows of the next visit their slots: kept rows stay, the others take spares, then what departs.
+    """Give the rows of the next pass their slots: kept rows stay, the others take spares, then what departs.
 
-    old_slots (K,): slots of the visit now on the device; old_next_gap (K,): 1 means kept; dump_order (K,): its rows
-    by next gap, so that kept ones come first. new_prev_gap (K',): 1 means kept; load_order (K',): the next visit's
+    old_slots (K,): slots of the pass now on the device; old_next_gap (K,): 1 means kept; dump_order (K,): its rows
+    by next gap, so that kept ones come first. new_prev_gap (K',): 1 means kept; load_order (K',): the next pass's
     rows, kept ones first, in the order in which they meet those of dump_order; new_slots (K',) is written. The others
     take spare slots as long as there are any, then those of departing rows in dump order: what is loaded first goes
     where nothing was, or where what stood is dumped first. spare_slots is a stack of slots in no use, filled from

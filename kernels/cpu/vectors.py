@@ -2,7 +2,7 @@
 
 Legend: S slots, D dim, P numbers from one row to the next: D, or for 16-bit dtypes D rounded up to an even number.
 
-Kernels have one source, and a specialisation for each width. bfloat16 and float16 share one, and a number says which it
+Kernels have one source, and a specialization for each width. bfloat16 and float16 share one, and a number says which it
 is: the few instructions more hide behind the memory. Whether an array has 16-bit numbers is a constant where code is
 generated: what is not for float32 is not in its kernels.
 """
@@ -108,7 +108,7 @@ def _half_bits(builder: Any, word: Any, width: int) -> Any:
 
 
 def _round(builder: Any, value: Any, noise: Any, is_half: Any) -> Any:
-    """Return sixteen float32 as 16-bit numbers; ``noise`` (16 random bits each, as words) decides which neighbour."""
+    """Return sixteen float32 as 16-bit numbers; ``noise`` (16 random bits each, as words) decides which neighbor."""
     shared: Any = functools.partial(_constant, WIDTH)
     words = _wide(_WORD, WIDTH)
     bits = builder.bitcast(value, words)

@@ -154,7 +154,7 @@ class Host(Protocol):
         ...
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
-        """Return an uninitialised array of one axis on the device."""
+        """Return an uninitialized array of one axis on the device."""
         ...
 
     def put(self, table: NDArray[Any]) -> Any:

@@ -3,7 +3,7 @@
 // A launch does the work of several tables, which may have different dims: an array of parts describes them. Work is
 // cut into tasks of one warp; part p has the tasks from parts[p].first_task to that of the next. The lanes of a warp
 // work in teams: a team is a power of two of lanes, enough to hold one row or all 32, and takes one row at a time.
-// A lane of a team holds VEC neighbouring elements: 4, in one access of 16 bytes, where dim and addresses allow, or 1.
+// A lane of a team holds VEC neighboring elements: 4, in one access of 16 bytes, where dim and addresses allow, or 1.
 //
 // Kernels take int64, float and pointers only, and use no library. They are compiled without fused multiply-add, so
 // that their bits are those of the CPU's kernels wherever the order of additions is the same.

@@ -68,7 +68,7 @@ class Device(Protocol):
         ...
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
-        """Return an uninitialised array of one axis."""
+        """Return an uninitialized array of one axis."""
         ...
 
     def put(self, table: NDArray[Any]) -> Any:

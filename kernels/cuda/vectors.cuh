@@ -111,7 +111,7 @@ __device__ __forceinline__ uint32 round_to_nearest(float value, int is_half) {
     return finish(bits, brain, size < HALF_FROM ? steps : half, is_half);
 }
 
-// One of the two neighbours, by 16 random bits.
+// One of the two neighbors, by 16 random bits.
 __device__ __forceinline__ uint32 round_by(float value, uint32 noise, int is_half) {
     const uint32 bits = __float_as_uint(value), size = bits & 0x7FFFFFFFu;
     const bool is_small = size < HALF_FROM;

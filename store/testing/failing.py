@@ -23,7 +23,7 @@ def disk_full() -> StoreError:
 
 
 class KilledError(Exception):
-    """Stands for the death of the process: nothing that the engine is asked for afterwards happens."""
+    """Stands for the death of the process: nothing that the engine is asked for afterward happens."""
 
 
 class FailingEngine:

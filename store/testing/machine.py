@@ -46,7 +46,7 @@ class Kept(NamedTuple):
     world: World
     cursor: Cursor
     scheduled: bool
-    """Whether rows wait for visits; not after it was compacted."""
+    """Whether rows wait for passes; not after it was compacted."""
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -116,25 +116,25 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduled)
     @rule(transaction_bytes=st.sampled_from([1, 500, 1 << 20]))
     def write(self, transaction_bytes: int) -> None:
-        """A visit is dumped."""
+        """A pass is dumped."""
         self._dump(transaction_bytes)
-        self.world.visit += 1
+        self.world.pass_index += 1
 
     @precondition(lambda self: self._may_commit(0))
     @rule()
     def commit(self) -> None:
         """What was dumped is committed."""
         self.world.publish(self._store())
-        self._keep(Cursor(self.world.visit))
+        self._keep(Cursor(self.world.pass_index))
 
     @precondition(lambda self: self._may_commit(3))
     @rule(sample=st.integers(1, 3))
     def commit_within(self, sample: int) -> None:
-        """A commit inside the visit, with all its rows."""
+        """A commit inside the pass, with all its rows."""
         if self._may_commit(sample):
             self._dump(100, within=True, part=sample)
             self.world.publish(self._store(), sample=sample)
-            self._keep(Cursor(self.world.visit, sample))
+            self._keep(Cursor(self.world.pass_index, sample))
 
     @rule()
     def forget(self) -> None:
@@ -142,7 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._store().forget()
         self._step_back()
 
-    @precondition(lambda self: self._between_visits())
+    @precondition(lambda self: self._between_passes())
     @rule()
     def compact(self) -> None:
         """All rows in hash order: training does not go on from here, everything else does."""
@@ -151,9 +151,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.scheduled = False
         self._keep(Cursor(0))
 
-    @precondition(lambda self: self._between_visits())
+    @precondition(lambda self: self._between_passes())
     @rule(seed=st.integers(51, 99), keys=st.integers(1, 6))
-    def reorganise(self, seed: int, keys: int) -> None:
+    def reorganize(self, seed: int, keys: int) -> None:
         """A schedule of other passes begins; segments settle where it does not use most of their rows."""
         self._step_back()
         self.world.keys_per_pass = keys
@@ -205,14 +205,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.engine.fail_in(call)
         try:
             self._dump(300)
-            self.world.visit += 1
+            self.world.pass_index += 1
             self.commit()
         except StoreFullError:
             self.engine.fail_in(None)
             self.forget()
         self.engine.fail_in(None)
 
-    @precondition(lambda self: self._between_visits())
+    @precondition(lambda self: self._between_passes())
     @rule(call=st.integers(1, 12))
     def fail_compacting(self, call: int) -> None:
         """The disk is full, or a block cannot be read, at some call of a compaction: the store stands where it was."""
@@ -292,11 +292,11 @@ class StoreMachine(RuleBasedStateMachine):
         return self.kept[max(self.kept)].cursor if self.kept else None
 
     def _may_commit(self, sample: int) -> bool:
-        """Whether a commit at a sample of the present visit would not go back."""
+        """Whether a commit at a sample of the present pass would not go back."""
         cursor = self._cursor()
-        return self.scheduled and (cursor is None or cursor <= (self.world.visit, sample))
+        return self.scheduled and (cursor is None or cursor <= (self.world.pass_index, sample))
 
-    def _between_visits(self) -> bool:
+    def _between_passes(self) -> bool:
         cursor = self._cursor()
         return cursor is not None and cursor.sample == 0
 
@@ -333,10 +333,10 @@ def _check(store: Store, world: World, cursor: Cursor | None, *, scheduled: bool
     """Assert that a store, which stands at ``cursor`` and has what was dumped since, holds the rows of a world."""
     if store.commit is not None:
         assert store.state() == world.state
-    world.check(store, after=world.visit)
-    if cursor is not None and cursor.sample and world.visit == cursor.visit:
+    world.check(store, after=world.pass_index)
+    if cursor is not None and cursor.sample and world.pass_index == cursor.pass_index:
         world.check_within(store)
         return
-    world.check(store, after=world.visit - 1)
+    world.check(store, after=world.pass_index - 1)
     if scheduled:
-        world.check_load(store, world.visit)
+        world.check_load(store, world.pass_index)

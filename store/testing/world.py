@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class World:
     """Passes of keys for tables; ``rows`` is what each key's row is, ``uses`` the next use it was stored with.
 
-    ``visit`` is the next one, ``state`` the dense state of the newest commit. Rows are made of
-    schedule, visit, table and key. ``changed`` is the commit that last changed each row but those
+    ``pass_index`` is the next one, ``state`` the dense state of the newest commit. Rows are made of
+    schedule, pass, table and key. ``changed`` is the commit that last changed each row but those
     ``trained`` since, which the next one will have changed.
     """
 
@@ -48,7 +48,7 @@ class World:
     seed: int = 0
     piece_rows: int = 4
     block_rows: int = 10
-    visit: int = 0
+    pass_index: int = 0
     schedule: int = 0
     rows: dict[Key, bytes] = field(default_factory=dict)
     uses: dict[Key, int] = field(default_factory=dict)
@@ -71,24 +71,28 @@ class World:
             for _ in range(self.num_passes)
         ]
 
-    def keys(self, visit: int) -> Iterator[Key]:
-        """Yield (table, key) of all rows that ``visit`` trains."""
-        for name, keys in self.passes[visit % self.num_passes].items():
+    def keys(self, pass_index: int) -> Iterator[Key]:
+        """Yield (table, key) of all rows that ``pass_index`` trains."""
+        for name, keys in self.passes[pass_index % self.num_passes].items():
             for key in keys.tolist():
                 yield name, key
 
-    def next_use(self, key: Key, visit: int) -> int:
-        """Return the first visit after ``visit`` that needs ``key``."""
+    def next_use(self, key: Key, pass_index: int) -> int:
+        """Return the first pass after ``pass_index`` that needs ``key``."""
         name, number = key
         return next(
-            v for v in range(visit + 1, visit + self.num_passes + 1) if number in self.passes[v % self.num_passes][name]
+            v
+            for v in range(pass_index + 1, pass_index + self.num_passes + 1)
+            if number in self.passes[v % self.num_passes][name]
         )
 
     def train(self, *, part: int = 0) -> None:
-        """Change every row that the present visit trains."""
+        """Change every row that the present pass trains."""
         for table in self.tables:
-            for key in self.passes[self.visit % self.num_passes][table.name].tolist():
-                bits = np.random.default_rng([self.schedule, self.visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
+            for key in self.passes[self.pass_index % self.num_passes][table.name].tolist():
+                bits = np.random.default_rng(
+                    [self.schedule, self.pass_index, part, key & 0xFFFF, table.table_id & 0xFFFF]
+                )
                 numbers = bits.random(sum(field.width for field in table.fields), dtype=np.float32)[None, :]
                 cuts = np.cumsum([field.width for field in table.fields])[:-1]
                 row = row_words(table.fields, np.split(numbers, cuts, axis=1))
@@ -96,13 +100,13 @@ class World:
                 self.trained.add((table.name, key))
 
     def layout(self, group: Group, *, within: bool) -> tuple[Stream, list[Key]]:
-        """Return the stream of the present visit's dump, and its keys in order; note their next uses."""
+        """Return the stream of the present pass's dump, and its keys in order; note their next uses."""
         uses: dict[int, list[list[Key]]] = {}
         for place, table in enumerate(group.tables):
-            keys = np.sort(self.passes[self.visit % self.num_passes][table.name])
+            keys = np.sort(self.passes[self.pass_index % self.num_passes][table.name])
             for key in keys[np.argsort(hash_keys(keys, table.table_id))].tolist():
                 pair = table.name, key
-                use = self.visit if within else self.next_use(pair, self.visit)
+                use = self.pass_index if within else self.next_use(pair, self.pass_index)
                 self.uses[pair] = use
                 uses.setdefault(use, [[] for _ in group.tables])[place].append(pair)
         ordered = sorted(uses.items())
@@ -138,7 +142,7 @@ class World:
         return b"".join(np.concatenate(values).tobytes() for values in fields)
 
     def append(self, store: Store, *, within: bool = False, transaction_bytes: int = 1 << 20) -> Segment:
-        """Dump the present visit."""
+        """Dump the present pass."""
         laid = [self.layout(group, within=within) for group in store.groups]
         blocks = (
             block
@@ -146,12 +150,12 @@ class World:
             for block in self.blocks(stream, keys, group)
         )
         streams = [stream for stream, _ in laid]
-        return store.append(self.visit, streams, blocks, within=within, transaction_bytes=transaction_bytes)
+        return store.append(self.pass_index, streams, blocks, within=within, transaction_bytes=transaction_bytes)
 
     def compact(self, store: Store) -> None:
         """Compact; from now on no row has a next use, and only ``follow`` leads on."""
         store.compact()
-        self.visit, self.uses = 0, dict.fromkeys(self.rows, NEVER)
+        self.pass_index, self.uses = 0, dict.fromkeys(self.rows, NEVER)
 
     def follow(
         self,
@@ -162,10 +166,10 @@ class World:
         start: tuple[int, int] | None = None,
     ) -> Commit:
         """Enter a schedule of other passes: rows wait for the first of them, and keys that are new have a row."""
-        self.passes, self.num_passes, self.visit = passes, len(passes), 0 if start is None else start[0]
+        self.passes, self.num_passes, self.pass_index = passes, len(passes), 0 if start is None else start[0]
         self.schedule += 1
-        visits = range(self.visit, self.visit + self.num_passes)
-        first_uses = {key: visit for visit in reversed(visits) for key in self.keys(visit)}
+        upcoming = range(self.pass_index, self.pass_index + self.num_passes)
+        first_uses = {key: pass_index for pass_index in reversed(upcoming) for key in self.keys(pass_index)}
         for table in self.tables:
             new = [key for name, key in first_uses if name == table.name and (name, key) not in self.rows]
             first = row_words(table.fields, initial_rows(table, np.array(new, dtype=np.int64)))
@@ -181,19 +185,19 @@ class World:
         self._note(commit)
         return commit
 
-    def run(self, store: Store, visits: int) -> None:
-        """Train, dump and commit some visits."""
-        for _ in range(visits):
+    def run(self, store: Store, passes: int) -> None:
+        """Train, dump and commit some passes."""
+        for _ in range(passes):
             self.train()
             self.append(store)
-            self.visit += 1
+            self.pass_index += 1
             self.publish(store)
 
     def publish(self, store: Store, *, sample: int = 0) -> None:
         """Commit where the world stands."""
-        state = f"state at {self.visit}, {sample}".encode()
+        state = f"state at {self.pass_index}, {sample}".encode()
         commit = store.publish(
-            Cursor(self.visit, sample),
+            Cursor(self.pass_index, sample),
             state=state,
             schedule_digest="cyclic",
             settings={"seed": self.seed},
@@ -228,7 +232,7 @@ class World:
             assert changed_rows(store, table.name, since) == len(wanted)
 
     def check(self, store: Store, *, after: int) -> None:
-        """Assert that every row that is not of visit ``after`` or older uses is found, with the right bits."""
+        """Assert that every row that is not of pass ``after`` or older uses is found, with the right bits."""
         for group in store.groups:
             wanted = {table.name: np.arange(-self.universe // 2, self.universe // 2 + 1) for table in group.tables}
             found = locate(store, wanted, after=after)
@@ -243,32 +247,32 @@ class World:
                     for i, key in enumerate(keys[mine].tolist()):
                         assert found_rows[i].tobytes() == self.rows[name, key], (name, key)
 
-    def check_load(self, store: Store, visit: int) -> None:
-        """Assert that the ranges with next use ``visit`` hold exactly the rows that it needs and that exist."""
+    def check_load(self, store: Store, pass_index: int) -> None:
+        """Assert that the ranges with next use ``pass_index`` hold exactly the rows that it needs and that exist."""
         loaded: dict[Key, bytes] = {}
         for segment in scheduled(store):
             for group in store.groups:
-                loaded |= self.load_range(store, segment, group, visit)
-        expected = {key: self.rows[key] for key in self.keys(visit) if key in self.rows}
+                loaded |= self.load_range(store, segment, group, pass_index)
+        expected = {key: self.rows[key] for key in self.keys(pass_index) if key in self.rows}
         assert loaded == expected
 
     def check_within(self, store: Store) -> None:
-        """Assert that, after a commit inside the present visit, its key set loads as it is now."""
+        """Assert that, after a commit inside the present pass, its key set loads as it is now."""
         loaded: dict[Key, bytes] = {}
         for segment in scheduled(store):
             for group in store.groups:
-                loaded |= self.load_range(store, segment, group, self.visit)
-        assert loaded == {key: self.rows[key] for key in self.keys(self.visit)}
-        for name, keys in self.passes[self.visit % self.num_passes].items():
-            ids, _ = store.locate(name, keys, after=self.visit - 1)
+                loaded |= self.load_range(store, segment, group, self.pass_index)
+        assert loaded == {key: self.rows[key] for key in self.keys(self.pass_index)}
+        for name, keys in self.passes[self.pass_index % self.num_passes].items():
+            ids, _ = store.locate(name, keys, after=self.pass_index - 1)
             assert len(set(ids.tolist())) == 1
             assert store.segments[-1].id == ids[0]
 
-    def load_range(self, store: Store, segment: Segment, group: Group, visit: int) -> dict[Key, bytes]:
-        """Read the live range with next use ``visit`` of a segment stream, row by row."""
+    def load_range(self, store: Store, segment: Segment, group: Group, pass_index: int) -> dict[Key, bytes]:
+        """Read the live range with next use ``pass_index`` of a segment stream, row by row."""
         stream, loaded = segment.streams[group.index], {}
         for index in range(store.first_range(segment, group.index), len(stream.ranges)):
-            if stream.ranges[index].next_use != visit:
+            if stream.ranges[index].next_use != pass_index:
                 continue
             low, high = stream.pieces_of(index)
             out = np.empty(int(stream.piece_offset_P[high] - stream.piece_offset_P[low]), np.uint8)
@@ -296,7 +300,7 @@ class World:
 
 
 def scheduled(store: Store) -> list[Segment]:
-    """Return the segments whose next uses are visits of the schedule: those that are not settled."""
+    """Return the segments whose next uses are passes of the schedule: those that are not settled."""
     settled = store.commit.settled_ids if store.commit else ()
     return [segment for segment in store.segments if segment.id not in settled]
 

@@ -18,8 +18,8 @@ PHASES = (
     "extraction",
     "opening",  # the store, the cache and the first load
     "training",
-    "commit inside",  # a visit
-    "switch",  # from one visit to the next
+    "commit inside",  # a pass
+    "switch",  # from one pass to the next
     "end",  # waiting for the last commit, closing, opening again to read the result
     "dump",  # on the writer thread
     "publish",  # on the writer thread; the very first one on the training thread

@@ -1,6 +1,6 @@
 """A store's life in a few steps, each a commit, that may be taken up after any of them; and what is stored then.
 
-All rows are functions of table, key and the visit that changed them last. So what the store must hold after a commit
+All rows are functions of table, key and the pass that changed them last. So what the store must hold after a commit
 is known without having run anything: that is the oracle.
 """
 
@@ -49,7 +49,7 @@ PASS_KEYS = (150, 40, 90)
 BLOCK_BYTES = {2048: 256 << 10, 24: 24 * 64}
 """By bytes of a row: blocks of items are written and read past the page cache, those of the others are gathered."""
 PIECE_ROWS = 8
-_STEPS_IN_VISIT = 16
+_STEPS_IN_PASS = 16
 """More than any step's sample."""
 
 
@@ -72,10 +72,10 @@ class BrokenSourceError(Exception):
 class Step:
     """What happens up to one commit."""
 
-    visits: tuple[int, ...] = ()
+    passes: tuple[int, ...] = ()
     """Whose rows are dumped."""
     sample: int = 0
-    """Where the commit stands inside the last visit; 0: after it."""
+    """Where the commit stands inside the last pass; 0: after it."""
     state_bytes: int = 100
     """Bytes of the dense state."""
     transaction_bytes: int = 1 << 20
@@ -92,31 +92,31 @@ class Step:
     """Whether a reader opens the store before, and reads all of its commit two commits later; not with LMDB, of which a
     process opens an environment once."""
     compact: bool = False
-    """Whether nothing is dumped and the store is compacted, which is the commit: no visit comes after it."""
+    """Whether nothing is dumped and the store is compacted, which is the commit: no pass comes after it."""
 
     @property
     def cursor(self) -> Cursor:
         """Where the commit stands."""
-        if not self.visits:
+        if not self.passes:
             return Cursor(0)
-        return Cursor(self.visits[-1], self.sample) if self.sample else Cursor(self.visits[-1] + 1)
+        return Cursor(self.passes[-1], self.sample) if self.sample else Cursor(self.passes[-1] + 1)
 
 
 STEPS = (
     Step(),
-    Step(visits=(0,), stable=True),
-    Step(visits=(1,), sample=3, transaction_bytes=1),
-    Step(visits=(1,), sample=9, state_bytes=9000),
-    Step(visits=(1,), transaction_bytes=500, reader=True),
-    Step(visits=(2,), forget=True, state_bytes=0),
-    Step(visits=(3, 4), stable=True, transaction_bytes=100_000),
-    Step(visits=(5,), reopen=True, broken=True, state_bytes=(4 << 20) + 5000),
-    Step(visits=(6,), stable=True, transaction_bytes=200_000, reader=True),
-    Step(visits=(7,), sample=5, reopen=True),
-    Step(visits=(7, 8), forget=True, state_bytes=300_000),
+    Step(passes=(0,), stable=True),
+    Step(passes=(1,), sample=3, transaction_bytes=1),
+    Step(passes=(1,), sample=9, state_bytes=9000),
+    Step(passes=(1,), transaction_bytes=500, reader=True),
+    Step(passes=(2,), forget=True, state_bytes=0),
+    Step(passes=(3, 4), stable=True, transaction_bytes=100_000),
+    Step(passes=(5,), reopen=True, broken=True, state_bytes=(4 << 20) + 5000),
+    Step(passes=(6,), stable=True, transaction_bytes=200_000, reader=True),
+    Step(passes=(7,), sample=5, reopen=True),
+    Step(passes=(7, 8), forget=True, state_bytes=300_000),
     Step(compact=True),
 )
-"""Made for coverage: transactions of one block and of all, commits inside a visit, growth, holes, freed places."""
+"""Made for coverage: transactions of one block and of all, commits inside a pass, growth, holes, freed places."""
 
 
 def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError], bool] | None = None) -> None:
@@ -197,14 +197,14 @@ def take(store: Store, number: int, note: Note) -> None:
         return
     if step.broken:
         try:
-            _dump(store, step, step.visits[0], broken=True)
+            _dump(store, step, step.passes[0], broken=True)
         except BrokenSourceError:
             store.forget()
     if step.forget:
-        _dump(store, step, step.visits[0])
+        _dump(store, step, step.passes[0])
         store.forget()
-    for visit in step.visits:
-        _dump(store, step, visit)
+    for pass_index in step.passes:
+        _dump(store, step, pass_index)
     note(begun=number)
     store.publish(
         step.cursor,
@@ -243,7 +243,7 @@ def problems(store: Store) -> list[str]:
     keys = np.arange(UNIVERSE, dtype=np.int64)
     for group in store.groups:
         for table in group.tables:
-            ids, rows = store.locate(table.name, keys, after=step.cursor.visit - 1)
+            ids, rows = store.locate(table.name, keys, after=step.cursor.pass_index - 1)
             versions, uses = _RESULT[table.name]
             if not np.array_equal(ids >= 0, versions[number] >= 0):
                 found.append(f"commit {number} has other keys of table {table.name!r} than were stored")
@@ -255,7 +255,7 @@ def problems(store: Store) -> list[str]:
                 stream = segment.streams[group.index]
                 ranges = np.searchsorted(stream.range_first_row_R, rows[mine], side="right") - 1
                 if not np.array_equal([stream.ranges[i].next_use for i in ranges], uses[number][mine]):
-                    found.append(f"rows of table {table.name!r} at commit {number} wait for other visits")
+                    found.append(f"rows of table {table.name!r} at commit {number} wait for other passes")
     return found
 
 
@@ -269,9 +269,9 @@ def row_bits(table: Table, keys: NDArray[np.int64], versions: NDArray[np.int64])
 # -- the schedule --------------------------------------------------------------------------------------------
 
 
-def _keys(table: Table, visit: int) -> NDArray[np.int64]:
-    """Return the keys of a table that a visit trains, in hash order."""
-    return _pass_keys(table, visit % len(PASS_KEYS))
+def _keys(table: Table, pass_index: int) -> NDArray[np.int64]:
+    """Return the keys of a table that a pass trains, in hash order."""
+    return _pass_keys(table, pass_index % len(PASS_KEYS))
 
 
 @cache
@@ -282,17 +282,17 @@ def _pass_keys(table: Table, index: int) -> NDArray[np.int64]:
     return ordered
 
 
-def _next_uses(table: Table, visit: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first visit after ``visit`` that trains each key; all keys are of ``visit``, so there is one."""
+def _next_uses(table: Table, pass_index: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first pass after ``pass_index`` that trains each key; all are of ``pass_index``, so there is one."""
     uses = np.full(keys.size, NEVER)
-    for later in range(visit + len(PASS_KEYS), visit, -1):
+    for later in range(pass_index + len(PASS_KEYS), pass_index, -1):
         uses[np.isin(keys, _keys(table, later))] = later
     return uses
 
 
-def _version(visit: int, sample: int) -> int:
+def _version(pass_index: int, sample: int) -> int:
     """Return the number of the training that ended with this: larger than 0 and than that of all before."""
-    return visit * _STEPS_IN_VISIT + (sample or _STEPS_IN_VISIT)
+    return pass_index * _STEPS_IN_PASS + (sample or _STEPS_IN_PASS)
 
 
 def _results() -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -304,10 +304,10 @@ def _results() -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
             versions[number], uses[number] = versions[number - 1], uses[number - 1]
             if step.compact:
                 uses[number, versions[number] >= 0] = NEVER
-            for visit in step.visits:
-                keys = _keys(table, visit)
-                versions[number, keys] = _version(visit, step.sample)
-                uses[number, keys] = visit if step.sample else _next_uses(table, visit, keys)
+            for pass_index in step.passes:
+                keys = _keys(table, pass_index)
+                versions[number, keys] = _version(pass_index, step.sample)
+                uses[number, keys] = pass_index if step.sample else _next_uses(table, pass_index, keys)
         results[table.name] = versions, uses
     return results
 
@@ -317,9 +317,9 @@ _RESULT = _results()
 # -- dumping -------------------------------------------------------------------------------------------------
 
 
-def _dump(store: Store, step: Step, visit: int, *, broken: bool = False) -> None:
-    """Append the rows of a visit. ``broken`` lets the last block end in BrokenSourceError."""
-    laid = [_lay_out(group, visit, step.sample) for group in store.groups]
+def _dump(store: Store, step: Step, pass_index: int, *, broken: bool = False) -> None:
+    """Append the rows of a pass. ``broken`` lets the last block end in BrokenSourceError."""
+    laid = [_lay_out(group, pass_index, step.sample) for group in store.groups]
 
     def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
         left = sum(stream.num_blocks for stream, _, _ in laid)
@@ -333,7 +333,7 @@ def _dump(store: Store, step: Step, visit: int, *, broken: bool = False) -> None
 
     streams = [stream for stream, _, _ in laid]
     store.append(
-        visit,
+        pass_index,
         streams,
         blocks(),
         within=step.sample > 0,
@@ -346,22 +346,22 @@ def prepare() -> None:
     """Make everything that is dumped, which takes longer than dumping it: once, for all forks to come."""
     for number, step in enumerate(STEPS):
         state(number)
-        for visit in step.visits:
+        for pass_index in step.passes:
             for group in group_tables(TABLES):
-                _lay_out(group, visit, step.sample)
-                _lay_out(group, visit, 0)
+                _lay_out(group, pass_index, step.sample)
+                _lay_out(group, pass_index, 0)
 
 
 @cache
-def _lay_out(group: Group, visit: int, sample: int) -> tuple[Stream, NDArray[np.int64], NDArray[np.float32]]:
+def _lay_out(group: Group, pass_index: int, sample: int) -> tuple[Stream, NDArray[np.int64], NDArray[np.float32]]:
     """Return stream, keys and rows of a group's dump, in the stream's order: next use, table, hash."""
-    keys_T = [_keys(table, visit) for table in group.tables]
+    keys_T = [_keys(table, pass_index) for table in group.tables]
     uses_T = [
-        np.full(keys.size, visit) if sample else _next_uses(table, visit, keys)
+        np.full(keys.size, pass_index) if sample else _next_uses(table, pass_index, keys)
         for table, keys in zip(group.tables, keys_T, strict=True)
     ]
     rows_T = [
-        row_bits(table, keys, np.full(keys.size, _version(visit, sample)))
+        row_bits(table, keys, np.full(keys.size, _version(pass_index, sample)))
         for table, keys in zip(group.tables, keys_T, strict=True)
     ]
     order = np.argsort(np.concatenate(uses_T), kind="stable")

@@ -53,7 +53,7 @@ class Training:
     batch: int = 512
     epochs: int = 3
     inside: float = 0.03
-    """How likely each batch is followed by a commit inside the visit; differs between processes, and changes no bit."""
+    """How likely each batch is followed by a commit inside the pass; differs between processes, and changes no bit."""
 
     @property
     def schema(self) -> tc.Schema:
@@ -90,8 +90,8 @@ class Training:
 
 
 TRAININGS = (
-    Training(name="Adagrad, a commit each visit", optimizer=tc.Adagrad(learning_rate=0.05), host_budget="6MiB"),
-    Training(name="Adam, a commit each third visit", optimizer=tc.Adam(), host_budget="8MiB", commit_every=3),
+    Training(name="Adagrad, a commit each pass", optimizer=tc.Adagrad(learning_rate=0.05), host_budget="6MiB"),
+    Training(name="Adam, a commit each third pass", optimizer=tc.Adam(), host_budget="8MiB", commit_every=3),
     Training(name="SGD, a new order each epoch", optimizer=tc.SGD(learning_rate=0.1), host_budget="5MiB", order_seed=5),
 )
 
@@ -157,21 +157,21 @@ def train(training: Training, data: Path, folder: Path, ledger: Ledger, process:
         torch.manual_seed(1)
         model, optimizer, scheduler = _tracked(cache)
         loss_of = nn.BCEWithLogitsLoss()
-        for visit in cache.passes(epochs=training.epochs):
+        for p in cache.passes(epochs=training.epochs):
             ledger.enter("training")
-            for batch in visit.batches(training.batch, shuffle=True):
+            for batch in p.batches(training.batch, shuffle=True):
                 loss_of(model(batch), batch.label).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if chance.random() < training.inside and visit.samples_done < visit.num_samples:
+                if chance.random() < training.inside and p.samples_done < p.num_samples:
                     ledger.enter("commit inside")
                     cache.commit()
                     ledger.enter("training")
             scheduler.step()
             for table in cache.optimizer.param_groups:
                 if table["table"] == "user":
-                    table["lr"] = 0.05 / (1 + visit.index)
-            ledger.enter("switch" if visit.index + 1 < training.epochs * len(passes) else "end")
+                    table["lr"] = 0.05 / (1 + p.index)
+            ledger.enter("switch" if p.index + 1 < training.epochs * len(passes) else "end")
     ledger.enter("end")
     result = read_back(training, folder)
     (folder / RESULT).write_text(json.dumps(result))
@@ -179,17 +179,17 @@ def train(training: Training, data: Path, folder: Path, ledger: Ledger, process:
 
 def read_back(training: Training, folder: Path) -> dict[str, Any]:
     """Open the store again and return digests of every row, optimizer state, dense state and generator."""
-    passes = tc.PassSet.open(folder / PASSES)
+    passes = tc.PassDataset.open(folder / PASSES)
     with tc.Store.open(folder / STORE) as store, _cache(training, store, passes) as cache:
         model, optimizer, _ = _tracked(cache)
         for _ in cache.passes(epochs=training.epochs):
             raise AssertionError("the training has not ended")
         found: dict[str, Any] = {"passes": passes.digest, "steps": cache.optimizer.steps, "rows": 0}
-        rows_now = cache.rows_now()
+        live_rows = cache.live_rows()
         for table in passes.tables:
             keys = np.unique(np.concatenate([p.keys(table.name) for p in passes]))
             found["rows"] += keys.size
-            for field, values in zip(table.fields, rows_now.fields(table.name, keys), strict=True):
+            for field, values in zip(table.fields, live_rows.fields(table.name, keys), strict=True):
                 found[f"{table.name} {field.name}"] = _digest(values)
         for name, value in model.state_dict().items():
             found[name] = _digest(value.numpy())
@@ -211,7 +211,7 @@ def _open(training: Training, folder: Path, ledger: Ledger) -> WatchedStore:
     return store
 
 
-def _cache(training: Training, store: tc.Store, passes: tc.PassSet) -> TierCache:
+def _cache(training: Training, store: tc.Store, passes: tc.PassDataset) -> TierCache:
     return tc.TierCache(
         store, passes, device_budget="64MiB", host_budget=training.host_budget, eval_budget="256KiB",
         commit_every=training.commit_every, order_seed=training.order_seed,

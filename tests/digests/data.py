@@ -137,7 +137,7 @@ class Column:
         return found
 
     def taken(self, places: NDArray[np.int64]) -> tuple[Any, NDArray[np.float32]]:
-        """Return keys as ``Visit.batch`` takes them of some samples, and their weights."""
+        """Return keys as ``Pass.batch`` takes them of some samples, and their weights."""
         lists = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in places]
         entries = np.concatenate(lists) if lists else np.empty(0, np.int64)
         keys, weights = self.keys[entries], self.weights[entries]
@@ -159,7 +159,7 @@ def keys_of(table_name: str, first: int = 0, last: int = SAMPLES) -> NDArray[np.
     return np.unique(np.concatenate(mine))
 
 
-def extract(folder: Path) -> tc.PassSet:
+def extract(folder: Path) -> tc.PassDataset:
     """Write the samples as a file and cut it into passes in ``folder / "passes"``."""
     columns = {"label": LABELS, "x": DENSE} | {k: v for column in COLUMNS for k, v in column.columns().items()}
     pq.write_table(pa.table(columns), folder / "data.parquet")
@@ -169,18 +169,18 @@ def extract(folder: Path) -> tc.PassSet:
     )  # fmt: skip
 
 
-def write_keys(folder: Path) -> tc.PassSet:
+def write_keys(folder: Path) -> tc.PassDataset:
     """Write the key sets of the same passes alone."""
     firsts = range(0, SAMPLES, PASS_SAMPLES)
     keys = ({t.name: keys_of(t.name, first, first + PASS_SAMPLES) for t in TABLES} for first in firsts)
     return tc.write_key_sets(folder / "passes", SCHEMA, keys)
 
 
-def raw_batches(epoch: int, pass_index: int, start: int, rank: int, ranks: int) -> Any:
-    """Yield what ``Visit.batch`` takes of a rank's part of each batch, in an order of the loader's own."""
-    order = np.argsort(draw(f"order of pass {pass_index} in epoch {epoch}", PASS_SAMPLES), kind="stable")
+def raw_batches(epoch: int, sub_dataset: int, start: int, rank: int, ranks: int) -> Any:
+    """Yield what ``Pass.batch`` takes of a rank's part of each batch, in an order of the loader's own."""
+    order = np.argsort(draw(f"order of pass {sub_dataset} in epoch {epoch}", PASS_SAMPLES), kind="stable")
     for first in range(start, PASS_SAMPLES, BATCH):
-        whole = order[first : first + BATCH] + pass_index * PASS_SAMPLES
+        whole = order[first : first + BATCH] + sub_dataset * PASS_SAMPLES
         mine = whole[rank * whole.size // ranks : (rank + 1) * whole.size // ranks]
         taken = {column.spec: column.taken(mine) for column in COLUMNS}
         keys = {spec.name: given for spec, (given, _) in taken.items()}

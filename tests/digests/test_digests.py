@@ -60,7 +60,7 @@ def test_any_number_of_ranks_ends_with_the_same_digests(
 def test_a_killed_training_that_goes_on_ends_with_the_same_digests(
     tmp_path: Path, given: str, engine: str, at: tuple[int, int], commits: bool
 ) -> None:
-    """From the last commit between visits, or from one inside a visit, wherever reader and writer were at the kill."""
+    """From the last commit between passes, or from one inside a pass, wherever reader and writer were at the kill."""
     prepare(tmp_path, given)
     process = multiprocessing.get_context("forkserver").Process(
         target=train_and_die, args=(tmp_path, given, engine, at, commits)

@@ -41,7 +41,7 @@ TRAININGS = (*GIVEN, "ordered")
 EPOCHS = 2
 HOST_BUDGETS = {1: "672KiB", 2: "520KiB", 4: "480KiB"}
 """Of each of so many ranks: little more than the least, so that rows come from the store. No digest depends on them."""
-PLACEMENT = {
+SHARDING = {
     "sgd": "row", "sgd_too": "row", "adagrad": "table", "rowwise": "row", "adam": "column", "sgd_bf16": "row",
     "adagrad_bf16": "replicate", "rowwise_bf16": "table", "adam_bf16": "row",
 }  # fmt: skip
@@ -96,38 +96,38 @@ def train(
     given: str,
     engine: str,
     ranks: AnyCommunicator | None = None,
-    each_step: Callable[[Any, int, int], None] = lambda cache, visit, step: None,
+    each_step: Callable[[Any, int, int], None] = lambda cache, pass_index, step: None,
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, int]]:
     """Train from where ``folder / "model.tc"`` stands to the end, in one process or as one rank of several.
 
     Returns the dense weights, and how many rows this process kept at switches, made anew, read from the store and
-    wrote. ``each_step(cache, visit, step)`` is called behind every step.
+    wrote. ``each_step(cache, pass_index, step)`` is called behind every step.
     """
-    passes, host_budget = tc.PassSet.open(folder / "passes"), HOST_BUDGETS[1 if ranks is None else ranks.size]
+    passes, host_budget = tc.PassDataset.open(folder / "passes"), HOST_BUDGETS[1 if ranks is None else ranks.size]
     with tc.TierCache(
         folder / "model.tc", passes, device_budget="1MiB", host_budget=host_budget, seed=3, engine=engine,
-        sharding=PLACEMENT,
+        sharding=SHARDING,
     ) as cache:  # fmt: skip
         net = Net(ordered=given == "ordered")
         model = net if ranks is None or ranks.size == 1 else DistributedDataParallel(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8, momentum=1 / 2)
         cache.register(model=model, optimizer=optimizer)
-        for visit in cache.passes(epochs=EPOCHS):
-            batches = raw_batches(visit, ranks) if given == "raw" else visit.batches(data.BATCH, shuffle=True)
+        for p in cache.passes(epochs=EPOCHS):
+            batches = raw_batches(p, ranks) if given == "raw" else p.batches(data.BATCH, shuffle=True)
             for step, batch in enumerate(batches):
                 (nn.functional.l1_loss(model(batch), batch.label) * batch.weight).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                each_step(cache, visit.index, step)
+                each_step(cache, p.index, step)
         moved = {name: sum(getattr(report, f"rows_{name}") for report in cache.reports) for name in MOVES}
         return {name: value.numpy().copy() for name, value in net.state_dict().items()}, moved
 
 
-def raw_batches(visit: Any, ranks: AnyCommunicator | None) -> Iterator[Any]:
-    """Yield the batches of a visit from where it stands, of keys that a loader gives."""
+def raw_batches(p: Any, ranks: AnyCommunicator | None) -> Iterator[Any]:
+    """Yield the batches of a pass from where it stands, of keys that a loader gives."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    for keys, others in data.raw_batches(visit.epoch, visit.pass_index, visit.start_sample, rank, size):
-        yield visit.batch(keys, **others)
+    for keys, others in data.raw_batches(p.epoch, p.sub_dataset, p.start_sample, rank, size):
+        yield p.batch(keys, **others)
 
 
 def train_rank(ranks: AnyCommunicator, folder: str, given: str, engine: str) -> Any:
@@ -136,11 +136,11 @@ def train_rank(ranks: AnyCommunicator, folder: str, given: str, engine: str) -> 
 
 
 def train_and_die(folder: Path, given: str, engine: str, at: tuple[int, int], commits: bool) -> None:
-    """Train on one thread and be killed behind a step (visit, number), right after a commit there where said."""
+    """Train on one thread and be killed behind a step (pass, number), right after a commit there where said."""
     torch.set_num_threads(1)
 
-    def each_step(cache: Any, visit: int, step: int) -> None:
-        if (visit, step) == at:
+    def each_step(cache: Any, pass_index: int, step: int) -> None:
+        if (pass_index, step) == at:
             if commits:
                 cache.commit()
             os.kill(os.getpid(), signal.SIGKILL)

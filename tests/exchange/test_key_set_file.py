@@ -15,7 +15,7 @@ from tests.files import files_of
 from tests.store.damage import assert_sentence
 from tiercache.errors import ExchangeError
 from tiercache.exchange.key_set_file import export_key_sets, read_key_set, write_key_set
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import KeyBatch
 from tiercache.schema import Feature, Schema
 
@@ -87,7 +87,7 @@ def test_the_key_sets_of_passes_are_exported(tmp_path: Path) -> None:
     batches = [
         KeyBatch.of(schema, {"f": generator.integers(0, 9, 20), "g": generator.integers(0, 99, 20)}) for _ in range(3)
     ]
-    passes = write_pass_set(tmp_path / "passes", schema, batches)
+    passes = write_dataset(tmp_path / "passes", schema, batches)
     export_key_sets(passes, tmp_path / "keys", "uint32")
     assert files_of(tmp_path / "keys").keys() == {f"{t}/pass-{p:05d}.keys" for t in ("t", "u%2Fv") for p in range(3)}
     for part in passes:

@@ -48,10 +48,10 @@ def test_five_gigabytes_have_the_sums_that_duckdb_finds_in_their_export(tmp_path
         pytest.skip("needs 25 GiB of free disk")
     path, out = tmp_path / "large.tc", tmp_path / "out"
     with Store.open(path, tables=[TABLE], engine=engine) as store:
-        for visit in range(SEGMENTS):
-            keys = np.arange(visit * ROWS, (visit + 1) * ROWS, dtype=np.int64)
-            store.append(visit, [STREAM], blocks(keys[np.argsort(hash_keys(keys, TABLE.table_id))]))
-            store.publish(Cursor(visit + 1, 0), state=b"", schedule_digest="", settings={}, environment={})
+        for pass_index in range(SEGMENTS):
+            keys = np.arange(pass_index * ROWS, (pass_index + 1) * ROWS, dtype=np.int64)
+            store.append(pass_index, [STREAM], blocks(keys[np.argsort(hash_keys(keys, TABLE.table_id))]))
+            store.publish(Cursor(pass_index + 1, 0), state=b"", schedule_digest="", settings={}, environment={})
     assert sum(table["rows"] for table in info(path)["tables"]) == SEGMENTS * ROWS
     assert verify(path)["problems"] == []
     tc.export_store(path, out, format="parquet")

@@ -61,7 +61,7 @@ def test_training_goes_on_from_an_import_as_it_would_have_without(tmp_path: Path
     ends = {}
     for path in (trained, tmp_path / "copy.tc", tmp_path / "wrong.tc"):
         with Store.open(path) as store:
-            tc.reorganise(store, passes, progress=False)
+            tc.reorganize(store, passes, progress=False)
             with tiered(store, passes) as cache:
                 train(cache, again)
             ends[path.name] = rows_of(store)

@@ -1,1 +1,1 @@
-"""Tests of extraction and pass sets."""
+"""Tests of extraction and datasets."""

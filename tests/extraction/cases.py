@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import tiercache as tc
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import KeyBatch
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
 
 ROW_BYTES = 4 * 4 + 24
 """Device bytes of a row of ``table``."""
@@ -94,12 +94,12 @@ def key_batch(schema: Schema, columns: dict[str, Any], low: int, high: int) -> K
     )
 
 
-def reference(out: Path, schema: Schema, columns: dict[str, Any], bounds: list[int]) -> PassSet:
-    """Write the obvious pass set whose passes are rows [bounds[i], bounds[i + 1])."""
+def reference(out: Path, schema: Schema, columns: dict[str, Any], bounds: list[int]) -> PassDataset:
+    """Write the obvious dataset whose passes are rows [bounds[i], bounds[i + 1])."""
     batches = [key_batch(schema, columns, a, b) for a, b in pairwise(bounds)]
-    return write_pass_set(out, schema, batches)
+    return write_dataset(out, schema, batches)
 
 
-def bounds_of(pass_set: PassSet) -> list[int]:
+def bounds_of(dataset: PassDataset) -> list[int]:
     """Return where the passes of a set begin in its data, and the end."""
-    return [0, *np.cumsum([p.samples for p in pass_set]).tolist()]
+    return [0, *np.cumsum([p.samples for p in dataset]).tolist()]

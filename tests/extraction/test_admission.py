@@ -1,4 +1,4 @@
-"""min_count: rare keys share one row, and counts go on from earlier pass sets."""
+"""min_count: rare keys share one row, and counts go on from earlier datasets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.extraction.cases import (
     write_parquet,
 )
 from tests.files import files_of
-from tiercache.errors import ExtractionError, PassSetError
+from tiercache.errors import DatasetError, ExtractionError
 from tiercache.extraction.extract import extract
 from tiercache.passes.keybatch import NULL_KEY, OOV_KEY
 from tiercache.schema import Schema
@@ -57,10 +57,10 @@ def without_rare(columns: dict[str, Any], counts: dict[str, Counter[int]], least
     }
 
 
-def counted(pass_set: tc.PassSet, name: str) -> Counter[int]:
+def counted(dataset: tc.PassDataset, name: str) -> Counter[int]:
     """Add up the counts of a table over all passes."""
     total: Counter[int] = Counter()
-    for p in pass_set:
+    for p in dataset:
         total.update(dict(zip(p.keys(name).tolist(), p.counts(name).tolist(), strict=True)))
     return total
 
@@ -123,17 +123,17 @@ def test_merging_works_one_hash_range_at_a_time(tmp_path: Path, monkeypatch: pyt
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
 
-def test_counts_go_on_from_earlier_pass_sets(tmp_path: Path) -> None:
+def test_counts_go_on_from_earlier_datasets(tmp_path: Path) -> None:
     """A key is kept when all sets together saw it often enough; what was too rare before counts too."""
     columns = [
         {"a": np.array(values), "y": np.zeros(len(values))} for values in ([1, 1, 2, 3], [2, 4, 5, 5], [3, 4, 6])
     ]
-    sets: list[tc.PassSet] = []
+    sets: list[tc.PassDataset] = []
     for day, data in enumerate(columns):
         folder = tmp_path / str(day)
         folder.mkdir()
         paths = write_parquet(folder, data, [0, len(data["a"])])
-        options: dict[str, Any] = {"device_budget": "1MiB", "min_count": 2, "counted_before": sets, "progress": False}
+        options: dict[str, Any] = {"device_budget": "1MiB", "min_count": 2, "prior_counts": sets, "progress": False}
         sets.append(extract(paths, plain_schema(), folder / "out", **options))
     keys = [p.keys("a")[p.read(np.arange(p.samples)).ids["a"].ids].tolist() for s in sets for p in s]
     assert keys == [[1, 1, OOV_KEY, OOV_KEY], [2, OOV_KEY, 5, 5], [3, 4, OOV_KEY]]
@@ -182,9 +182,9 @@ def test_earlier_sets_must_mean_the_same(tmp_path: Path) -> None:
     paths = write_parquet(tmp_path, {"a": np.arange(4), "y": np.zeros(4)}, [0, 4])
     first = extract(paths, plain_schema(), tmp_path / "first", device_budget="1MiB", progress=False)
     other = replace(plain_schema(), label=None)
-    with pytest.raises(PassSetError, match="other label"):
+    with pytest.raises(DatasetError, match="other label"):
         extract(
-            paths, other, tmp_path / "x", device_budget="1MiB", min_count=2, counted_before=[first.path], progress=False
+            paths, other, tmp_path / "x", device_budget="1MiB", min_count=2, prior_counts=[first.path], progress=False
         )
-    with pytest.raises(ExtractionError, match="counted_before changes nothing with min_count = 1"):
-        extract(paths, plain_schema(), tmp_path / "y", device_budget="1MiB", counted_before=[first], progress=False)
+    with pytest.raises(ExtractionError, match="prior_counts changes nothing with min_count = 1"):
+        extract(paths, plain_schema(), tmp_path / "y", device_budget="1MiB", prior_counts=[first], progress=False)

@@ -1,4 +1,4 @@
-"""Bad input: one sentence that names file, row and column, and no pass set."""
+"""Bad input: one sentence that names file, row and column, and no dataset."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 GOOD: dict[str, Any] = {"a": [1, 2, 3], "y": [0.0, 1.0, 0.0]}
 
 
-def run(data: Any, tmp_path: Path, schema: Schema | None = None) -> tc.PassSet:
+def run(data: Any, tmp_path: Path, schema: Schema | None = None) -> tc.PassDataset:
     """Extract with a budget that is large enough."""
     return extract(data, schema or plain_schema(), tmp_path / "out", device_budget="1GiB", progress=False)
 
 
 def refuse(tmp_path: Path, data: Any, message: str, schema: Schema | None = None) -> None:
-    """Expect a SourceError in one line, and no finished pass set."""
+    """Expect a SourceError in one line, and no finished dataset."""
     with pytest.raises(SourceError, match=message) as caught:
         run(data, tmp_path, schema)
     assert "\n" not in str(caught.value)
@@ -181,7 +181,7 @@ def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
     kept = sorted(name for name in files_of(tmp_path / "out") if name.startswith("pass-"))
     assert kept == [f"pass-0000{i}.{kind}.arrow" for i in range(4) for kind in ("keys", "samples")]
     with pytest.raises(ValueError, match="is unfinished"):
-        tc.PassSet.open(tmp_path / "out")
+        tc.PassDataset.open(tmp_path / "out")
     pq.write_table(pa.table({**data, "a": range(100_000)}), path)
     with pytest.raises(ValueError, match=r"an extraction of other data .*delete this one to start over"):
         extract(path, plain_schema(), tmp_path / "out", **call)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.extraction.cases import write_parquet
 from tiercache.cli import main
-from tiercache.passes.passset import PassSet
+from tiercache.passes.dataset import PassDataset
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = """
@@ -52,20 +52,20 @@ def test_the_command_extracts(folder: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.startswith("passes: 5 passes, 5,000 samples, ")
-    assert len(PassSet.open(folder / "passes")) == 5
+    assert len(PassDataset.open(folder / "passes")) == 5
 
 
 def test_quiet_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --quiet only errors are shown; earlier pass sets may be given."""
+    """With --quiet only errors are shown; earlier datasets may be given."""
     monkeypatch.chdir(folder)
-    for out, more in (("first", []), ("second", ["--counted-before", "first"])):
+    for out, more in (("first", []), ("second", ["--prior-counts", "first"])):
         arguments = ["part-0.parquet", "--schema", "schema.toml", "--out", out, "--min-count", "2", "--quiet", *more]
         monkeypatch.setattr(sys, "argv", ["tiercache", "extract", "--device-budget", "1MiB", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 0
     assert capsys.readouterr() == ("", "")
-    assert PassSet.open(folder / "second").samples == 2000
+    assert PassDataset.open(folder / "second").samples == 2000
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from tiercache.passes.row_budget import RowBudget
 
 if TYPE_CHECKING:
     from tiercache.extraction.extract import ExtractionProgress
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
     from tiercache.schema import Schema
 
 
@@ -58,7 +58,7 @@ def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, align: i
     return [*bounds, num_samples]
 
 
-def assert_same_files(one: PassSet, other: PassSet) -> None:
+def assert_same_files(one: PassDataset, other: PassDataset) -> None:
     """Compare all files but the manifest, and the digest."""
     mine, theirs = (
         {name: data for name, data in files_of(p.path).items() if name != "passes.json"} for p in (one, other)
@@ -129,7 +129,7 @@ def test_the_host_budget_changes_no_bit(tmp_path: Path) -> None:
     for name, host in (("small", "16MiB"), ("large", "1GiB")):
         extract(paths, schema, tmp_path / name, device_budget=budget, align=256, host_budget=host, progress=False)
     assert files_of(tmp_path / "small") == files_of(tmp_path / "large")
-    assert len(tc.PassSet.open(tmp_path / "small")) > 3
+    assert len(tc.PassDataset.open(tmp_path / "small")) > 3
 
 
 def test_a_finished_set_is_returned_as_it_is(tmp_path: Path) -> None:
@@ -191,10 +191,10 @@ def test_a_finished_set_of_other_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
-    """A pass set is never mixed with what is not its own."""
+    """A dataset is never mixed with what is not its own."""
     paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
     call: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "progress": False}
-    with pytest.raises(ExtractionError, match="holds other files and no pass set"):
+    with pytest.raises(ExtractionError, match="holds other files and no dataset"):
         extract(paths, out=tmp_path, **call)
     with pytest.raises(ExtractionError, match="is no directory"):
         extract(paths, out=paths[0], **call)
@@ -259,7 +259,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
         (
             {"device_budget": 150 * ROW_BYTES, "pass_by": "rows=200", "align": 100},
             BudgetError,
-            "pass 0, of at least 200 samples, needs 200 rows",
+            "sub-dataset 0, of at least 200 samples, needs 200 rows",
         ),
         ({"device_budget": 150 * ROW_BYTES, "pass_by": "file"}, BudgetError, "device_budget or cut smaller passes"),
         ({"device_budget": "1GiB", "host_budget": "1MiB"}, BudgetError, "the host budget is 1 MiB, but extraction"),
@@ -275,7 +275,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
 def test_what_cannot_be_done_says_the_numbers(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    """Budgets that are too small and options that make no sense are one sentence, and leave no pass set."""
+    """Budgets that are too small and options that make no sense are one sentence, and leave no dataset."""
     paths = write_parquet(tmp_path, {"a": np.arange(1000), "y": np.zeros(1000)}, [0, 1000])
     with pytest.raises(error, match=message):
         extract(paths, plain_schema(), tmp_path / "out", progress=False, **options)
@@ -286,7 +286,9 @@ def test_keys_that_do_not_fit_the_host_budget_are_refused(tmp_path: Path) -> Non
     """The sentence names the pass, its rows and both sizes; the passes closed before stay."""
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"a": np.arange(600_000), "y": np.zeros(600_000)}), path)
-    with pytest.raises(BudgetError, match=r"pass 0 has [\d,]+ rows after [\d,]+ samples, and their keys fill the"):
+    with pytest.raises(
+        BudgetError, match=r"sub-dataset 0 has [\d,]+ rows after [\d,]+ samples, and their keys fill the"
+    ):
         extract(path, plain_schema(), tmp_path / "out", device_budget="1GiB", host_budget="16MiB", progress=False)
 
 

@@ -1,4 +1,4 @@
-"""Whatever bytes a pass set or a schema is made of: a sentence, or what was written; nothing else happens."""
+"""Whatever bytes a dataset or a schema is made of: a sentence, or what was written; nothing else happens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.extraction.cases import reference, rich_columns, rich_schema
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lie, places
-from tiercache.errors import PassSetError, SchemaError, TierCacheError
+from tiercache.errors import DatasetError, SchemaError, TierCacheError
+from tiercache.passes.dataset import PassDataset
 from tiercache.passes.keyset import KeySet
-from tiercache.passes.passset import PassSet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,19 +45,19 @@ types = { a = "string" }
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished pass set."""
+    """A finished dataset."""
     return reference(tmp_path_factory.mktemp("passes") / "passes", rich_schema(), rich_columns(60), [0, 30, 60]).path
 
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
-    """A pass set to damage."""
+    """A dataset to damage."""
     return shutil.copytree(whole, tmp_path / "inside" / "passes")
 
 
 def read_all(path: Path) -> None:
-    """Open a pass set and read every key set and its digest."""
-    passes = PassSet.open(path)
+    """Open a dataset and read every key set and its digest."""
+    passes = PassDataset.open(path)
     for each in passes:
         for table in passes.tables:
             assert each.keys(table.name).size == each.counts(table.name).size
@@ -125,11 +125,11 @@ def test_a_key_set_with_any_bytes_in_it_is_refused_or_read(
     source = next(whole.glob("*.keys.arrow"))
     written = source.read_bytes()
     at %= len(written) + 1
-    path, tables = tmp_path_factory.getbasetemp() / "any.keys.arrow", PassSet.open(whole).tables
+    path, tables = tmp_path_factory.getbasetemp() / "any.keys.arrow", PassDataset.open(whole).tables
     path.write_bytes(put if alone else written[:at] + put + written[at + cut :])
     try:
         found = KeySet(path, tables)
-    except PassSetError as error:
+    except DatasetError as error:
         assert_sentence(error)
     else:
         for table in tables:

@@ -1,4 +1,4 @@
-"""Pass sets of key sets alone."""
+"""Datasets of key sets alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.training.cases import table
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 from tiercache.exchange.key_set_file import read_key_set, write_key_set
 from tiercache.passes import key_sets
 from tiercache.passes.keyset import in_hash_order
@@ -75,8 +75,8 @@ def test_a_changed_key_set_is_found(tmp_path: Path) -> None:
     at = data.index((5).to_bytes(8, "little"))
     data[at] = 6
     path.write_bytes(data)
-    with pytest.raises(PassSetError, match=r"pass 1: the key set .* is not what was extracted"):
-        tc.PassSet.open(written.path).verify()
+    with pytest.raises(DatasetError, match=r"sub-dataset 1: the key set .* is not what was extracted"):
+        tc.PassDataset.open(written.path).verify()
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ def test_what_are_no_keys_is_refused_and_no_set_is_left(tmp_path: Path, keys: di
     """By a sentence that names table and pass; the directory can be written to again."""
     with pytest.raises(ValueError, match=message):
         tc.write_key_sets(tmp_path / "passes", TABLES, [{}, keys])
-    with pytest.raises(PassSetError, match="no pass set"):
-        tc.PassSet.open(tmp_path / "passes")
+    with pytest.raises(DatasetError, match="no dataset"):
+        tc.PassDataset.open(tmp_path / "passes")
     tc.write_key_sets(tmp_path / "passes", TABLES, [{"user": [1]}])
-    with pytest.raises(PassSetError, match="holds a pass set already"):
+    with pytest.raises(DatasetError, match="holds a dataset already"):
         tc.write_key_sets(tmp_path / "passes", TABLES, [{"user": [1]}])
 
 
 def test_a_set_has_at_least_one_pass_and_no_samples_to_read(tmp_path: Path) -> None:
     """The error of reading samples says what to call."""
-    with pytest.raises(PassSetError, match="no passes were given"):
+    with pytest.raises(DatasetError, match="no passes were given"):
         tc.write_key_sets(tmp_path / "none", TABLES, [])
     written = tc.write_key_sets(tmp_path / "passes", TABLES, [{"user": [1]}])
-    visits = tc.InMemoryCache(written).passes(epochs=1)
-    visit = next(visits)
-    with pytest.raises(PassSetError, match=r"no samples: give the keys of each batch to Visit\.batch"):
-        list(visit.batches(4))
+    passes = tc.InMemoryCache(written).passes(epochs=1)
+    p = next(passes)
+    with pytest.raises(DatasetError, match=r"no samples: give the keys of each batch to Pass\.batch"):
+        list(p.batches(4))

@@ -15,8 +15,8 @@ from tests.extraction.cases import rich_columns, write_parquet
 from tests.extraction.killed import run
 from tests.files import files_of
 from tiercache.extraction.state import ExtractionState
+from tiercache.passes.dataset import PassDataset
 from tiercache.passes.durable import write_whole
-from tiercache.passes.passset import PassSet
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(data: Path) -> Path:
-    """Return the folder with data and no pass set: the same files, with the same times, for every test."""
+    """Return the folder with data and no dataset: the same files, with the same times, for every test."""
     shutil.rmtree(data / "out", ignore_errors=True)
     return data
 
@@ -55,7 +55,7 @@ def whole(data: Path) -> dict[str, tuple[dict[str, bytes], int]]:
     results = {}
     for name in OPTIONS:
         assert finish(extraction(data, name)) == 0
-        assert len(PassSet.open(data / "out")) > 3
+        assert len(PassDataset.open(data / "out")) > 3
         results[name] = (files_of(data / "out"), int((data / "events").read_text()))
         shutil.rmtree(data / "out")
     return results
@@ -101,7 +101,7 @@ def test_a_death_after_the_last_step_leaves_a_finished_set(
     assert finish(extraction(folder, "budget")) == 0
     work = folder / "out" / "unfinished"
     work.mkdir()
-    manifest = PassSet.open(folder / "out").manifest
+    manifest = PassDataset.open(folder / "out").manifest
     ExtractionState(options=manifest.options, inputs=manifest.inputs, passes=manifest.passes).write(work)
     write_whole(work / "pass-00009.samples.arrow", b"half")
     assert finish(extraction(folder, "budget")) == 0

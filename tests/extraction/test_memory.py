@@ -63,5 +63,5 @@ def test_a_file_larger_than_the_host_budget_is_extracted_within_it(tmp_path: Pat
     write(tmp_path / "large.parquet", 1_800_000)
     assert (tmp_path / "large.parquet").stat().st_size > HOST_BYTES
     run_alone(measure, tmp_path)
-    assert len(tc.PassSet.open(tmp_path / "large")) > 10
+    assert len(tc.PassDataset.open(tmp_path / "large")) > 10
     assert int((tmp_path / "peak").read_text()) < HOST_BYTES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.training.cases import table
 from tiercache.passes.row_budget import RowBudget, device_bytes, most_rows
-from tiercache.ranks.placement import hash_bounds
+from tiercache.ranks.sharding_plan import hash_bounds
 from tiercache.store import hash_keys
 from tiercache.store.table import group_tables
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.extraction.cases import rich_schema, table
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 from tiercache.passes.sample_layout import BATCH_SAMPLES, SampleLayout
 from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
 from tiercache.passes.samples_file import SamplesFile
@@ -216,8 +216,8 @@ def test_samples_of_another_layout_are_refused(tmp_path: Path) -> None:
     """A file is never read by a schema that it was not written for."""
     write(tmp_path / "s", some_samples(10, 8), [])
     other = SampleLayout(Schema(features=(tc.Feature(name="a"),), tables=(table("a"),)))
-    with pytest.raises(PassSetError, match="of another schema"):
+    with pytest.raises(DatasetError, match="of another schema"):
         SamplesFile(tmp_path / "s", other)
     (tmp_path / "s").write_bytes((tmp_path / "s").read_bytes()[:-20])
-    with pytest.raises(PassSetError, match="cannot be read"):
+    with pytest.raises(DatasetError, match="cannot be read"):
         SamplesFile(tmp_path / "s", LAYOUT)

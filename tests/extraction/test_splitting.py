@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.extraction.cases import ROW_BYTES, plain_schema, rich_columns, rich_schema
 from tests.training.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.key_sets import write_key_sets
 from tiercache.passes.keybatch import KeyBatch
 from tiercache.passes.row_budget import RowBudget, device_bytes, most_rows
@@ -40,7 +40,7 @@ def batch_of(num_samples: int, seed: int = 0) -> KeyBatch:
     )
 
 
-def samples_of(passes: tc.PassSet) -> list[tuple[object, ...]]:
+def samples_of(passes: tc.PassDataset) -> list[tuple[object, ...]]:
     """Return all samples with keys in place of local ids."""
     found = []
     for one in passes:
@@ -73,7 +73,7 @@ def test_parts_are_what_an_extraction_of_the_same_samples_gives(
     path = tmp_path_factory.mktemp("split")
     ends = list(accumulate(sizes))
     whole = batch_of(ends[-1])
-    old = write_pass_set(
+    old = write_dataset(
         path / "old", rich_schema(), [whole.slice(end - n, end) for n, end in zip(sizes, ends, strict=True)]
     )
     fits = lambda one: sum(one) <= rows  # noqa: E731
@@ -95,7 +95,7 @@ def test_parts_are_what_an_extraction_of_the_same_samples_gives(
             begins.append(part_end - part)
             cuts.append(whole.slice(end - size + part_end - part, end - size + part_end))
     assert all(begin % align == 0 for begin in begins)
-    fresh = write_pass_set(path / "fresh", rich_schema(), cuts)
+    fresh = write_dataset(path / "fresh", rich_schema(), cuts)
     assert new.digest == fresh.digest
     for one in new:
         assert fits([one.rows(t.name) for t in new.tables])
@@ -103,7 +103,7 @@ def test_parts_are_what_an_extraction_of_the_same_samples_gives(
     if not by_bytes:
         for one, begin, longer in zip(new.passes, [*begins[1:], 0], _one_unit_more(cuts, begins, align), strict=True):
             if begin:
-                joined = write_pass_set(path / f"longer{one.index}", rich_schema(), [longer])
+                joined = write_dataset(path / f"longer{one.index}", rich_schema(), [longer])
                 assert not fits([joined.passes[0].rows(t.name) for t in new.tables])
     assert tc.split_passes(old, path / "new", align=align, **limit).digest == new.digest
 
@@ -119,34 +119,34 @@ def _one_unit_more(cuts: list[KeyBatch], begins: list[int], align: int) -> list[
 
 def test_files_of_passes_that_fit_are_linked_and_outlive_the_old_set(tmp_path: Path) -> None:
     """They take no bytes, and the old set may be deleted."""
-    old = write_pass_set(tmp_path / "old", rich_schema(), [batch_of(8), batch_of(80, seed=1)])
+    old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(8), batch_of(80, seed=1)])
     before = samples_of(old)
     new = tc.split_passes(old, tmp_path / "new", rows=80, align=4)
     assert new.manifest.options["parts"][0] == [8]
     assert len(new) > 2
     assert (tmp_path / "old" / "pass-00000.keys.arrow").samefile(tmp_path / "new" / "pass-00000.keys.arrow")
     shutil.rmtree(tmp_path / "old")
-    assert samples_of(tc.PassSet.open(tmp_path / "new")) == before
+    assert samples_of(tc.PassDataset.open(tmp_path / "new")) == before
 
 
 def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Path) -> None:
     """As large as fits with the margin; another number of devices is another set."""
     batch = KeyBatch.of(plain_schema(), {"a": np.arange(4000)}, label=np.zeros(4000))
-    old = write_pass_set(tmp_path / "old", plain_schema(), [batch])
+    old = write_dataset(tmp_path / "old", plain_schema(), [batch])
     budget = 600 * device_bytes(group_tables(old.tables)[0])
     new = tc.split_passes(old, tmp_path / "new", device_budget=budget, devices=4, align=8)
     most = max(one.rows("a") for one in new)
     assert most_rows(most, 4) <= 600 < most_rows(most + 8, 4)
     assert tc.split_passes(old, tmp_path / "new", device_budget=budget, devices=4, align=8).digest == new.digest
-    with pytest.raises(tc.TierCacheError, match="another pass set already"):
+    with pytest.raises(tc.TierCacheError, match="another dataset already"):
         tc.split_passes(old, tmp_path / "new", device_budget=budget, align=8)
 
 
 def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
     """One sentence each."""
-    old = write_pass_set(tmp_path / "old", rich_schema(), [batch_of(40)])
+    old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(40)])
     with pytest.raises(
-        tc.TierCacheError, match=r"a part of pass 0 of 40 samples .* has \d+ keys, but a part may have 9"
+        tc.TierCacheError, match=r"a part of sub-dataset 0 of 40 samples .* has \d+ keys, but a part may have 9"
     ):
         tc.split_passes(old, tmp_path / "new", rows=9)
     with pytest.raises(tc.TierCacheError, match="the device budget is 9 bytes: give more, or lower align"):
@@ -161,9 +161,9 @@ def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
             tc.split_passes(old, tmp_path / "new", **limits)
     with pytest.raises(ValueError, match="at least 1"):
         tc.split_passes(old, tmp_path / "new", rows=5, align=0)
-    with pytest.raises(tc.TierCacheError, match="there is no pass set"):
-        tc.PassSet.open(tmp_path / "new")
-    with pytest.raises(tc.TierCacheError, match="another pass set already: choose another"):
+    with pytest.raises(tc.TierCacheError, match="there is no dataset"):
+        tc.PassDataset.open(tmp_path / "new")
+    with pytest.raises(tc.TierCacheError, match="another dataset already: choose another"):
         tc.split_passes(old, tmp_path / "old", rows=50)
     keys = write_key_sets(tmp_path / "keys", plain_schema(), [{"a": [1, 2]}])
     with pytest.raises(tc.TierCacheError, match="has a key set and no samples"):
@@ -194,8 +194,8 @@ def test_training_of_aligned_batches_over_parts_has_the_same_bits(tmp_path: Path
         assert_same_bits(expected, result_of(store, old, model))
 
 
-@pytest.mark.parametrize(("visit", "batches"), [(0, 3), (3, 0), (4, 6), (7, 5), (9, 1)])
-def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, visit: int, batches: int) -> None:
+@pytest.mark.parametrize(("pass_index", "batches"), [(0, 3), (3, 0), (4, 6), (7, 5), (9, 1)])
+def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, pass_index: int, batches: int) -> None:
     """Also from inside a pass, and from its very end: the bits of one that had the larger passes to its end."""
     from tests.training.test_entering import train_to
 
@@ -203,11 +203,11 @@ def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, visit
     old = case.cut(tmp_path / "old")
     new = tc.split_passes(old, tmp_path / "new", rows=70, align=8)
     with tc.Store.open(None, tables=case.tables, engine=MemoryEngine()) as store:
-        train_to(store, old, case, visit, batches)
+        train_to(store, old, case, pass_index, batches)
         commit = store.commit
-        moved = tc.reorganise(store, new, progress=False)
+        moved = tc.reorganize(store, new, progress=False)
         assert moved.cursor == split_cursor(new, commit.cursor, order=commit.settings.get("order"))
-        assert tc.reorganise(store, new, progress=False) is moved
+        assert tc.reorganize(store, new, progress=False) is moved
         with tiered(store, new) as cache:
             model = train(cache, case, seed=99)
         assert_same_bits(resident_result(case, old), result_of(store, old, model))
@@ -215,25 +215,25 @@ def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, visit
 
 def test_a_cursor_has_the_same_samples_behind_it_in_both_sets(tmp_path: Path) -> None:
     """Counted in samples from the beginning; what has no such place is refused with a sentence."""
-    old = write_pass_set(tmp_path / "old", rich_schema(), [batch_of(n, seed=n) for n in (40, 9, 33)])
+    old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(n, seed=n) for n in (40, 9, 33)])
     new = tc.split_passes(old, tmp_path / "new", rows=60, align=4)
     plain = {"seed": 0, "shuffle": False}
 
-    def behind(passes: tc.PassSet, cursor: tuple[int, int]) -> int:
+    def behind(passes: tc.PassDataset, cursor: tuple[int, int]) -> int:
         epoch, place = divmod(cursor[0], len(passes))
         return epoch * passes.samples + sum(p.samples for p in passes.passes[:place]) + cursor[1]
 
-    for visit in range(7):
-        for sample in range(old.passes[visit % 3].samples + 1):
-            cursor = split_cursor(new, (visit, sample), order=plain)
-            assert behind(new, cursor) == behind(old, (visit, sample))
-            assert cursor[1] < new.passes[cursor[0] % len(new)].samples or sample == old.passes[visit % 3].samples
+    for pass_index in range(7):
+        for sample in range(old.passes[pass_index % 3].samples + 1):
+            cursor = split_cursor(new, (pass_index, sample), order=plain)
+            assert behind(new, cursor) == behind(old, (pass_index, sample))
+            assert cursor[1] < new.passes[cursor[0] % len(new)].samples or sample == old.passes[pass_index % 3].samples
     assert split_cursor(new, (4, 0)) == split_cursor(new, (4, 0), order=plain)
     for order in (None, {"seed": 0, "shuffle": True}, {"raw_batches": 2}):
-        with pytest.raises(tc.TierCacheError, match="stands 4 samples inside visit 1, whose samples are shuffled or"):
+        with pytest.raises(tc.TierCacheError, match="stands 4 samples inside pass 1, whose samples are shuffled or"):
             split_cursor(new, (1, 4), order=order)
     assert split_cursor(new, (6, 0), order_seed=3) == (2 * len(new), 0)
-    with pytest.raises(tc.TierCacheError, match="visit 7, inside epoch 2 of a seeded order"):
+    with pytest.raises(tc.TierCacheError, match="pass 7, inside epoch 2 of a seeded order"):
         split_cursor(new, (7, 0), order_seed=3)
     with pytest.raises(tc.TierCacheError, match="was not split from another"):
         split_cursor(old, (0, 0))
@@ -242,7 +242,7 @@ def test_a_cursor_has_the_same_samples_behind_it_in_both_sets(tmp_path: Path) ->
 def test_parts_of_many_samples_and_keys_are_those_of_one_sweep(tmp_path: Path) -> None:
     """Across chunks: greedy from the first sample on, against a set that grows sample by sample."""
     keys: NDArray[np.int64] = np.random.default_rng(0).integers(0, 30_000, 40_000)
-    old = write_pass_set(tmp_path / "old", plain_schema(), [KeyBatch.of(plain_schema(), {"a": keys}, label=keys % 2)])
+    old = write_dataset(tmp_path / "old", plain_schema(), [KeyBatch.of(plain_schema(), {"a": keys}, label=keys % 2)])
     new = tc.split_passes(old, tmp_path / "new", rows=9_000, align=1_000)
     expected, begin, met = [], 0, set[int]()
     for low in range(0, keys.size, 1_000):

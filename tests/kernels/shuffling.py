@@ -6,7 +6,7 @@ MASK = 2**64 - 1
 
 
 def mix(x: int) -> int:
-    """The finaliser of splitmix64."""
+    """The finalizer of splitmix64."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31

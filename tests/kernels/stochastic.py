@@ -15,7 +15,7 @@ MASK = 0xFFFFFFFF
 
 
 def mix_one(number: int) -> int:
-    """Return splitmix64's finaliser of a number."""
+    """Return splitmix64's finalizer of a number."""
     return int(mix(np.array([number & 0xFFFFFFFFFFFFFFFF], np.uint64))[0])
 
 

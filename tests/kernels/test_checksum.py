@@ -26,7 +26,7 @@ VECTORS = {
 
 @pytest.mark.parametrize(("data", "expected"), VECTORS.items())
 def test_the_published_vectors(data: bytes, expected: int) -> None:
-    """RFC 3720, appendix B.4, and the check value of the polynomial's catalogue."""
+    """RFC 3720, appendix B.4, and the check value of the polynomial's catalog."""
     assert crc32c([(np.frombuffer(data, np.uint8), np.array([0, len(data)]))]).tolist() == [expected]
 
 

@@ -24,7 +24,7 @@ MASK = 2**64 - 1
 
 
 def unmix(value: int) -> int:
-    """Invert splitmix64's finaliser."""
+    """Invert splitmix64's finalizer."""
     value ^= value >> 31 ^ value >> 62
     value = value * pow(0x94D049BB133111EB, -1, 2**64) & MASK
     value ^= value >> 27 ^ value >> 54

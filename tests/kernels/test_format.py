@@ -56,7 +56,7 @@ def test_crosses_have_the_hashes_of_the_page() -> None:
 
 
 def test_mix_has_the_values_of_the_page() -> None:
-    """The finaliser, by the kernel and by the store."""
+    """The finalizer, by the kernel and by the store."""
     for x, wanted in rows_below("| x | mix(x) |"):
         assert mix(int(x, 16)) == int(wanted, 16)
         assert int(hashing.mix(np.array([int(x, 16)], np.uint64))[0]) == int(wanted, 16)
@@ -112,16 +112,16 @@ def test_numbers_are_rounded_as_on_the_page() -> None:
 
 
 def test_passes_and_samples_have_the_orders_of_the_page() -> None:
-    """The schedule's orders and the shuffle of a visit, against the page and its own words run as they stand."""
+    """The schedule's orders and the shuffle of a pass, against the page and its own words run as they stand."""
     for seed, epoch, order in rows_below("| order seed | epoch | order of 6 passes |"):
-        schedule = Schedule(num_passes=6, pass_set_digest="", order_seed=int(seed))
+        schedule = Schedule(num_passes=6, dataset_digest="", order_seed=int(seed))
         salt = mix(mix(int(seed)) ^ int(epoch))
         assert schedule.order(int(epoch)).tolist() == sorted(range(6), key=lambda p: mix(mix(p) ^ salt))
         assert schedule.order(int(epoch)).tolist() == [int(x) for x in order.split()]
     for *numbers, samples in rows_below("| seed | epoch | pass | N | first place | samples from there on |"):
-        (seed, epoch, pass_index, count, first), wanted = map(int, numbers), [int(x) for x in samples.split()]
-        order = sample_order(count, seed=seed, epoch=epoch, pass_index=pass_index, shuffle=True)
-        state, places = mix(mix(mix(seed) ^ epoch) ^ pass_index), range(first, first + len(wanted))
+        (seed, epoch, sub_dataset, count, first), wanted = map(int, numbers), [int(x) for x in samples.split()]
+        order = sample_order(count, seed=seed, epoch=epoch, sub_dataset=sub_dataset, shuffle=True)
+        state, places = mix(mix(mix(seed) ^ epoch) ^ sub_dataset), range(first, first + len(wanted))
         assert order(places.start, places.stop).tolist() == [sample_at(i, count, state) for i in places] == wanted
 
 
@@ -134,8 +134,6 @@ def test_digests_are_those_of_the_page(tmp_path: Path) -> None:
     keys = "key set of the table `item` with the keys 0, 2, 1 and the counts 5, 1, 2"
     plain = b"item\0003\000" + np.array([0, 2, 1, 5, 1, 2], "<i8").tobytes()
     assert KeySet(tmp_path / "keys.arrow", tables).digest() == hashlib.sha256(plain).hexdigest() == wanted[keys]
-    schedule = Schedule(num_passes=6, pass_set_digest="00").digest
-    plain = b'{"order_seed": null, "pass_set": "00", "version": 1}'
-    assert (
-        schedule == hashlib.sha256(plain).hexdigest() == wanted["schedule of the pass set `00` without an order seed"]
-    )
+    schedule = Schedule(num_passes=6, dataset_digest="00").digest
+    plain = b'{"order_seed": null, "dataset": "00", "version": 1}'
+    assert schedule == hashlib.sha256(plain).hexdigest() == wanted["schedule of the dataset `00` without an order seed"]

@@ -120,7 +120,7 @@ def test_an_index_outside_shared_memory_is_caught() -> None:
 @pytest.mark.parametrize("wait", ["block", "warp"])
 @pytest.mark.parametrize("step", [1, 31])
 def test_a_missing_barrier_changes_results_in_some_order(wait: str, step: int) -> None:
-    """Each thread reads its neighbour's word: without the barrier it is not there yet in some order of threads."""
+    """Each thread reads its neighbor's word: without the barrier it is not there yet in some order of threads."""
     place = np.arange(256)
     wanted = place // 32 * 32 + (place + step) % 32
     assert all(np.array_equal(run(f"turn_{step}_{wait}", order), wanted) for order in ORDERS)

@@ -1,4 +1,4 @@
-"""Which slots the rows of the next visit get."""
+"""Which slots the rows of the next pass get."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LONGEST = 4
 
 
 @st.composite
-def visits(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
-    """Return slots and next gaps of a visit, previous gaps of the next one, and slots in no use."""
+def passes(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
+    """Return slots and next gaps of a pass, previous gaps of the next one, and slots in no use."""
     next_gap = np.array(draw(st.lists(st.integers(1, LONGEST), max_size=30)), np.int32)
     kept = int((next_gap == 1).sum())
     others = draw(st.lists(st.integers(2, LONGEST), max_size=30))
@@ -30,7 +30,7 @@ def by_gap(gaps: np.ndarray) -> np.ndarray:
     return order
 
 
-@given(visits())
+@given(passes())
 def test_rows_take_spare_slots_first_and_then_those_that_depart_in_the_order_of_their_dump(
     given: tuple[np.ndarray, ...],
 ) -> None:
@@ -48,7 +48,7 @@ def test_rows_take_spare_slots_first_and_then_those_that_depart_in_the_order_of_
     assert sorted(stack[: stack[-1]]) == sorted(left - set(slots.tolist()))
 
 
-@given(visits())
+@given(passes())
 def test_sides_that_keep_different_rows_are_told(given: tuple[np.ndarray, ...]) -> None:
     """By -1: a row would have the slot of another."""
     old_slots, next_gap, prev_gap, spare = given

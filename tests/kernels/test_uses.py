@@ -15,23 +15,23 @@ from tiercache.kernels.cpu.next_use import hash_range_bound, search_keys, sweep_
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), num_passes=st.integers(1, 6), num_keys=st.integers(1, 8))
-def test_gaps_are_the_visits_to_the_next_and_since_the_last_use(
+def test_gaps_are_the_passes_to_the_next_and_since_the_last_use(
     data: st.DataObject, num_passes: int, num_keys: int
 ) -> None:
     """Against a search through three epochs, each with its own order of the passes."""
     sets = [sorted(data.draw(st.sets(st.integers(0, num_keys - 1)))) for _ in range(num_passes)]
     orders = [data.draw(st.permutations(range(num_passes))) for _ in range(3)]
-    visits = [sets[p] for order in orders for p in order]
+    passes = [sets[p] for order in orders for p in order]
     numbers = np.array([key for keys in sets for key in keys], np.int32)
     starts = np.concatenate([[0], np.cumsum([len(keys) for keys in sets])]).astype(np.int64)
     next_gap, prev_gap = np.full(numbers.size, -9, np.int32), np.full(numbers.size, -9, np.int32)
     arrays: Any = [np.array(order, np.int64) for order in orders]
     sweep_uses(numbers, starts, num_keys, arrays[0], arrays[1], arrays[2], next_gap, prev_gap)
     for place, p in enumerate(orders[1]):
-        visit = num_passes + place
+        pass_index = num_passes + place
         for i, key in zip(range(starts[p], starts[p + 1]), sets[p], strict=True):
-            assert next_gap[i] == next(g for g in range(1, 2 * num_passes) if key in visits[visit + g])
-            assert prev_gap[i] == next(g for g in range(1, 2 * num_passes) if key in visits[visit - g])
+            assert next_gap[i] == next(g for g in range(1, 2 * num_passes) if key in passes[pass_index + g])
+            assert prev_gap[i] == next(g for g in range(1, 2 * num_passes) if key in passes[pass_index - g])
 
 
 @settings(max_examples=100, deadline=None)

@@ -193,8 +193,8 @@ def rounded_once(values: Any, dtype: str, applied: int = 1, *, rows: int = 1) ->
     st.sampled_from(DTYPES),
     st.integers(1, 1000),
 )
-def test_a_number_becomes_one_of_its_two_neighbours(values: list[float], dtype: str, applied: int) -> None:
-    """What the dtype has stays; infinity and NaN stay; beyond the largest number the neighbour is infinity."""
+def test_a_number_becomes_one_of_its_two_neighbors(values: list[float], dtype: str, applied: int) -> None:
+    """What the dtype has stays; infinity and NaN stay; beyond the largest number the neighbor is infinity."""
     given_numbers = np.array(values, F4)
     bits = rounded_once(given_numbers, dtype, applied)[0]
     found = from_bits(np.ascontiguousarray(bits), dtype)
@@ -206,11 +206,11 @@ def test_a_number_becomes_one_of_its_two_neighbours(values: list[float], dtype: 
         elif near == value:
             assert to == value
         else:
-            low, high = neighbours(float(value), dtype)
+            low, high = neighbors(float(value), dtype)
             assert float(to) in {low, high}
 
 
-def neighbours(value: float, dtype: str) -> tuple[float, float]:
+def neighbors(value: float, dtype: str) -> tuple[float, float]:
     """Return the largest number of a dtype not above ``value``, and the smallest not below it."""
     lattice = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
     lattice = np.sort(lattice[~np.isnan(lattice)])
@@ -227,7 +227,7 @@ def test_the_mean_of_many_roundings_is_the_number(dtype: str) -> None:
     rows = 100_000
     for value in (1.0 + 2.0**-12, 0.3, -0.7123, 3e-6, -1.7e-7, 1234.567):
         found = from_bits(np.ascontiguousarray(rounded_once(np.array([value], F4), dtype, rows=rows)), dtype)
-        low, high = neighbours(float(F4(value)), dtype)
+        low, high = neighbors(float(F4(value)), dtype)
         share = (float(F4(value)) - low) / (high - low)
         deviation = (high - low) * np.sqrt(share * (1 - share) / rows)
         assert 0 < abs(found.astype(np.float64).mean() - float(F4(value))) < 5 * deviation

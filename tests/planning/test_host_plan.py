@@ -31,7 +31,7 @@ def ranges(*given: tuple[int, int]) -> SegmentRanges:
 
 
 def test_the_farthest_next_use_leaves_first() -> None:
-    """Of rows for visits 3, 5 and 9, those for 9 go first, then part of those for 5."""
+    """Of rows for passes 3, 5 and 9, those for 9 go first, then part of those for 5."""
     content = HostContent()
     content.enter(0, 0, ranges((3, 2), (5, 3), (9, 4)))
     content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
@@ -41,7 +41,7 @@ def test_the_farthest_next_use_leaves_first() -> None:
 
 
 def test_rows_that_were_used_leave() -> None:
-    """After visit 3 its range is gone, and the rest begins where it ended."""
+    """After pass 3 its range is gone, and the rest begins where it ended."""
     content = HostContent()
     content.enter(0, 0, ranges((3, 2), (5, 3)))
     content.keep(after=3, capacity=100 * ROW)
@@ -75,29 +75,29 @@ def test_the_bytes_charged_are_never_less_than_the_pages_held(
 
 
 class SortingContent:
-    """The slow obvious choice: all ranges in the order of their next use at every visit, as many as fit."""
+    """The slow obvious choice: all ranges in the order of their next use at every pass, as many as fit."""
 
     def __init__(self) -> None:
         self.streams: dict[tuple[int, int], Stream] = {}
         self.held: dict[tuple[int, int], Held] = {}
 
-    def enter(self, visit: int, group: int, entering: Stream) -> None:
+    def enter(self, pass_index: int, group: int, entering: Stream) -> None:
         """Take in a whole dump."""
-        self.streams[visit, group] = entering
-        self.held[visit, group] = Held(0, entering.num_pieces)
+        self.streams[pass_index, group] = entering
+        self.held[pass_index, group] = Held(0, entering.num_pieces)
 
     def keep(self, *, after: int, capacity: int) -> int:
         """Choose anew among all that is held, piece by piece."""
         pieces = []
-        for (visit, group), held in self.held.items():
-            layout = self.streams[visit, group]
+        for (pass_index, group), held in self.held.items():
+            layout = self.streams[pass_index, group]
             for piece in range(*held):
                 use = layout.ranges[int(layout.piece_range_P[piece])].next_use
                 if use > after:
-                    pieces.append((use, visit, group, piece))
+                    pieces.append((use, pass_index, group, piece))
         self.held, held_bytes = {}, dict[tuple[int, int], int]()
-        for _, visit, group, piece in sorted(pieces):
-            key = visit, group
+        for _, pass_index, group, piece in sorted(pieces):
+            key = pass_index, group
             longer = Held(self.held.get(key, Held(piece, piece)).first, piece + 1)
             num_bytes = bytes_of(self.streams[key], *longer)
             if sum(held_bytes.values()) - held_bytes.get(key, 0) + num_bytes > capacity:
@@ -124,16 +124,18 @@ USES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=6, un
     st.integers(1, 6000),
 )
 def test_what_is_kept_is_what_sorting_all_ranges_keeps(
-    visits: list[tuple[list[list[tuple[int, int]]], int]], block_rows: int, row_bytes: int
+    passes: list[tuple[list[list[tuple[int, int]]], int]], block_rows: int, row_bytes: int
 ) -> None:
-    """Visit after visit with two groups and capacities that grow and shrink: the same pieces and bytes."""
+    """Pass after pass with two groups and capacities that grow and shrink: the same pieces and bytes."""
     content, obvious = HostContent(), SortingContent()
-    for visit, (groups, pages) in enumerate(visits):
+    for pass_index, (groups, pages) in enumerate(passes):
         for group, gaps in enumerate(groups):
-            entering = stream(*((visit + gap, rows) for gap, rows in gaps), row_bytes=row_bytes, block_rows=block_rows)
-            obvious.enter(visit, group, entering)
-            content.enter(visit, group, SegmentRanges.of(entering))
-        options = {"after": visit + 1, "capacity": pages * PAGE_BYTES}
+            entering = stream(
+                *((pass_index + gap, rows) for gap, rows in gaps), row_bytes=row_bytes, block_rows=block_rows
+            )
+            obvious.enter(pass_index, group, entering)
+            content.enter(pass_index, group, SegmentRanges.of(entering))
+        options = {"after": pass_index + 1, "capacity": pages * PAGE_BYTES}
         assert content.keep(**options) == obvious.keep(**options)
         assert content.held == obvious.held
 
@@ -143,19 +145,19 @@ def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
     content = HostContent()
     streams: list[Stream] = []
     read = 0
-    for visit, ranges in enumerate([*dumps, {}, {}]):
-        for source in range(max(0, visit - 1)):
+    for pass_index, ranges in enumerate([*dumps, {}, {}]):
+        for source in range(max(0, pass_index - 1)):
             for index, rows in enumerate(streams[source].ranges):
-                if rows.next_use == visit:
+                if rows.next_use == pass_index:
                     low, high = streams[source].pieces_of(index)
-                    held = content.find(source, 0) if source != visit - 2 else Held(0, streams[source].num_pieces)
+                    held = content.find(source, 0) if source != pass_index - 2 else Held(0, streams[source].num_pieces)
                     inside = max(0, min(high, held.last) - low) if held.first <= low else 0
                     read += rows.rows - inside
-        if visit >= 2:
-            content.enter(visit - 2, 0, SegmentRanges.of(streams[visit - 2]))
+        if pass_index >= 2:
+            content.enter(pass_index - 2, 0, SegmentRanges.of(streams[pass_index - 2]))
         # the charge is a page for the run and one for each block: allow for it, so that rows alone decide
         kept = len(content.held)
-        content.keep(after=visit, capacity=(capacity + kept) * ROW)
+        content.keep(after=pass_index, capacity=(capacity + kept) * ROW)
         streams.append(stream(*sorted(ranges.items())))
     return read
 
@@ -176,17 +178,17 @@ def fewest_reads(dumps: list[dict[int, int]], capacity: int) -> int:
 @given(st.data(), st.integers(0, 3))
 def test_no_other_choice_of_rows_reads_fewer(data: st.DataObject, capacity: int) -> None:
     """Against every possible choice, for small cases: farthest next use out is the minimum."""
-    visits = data.draw(st.integers(3, 6))
+    passes = data.draw(st.integers(3, 6))
     dumps = []
     total = 0
-    for s in range(visits):
+    for s in range(passes):
         ranges = {}
-        for use in range(s + 2, visits + 2):
+        for use in range(s + 2, passes + 2):
             rows = data.draw(st.integers(0, 2)) if total < 9 else 0
             total += rows if use > s + 2 else 0
             if rows:
                 ranges[use] = rows
         dumps.append(ranges)
     # slack differs by one page for each segment held; give both sides the same rows by using rows of one page
-    assert simulate(dumps, capacity) >= fewest_reads(dumps, capacity + visits)
+    assert simulate(dumps, capacity) >= fewest_reads(dumps, capacity + passes)
     assert simulate(dumps, capacity) <= fewest_reads(dumps, capacity)

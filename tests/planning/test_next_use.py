@@ -16,12 +16,12 @@ from tiercache.store.table import group_tables
 KEYS = st.sets(st.integers(-(2**63) + 2, 2**63 - 1), max_size=12) | st.sets(st.integers(0, 15), max_size=12)
 
 
-def obvious_gap(schedule: Schedule, keys: list[set[int]], visit: int, key: int, step: int) -> int:
-    """Walk from visit to visit until the key is met again."""
-    other = visit + step
+def obvious_gap(schedule: Schedule, keys: list[set[int]], pass_index: int, key: int, step: int) -> int:
+    """Walk from pass to pass until the key is met again."""
+    other = pass_index + step
     while key not in keys[int(schedule.order(other // schedule.num_passes)[other % schedule.num_passes])]:
         other += step
-    return abs(other - visit)
+    return abs(other - pass_index)
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,13 +43,13 @@ def test_gaps_are_those_of_walking_the_schedule(
         arrays.append(array[np.argsort(hash_keys(array, table_id))])
     starts = np.array([[0, array.size] for array in arrays], dtype=np.int64)
     positions = Positions(groups, starts)
-    schedule = Schedule(num_passes=len(keys), pass_set_digest="d", order_seed=order_seed)
+    schedule = Schedule(num_passes=len(keys), dataset_digest="d", order_seed=order_seed)
     out = np.empty((2, int(starts[:, 1].sum())), dtype=np.int32)
     uses = find_uses(schedule, epoch, positions, lambda p, _: arrays[p], out, keys_per_range=keys_per_range)
     order = schedule.order(epoch)
     for place, p in enumerate(order):
-        visit = epoch * len(keys) + place
+        pass_index = epoch * len(keys) + place
         for i, key in enumerate(arrays[p].tolist()):
-            assert uses.next_gap[p][i] == obvious_gap(schedule, keys, visit, key, 1)
-            assert uses.prev_gap[p][i] == obvious_gap(schedule, keys, visit, key, -1)
+            assert uses.next_gap[p][i] == obvious_gap(schedule, keys, pass_index, key, 1)
+            assert uses.prev_gap[p][i] == obvious_gap(schedule, keys, pass_index, key, -1)
             assert uses.next_gap[p][i] <= uses.longest

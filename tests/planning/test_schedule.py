@@ -1,4 +1,4 @@
-"""The schedule: cyclic or seeded orders, and a digest that only pass set and order decide."""
+"""The schedule: cyclic or seeded orders, and a digest that only dataset and order decide."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from tiercache.planning.schedule import Schedule
 
 
 def test_without_a_seed_every_epoch_goes_through_the_passes_in_their_order() -> None:
-    """Visit 7 of 3 passes is pass 1 of epoch 2."""
-    schedule = Schedule(num_passes=3, pass_set_digest="d")
-    assert [schedule.pass_of(v) for v in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    """Pass 7 of 3 sub-datasets is sub-dataset 1 of epoch 2."""
+    schedule = Schedule(num_passes=3, dataset_digest="d")
+    assert [schedule.sub_dataset_of(v) for v in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
     assert schedule.epoch_of(7) == 2
 
 
 @given(st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(-2, 100))
 def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed: int, epoch: int) -> None:
     """An epoch's order is a permutation, and the same whenever it is asked for."""
-    schedule = Schedule(num_passes=num_passes, pass_set_digest="d", order_seed=seed)
+    schedule = Schedule(num_passes=num_passes, dataset_digest="d", order_seed=seed)
     order = schedule.order(epoch)
     assert sorted(order) == list(range(num_passes))
     np.testing.assert_array_equal(order, schedule.order(epoch))
 
 
 @given(st.integers(1, 8), st.none() | st.integers(0, 99), st.integers(0, 5), st.data())
-def test_what_is_left_is_the_sum_over_all_visits_to_come(
+def test_what_is_left_is_the_sum_over_all_passes_to_come(
     num_passes: int, order_seed: int | None, epochs: int, data: st.DataObject
 ) -> None:
-    """From any visit; and of more epochs than could be gone through one by one."""
-    schedule = Schedule(num_passes=num_passes, pass_set_digest="d", order_seed=order_seed)
+    """From any pass; and of more epochs than could be gone through one by one."""
+    schedule = Schedule(num_passes=num_passes, dataset_digest="d", order_seed=order_seed)
     samples_P = [3**i for i in range(num_passes)]
     end = epochs * num_passes
-    visit = data.draw(st.integers(0, end))
-    left = sum(samples_P[schedule.pass_of(v)] for v in range(visit, end))
-    assert schedule.samples_left(visit, epochs, samples_P) == left
-    assert schedule.samples_left(visit, epochs + 10**15, samples_P) == left + 10**15 * sum(samples_P)
+    pass_index = data.draw(st.integers(0, end))
+    left = sum(samples_P[schedule.sub_dataset_of(v)] for v in range(pass_index, end))
+    assert schedule.samples_left(pass_index, epochs, samples_P) == left
+    assert schedule.samples_left(pass_index, epochs + 10**15, samples_P) == left + 10**15 * sum(samples_P)
 
 
 def test_seeded_orders_differ_between_epochs_and_seeds() -> None:
     """20 passes: no two of ten epochs, and no two of ten seeds, have one order."""
-    schedules = [Schedule(num_passes=20, pass_set_digest="d", order_seed=seed) for seed in range(10)]
+    schedules = [Schedule(num_passes=20, dataset_digest="d", order_seed=seed) for seed in range(10)]
     orders = {tuple(schedule.order(epoch)) for schedule in schedules for epoch in range(10)}
     assert len(orders) == 100
 
 
-def test_the_digest_changes_with_pass_set_and_order_only() -> None:
+def test_the_digest_changes_with_dataset_and_order_only() -> None:
     """Two equal schedules have one digest, others another."""
-    one = Schedule(num_passes=3, pass_set_digest="d")
-    assert one.digest == Schedule(num_passes=3, pass_set_digest="d").digest
-    assert one.digest != Schedule(num_passes=3, pass_set_digest="e").digest
-    assert one.digest != Schedule(num_passes=3, pass_set_digest="d", order_seed=0).digest
+    one = Schedule(num_passes=3, dataset_digest="d")
+    assert one.digest == Schedule(num_passes=3, dataset_digest="d").digest
+    assert one.digest != Schedule(num_passes=3, dataset_digest="e").digest
+    assert one.digest != Schedule(num_passes=3, dataset_digest="d", order_seed=0).digest
 
 
 def test_a_schedule_of_no_passes_is_refused() -> None:
     """The message says what to do."""
     with pytest.raises(ValueError, match="extract some data first"):
-        Schedule(num_passes=0, pass_set_digest="d")
+        Schedule(num_passes=0, dataset_digest="d")

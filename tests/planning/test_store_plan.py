@@ -25,9 +25,9 @@ GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.
 NOTHING = Manifest.of([], {})
 
 
-def stream_of(visit: int, counts: list[int], block_rows: int) -> Stream:
-    """Return a dump with so many rows for each visit after it."""
-    ranges = tuple(Range(next_use=visit + gap, table_rows=(n,)) for gap, n in enumerate(counts, 1) if n)
+def stream_of(pass_index: int, counts: list[int], block_rows: int) -> Stream:
+    """Return a dump with so many rows for each pass after it."""
+    ranges = tuple(Range(next_use=pass_index + gap, table_rows=(n,)) for gap, n in enumerate(counts, 1) if n)
     return Stream(row_bytes=32, piece_rows=2, block_bytes=32 * block_rows, ranges=ranges)
 
 
@@ -39,9 +39,7 @@ def stream_of(visit: int, counts: list[int], block_rows: int) -> Stream:
     block_rows=st.integers(1, 6),
     epoch=st.integers(0, 3),
 )
-def test_live_blocks_are_those_that_some_later_visit_needs(
-    counts: list[list[int]], block_rows: int, epoch: int
-) -> None:
+def test_live_blocks_are_those_that_some_later_pass_needs(counts: list[list[int]], block_rows: int, epoch: int) -> None:
     """At each commit of an epoch like all others: every block with a row whose next use is not over yet."""
     n = len(counts)
     dumps = {epoch * n + i: (SegmentRanges.of(stream_of(epoch * n + i, counts[i], block_rows)),) for i in range(n)}
@@ -49,8 +47,8 @@ def test_live_blocks_are_those_that_some_later_visit_needs(
     taken = []
     for cursor in range(2 * n, 3 * n):
         total = 0
-        for visit in range(cursor - n, cursor):
-            stream = stream_of(visit, counts[visit % n], block_rows)
+        for pass_index in range(cursor - n, cursor):
+            stream = stream_of(pass_index, counts[pass_index % n], block_rows)
             uses = np.repeat([r.next_use for r in stream.ranges], [r.rows for r in stream.ranges])
             blocks = {row // block_rows for row, use in enumerate(uses) if use >= cursor}
             rows = min(block_rows, stream.rows)
@@ -62,7 +60,7 @@ def test_live_blocks_are_those_that_some_later_visit_needs(
 
 @pytest.mark.parametrize(("commits", "commit_every", "passes"), [(1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 5, 11)])
 def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commit_every: int, passes: int) -> None:
-    """Two at the least, one more for each visit that a commit is behind and each further commit that is kept."""
+    """Two at the least, one more for each pass that a commit is behind and each further commit that is kept."""
     plan = StorePlan.of(
         GROUPS,
         {0: (SegmentRanges.of(stream_of(0, [9], 4)),)},
@@ -80,7 +78,7 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
 
 
 def test_last_changes_of_rows_that_were_moved_are_counted() -> None:
-    """A page or more for each block that a commit still needs, whether a visit will free it or not."""
+    """A page or more for each block that a commit still needs, whether a pass will free it or not."""
     world = World(small_tables(), keys_per_pass=30, universe=60)
     options = {"commits": 1, "commit_every": 1, "state_bytes": 0, "use_files": 1}
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.training.cases import Case, Spec
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import OOV_KEY, FeatureKeys, KeyBatch
-from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
+from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ class Entry:
     rows: tuple[int, ...]
     """How many keys each table may have."""
     specs: tuple[Spec, ...]
-    placement: Callable[[Entry, int], Placement | str]
+    sharding: Callable[[Entry, int], ShardingPlan | str]
     """Says where tables stand on so many ranks."""
     num_samples: int = 67
     pass_samples: int = 35
@@ -56,7 +56,7 @@ class Entry:
     singles: tuple[str, ...] = ()
     """Features that are looked up unpooled."""
     input: str = "data"
-    """What each rank reads: as of ``Visit.batches``. Weights have no factors where it is "model"."""
+    """What each rank reads: as of ``Pass.batches``. Weights have no factors where it is "model"."""
     idle: tuple[str, ...] = ()
     """Features that are looked up without a gradient: their rows are not stepped."""
     twice: bool = False
@@ -77,7 +77,7 @@ class Entry:
         """The schema of the entry."""
         return Case(tables=self.tables, specs=self.specs).schema
 
-    def cut(self, folder: Path, *, times: int = 1, seed: int | None = None) -> tc.PassSet:
+    def cut(self, folder: Path, *, times: int = 1, seed: int | None = None) -> tc.PassDataset:
         """Make the samples and cut them into passes. Tables have ``times`` as many keys."""
         rng, n = np.random.default_rng(self.seed if seed is None else seed), self.num_samples
         rows = {one.name: count * times for one, count in zip(self.tables, self.rows, strict=True)}
@@ -96,7 +96,7 @@ class Entry:
         dense = (rng.integers(-4, 5, n) if self.exact else rng.standard_normal(n)).astype(np.float32)[:, None]
         batch = KeyBatch(label, dense, features)
         cuts = [batch.slice(low, min(low + self.pass_samples, n)) for low in range(0, n, self.pass_samples)]
-        return write_pass_set(folder, self.schema, cuts)
+        return write_dataset(folder, self.schema, cuts)
 
 
 def keys_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -104,22 +104,22 @@ def keys_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
 
 
-def in_turn(*ways: str) -> Callable[[Entry, int], Placement]:
+def in_turn(*ways: str) -> Callable[[Entry, int], ShardingPlan]:
     """Return a placer of tables by these kinds in turn; several slices are uneven where they can be."""
 
-    def placed(entry: Entry, size: int) -> Placement:
+    def planned(entry: Entry, size: int) -> ShardingPlan:
         tables = {}
         for i, one in enumerate(entry.tables):
             way = ways[i % len(ways)]
             if way == "table" or (way == "column" and min(size, one.dim) == 1):
-                tables[one.name] = TablePlacement("table", (Slice((i + 1) % size, 0, one.dim),))
+                tables[one.name] = TableSharding("table", (Slice((i + 1) % size, 0, one.dim),))
             elif way == "column":
                 tables[one.name] = sliced(one.dim, [(i + k) % size for k in range(min(size, one.dim))])
             else:
-                tables[one.name] = TablePlacement(way)  # type: ignore[arg-type]
-        return Placement(size, tables)
+                tables[one.name] = TableSharding(way)  # type: ignore[arg-type]
+        return ShardingPlan(size, tables)
 
-    return placed
+    return planned
 
 
 class Model(nn.Module):
@@ -194,15 +194,15 @@ def run(
     """
     model, trained, optimizer = ready or tracked(cache, entry, size)
     step, outputs, weights = 0, [], []
-    for visit in cache.passes(epochs=entry.epochs):
+    for p in cache.passes(epochs=entry.epochs):
         held = 0
-        for batch in visit.batches(entry.batch, shuffle=entry.shuffle, input=entry.input):
+        for batch in p.batches(entry.batch, shuffle=entry.shuffle, input=entry.input):
             (trained(batch) * batch.weight).backward()
             counted = bool(batch.weight)
             outputs.append([one.numpy()[: None if counted else 0].copy() for one in model.looked_up])
             weights.append([one.grad.numpy()[: None if counted else 0] / size for one in model.weights])
             held += 1
-            if held < entry.accumulate and visit.samples_done < visit.num_samples:
+            if held < entry.accumulate and p.samples_done < p.num_samples:
                 continue
             if step in entry.rates:
                 rate, tables = entry.rates[step]
@@ -231,8 +231,8 @@ def known(name: str | dict[str, Any]) -> Entry:
 def open_cache(ranks: AnyCommunicator, entry: Entry, folder: str, **given: Any) -> tc.TierCache:
     """Open the sharded store of an entry, with the smallest host budget where it asks for that."""
     options: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB", **entry.options, **given}
-    options["sharding"] = entry.placement(entry, ranks.size)
-    passes, path = tc.PassSet.open(Path(folder) / "passes"), Path(folder) / "model.tc"
+    options["sharding"] = entry.sharding(entry, ranks.size)
+    passes, path = tc.PassDataset.open(Path(folder) / "passes"), Path(folder) / "model.tc"
     if options["host_budget"] == "smallest":
         try:
             tc.TierCache(path, passes, **options | {"host_budget": 1})
@@ -260,7 +260,7 @@ def train(
 def evaluate(ranks: AnyCommunicator, name: str, folder: str, *, at: list[int], schedule: str) -> dict[str, Any]:
     """Train an entry and look the evaluation set up behind some steps; return what was found by step and batch."""
     entry, found = known(name), {}
-    tests = tc.PassSet.open(Path(folder) / "tests")
+    tests = tc.PassDataset.open(Path(folder) / "tests")
     with open_cache(ranks, entry, folder) as cache:
 
         def look(step: int) -> None:
@@ -273,7 +273,7 @@ def evaluate(ranks: AnyCommunicator, name: str, folder: str, *, at: list[int], s
     return found
 
 
-def looked_up(cache: Any, entry: Entry, tests: tc.PassSet, **options: Any) -> dict[str, Any]:
+def looked_up(cache: Any, entry: Entry, tests: tc.PassDataset, **options: Any) -> dict[str, Any]:
     """Return the vectors of an evaluation by batch, those of this rank's samples, and how many slices there were."""
     bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in entry.specs})
     slices, found = 0, []
@@ -290,9 +290,9 @@ def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int
     entry = known(name)
     with open_cache(ranks, entry, folder) as cache:
         ready = tracked(cache, entry, ranks.size)
-        visits = cache.passes(epochs=1)
-        visit = next(visits)
-        read = visit.source.read
+        passes = cache.passes(epochs=1)
+        p = next(passes)
+        read = p.source.read
 
         def wrong(places: Any, **options: Any) -> Any:
             samples = read(places, **options)
@@ -300,14 +300,14 @@ def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int
             return samples
 
         if ranks.rank == bad_rank:
-            visit.source.read = wrong  # type: ignore[method-assign]
+            p.source.read = wrong  # type: ignore[method-assign]
         said = ["", ""]
         try:
             bag = tc.EmbeddingBagCollection(cache.schema)
-            bag(next(visit.batches(entry.batch)))  # a rank alone is told at the lookup
+            bag(next(p.batches(entry.batch)))  # a rank alone is told at the lookup
         except (IndexError, tc.TierCacheError) as error:
             said = [type(error).__name__, str(error)]
-        visit.source.read = read  # type: ignore[method-assign]
+        p.source.read = read  # type: ignore[method-assign]
         return run(cache, entry, ranks.size, ready=ready) | {"said": said}
 
 
@@ -317,9 +317,9 @@ def leave_a_loop(ranks: AnyCommunicator, name: str, folder: str) -> list[str]:
     before, sys.unraisablehook = sys.unraisablehook, lambda unraisable: found.append(str(unraisable.exc_value))
     try:
         with open_cache(ranks, known(name), folder) as cache:
-            visits = cache.passes(epochs=1)
-            next(visits)
-        del visits
+            passes = cache.passes(epochs=1)
+            next(passes)
+        del passes
         gc.collect()
     finally:
         sys.unraisablehook = before
@@ -332,18 +332,18 @@ def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> Non
     wrong: dict[str, Any] = {
         "a table that there is not": {"sharding": {"t9": "row"}},
         "a kind that there is not": {"sharding": {"t0": "data_parallel"}},
-        "another number of ranks": {"sharding": entry.placement(entry, ranks.size + 1)},
+        "another number of ranks": {"sharding": entry.sharding(entry, ranks.size + 1)},
         "a wire dtype": {"comm_dtype": "int8"},
         "another store's tables": {},
     }
     if what in wrong:
-        passes, options = tc.PassSet.open(Path(folder) / "passes"), {"device_budget": "1MiB", "host_budget": "9MiB"}
+        passes, options = tc.PassDataset.open(Path(folder) / "passes"), {"device_budget": "1MiB", "host_budget": "9MiB"}
         tc.TierCache(Path(folder) / "model.tc", passes, **options | wrong[what])
     with open_cache(ranks, entry, folder) as cache:
-        if what == "a step before any visit":
+        if what == "a step before any pass":
             cache.optimizer.step()
         if what == "rows of no batch":
-            visits = cache.passes(epochs=1)
-            batch = next(next(visits).batches(entry.batch))
+            loop = cache.passes(epochs=1)
+            batch = next(next(loop).batches(entry.batch))
             cache.optimizer.zero_grad()
             Model(cache, entry)(batch)

@@ -1,6 +1,6 @@
 """The conformance list: what several ranks must do as one process does, by name.
 
-The first half are the behaviours that sharded embeddings of other projects are tested for; the second those that they
+The first half are the behaviors that sharded embeddings of other projects are tested for; the second those that they
 are not.
 """
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import tiercache as tc
 from tests.ranks.conformance import WAYS, Entry, in_turn
 from tests.training.cases import Spec, table
-from tiercache.ranks.loads import Load
-from tiercache.ranks.placement import Placement, TablePlacement, sliced
-from tiercache.ranks.placing import place
+from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding, sliced
+from tiercache.ranks.sharding_planner import plan_sharding
+from tiercache.ranks.table_stats import TableStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,19 +40,19 @@ def a_feature_each(count: int, *specs: dict[str, Any]) -> tuple[Spec, ...]:
     return tuple(Spec(name=f"f{i}", table=f"t{i}", **kinds[i % len(kinds)]) for i in range(count))
 
 
-def strategy(name: str, **thresholds: int) -> Callable[[Entry, int], Placement]:
+def strategy(name: str, **thresholds: int) -> Callable[[Entry, int], ShardingPlan]:
     """Return a placer by a strategy, for tables that have all their rows; thresholds in numbers of the vectors."""
 
-    def placed(entry: Entry, size: int) -> Placement:
+    def planned(entry: Entry, size: int) -> ShardingPlan:
         loads = {
-            one.name: Load(rows=rows, samples=entry.pass_samples)
+            one.name: TableStats(rows=rows, samples=entry.pass_samples)
             for one, rows in zip(entry.tables, entry.rows, strict=True)
         }
-        return place(
+        return plan_sharding(
             entry.tables, loads, size, strategy=name, **{what: 4 * count for what, count in thresholds.items()}
         )
 
-    return placed
+    return planned
 
 
 RAGGED: dict[str, Any] = {"hotness": "ragged"}
@@ -79,54 +79,54 @@ EVERYTHING = Entry(
         Spec(name="thin", table="t4", hotness="ragged"), Spec(name="seven", table="t5", hotness="fixed", mode="mean"),
         Spec(name="odd", table="t6", hotness="ragged", mode="mean"), Spec(name="last", table="t7"),
     ),
-    placement=ALL, accumulate=2, singles=("list", "last"),
+    sharding=ALL, accumulate=2, singles=("list", "last"),
 )  # fmt: skip
 
 MERLIN = {
-    "basic": Entry(**tables_of(SIX), specs=a_feature_each(6), placement=strategy("basic")),
-    "row slices": Entry(**tables_of(SIX), specs=a_feature_each(6), placement=in_turn("row")),
-    "all replicated": Entry(**tables_of(SIX), specs=a_feature_each(6), placement=in_turn("replicate")),
-    "memory balanced": Entry(**tables_of(SIX), specs=a_feature_each(6), placement=strategy("memory_balanced")),
-    "memory optimized": Entry(**tables_of(SIX), specs=a_feature_each(6), placement=strategy("memory_optimized")),
-    "by cost": Entry(**tables_of(SIX), specs=a_feature_each(6), placement=strategy("cost")),
+    "basic": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("basic")),
+    "row slices": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("row")),
+    "all replicated": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("replicate")),
+    "memory balanced": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("memory_balanced")),
+    "memory optimized": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("memory_optimized")),
+    "by cost": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("cost")),
     "shared tables": Entry(
         **tables_of(FOUR), specs=(*a_feature_each(4), *(Spec(name=f"g{i}", table=f"t{i // 2}") for i in range(4))),
-        placement=strategy("basic"),
+        sharding=strategy("basic"),
     ),
     "column slices merged on a rank": Entry(
         **tables_of(((100, 8), (5, 8), (10, 8), (25, 4))), specs=a_feature_each(4),
-        placement=strategy("basic", column_threshold=45),
+        sharding=strategy("basic", column_threshold=45),
     ),
     "column slices of small tables": Entry(
         **tables_of(((10, 4), (11, 2), (4, 2), (4, 2))), specs=a_feature_each(4),
-        placement=strategy("memory_balanced", column_threshold=10),
+        sharding=strategy("memory_balanced", column_threshold=10),
     ),
     "eight tables of width 2 are one array": Entry(
-        **tables_of([(10 + i, 2) for i in range(8)]), specs=a_feature_each(8), placement=strategy("basic")
+        **tables_of([(10 + i, 2) for i in range(8)]), specs=a_feature_each(8), sharding=strategy("basic")
     ),
     "one table in uneven slices": Entry(
         **tables_of(((30, 15),)), specs=a_feature_each(1, RAGGED),
-        placement=lambda entry, size: Placement(size, {"t0": sliced(15, range(size))}),
+        sharding=lambda entry, size: ShardingPlan(size, {"t0": sliced(15, range(size))}),
     ),
     "slices that stand on other ranks than the first": Entry(
         **tables_of(((30, 15), (20, 6))), specs=a_feature_each(2),
-        placement=lambda entry, size: Placement(
-            size, {"t0": sliced(15, [size - 1, *range(size - 1), size - 1]), "t1": TablePlacement("row")}
+        sharding=lambda entry, size: ShardingPlan(
+            size, {"t0": sliced(15, [size - 1, *range(size - 1), size - 1]), "t1": TableSharding("row")}
         ),
     ),
     "all ways at once": Entry(
         **tables_of(((5, 4), (200, 8), (60, 8), (30, 4), (400, 16))), specs=a_feature_each(5, {}, RAGGED),
-        placement=strategy("basic", replicate_threshold=25, column_threshold=250, row_threshold=2000),
+        sharding=strategy("basic", replicate_threshold=25, column_threshold=250, row_threshold=2000),
     ),
     "more rows than memory": Entry(
         **tables_of(((400, 8), (300, 8)), *RULES[1:3]), specs=a_feature_each(2, RAGGED, {}), pass_samples=16,
-        num_samples=128, epochs=3, placement=in_turn("row", "column"), options={"host_budget": "smallest"},
+        num_samples=128, epochs=3, sharding=in_turn("row", "column"), options={"host_budget": "smallest"},
     ),
     "ragged lists and more ranks than tables": Entry(
-        **tables_of(((30, 8),)), specs=a_feature_each(1, RAGGED), placement=lambda entry, size: "auto"
+        **tables_of(((30, 8),)), specs=a_feature_each(1, RAGGED), sharding=lambda entry, size: "auto"
     ),
     "two tables on more ranks, each on one": Entry(
-        **tables_of(((30, 8), (20, 8))), specs=a_feature_each(2, RAGGED), placement=in_turn("table")
+        **tables_of(((30, 8), (20, 8))), specs=a_feature_each(2, RAGGED), sharding=in_turn("table")
     ),
 }  # fmt: skip
 MERLIN |= {
@@ -137,61 +137,61 @@ MERLIN |= {
 test_conformance.py for what is refused here; a batch that ranks do not divide trains."""
 
 BEYOND = {
-    "means": Entry(**tables_of(FOUR), specs=a_feature_each(4, MEAN, LIST | {"mode": "mean"}), placement=ALL),
-    "largest of a bag": Entry(**tables_of(FOUR), specs=a_feature_each(4, MEAN | {"mode": "max"}), placement=ALL),
-    "row slices of lists": Entry(**tables_of(FOUR), specs=a_feature_each(4, LIST, RAGGED), placement=in_turn("row")),
-    "shared tables in every placement": Entry(**tables_of(FOUR), specs=SHARED, placement=ALL),
-    "shared tables in column slices": Entry(**tables_of(FOUR), specs=SHARED, placement=in_turn("column")),
+    "means": Entry(**tables_of(FOUR), specs=a_feature_each(4, MEAN, LIST | {"mode": "mean"}), sharding=ALL),
+    "largest of a bag": Entry(**tables_of(FOUR), specs=a_feature_each(4, MEAN | {"mode": "max"}), sharding=ALL),
+    "row slices of lists": Entry(**tables_of(FOUR), specs=a_feature_each(4, LIST, RAGGED), sharding=in_turn("row")),
+    "shared tables in every sharding": Entry(**tables_of(FOUR), specs=SHARED, sharding=ALL),
+    "shared tables in column slices": Entry(**tables_of(FOUR), specs=SHARED, sharding=in_turn("column")),
     "replicated tables of ragged lists": Entry(
-        **tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), placement=in_turn("replicate")
+        **tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), sharding=in_turn("replicate")
     ),
-    "empty bags": Entry(**tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), placement=ALL, empty=0.9),
-    "sgd with decay": Entry(**tables_of(FOUR, RULES[0]), specs=SHARED, placement=ALL),
-    "adagrad with decay": Entry(**tables_of(FOUR, RULES[1]), specs=SHARED, placement=ALL),
-    "row-wise adagrad with decay": Entry(**tables_of(FOUR, RULES[2]), specs=SHARED, placement=ALL),
+    "empty bags": Entry(**tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), sharding=ALL, empty=0.9),
+    "sgd with decay": Entry(**tables_of(FOUR, RULES[0]), specs=SHARED, sharding=ALL),
+    "adagrad with decay": Entry(**tables_of(FOUR, RULES[1]), specs=SHARED, sharding=ALL),
+    "row-wise adagrad with decay": Entry(**tables_of(FOUR, RULES[2]), specs=SHARED, sharding=ALL),
     "row-wise adagrad in column slices": Entry(
-        **tables_of(FOUR, RULES[2]), specs=SHARED, placement=in_turn("column"), accumulate=2
+        **tables_of(FOUR, RULES[2]), specs=SHARED, sharding=in_turn("column"), accumulate=2
     ),
-    "adam with decay": Entry(**tables_of(FOUR, RULES[3]), specs=SHARED, placement=ALL),
+    "adam with decay": Entry(**tables_of(FOUR, RULES[3]), specs=SHARED, sharding=ALL),
     "duplicates in a bag and between ranks": Entry(
         **tables_of(((3, 8), (2, 5), (1, 12), (2, 8)), *RULES), specs=a_feature_each(4, LIST | {"length": 5}, RAGGED),
-        placement=ALL,
+        sharding=ALL,
     ),
     "a last batch of one sample": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, num_samples=50, pass_samples=33
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, num_samples=50, pass_samples=33
     ),
     "batches of one sample": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, num_samples=5, pass_samples=3, batch=1
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, num_samples=5, pass_samples=3, batch=1
     ),
     "weights with gradients": Entry(
         **tables_of(FOUR, *RULES), specs=a_feature_each(4, RAGGED | {"weighted": True}, MEAN | {"weighted": True}),
-        placement=ALL,
+        sharding=ALL,
     ),
     "single vectors": Entry(
-        **tables_of(FOUR, *RULES), specs=(*SHARED, Spec(name="pooled", table="t1", hotness="ragged")), placement=ALL,
+        **tables_of(FOUR, *RULES), specs=(*SHARED, Spec(name="pooled", table="t1", hotness="ragged")), sharding=ALL,
         singles=tuple(spec.name for spec in SHARED),
     ),
-    "two modules": Entry(**tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, twice=True),
+    "two modules": Entry(**tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, twice=True),
     "gradients of several batches": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, accumulate=3, num_samples=200, pass_samples=100
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, accumulate=3, num_samples=200, pass_samples=100
     ),
     "changed learning rates": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, rates={1: (0.3, None), 3: (0.01, ("t1", "t2"))}
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, rates={1: (0.3, None), 3: (0.01, ("t1", "t2"))}
     ),
     "rows without a gradient": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, idle=("f0", "g1", "h2", "h3"), accumulate=2
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, idle=("f0", "g1", "h2", "h3"), accumulate=2
     ),
-    "dropped gradients": Entry(**tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, discarded=(1, 4)),
-    "a commit every third visit": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, pass_samples=16, options={"commit_every": 3}
+    "dropped gradients": Entry(**tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, discarded=(1, 4)),
+    "a commit every third pass": Entry(
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, options={"commit_every": 3}
     ),
-    "a commit behind every step": Entry(**tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, commits=True),
+    "a commit behind every step": Entry(**tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, commits=True),
     "a shuffled order of passes": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, pass_samples=16, epochs=2, options={"order_seed": 5}
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, epochs=2, options={"order_seed": 5}
     ),
     "dims from 1 to 130": Entry(
         **tables_of([(20, dim) for dim in (1, 2, 3, 7, 31, 64, 127, 128, 130)], *RULES),
-        specs=a_feature_each(9, RAGGED, {}), placement=in_turn("row", "column", "replicate", "table", "column"),
+        specs=a_feature_each(9, RAGGED, {}), sharding=in_turn("row", "column", "replicate", "table", "column"),
     ),
     "everything at once": EVERYTHING,
 }  # fmt: skip
@@ -206,30 +206,30 @@ EXACT = Entry(
         *a_feature_each(4), *(Spec(name=f"g{i}", table=f"t{i}", hotness="ragged") for i in range(4)),
         *(Spec(name=f"h{i}", table=f"t{i}", hotness="fixed", length=2, mode="mean") for i in range(4)),
     ),
-    placement=ALL, exact=True, num_samples=80, pass_samples=48,
+    sharding=ALL, exact=True, num_samples=80, pass_samples=48,
 )  # fmt: skip
 EXACT = replace(EXACT, tables=tuple(replace(one, initializer=tc.Constant(value=0.5)) for one in EXACT.tables))
 OTHERS = {
     "no sum is rounded": EXACT,
     "no sum is rounded, bfloat16 rows": replace(
         EXACT, tables=tuple(replace(one, dtype="bfloat16") for one in EXACT.tables),
-        placement=in_turn("row", "replicate", "row", "table"),
+        sharding=in_turn("row", "replicate", "row", "table"),
     ),
     "no sum is rounded, float16 rows": replace(
         EXACT, tables=tuple(replace(one, dtype="float16") for one in EXACT.tables),
-        placement=in_turn("table", "row", "replicate", "row"),
+        sharding=in_turn("table", "row", "replicate", "row"),
     ),
     "many steps": replace(EVERYTHING, num_samples=640, pass_samples=160, epochs=5, singles=()),
     "three epochs": replace(EVERYTHING, epochs=3),
     "keys of 32 and of 64 bits": Entry(
-        **tables_of(((40, 8), (30, 4))), placement=in_turn("row", "column"), pass_samples=32,
+        **tables_of(((40, 8), (30, 4))), sharding=in_turn("row", "column"), pass_samples=32,
         specs=(Spec(name="narrow", table="t0"), Spec(name="wide", table="t0"), Spec(name="list", table="t1", **RAGGED)),
     ),
     "evaluated": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=ALL, pass_samples=16, options={"eval_budget": 6000}
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, options={"eval_budget": 6000}
     ),
     "evaluated, with rows for unknown keys": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, placement=in_turn("row", "table", "column", "replicate"),
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=in_turn("row", "table", "column", "replicate"),
         pass_samples=16, unknown=0.1,
     ),
 }  # fmt: skip
@@ -253,6 +253,6 @@ def random_entry(record: dict[str, Any]) -> Entry:
         specs=tuple(
             Spec(name=f"f{n}", **spec | {"table": f"t{spec['table']}"}) for n, spec in enumerate(specs)
         ),
-        placement=in_turn(*(tables[i]["way"] for i in used)),
+        sharding=in_turn(*(tables[i]["way"] for i in used)),
         **drawn,
     )  # fmt: skip

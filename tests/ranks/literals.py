@@ -12,9 +12,9 @@ import tiercache as tc
 from tests.ranks.conformance import WAYS
 from tests.ranks.trainings import OPTIONS
 from tests.training.cases import table
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
-from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
+from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
@@ -38,7 +38,7 @@ def bags(lists: list[list[int]]) -> FeatureKeys:
     return FeatureKeys(np.array(list(chain(*lists)), np.int64), np.cumsum([0, *map(len, lists)]).astype(np.int64))
 
 
-def cut(folder: Path) -> tc.PassSet:
+def cut(folder: Path) -> tc.PassDataset:
     """Make a pass that gives every row its numbers, and one that looks bags up."""
     ragged = {name: tc.Feature(name=name, columns=(name,), table="rows", hotness="ragged") for name in ("sum", "mean")}
     rules = {f"by {n}": tc.Feature(name=f"by {n}", columns=(n,), table=n, hotness="ragged") for n in RULES}
@@ -55,7 +55,7 @@ def cut(folder: Path) -> tc.PassSet:
         {"id": [0, 1, 2, 3], "sum": nothing, "mean": nothing, "rules": BAGS},
         {"id": [3, 3, 3, 3], "sum": SUMS, "mean": MEANS, "rules": nothing},
     ]
-    return write_pass_set(
+    return write_dataset(
         folder,
         schema,
         [
@@ -70,19 +70,19 @@ def cut(folder: Path) -> tc.PassSet:
 
 
 def train(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
-    """Train with all tables placed in each way; return by way the outputs of the second pass."""
-    passes, found = tc.PassSet.open(Path(folder) / "passes"), {}
+    """Train with all tables sharded in each way; return by way the outputs of the second pass."""
+    passes, found = tc.PassDataset.open(Path(folder) / "passes"), {}
     for way in WAYS:
-        placement = Placement(ranks.size, {one.name: placed(way, ranks.size) for one in passes.tables})
+        sharding = ShardingPlan(ranks.size, {one.name: sharded(way, ranks.size) for one in passes.tables})
         path = Path(folder) / f"{way}.tc"
-        with tc.TierCache(path, passes, sharding=placement, **OPTIONS) as cache:
+        with tc.TierCache(path, passes, sharding=sharding, **OPTIONS) as cache:
             by_rule = [f"by {name}" for name in RULES]
             bag = tc.EmbeddingBagCollection(cache.schema, ["id", "sum", "mean", *by_rule], mode={"mean": "mean"})
             cache.register(bag=bag)
-            for visit in cache.passes(epochs=1):
-                for batch in visit.batches(4):
+            for p in cache.passes(epochs=1):
+                for batch in p.batches(4):
                     out = bag(batch)
-                    if visit.index == 0:
+                    if p.index == 0:
                         wanted = out[:, 6:].reshape(-1, 4, 2).sum(dim=1) - out[:, :2]
                         each = (wanted * batch.dense).sum(dim=1)
                     else:
@@ -93,10 +93,10 @@ def train(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
     return found
 
 
-def placed(way: str, size: int) -> TablePlacement:
+def sharded(way: str, size: int) -> TableSharding:
     """Place a table of two columns."""
     if way == "column" and size > 1:
         return sliced(2, [size - 1, 0])
     if way in {"column", "table"}:
-        return TablePlacement("table", (Slice(size - 1, 0, 2),))
-    return TablePlacement(way)  # type: ignore[arg-type]
+        return TableSharding("table", (Slice(size - 1, 0, 2),))
+    return TableSharding(way)  # type: ignore[arg-type]

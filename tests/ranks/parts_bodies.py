@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.ranks.sharded_world import divide_anew, opened, placement_on, take
+from tests.ranks.sharded_world import divide_anew, opened, sharding_on, take
 
 if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
@@ -23,4 +23,4 @@ def train(ranks: AnyCommunicator, path: str, commits: int, turn: int = 0) -> lis
 
 def divide(ranks: AnyCommunicator, path: str) -> None:
     """Make parts for these ranks."""
-    divide_anew(Path(path), ranks, placement_on(ranks.size, 1), lambda **_: None)
+    divide_anew(Path(path), ranks, sharding_on(ranks.size, 1), lambda **_: None)

@@ -29,7 +29,7 @@ from tests.crash.outcome import FAILING, EnoughError, Found
 from tests.crash.points import Point, unwatch, watch
 from tests.crash.schedule import After, At, die, spread
 from tests.ranks.meeting import Processes, meet
-from tests.ranks.sharded_world import divide_anew, opened, placement_on, problems, take
+from tests.ranks.sharded_world import divide_anew, opened, problems, sharding_on, take
 from tiercache.errors import RankError
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_store import ShardedStore
@@ -78,13 +78,13 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
         if turn:
             return
         teller.phase = PHASES[3]
-        divide_anew(path, ranks, placement_on(ranks.size, 1), partial(note, teller), engine=engine)
+        divide_anew(path, ranks, sharding_on(ranks.size, 1), partial(note, teller), engine=engine)
         turn = 1
 
 
 def turn_of(record: Record) -> int:
-    """Return which placement a record has."""
-    return int(record.placement == placement_on(record.num_ranks, 1).to_record())
+    """Return which sharding a record has."""
+    return int(record.sharding == sharding_on(record.num_ranks, 1).to_record())
 
 
 def run(

@@ -69,7 +69,7 @@ class Model(nn.Module):
 def opened(folder: str, name: str, kind: str = "table", **options: Any) -> tc.TierCache:
     """Open the store of a test, with all tables divided alike."""
     sharding = dict.fromkeys([one.name for one in CASE.tables], kind)
-    passes = tc.PassSet.open(Path(folder) / "passes")
+    passes = tc.PassDataset.open(Path(folder) / "passes")
     return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **OPTIONS | options)
 
 
@@ -95,11 +95,11 @@ def train(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         cache.register(model=model, optimizer=optimizer)
         held = 0
-        for visit in cache.passes(epochs=2):
+        for p in cache.passes(epochs=2):
             if micro_batches is None:
-                each = ([batch] for batch in visit.batches(CASE.batch, shuffle=True, **given))
+                each = ([batch] for batch in p.batches(CASE.batch, shuffle=True, **given))
             else:
-                each = visit.steps(CASE.batch, micro_batches=micro_batches, shuffle=True, **given)
+                each = p.steps(CASE.batch, micro_batches=micro_batches, shuffle=True, **given)
             for batches in each:
                 for batch in batches:
                     pooled.update(batch.pooled)
@@ -107,14 +107,14 @@ def train(
                         nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight
                     ).backward()
                 held += 1
-                if held == accumulate or visit.samples_done == visit.num_samples:
+                if held == accumulate or p.samples_done == p.num_samples:
                     optimizer.step()
                     optimizer.zero_grad()
                     inner.step, held = inner.step + 1, 0
         sent = cache.bytes_sent
         found = [
             inner.left(batch).detach().numpy().copy()
-            for piece in cache.evaluation(cache.pass_set)
+            for piece in cache.evaluation(cache.dataset)
             for batch in piece.batches(23)
             if batch.weight
         ]
@@ -126,13 +126,13 @@ def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
     with opened(folder, "weighed.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title", "more"], weighted=["title"] if announced else ())
         cache.register(bag=bag)
-        for visit in cache.passes(epochs=1):
-            batch = next(visit.batches(8))
+        for p in cache.passes(epochs=1):
+            batch = next(p.batches(8))
             weights = torch.ones(4 * 6, requires_grad=True)
             bag(batch, {"title": weights}).sum().backward()
             cache.optimizer.step()
             return [sorted(batch.pooled), sorted(batch.ids), float(weights.grad.abs().sum())]  # type: ignore[union-attr]
-    raise AssertionError("there was no visit")
+    raise AssertionError("there was no pass")
 
 
 def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dict[str, Any]:
@@ -140,8 +140,8 @@ def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dic
     with opened(folder, "asked.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["user", "more"])
         cache.register(bag=bag)
-        for visit in cache.passes(epochs=1):
-            batch = next(visit.batches(8))
+        for p in cache.passes(epochs=1):
+            batch = next(p.batches(8))
             said = []
             for name in names:
                 with pytest.raises(KeyError) as caught:
@@ -152,15 +152,15 @@ def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dic
                 "said": said, "iterated": list(batch.ids), "in": [name in batch.ids for name in names],
                 "got": [batch.ids.get(name) for name in names], "ids": batch.ids["user"].num_ids,
             }  # fmt: skip
-    raise AssertionError("there was no visit")
+    raise AssertionError("there was no pass")
 
 
 def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[list[str]]]:
     """Return the features of batches, with rows and pooled, as modules are registered."""
     found = []
     with opened(folder, "modules.tc") as cache:
-        for visit in cache.passes(epochs=1):
-            batches = visit.batches(8)
+        for p in cache.passes(epochs=1):
+            batches = p.batches(8)
 
             def note() -> tc.Batch:
                 batch = next(batches)  # noqa: B023 - called here only
@@ -177,7 +177,7 @@ def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[lis
             with pytest.raises(ValueError, match="without the rows of feature 'more'"):
                 tc.EmbeddingCollection(cache.schema, ["more"])(batch)
             return found
-    raise AssertionError("there was no visit")
+    raise AssertionError("there was no pass")
 
 
 def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None:
@@ -186,11 +186,11 @@ def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None
         bag = tc.EmbeddingBagCollection(cache.schema, ["title"], mode="mean")
         cache.register(bag=bag)
         owner = cache.sharding.tables["words"].slices[0].rank
-        for visit in cache.passes(epochs=1):
-            source = visit.source
+        for p in cache.passes(epochs=1):
+            source = p.source
             if ranks.rank == (owner if input_ == "model" else (owner + 1) % ranks.size):
                 source.read = partial(_with_a_wrong_id, source.read)  # type: ignore[method-assign]
-            bag(next(visit.batches(8, input=input_)))
+            bag(next(p.batches(8, input=input_)))
 
 
 def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
@@ -208,5 +208,5 @@ def differ(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
             cache.schema, ["more"], mode="sum" if ranks.rank and what == "modes" else "mean"
         )
         cache.register(bag=bag)
-        for visit in cache.passes(epochs=1):
-            bag(next(visit.batches(8 + ranks.rank * (what == "sizes"), input="model")))
+        for p in cache.passes(epochs=1):
+            bag(next(p.batches(8 + ranks.rank * (what == "sizes"), input="model")))

@@ -76,10 +76,10 @@ def reweighed(arguments: Arguments, number: int) -> Arguments:
     return keys, others | {"weights": weights}
 
 
-def batches_of(samples: tc.PassSet, pass_index: int, start: int, size: int) -> Iterator[Arguments]:
+def batches_of(samples: tc.PassDataset, sub_dataset: int, start: int, size: int) -> Iterator[Arguments]:
     """Yield the global batches of a pass."""
-    for first in range(start, samples.passes[pass_index].samples, size):
-        keys, others = batch_arguments(samples, pass_index, first, size)
+    for first in range(start, samples.passes[sub_dataset].samples, size):
+        keys, others = batch_arguments(samples, sub_dataset, first, size)
         yield (
             {name: tuple(map(np.asarray, k)) if isinstance(k, tuple) else np.asarray(k) for name, k in keys.items()},
             others,
@@ -88,7 +88,7 @@ def batches_of(samples: tc.PassSet, pass_index: int, start: int, size: int) -> I
 
 def run(
     cache: Any,
-    samples: tc.PassSet,
+    samples: tc.PassDataset,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
@@ -100,21 +100,21 @@ def run(
     evaluates: bool = False,
     reweighs: bool = False,
 ) -> dict[str, Any]:
-    """Train on the samples of one rank; until a commit behind batch ``stop``, (visit, batch), where said."""
+    """Train on the samples of one rank; until a commit behind batch ``stop``, (pass, batch), where said."""
     criterion, evaluated, most = nn.BCEWithLogitsLoss(), [], 0
     single = tc.EmbeddingCollection(cache.schema, ["user", "item"]) if evaluates else None
     if single is not None:
         cache.register(single=single)
-    for visit in cache.passes(epochs=CASE.epochs):
-        every = batches_of(samples, visit.pass_index, visit.start_sample, CASE.batch)
-        for number, arguments in enumerate(every, visit.start_batch):
+    for p in cache.passes(epochs=CASE.epochs):
+        every = batches_of(samples, p.sub_dataset, p.start_sample, CASE.batch)
+        for number, arguments in enumerate(every, p.start_batch):
             given = arguments if missing == "error" else foreign(arguments)
             given = reweighed(given, number) if reweighs else given
             num_samples = len(given[1]["label"])
             bounds = cut(number, num_samples, size, deal)
             keys, others = dealt(given, *bounds[rank : rank + 2])
             gone = deal == "ended" and rank > 0 and number >= 2
-            batch = visit.batch(None) if gone else visit.batch(keys, **others, missing=missing)
+            batch = p.batch(None) if gone else p.batch(keys, **others, missing=missing)
             most = max(most, cache._raw.index_bytes)
             assert batch is not None
             assert len(batch) == max(bounds[rank + 1] - bounds[rank], 1)
@@ -122,11 +122,11 @@ def run(
             (criterion(model(batch), batch.label) * batch.weight).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if stop == [visit.index, number]:
+            if stop == [p.index, number]:
                 cache.commit()
                 return {}
         if deal == "ended":
-            assert visit.batch(None) is None
+            assert p.batch(None) is None
         if single is not None:
             bounds = cut(1, num_samples, size, "uneven")
             keys, others = dealt(foreign(given), *bounds[rank : rank + 2])
@@ -139,7 +139,7 @@ def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **optio
     """Train a sharded store by the raw keys of this rank's samples; by the CUDA kernels, on the shim, where said."""
     how = {name: options.pop(name) for name in ("deal", "missing", "stop", "evaluates", "reweighs") if name in options}
     place = Path(folder)
-    samples, keys = tc.PassSet.open(place / "passes"), tc.PassSet.open(place / "keys")
+    samples, keys = tc.PassDataset.open(place / "passes"), tc.PassDataset.open(place / "keys")
     options |= {"device": shim()} if on_shim else {}
     with tc.TierCache(place / "raw.tc", keys, **OPTIONS | options) as cache:
         torch.manual_seed(1)
@@ -156,14 +156,14 @@ def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **optio
 
 def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
     """Have rank 1 bring a key that the pass lacks; then all go on with another batch."""
-    samples, keys = (tc.PassSet.open(Path(folder) / name) for name in ("passes", "keys"))
+    samples, keys = (tc.PassDataset.open(Path(folder) / name) for name in ("passes", "keys"))
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
-        visits = cache.passes(epochs=1)
-        visit = next(visits)
+        passes = cache.passes(epochs=1)
+        p = next(passes)
         for number, arguments in enumerate(batches_of(samples, 0, 0, CASE.batch)):
             mine, others = dealt(arguments, 0, 3)
-            batch = visit.batch(mine, **others)
+            batch = p.batch(mine, **others)
             model(batch).sum().backward()
             cache.optimizer.step()
             if number == 1:
@@ -172,22 +172,22 @@ def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
         if ranks.rank == 1:
             mine["item"] = np.full((3, 3), 77_777)
         try:
-            visit.batch(mine, **others)
+            p.batch(mine, **others)
         except (KeyNotInPassError, RankError) as raised:
             error = [type(raised).__name__, str(raised), getattr(raised, "key", None), getattr(raised, "batch", None)]
-        done = visit.batches_done, visit.samples_done
+        done = p.batches_done, p.samples_done
         mine, others = dealt(arguments, 0, 2)
-        visit.batch(mine, **others)
-        return [error, *done, visit.batches_done]
+        p.batch(mine, **others)
+        return [error, *done, p.batches_done]
 
 
 def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
-    """Have rank 1 leave the batches of a visit before rank 0 does, or use it another way."""
-    samples, keys = (tc.PassSet.open(Path(folder) / name) for name in ("passes", "keys"))
+    """Have rank 1 leave the batches of a pass before rank 0 does, or use it another way."""
+    samples, keys = (tc.PassDataset.open(Path(folder) / name) for name in ("passes", "keys"))
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model, last = Net(cache, CASE), ranks.rank == 1
-        for visit in cache.passes(epochs=1):
-            for number, arguments in enumerate(batches_of(samples, visit.pass_index, 0, CASE.batch)):
+        for p in cache.passes(epochs=1):
+            for number, arguments in enumerate(batches_of(samples, p.sub_dataset, 0, CASE.batch)):
                 mine, others = dealt(arguments, 0, 3)
                 if last and number == 1:
                     if what == "evaluates":
@@ -196,27 +196,27 @@ def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
                         raise OSError("no such file: the loader's of rank 1")
                     if what == "shapes":
                         others["label"] = [1.0]
-                model(visit.batch(mine, **others)).sum().backward()
+                model(p.batch(mine, **others)).sum().backward()
                 cache.optimizer.step()
 
 
 def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
     """Make batches of which no rank has a sample."""
-    keys = tc.PassSet.open(Path(folder) / "keys")
+    keys = tc.PassDataset.open(Path(folder) / "keys")
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
-        visits = cache.passes(epochs=1)
-        visit = next(visits)
+        passes = cache.passes(epochs=1)
+        p = next(passes)
         none = {"user": [], "friend": ([], [0]), "item": np.empty((0, 3), int), "word": ([], [0]),
                 "title": np.empty((0, 3), int), "tag": ([], [0])}  # fmt: skip
         made = [
-            visit.batch(none, dense=np.empty((0, 1))),
-            visit.batch(none if ranks.rank else None, dense=np.empty((0, 1))),
+            p.batch(none, dense=np.empty((0, 1))),
+            p.batch(none if ranks.rank else None, dense=np.empty((0, 1))),
         ]
         found = [[len(one), one.weight, list(model.bag(one).shape)] for one in made]
         out = cache.evaluation_batch(none if ranks.rank else None, dense=np.empty((0, 1)))
         assert out.dense.shape == (0, 1)
-        return [*found, len(out), visit.batches_done, visit.samples_done, visit.batch(None) is None, visit.batches_done,
+        return [*found, len(out), p.batches_done, p.samples_done, p.batch(None) is None, p.batches_done,
                 cache.evaluation_batch(None) is None]  # fmt: skip
 
 
@@ -232,12 +232,12 @@ def train_samples(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[s
 
 def evaluate_unknown(ranks: AnyCommunicator, folder: str, *, asked: list[int]) -> dict[str, Any]:
     """Train passes that have the out-of-vocabulary row; then look up keys that no pass has, as many as the rank."""
-    passes = tc.PassSet.open(Path(folder) / "passes")
+    passes = tc.PassDataset.open(Path(folder) / "passes")
     with tc.TierCache(Path(folder) / "model.tc", passes, sharding={"a": "row"}, **OPTIONS) as cache:
         rows = tc.EmbeddingCollection(cache.schema)
         cache.register(rows=rows)
-        for visit in cache.passes(epochs=1):
-            for batch in visit.batches(4):
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(4):
                 (rows(batch)["a"].sum() * batch.weight).backward()
                 cache.optimizer.step()
         keys = asked[: ranks.rank + 1]

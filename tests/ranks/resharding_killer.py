@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from tests.crash.points import Point, unwatch, watch
 from tests.ranks.parts_killer import run
 from tests.ranks.reshardings import let_through, one_case, sharded, ways
-from tiercache.passes.passset import PassSet
+from tiercache.passes.dataset import PassDataset
 from tiercache.ranks.opening import open_parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_store import ShardedStore
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from tests.crash.child import Ended, Teller
     from tests.ranks.meeting import Processes
-    from tiercache.ranks.placement import Placement
     from tiercache.ranks.sharded_store import ShardedStore as Sharded
+    from tiercache.ranks.sharding_plan import ShardingPlan
 
 PHASES = (
     "making new parts", "writing rows", "committing a part", "between commits and record", "writing the record",
@@ -54,7 +54,7 @@ INSTANTS = 3
 """Kills at random instants beside one in each phase."""
 CASE = one_case()
 TRAINED = 2
-"""Visits of the old parts: the first one trained, one with a commit of the ranks, and one that only some committed."""
+"""Passes of the old parts: the first one trained, one with a commit of the ranks, and one that only some committed."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Way:
 WAYS = (Way(2, 3, "lmdb"), Way(3, 2, "zarr", disks=True), Way(1, 2, "zarr"), Way(2, 1, "lmdb", disks=True))
 
 
-def opened(path: Path, ranks: Any, placement: Placement, parts: Sequence[Path] | None) -> Any:
+def opened(path: Path, ranks: Any, sharding: ShardingPlan, parts: Sequence[Path] | None) -> Any:
     """Open the sharded store as a training on these ranks does."""
-    share = Share(PassSet.open(path.parent / "passes"), placement, ranks.rank)
-    return open_parts(path, share, ranks, engine=None, parts=parts, reorganised=False, order_seed=None)
+    share = Share(PassDataset.open(path.parent / "passes"), sharding, ranks.rank)
+    return open_parts(path, share, ranks, engine=None, parts=parts, reorganized=False, order_seed=None)
 
 
 def contents(store: Sharded) -> dict[str, Any]:
@@ -130,12 +130,14 @@ class Killer:
 
         def first(ranks: Processes, teller: Teller) -> None:
             CASE.cut(self.template.parent / "passes")
-            sharded(self.template, CASE, PassSet.open(self.template.parent / "passes"), (TRAINED - 1, 0), way.engine)
+            sharded(
+                self.template, CASE, PassDataset.open(self.template.parent / "passes"), (TRAINED - 1, 0), way.engine
+            )
 
         def second(ranks: Processes, teller: Teller) -> None:
-            placement = ways(way.before, 0)
-            share = Share(PassSet.open(self.template.parent / "passes"), placement, ranks.rank)
-            with opened(self.template, ranks, placement, None) as parts:
+            sharding = ways(way.before, 0)
+            share = Share(PassDataset.open(self.template.parent / "passes"), sharding, ranks.rank)
+            with opened(self.template, ranks, sharding, None) as parts:
                 let_through(parts.store, share, TRAINED)
                 parts.publish((TRAINED, 0))
                 if ranks.rank == 0:
@@ -251,8 +253,8 @@ class Killer:
                 self.problems.append(f"{where}: it stands in the old parts")
         return [] if len(self.problems) > known else [generation for generation, *_ in looked.of("whole")]
 
-    def _open(self, path: Path, ranks: Processes, placement: Placement, parts: Sequence[Path] | None) -> None:
-        opened(path, ranks, placement, parts).close()
+    def _open(self, path: Path, ranks: Processes, sharding: ShardingPlan, parts: Sequence[Path] | None) -> None:
+        opened(path, ranks, sharding, parts).close()
         ranks.all_gather_object(None)
 
     def _check_names(self, path: Path, where: str) -> None:

@@ -1,4 +1,4 @@
-"""A small training of a sharded store that is divided anew: its case, placements, and what each rank does."""
+"""A small training of a sharded store that is divided anew: its case, sharding plans, and what each rank does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.ranks.meeting import meet
 from tests.training.cases import Case, Kept, Net, Spec, table, tiered
 from tiercache.dist.communicator import communicator_of
 from tiercache.ranks.parts import Parts
-from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 from tiercache.ranks.resharding import reshard
+from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
 from tiercache.ranks.shares import Share
 
 if TYPE_CHECKING:
@@ -38,17 +38,17 @@ def one_case(**options: Any) -> Case:
     )
 
 
-def ways(size: int, turn: int) -> Placement:
-    """Return placements of all kinds."""
-    whole = TablePlacement("table", (Slice(size - 1, 0, 5),))
-    columns = sliced(6, list(range(size))) if size > 1 else TablePlacement("row")
-    kinds = [whole, columns, TablePlacement("replicate")]
+def ways(size: int, turn: int) -> ShardingPlan:
+    """Return sharding plans of all kinds."""
+    whole = TableSharding("table", (Slice(size - 1, 0, 5),))
+    columns = sliced(6, list(range(size))) if size > 1 else TableSharding("row")
+    kinds = [whole, columns, TableSharding("replicate")]
     if turn:
-        kinds = [TablePlacement("row"), TablePlacement("row"), sliced(3, list(range(min(3, size)))[::-1])]
-    return Placement(size, dict(zip(("item", "user", "place"), kinds, strict=True)))
+        kinds = [TableSharding("row"), TableSharding("row"), sliced(3, list(range(min(3, size)))[::-1])]
+    return ShardingPlan(size, dict(zip(("item", "user", "place"), kinds, strict=True)))
 
 
-def visit_to(
+def train_to_cursor(
     store: Store,
     passes: Any,
     case: Case,
@@ -58,39 +58,39 @@ def visit_to(
     seed: int = 99,
     parts: Parts | None = None,
 ) -> Net:
-    """Train from where the store stands to a commit at ``cursor``; the rows of visits in ``skip`` come and go."""
-    visit_end, sample_end = cursor
+    """Train from where the store stands to a commit at ``cursor``; the rows of passes in ``skip`` come and go."""
+    last_pass, sample_end = cursor
     with tiered(store, passes, order_seed=case.order_seed) as cache:
         torch.manual_seed(seed)
         model = Net(cache, case)
         optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
         cache.register(model=model, optimizer=optimizer)
-        for visit in cache.passes(epochs=10):
+        for p in cache.passes(epochs=10):
             if parts is not None:
                 cache.drain()
                 parts.publish(store.commit.cursor)
-            if cursor == (visit.index, 0):
+            if cursor == (p.index, 0):
                 break
-            batches = [] if visit.index in skip else visit.batches(case.batch, shuffle=case.shuffle)
+            batches = [] if p.index in skip else p.batches(case.batch, shuffle=case.shuffle)
             for batch in batches:
                 nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if (visit.index, visit.samples_done) == (visit_end, sample_end):
+                if (p.index, p.samples_done) == (last_pass, sample_end):
                     cache.commit()
                     break
-            if cursor == (visit.index, visit.samples_done):
+            if cursor == (p.index, p.samples_done):
                 break
     assert store.commit.cursor == cursor
     return model
 
 
-def let_through(store: Store, share: Share, visit_end: int, order_seed: int | None = None) -> None:
-    """Bring a rank's rows through the visits before ``visit_end``, untrained, with the dense state as it is."""
+def let_through(store: Store, share: Share, last_pass: int, order_seed: int | None = None) -> None:
+    """Bring a rank's rows through the passes before ``last_pass``, untrained, with the dense state as it is."""
     with tiered(store, share, order_seed=order_seed) as cache:
         cache.register(model=Kept(), optimizer=Kept())
-        for visit in cache.passes(epochs=10):
-            if visit.index == visit_end:
+        for p in cache.passes(epochs=10):
+            if p.index == last_pass:
                 break
 
 
@@ -103,17 +103,17 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def made(path: Path, passes: tc.PassSet, placement: Placement, ranks: Any, **options: Any) -> Parts:
+def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> Parts:
     """Open parts, or write them anew."""
-    share = Share(passes, placement, ranks.rank)
+    share = Share(passes, sharding, ranks.rank)
     return reshard(path, share, ranks, **options)
 
 
-def sharded(path: Path, case: Case, passes: tc.PassSet, cursor: tuple[int, int], engine: str = "zarr") -> None:
+def sharded(path: Path, case: Case, passes: tc.PassDataset, cursor: tuple[int, int], engine: str = "zarr") -> None:
     """Train a sharded store of one rank."""
     alone = Share(passes, ways(1, 0), 0)
     with Parts.open(
-        path, case.tables, alone.tables, alone.placement.to_record(), communicator_of(), engine=engine
+        path, case.tables, alone.tables, alone.sharding.to_record(), communicator_of(), engine=engine
     ) as parts:
-        visit_to(parts.store, alone, case, cursor, seed=1, parts=parts)
+        train_to_cursor(parts.store, alone, case, cursor, seed=1, parts=parts)
         parts.publish(cursor)

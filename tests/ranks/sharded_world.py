@@ -12,8 +12,8 @@ import numpy as np
 from tests.ranks.meeting import meet
 from tiercache.errors import RankError
 from tiercache.ranks.parts import Parts
-from tiercache.ranks.placement import Placement, Slice, TablePlacement, hash_bounds, sliced
 from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 from tiercache.ranks.shares import part_tables
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
 from tiercache.store.testing.world import World
@@ -38,22 +38,22 @@ NUM_PASSES = 3
 UNIVERSE = 60
 
 
-def placement_on(num_ranks: int, turn: int = 0) -> Placement:
-    """Return a placement of every kind; another one for another ``turn``."""
+def sharding_on(num_ranks: int, turn: int = 0) -> ShardingPlan:
+    """Return a sharding of every kind; another one for another ``turn``."""
     ways = [
-        TablePlacement("row"),
-        sliced(5, list(range(num_ranks))) if num_ranks > 1 else TablePlacement("replicate"),
-        TablePlacement("table", (Slice(num_ranks - 1, 0, 3),)),
-        TablePlacement("replicate"),
+        TableSharding("row"),
+        sliced(5, list(range(num_ranks))) if num_ranks > 1 else TableSharding("replicate"),
+        TableSharding("table", (Slice(num_ranks - 1, 0, 3),)),
+        TableSharding("replicate"),
     ]
     if turn:
-        ways = [sliced(8, list(range(num_ranks))[::-1]), ways[0], ways[0], TablePlacement("table", (Slice(0, 0, 3),))]
-    return Placement(num_ranks, {table.name: way for table, way in zip(TABLES, ways, strict=True)})
+        ways = [sliced(8, list(range(num_ranks))[::-1]), ways[0], ways[0], TableSharding("table", (Slice(0, 0, 3),))]
+    return ShardingPlan(num_ranks, {table.name: way for table, way in zip(TABLES, ways, strict=True)})
 
 
-def whole_row(table: Table, key: int, visit: int, part: int) -> tuple[NDArray[np.float32], ...]:
-    """Return the fields (1, width) of the row that a part of a visit leaves."""
-    random = np.random.default_rng([visit, part, key & 0xFFFF, table.table_id & 0xFFFF])
+def whole_row(table: Table, key: int, pass_index: int, part: int) -> tuple[NDArray[np.float32], ...]:
+    """Return the fields (1, width) of the row that a part of a pass leaves."""
+    random = np.random.default_rng([pass_index, part, key & 0xFFFF, table.table_id & 0xFFFF])
     return tuple(random.random((1, field.width), dtype=np.float32) for field in table.fields)
 
 
@@ -61,12 +61,12 @@ class PartWorld(World):
     """The keys and rows of one rank."""
 
     def train(self, *, part: int = 0) -> None:
-        """Change the rank's columns of every row of the visit."""
+        """Change the rank's columns of every row of the pass."""
         for table in self.tables:
             columns = slice(table.first_column, table.first_column + table.dim)
             whole = WHOLE[table.name]
-            for key in self.passes[self.visit % self.num_passes][table.name].tolist():
-                fields = whole_row(whole, key, self.visit, part)
+            for key in self.passes[self.pass_index % self.num_passes][table.name].tolist():
+                fields = whole_row(whole, key, self.pass_index, part)
                 mine = tuple(values[:, columns] if values.shape[1] == whole.dim else values for values in fields)
                 self.rows[table.name, key] = row_words(table.fields, mine).tobytes()
 
@@ -76,15 +76,15 @@ def whole_passes() -> list[dict[str, NDArray[np.int64]]]:
     return World(TABLES, num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25).passes
 
 
-def world_of(placement: Placement, rank: int) -> PartWorld:
+def world_of(sharding: ShardingPlan, rank: int) -> PartWorld:
     """Return the world of one rank: of each pass the keys that it owns."""
-    world = PartWorld(part_tables(TABLES, placement, rank), num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25)
-    bounds = [bound - (bound == 1 << 64) for bound in hash_bounds(placement.num_ranks)[rank : rank + 2]]
+    world = PartWorld(part_tables(TABLES, sharding, rank), num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25)
+    bounds = [bound - (bound == 1 << 64) for bound in hash_bounds(sharding.num_ranks)[rank : rank + 2]]
     passes = whole_passes()
     for keys in passes:
-        for name, placed in placement.tables.items():
-            if not placed.by_hash:
-                keys[name] = keys[name][: None if placed.slice_of(rank) else 0]
+        for name, table_sharding in sharding.tables.items():
+            if not table_sharding.by_hash:
+                keys[name] = keys[name][: None if table_sharding.slice_of(rank) else 0]
             else:
                 hashes = hash_keys(keys[name], WHOLE[name].table_id)
                 keys[name] = keys[name][(hashes >= bounds[0]) & (hashes < bounds[1])]
@@ -93,22 +93,22 @@ def world_of(placement: Placement, rank: int) -> PartWorld:
 
 
 def next_cursor(cursor: Cursor | None) -> Cursor:
-    """Return where the next commit stands: every other visit commits in its midst, too."""
+    """Return where the next commit stands: every other pass commits in its midst, too."""
     if cursor is None:
         return Cursor(0)
-    if cursor.visit % 2 and not cursor.sample:
-        return Cursor(cursor.visit, 5)
-    return Cursor(cursor.visit + 1)
+    if cursor.pass_index % 2 and not cursor.sample:
+        return Cursor(cursor.pass_index, 5)
+    return Cursor(cursor.pass_index + 1)
 
 
 def take(parts: Parts, world: PartWorld, note: Callable[..., None] = lambda **_: None) -> None:
     """Train to the next commit and make it that of all ranks."""
     before, after = parts.cursor, next_cursor(parts.cursor)
     if before is not None:
-        world.visit = before.visit
+        world.pass_index = before.pass_index
         world.train(part=0 if after.sample else 1)
         world.append(parts.store, within=after.sample > 0)
-        world.visit = after.visit
+        world.pass_index = after.pass_index
     note(begun=after)
     world.publish(parts.store, sample=after.sample)
     parts.publish(after)
@@ -116,21 +116,21 @@ def take(parts: Parts, world: PartWorld, note: Callable[..., None] = lambda **_:
 
 
 def divide_anew(
-    path: Path, ranks: AnyCommunicator, placement: Placement, note: Callable[..., None], **options: object
+    path: Path, ranks: AnyCommunicator, sharding: ShardingPlan, note: Callable[..., None], **options: object
 ) -> None:
-    """Make parts of another placement; the new ones have the rows that the old ones have."""
-    tables = part_tables(TABLES, placement, ranks.rank)
-    record = placement.to_record()
+    """Make parts of another sharding; the new ones have the rows that the old ones have."""
+    tables = part_tables(TABLES, sharding, ranks.rank)
+    record = sharding.to_record()
     with Parts.begin_generation(path, TABLES, tables, record, ranks, **options) as parts:  # type: ignore[arg-type]
         cursor = parts.record.cursor
         assert cursor is not None
         assert not cursor.sample
-        world = world_of(placement, ranks.rank)
-        for visit in range(max(0, cursor.visit - NUM_PASSES), cursor.visit):
-            world.visit = visit
+        world = world_of(sharding, ranks.rank)
+        for pass_index in range(max(0, cursor.pass_index - NUM_PASSES), cursor.pass_index):
+            world.pass_index = pass_index
             world.train(part=1)
             world.append(parts.store)
-        world.visit = cursor.visit
+        world.pass_index = cursor.pass_index
         world.publish(parts.store)
         note(switching=True)
         parts.publish(cursor)
@@ -139,19 +139,21 @@ def divide_anew(
 
 def opened(path: Path, ranks: AnyCommunicator, turn: int = 0, **options: object) -> tuple[Parts, PartWorld]:
     """Open or make the sharded store."""
-    placement = placement_on(ranks.size, turn)
-    tables = part_tables(TABLES, placement, ranks.rank)
-    parts = Parts.open(path, TABLES, tables, placement.to_record(), ranks, **options)  # type: ignore[arg-type]
-    return parts, world_of(placement, ranks.rank)
+    sharding = sharding_on(ranks.size, turn)
+    tables = part_tables(TABLES, sharding, ranks.rank)
+    parts = Parts.open(path, TABLES, tables, sharding.to_record(), ranks, **options)  # type: ignore[arg-type]
+    return parts, world_of(sharding, ranks.rank)
 
 
 def expected(cursor: Cursor) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return of each table what trained each key last: visit and part."""
+    """Return of each table what trained each key last: pass and part."""
     passes, found = whole_passes(), {name: dict[int, tuple[int, int]]() for name in WHOLE}
-    steps = [(visit, 1) for visit in range(cursor.visit)] + ([(cursor.visit, 0)] if cursor.sample else [])
-    for visit, part in steps:
-        for name, keys in passes[visit % NUM_PASSES].items():
-            found[name] |= dict.fromkeys(keys.tolist(), (visit, part))
+    steps = [(pass_index, 1) for pass_index in range(cursor.pass_index)] + (
+        [(cursor.pass_index, 0)] if cursor.sample else []
+    )
+    for pass_index, part in steps:
+        for name, keys in passes[pass_index % NUM_PASSES].items():
+            found[name] |= dict.fromkeys(keys.tolist(), (pass_index, part))
     return found
 
 
@@ -160,7 +162,7 @@ def problems(store: ShardedStore) -> Iterator[str]:
     for rank, part in enumerate(store.parts):
         if part.commit is None or part.commit.cursor != store.cursor:
             yield f"part {rank} stands elsewhere than {store.cursor}"
-    if store.state() != f"state at {store.cursor.visit}, {store.cursor.sample}".encode():
+    if store.state() != f"state at {store.cursor.pass_index}, {store.cursor.sample}".encode():
         yield f"the dense state is not that of {store.cursor}"
     for name, wanted in expected(store.cursor).items():
         table, chunks = WHOLE[name], list(store.scan(name, chunk_rows=7))
@@ -177,20 +179,20 @@ def problems(store: ShardedStore) -> Iterator[str]:
                     yield f"row {key} of table {name!r} at {store.cursor} has other bits"
 
 
-def old_parts(placement: Placement, commits: int) -> list[Store]:
+def old_parts(sharding: ShardingPlan, commits: int) -> list[Store]:
     """Train made-up rows on every rank, to so many commits."""
     parts = []
-    for rank in range(placement.num_ranks):
-        world = world_of(placement, rank)
+    for rank in range(sharding.num_ranks):
+        world = world_of(sharding, rank)
         store = Store.open(None, tables=world.tables, engine=MemoryEngine())
         cursor = Cursor(0)
         world.publish(store)
         for _ in range(commits):
             after = next_cursor(cursor)
-            world.visit = cursor.visit
+            world.pass_index = cursor.pass_index
             world.train(part=0 if after.sample else 1)
             world.append(store, within=after.sample > 0)
-            world.visit, cursor = after.visit, after
+            world.pass_index, cursor = after.pass_index, after
             world.publish(store, sample=after.sample)
         parts.append(store)
     return parts
@@ -235,10 +237,10 @@ def ahead(path: Path, num_ranks: int, *who: int) -> None:
         with parts:
             if ranks.rank in who:
                 before, after = parts.cursor, next_cursor(parts.cursor)
-                world.visit = before.visit
+                world.pass_index = before.pass_index
                 world.train(part=0 if after.sample else 1)
                 world.append(parts.store, within=after.sample > 0)
-                world.visit = after.visit
+                world.pass_index = after.pass_index
                 world.publish(parts.store, sample=after.sample)
 
     assert meet(num_ranks, body) == [None] * num_ranks

@@ -30,7 +30,7 @@ SENTENCES = {
     "device_budget": "but device_budget is 4 KiB",
     "host_budget": "host_budget is 1 bytes, but the dump of one",
     "store_budget": "store_budget is 1 MiB, but the store needs",
-    "commit_every": "commit_every is 0: it must be at least 1 visit",
+    "commit_every": "commit_every is 0: it must be at least 1 pass",
 }
 TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "commit_every": 0}
 
@@ -56,15 +56,15 @@ def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[s
     criterion = nn.BCEWithLogitsLoss()
     with open_sharded(LARGE, folder, **options) as cache:
         model, optimizer = model_of(cache, LARGE)
-        for visit in cache.passes(epochs=LARGE.epochs):
-            for batch in visit.batches(LARGE.batch, shuffle=False):
+        for p in cache.passes(epochs=LARGE.epochs):
+            for batch in p.batches(LARGE.batch, shuffle=False):
                 (criterion(model(batch), batch.label) * batch.weight).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     return dense_of(model)
 
 
-def placed(kind: str) -> dict[str, str]:
+def sharded(kind: str) -> dict[str, str]:
     """Place all tables of the case alike."""
     return dict.fromkeys([one.name for one in ONE.tables], kind)
 
@@ -78,7 +78,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def trained(ranks_pool: RanksPool, folder: Path) -> None:
     """Train the case on two ranks, with two commits kept."""
     CASES["one"].cut(folder / "passes")
-    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), sharding=placed("row"), retention=2)
+    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), sharding=sharded("row"), retention=2)
 
 
 def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
@@ -91,11 +91,11 @@ def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
 def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
 ) -> None:
-    """For another number of ranks or another placement; the record and every part keep their bytes and commits."""
+    """For another number of ranks or another sharding; the record and every part keep their bytes and commits."""
     trained(ranks_pool, tmp_path)
     rows = stored(tmp_path)
     before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": placed(kind), "retention": 2}
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded(kind), "retention": 2}
 
     for name, sentence in SENTENCES.items():
         assert_refused(ranks_pool.errors(size, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
@@ -114,7 +114,7 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
 ) -> None:
     """As where they have rows of earlier passes, of which sizes alone do not tell: the store has its bytes again."""
     CASES["one"].cut(tmp_path / "passes")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": placed("row"), "order_seed": order_seed}
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row"), "order_seed": order_seed}
     ranks_pool.run(2, TRAIN, case="one", **options)
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, num_samples=32, data_seed=7).cut(tmp_path / "passes")
@@ -133,7 +133,7 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: Rank
     """Opened with a smaller retention, or a larger one; one that is not refused drops them."""
     trained(ranks_pool, tmp_path)
     before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": placed("row")}
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row")}
 
     for name, sentence in SENTENCES.items():
         for retention in (1, 3):
@@ -189,7 +189,7 @@ def test_passes_cut_for_several_devices_are_trained_on_as_many(
 
     found = ranks_pool.run(
         size, "tests.ranks.test_budgets:trained_large", folder=str(tmp_path), device_budget=budget,
-        sharding=placed("row"),
+        sharding=sharded("row"),
     )  # fmt: skip
 
     assert_as_alone(stored(tmp_path), found[0], resident(LARGE, passes))
@@ -205,7 +205,7 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
         "--devices 2, "
     )
 
-    for kind, more in (("row", "devices=2"), ("table", "that counts with tables that are all placed by row")):
-        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=placed(kind))
+    for kind, more in (("row", "devices=2"), ("table", "that counts with tables that are all sharded by row")):
+        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
         assert_refused(errors, advice)
         assert all(error is not None and error[1].endswith(more) for error in errors)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, num_ranks: int) -> None:
-    """Whole rows of every placement, since every commit that is kept, at any of them; after a rollback too."""
+    """Whole rows of every sharding, since every commit that is kept, at any of them; after a rollback too."""
     path = tmp_path / "s"
     assert train_parts(path, num_ranks, 6, retention=4) == [None] * num_ranks
     sharded_world.ahead(path, num_ranks, 0)

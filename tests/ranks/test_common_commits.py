@@ -20,8 +20,8 @@ from tests.ranks.sharded_world import (
     divide_anew,
     expected,
     opened,
-    placement_on,
     problems,
+    sharding_on,
     train_parts,
     whole_row,
 )
@@ -176,10 +176,10 @@ def test_parts_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
     """Ids go on; older commits are refused in a sentence that says why."""
     path = tmp_path / "s"
     assert train_parts(path, 2, 4, retention=3) == [None] * 2
-    assert meet(3, lambda ranks: divide_anew(path, ranks, placement_on(3, 1), lambda **_: None)) == [None] * 3
+    assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1), lambda **_: None)) == [None] * 3
     assert kept(path) == [4]
     words = (
-        r"commit 3 of .* went with the parts that other ranks or another placement had before commit 4: give one of 4"
+        r"commit 3 of .* went with the parts that other ranks or another sharding had before commit 4: give one of 4"
     )
     for back in (
         lambda: tc.ShardedStore.open(path, commit=3),
@@ -232,12 +232,12 @@ def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
     assert [one["id"] for one in json.loads(run("info", path, "--json"))["commits"]] == [3, 4, 5]
     for part in json.loads(run("info", path, "--json"))["parts"]:
         assert part["retention"] == 3
-        assert [(one["id"], one["visit"], one["sample"]) for one in part["commits"]] == [
+        assert [(one["id"], one["pass"], one["sample"]) for one in part["commits"]] == [
             (3, 2, 0), (4, 3, 0), (5, 3, 5)
         ]  # fmt: skip
     assert "3 are kept" in run("info", path)
     assert "3 parts that belong together at 3 commits" in run("verify", path)
-    trained = {key: (visit, part) for key, (visit, part) in expected(Cursor(2))["item"].items()}
+    trained = {key: (pass_index, part) for key, (pass_index, part) in expected(Cursor(2))["item"].items()}
     later = expected(Cursor(3, 5))["item"]
     key = next(key for key, at in trained.items() if later[key] != at)
     rows = [json.loads(run("lookup", path, "item", "--json", *at, "--", key))[0] for at in ([], ["--commit", 3])]
@@ -260,10 +260,10 @@ def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
     run("diff", tmp_path / "one", path, code=1)
 
     done = json.loads(run("rollback", path, "--to", 4, "--json"))
-    assert done == {"commit": 6, "visit": 3, "sample": 0}
+    assert done == {"commit": 6, "pass": 3, "sample": 0}
     run("diff", path, tmp_path / "one")
     assert "commit 7 stands where commit 4 stood" in run("rollback", path, "--to", 4)
-    assert sharded_info(path)["cursor"] == {"visit": 3, "sample": 0}
+    assert sharded_info(path)["cursor"] == {"pass": 3, "sample": 0}
 
 
 def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
     theirs = stored(tmp_path)
     with tc.ShardedStore.open(path) as store:
         first, *_, last = store.commits
-    assert (last.id - first.id, last.cursor.visit - first.cursor.visit) == (2, 2)
+    assert (last.id - first.id, last.cursor.pass_index - first.cursor.pass_index) == (2, 2)
     assert tc.rollback_sharded(path, first.id).cursor == first.cursor
     assert different(stored(tmp_path), theirs)
 

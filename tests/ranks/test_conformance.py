@@ -42,7 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
     return trained
 
 
-def train_alone(entry: Entry, passes: tc.PassSet) -> tuple[dict[str, Any], tc.InMemoryCache]:
+def train_alone(entry: Entry, passes: tc.PassDataset) -> tuple[dict[str, Any], tc.InMemoryCache]:
     """Train an entry in memory."""
     resident = tc.InMemoryCache(passes, order_seed=entry.options.get("order_seed"))
     return run(resident, entry), resident
@@ -137,8 +137,8 @@ def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
 def test_a_wire_of_16_bits_loses_no_more_than_its_bits(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, comm_dtype: str
 ) -> None:
-    """In every placement, with shared tables; and it does lose some. Where rows travel it is half the bytes."""
-    entry = "shared tables in every placement"
+    """In every sharding, with shared tables; and it does lose some. Where rows travel it is half the bytes."""
+    entry = "shared tables in every sharding"
     for folder in (tmp_path, tmp_path / "wide"):
         known(entry).cut(folder / "passes")
     parts = ranks_pool.run(3, BODY, name=entry, folder=str(tmp_path), comm_dtype=comm_dtype)
@@ -184,11 +184,11 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("a table that there is not", "a placement is asked for the unknown table 't9'"),
-        ("a kind that there is not", "table 't0' is to be placed by 'data_parallel'"),
-        ("another number of ranks", "the placement is for 3 ranks and there are 2"),
+        ("a table that there is not", "a sharding is asked for the unknown table 't9'"),
+        ("a kind that there is not", "table 't0' is to be sharded by 'data_parallel'"),
+        ("another number of ranks", "the sharding is for 3 ranks and there are 2"),
         ("a wire dtype", "comm_dtype 'int8' is unknown"),
-        ("a step before any visit", "step inside the loop over passes()"),
+        ("a step before any pass", "step inside the loop over passes()"),
         ("rows of no batch", "which has ended"),
     ],
 )
@@ -233,7 +233,7 @@ def test_keys_of_32_and_of_64_bits_are_the_same_rows(ranks_pool: RanksPool, tmp_
 def test_evaluation_finds_the_rows_of_one_process(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, entry: str, size: int
 ) -> None:
-    """Within a visit and behind the last, in slices of the budget, with keys never trained, which share the row of
+    """Within a pass and behind the last, in slices of the budget, with keys never trained, which share the row of
     unknown keys where there is one; and it changes nothing of the training.
     """
     case = known(entry)

@@ -24,7 +24,7 @@ ROWS = [[-2, -1], [1, 2], [0, 1], [6, 7]]
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_literal_rows_bags_and_steps(ranks_pool: RanksPool, tmp_path: Path, size: int) -> None:
-    """A table [[0, 1], [2, 3], [4, 5], [6, 7]] in every placement: sums, ragged means, empty bags, and the step of
+    """A table [[0, 1], [2, 3], [4, 5], [6, 7]] in every sharding: sums, ragged means, empty bags, and the step of
     their gradients; and by each rule a row that is in all samples' bags, several times in some: its gradient is summed
     over all ranks before it is squared.
     """

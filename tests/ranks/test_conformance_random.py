@@ -68,7 +68,7 @@ def compare(pool: RanksPool, record: dict[str, Any], size: int) -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=ANY)
 @given(record=records(), size=st.integers(2, 4))
 def test_random_trainings_are_those_of_one_process(ranks_pool: RanksPool, record: dict[str, Any], size: int) -> None:
-    """Any tables, features, placements, batches, accumulation and commits on 2 to 4 ranks."""
+    """Any tables, features, sharding plans, batches, accumulation and commits on 2 to 4 ranks."""
     compare(ranks_pool, record, size)
 
 

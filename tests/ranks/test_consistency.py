@@ -33,11 +33,11 @@ def test_what_differs_is_named_with_its_values_and_ranks(ranks_pool: RanksPool) 
 
 
 def test_long_facts_are_told_by_digest(ranks_pool: RanksPool) -> None:
-    """Two placements that differ in one letter of many."""
-    facts = [{"the placement": "x" * 500}, {"the placement": "x" * 499 + "y"}]
+    """Two sharding plans that differ in one letter of many."""
+    facts = [{"the sharding": "x" * 500}, {"the sharding": "x" * 499 + "y"}]
     (first, second) = ranks_pool.errors(2, COMPARE, by_rank=facts)
     assert first == second is not None
-    words = first[1].removeprefix("ranks differ in the placement (digest ").removesuffix(f" on rank 1){END}").split()
+    words = first[1].removeprefix("ranks differ in the sharding (digest ").removesuffix(f" on rank 1){END}").split()
     assert words[1:5] == ["on", "rank", "0,", "digest"]
     assert words[0] != words[5]
 

@@ -87,7 +87,7 @@ def test_ranks_killed_in_the_midst_of_a_training_go_on_to_the_same_bits(tmp_path
 
 @pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.long)])
 def test_a_training_killed_while_other_ranks_take_it_up_goes_on_to_the_same_bits(tmp_path: Path, kills: int) -> None:
-    """As a whole: from the midst of a visit on 2 ranks to 3 and to 1, through the opening of the cache."""
+    """As a whole: from the midst of a pass on 2 ranks to 3 and to 1, through the opening of the cache."""
     found = killed("training", tmp_path, kills=kills, ranks=2)
     assert found["trainings"] >= 1
     assert found["stood_in_old_parts"] + found["stood_in_new_parts"] == kills

@@ -34,7 +34,7 @@ def fly(_: AnyCommunicator, folder: str, store: str, steps: int | None = None) -
     from examples.flights_size import QUICK
 
     place, settings = Path(folder), QUICK.settings
-    passes, test = (tc.PassSet.open(place / name) for name in ("passes", "test-passes"))
+    passes, test = (tc.PassDataset.open(place / name) for name in ("passes", "test-passes"))
     with flights_ranks.open_ranks(place / store, passes, settings) as cache:
         model = flights_ranks.train(cache, settings, steps)
         area = 0.0 if steps else flights_ranks.area(cache, model, test, settings.batch)

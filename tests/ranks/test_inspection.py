@@ -48,13 +48,13 @@ def test_info_counts_every_row_once(path: Path) -> None:
     wanted = {name: len(keys) for name, keys in expected(Cursor(2)).items()}
     assert {table["name"]: table["rows"] for table in found["tables"]} == wanted
     assert found["rows"] == sum(wanted.values())
-    assert found["cursor"] == {"visit": 2, "sample": 0}
-    assert found["commits"] == [{"id": 3, "visit": 2, "sample": 0, "parts": [3, 3, 3]}]
+    assert found["cursor"] == {"pass": 2, "sample": 0}
+    assert found["commits"] == [{"id": 3, "pass": 2, "sample": 0, "parts": [3, 3, 3]}]
     assert [part["commit"]["id"] for part in found["parts"]] == [3, 3, 3]
     word = next(table for table in found["tables"] if table["name"] == "word")
-    assert word["placement"] == {"kind": "column", "slices": [[0, 0, 2], [1, 2, 4], [2, 4, 5]]}
+    assert word["sharding"] == {"kind": "column", "slices": [[0, 0, 2], [1, 2, 4], [2, 4, 5]]}
     shown = run("info", path)
-    assert "3 parts at commit 3, visit 2" in shown
+    assert "3 parts at commit 3, pass 2" in shown
     assert "column: 2 on rank 0, 2 on rank 1, 1 on rank 2" in shown
     assert "table: rank 2" in shown
     assert "part-0-2" in shown

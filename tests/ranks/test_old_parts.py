@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, placement_on
+from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, sharding_on
 from tests.training.cases import table
 from tiercache.ranks.old_parts import OldParts
-from tiercache.ranks.placement import Placement, TablePlacement, hash_bounds, sliced
 from tiercache.ranks.resharding import copy_share
+from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding, hash_bounds, sliced
 from tiercache.ranks.shares import part_tables
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 
@@ -20,9 +20,9 @@ from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 def test_learning_rates_follow_tables_to_their_new_groups() -> None:
     """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
     alike = tuple(table(name, 4, tc.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
-    row = TablePlacement("row")
-    old = Placement(2, {"a": row, "b": sliced(4, [0, 1])})
-    new = Placement(1, {"a": row, "b": row})
+    row = TableSharding("row")
+    old = ShardingPlan(2, {"a": row, "b": sliced(4, [0, 1])})
+    new = ShardingPlan(1, {"a": row, "b": row})
     for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):
         parts = [Store.open(None, tables=part_tables(alike, old, rank), engine=MemoryEngine()) for rank in range(2)]
         for part in parts:
@@ -40,7 +40,7 @@ def test_learning_rates_follow_tables_to_their_new_groups() -> None:
 
 def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
     """As many as it gets, or up to four standard deviations more."""
-    old, new = placement_on(3), placement_on(4, 1)
+    old, new = sharding_on(3), sharding_on(4, 1)
     parts = old_parts(old, 5)
     known = expected(parts[0].commit.cursor)
     predicted = OldParts(TABLES, old, parts)

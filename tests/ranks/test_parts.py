@@ -15,8 +15,8 @@ from tests.ranks.sharded_world import (
     check_parts,
     divide_anew,
     opened,
-    placement_on,
     sentences,
+    sharding_on,
     take,
     train_parts,
 )
@@ -41,7 +41,7 @@ ENGINES = ("lmdb", "zarr")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_sharded_store_goes_on_where_its_ranks_stopped(tmp_path: Path, num_ranks: int, engine: str) -> None:
-    """Rows of every placement, whole, after every commit; a second opening changes nothing."""
+    """Rows of every sharding, whole, after every commit; a second opening changes nothing."""
     path, cursor = tmp_path / "s", None
     for _ in range(3):
         assert train_parts(path, num_ranks, 3, engine=engine) == [None] * num_ranks
@@ -123,36 +123,36 @@ def test_nothing_is_published_unless_all_parts_stand_there(tmp_path: Path) -> No
         parts, world = opened(path, ranks)
         with parts:
             take(parts, world)
-            world.visit = 0
+            world.pass_index = 0
             world.train(part=1)
             world.append(parts.store)
-            world.visit = 1 + ranks.rank
+            world.pass_index = 1 + ranks.rank
             world.publish(parts.store)
             parts.publish(Cursor(1 + ranks.rank))
 
     errors = meet(2, other)
     assert all(isinstance(error, StateError) for error in errors)
-    assert "rank 1 commits at visit 2 and rank 0 at visit 1" in str(errors[0])
+    assert "rank 1 commits at pass 2 and rank 0 at pass 1" in str(errors[0])
     check_parts(path, Cursor(0))
 
     def missing(ranks: Any) -> None:
         parts, world = opened(path, ranks)
         with parts:
             if ranks.rank:
-                world.visit = 0
+                world.pass_index = 0
                 world.train(part=1)
                 world.append(parts.store)
-                world.visit = 1
+                world.pass_index = 1
                 world.publish(parts.store)
             parts.publish(Cursor(1))
 
-    assert "stands at visit 0 and visit 1 is to be published" in sentences(meet(2, missing))
+    assert "stands at pass 0 and pass 1 is to be published" in sentences(meet(2, missing))
 
     def twice(ranks: Any) -> None:
         parts, world = opened(path, ranks)
         with parts:
-            for visit in (0, 0):
-                world.visit = visit
+            for pass_index in (0, 0):
+                world.pass_index = pass_index
                 world.publish(parts.store)
             parts.publish(Cursor(0))
 
@@ -217,7 +217,7 @@ def test_parts_of_another_division_take_the_place_of_the_old_ones(tmp_path: Path
         assert record is not None
         seen.extend((name, record.generation) for name in what)
 
-    assert meet(after, lambda ranks: divide_anew(path, ranks, placement_on(ranks.size, 1), note)) == [None] * after
+    assert meet(after, lambda ranks: divide_anew(path, ranks, sharding_on(ranks.size, 1), note)) == [None] * after
     assert set(seen) == {("switching", 0), ("done", 1)}
     check_parts(path, Cursor(2))
     names = {entry.name for entry in path.iterdir()}
@@ -241,8 +241,8 @@ def test_a_division_that_was_begun_changes_nothing(tmp_path: Path) -> None:
     assert train_parts(path, 2, 4) == [None] * 2
 
     def body(ranks: Any) -> None:
-        placement = placement_on(ranks.size, 1)
-        tables, record = part_tables(TABLES, placement, ranks.rank), placement.to_record()
+        sharding = sharding_on(ranks.size, 1)
+        tables, record = part_tables(TABLES, sharding, ranks.rank), sharding.to_record()
         Parts.begin_generation(path, TABLES, tables, record, ranks).close()
 
     assert meet(3, body) == [None] * 3

@@ -16,17 +16,17 @@ from tests.ranks.sharded_world import (
     check_parts,
     divide_anew,
     opened,
-    placement_on,
     sentences,
+    sharding_on,
     take,
     train_parts,
 )
 from tiercache.cli.store import app
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError, StateError
-from tiercache.ranks.part_folder import open_part
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.record import Record
+from tiercache.ranks.shard_folder import open_part
 from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.ranks.shares import part_tables
 from tiercache.store import (
@@ -105,7 +105,7 @@ def damage(path: Path, what: str) -> None:
         ("newer format", FormatVersionError, "part-0-1.json has format version 2 and .* reads version 1: use a newer"),
         ("newer store", FormatVersionError, "part-0-1 has format version 4 and this tiercache reads version 3"),
         ("mark of nothing", CorruptStoreError, "part-0-1.json cannot be read"),
-        ("another cursor", CorruptStoreError, "commit 3 of part . of .* stands at visit 2 and the record at visit 9"),
+        ("another cursor", CorruptStoreError, "commit 3 of part . of .* stands at pass 2 and the record at pass 9"),
     ],
 )
 def test_a_part_that_does_not_belong_is_one_sentence_on_every_rank(
@@ -143,13 +143,13 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
 
     assert meet(2, body) == [None, None]
     with open_part(
-        path / "part-0-1", part_tables(TABLES, placement_on(2), 1), engine="lmdb", max_bytes=None, retention=2
+        path / "part-0-1", part_tables(TABLES, sharding_on(2), 1), engine="lmdb", max_bytes=None, retention=2
     ):
         errors = train_parts(path, 2, 0)
         assert isinstance(errors[1], StoreInUseError)
         assert "part-0-1 is being written by process" in sentences(errors)
-        placement = placement_on(3, 1)
-        errors = meet(3, lambda ranks: divide_anew(path, ranks, placement, lambda **_: None))
+        sharding = sharding_on(3, 1)
+        errors = meet(3, lambda ranks: divide_anew(path, ranks, sharding, lambda **_: None))
         assert isinstance(errors[1], StoreInUseError)
         assert "part-0-1 is being written by process" in sentences(errors)
     assert train_parts(path, 2, 1) == [None] * 2
@@ -162,7 +162,7 @@ def test_a_part_is_written_by_its_rank_alone(tmp_path: Path, monkeypatch: pytest
     part = disks[1] / "part-0-1"
     (tmp_path / "link").symlink_to(part)
     monkeypatch.chdir(part)
-    tables = part_tables(TABLES, placement_on(2), 1)
+    tables = part_tables(TABLES, sharding_on(2), 1)
     words = "part of a sharded store, whose ranks make commits together: open it with mode='r', or train on the sharded"
     for place in (part, str(part), ".", tmp_path / "link", disks[0] / ".." / "disk 1" / "part-0-1"):
         with pytest.raises(ValueError, match=words):
@@ -204,12 +204,12 @@ def test_a_copy_of_a_part_without_its_mark_is_a_store(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path) -> None:
-    """Another number of ranks, another placement, other tables, another engine, something else at the path."""
+    """Another number of ranks, another sharding, other tables, another engine, something else at the path."""
     path = tmp_path / "s"
     assert train_parts(path, 2, 2) == [None] * 2
     for num_ranks, options, kind, words in (
         (3, {}, StateError, "has the parts of 2 ranks and 3 were started: start 2, or"),
-        (2, {"turn": 1}, StateError, "has another placement than was given: give its own, or"),
+        (2, {"turn": 1}, StateError, "has another sharding than was given: give its own, or"),
         (2, {"engine": "zarr"}, ValueError, "was made with engine 'lmdb', not 'zarr': leave engine out"),
         (2, {"engine": "tape"}, ValueError, "engine 'tape' is unknown: it must be"),
         (2, {"retention": 0}, ValueError, "retention is 0: at least"),

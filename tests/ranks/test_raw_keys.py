@@ -15,7 +15,7 @@ from tests.ranks.trainings import assert_as_alone, stored
 from tests.training.cases import Net, open_store, result_of, table, tiered
 from tests.training.oracle import initial_row
 from tests.training.raw import key_sets
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import OOV_KEY, KeyBatch
 
 if TYPE_CHECKING:
@@ -89,18 +89,18 @@ def assert_same_bits(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "placement"),
+    ("size", "sharding"),
     [
         (2, mixed(0)), (2, mixed(2)), (3, mixed(1)),
         *(pytest.param(size, every(kind), marks=pytest.mark.long) for size in (2, 3, 4) for kind in KINDS),
     ],
 )  # fmt: skip
 def test_raw_keys_end_with_the_bits_of_samples_and_as_one_process(
-    ranks_pool: RanksPool, place: Path, alone: Any, size: int, placement: dict[str, str]
+    ranks_pool: RanksPool, place: Path, alone: Any, size: int, sharding: dict[str, str]
 ) -> None:
-    """Every placement; last batches leave ranks without samples; the index is counted, and in the budget."""
-    found = ranks_pool.run(size, BODIES + "train", folder=str(place), sharding=placement)
-    samples = ranks_pool.run(size, BODIES + "train_samples", folder=str(place), sharding=placement)
+    """Every sharding; last batches leave ranks without samples; the index is counted, and in the budget."""
+    found = ranks_pool.run(size, BODIES + "train", folder=str(place), sharding=sharding)
+    samples = ranks_pool.run(size, BODIES + "train_samples", folder=str(place), sharding=sharding)
 
     assert_same_bits(place / "raw.tc", place / "model.tc")
     for name, value in samples[0].items():
@@ -132,7 +132,7 @@ def test_ranks_with_other_numbers_of_samples_and_of_batches_end_as_one_process(
 def test_missing_keys_are_looked_up_and_not_trained_as_on_one_process(
     ranks_pool: RanksPool, place: Path, alone: Any, missing: str, size: int
 ) -> None:
-    """Keys of other passes and of none, whichever rank owns them; and read-only batches behind each visit."""
+    """Keys of other sub-datasets and of none, whichever rank owns them; and read-only batches behind each pass."""
     evaluates = missing == "load"
 
     found = ranks_pool.run(
@@ -159,11 +159,11 @@ def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_po
     told = ranks_pool.run(3, BODIES + "missing_on_one_rank", folder=str(place))
 
     sentence = (
-        "batch 2 of visit 0 has the key 77777 of table 'items' at entry 0 of feature 'item', and the key set of its "
+        "batch 2 of pass 0 has the key 77777 of table 'items' at entry 0 of feature 'item', and the key set of its "
         "pass lacks it: give samples of this pass, write key sets that have all keys, or choose missing='load', 'init' "
         "or 'zero', which train no row for it"
     )
-    other = ["RankError", f"rank 1 failed while making batch 2 of visit 0: {sentence}", None, None]
+    other = ["RankError", f"rank 1 failed while making batch 2 of pass 0: {sentence}", None, None]
     assert [one[0] for one in told] == [other, ["KeyNotInPassError", sentence, 77_777, 2], other]
     assert all(one[1:] == [2, 18, 3] for one in told)
 
@@ -173,11 +173,11 @@ def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_po
     [
         (
             "evaluates",
-            "rank 1 did something else while rank 0 was making batch 1 of visit 0",
+            "rank 1 did something else while rank 0 was making batch 1 of pass 0",
             "rank 0 did something else",
         ),
-        ("shapes", "rank 1 failed while making batch 1 of visit 0: ValueError: label", "label has shape (1,): give"),
-        ("leaves", "a rank ended or did not answer while rank 0 was making batch 1 of visit 0", "no such file"),
+        ("shapes", "rank 1 failed while making batch 1 of pass 0: ValueError: label", "label has shape (1,): give"),
+        ("leaves", "a rank ended or did not answer while rank 0 was making batch 1 of pass 0", "no such file"),
     ],
 )
 def test_a_rank_that_makes_other_batches_is_told_of_on_all(
@@ -201,17 +201,17 @@ def test_batches_without_a_sample_are_empty_on_all_ranks(ranks_pool: RanksPool, 
 def test_weights_that_the_schema_does_not_know_or_that_are_not_given_are_those_of_one_process(
     ranks_pool: RanksPool, place: Path, alone: Any
 ) -> None:
-    """Though the owners of tables that are placed whole would pool their features."""
+    """Though the owners of tables that are kept whole would pool their features."""
     found = ranks_pool.run(2, BODIES + "train", folder=str(place), reweighs=True, sharding=every("table"))
 
     assert_close(place, found[0], alone(reweighs=True)[0])
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_training_by_raw_keys_goes_on_behind_a_commit_inside_a_visit(
+def test_a_training_by_raw_keys_goes_on_behind_a_commit_inside_a_pass(
     ranks_pool: RanksPool, place: Path, alone: Any, size: int
 ) -> None:
-    """On as many ranks with the bits of no stop, on more of them as one process; loaders begin where the visit says."""
+    """On as many ranks with the bits of no stop, on more of them as one process; loaders begin where the pass says."""
     if size == 2:
         ranks_pool.run(2, BODIES + "train", folder=str(place))
         (place / "raw.tc").rename(place / "whole.tc")
@@ -240,7 +240,7 @@ def test_where_the_budget_has_no_room_for_an_index_keys_are_searched(
 
 
 def test_raw_keys_are_found_by_the_cuda_kernels(ranks_pool: RanksPool, place: Path) -> None:
-    """On the shim: a training to a commit inside a visit, with missing keys, ends with the CPU's bits."""
+    """On the shim: a training to a commit inside a pass, with missing keys, ends with the CPU's bits."""
     options: dict[str, Any] = {"stop": [0, 1], "missing": "load", "sharding": mixed(0)}
     ranks_pool.run(2, BODIES + "train", folder=str(place), **options)
     (place / "raw.tc").rename(place / "cpu.tc")
@@ -257,7 +257,7 @@ def test_keys_of_no_pass_have_the_row_out_of_the_vocabulary_whichever_rank_owns_
     """In a read-only batch, as in an evaluation of passes."""
     schema = tc.Schema(tables=(table("a", 4),), features=(tc.Feature(name="a", table="a"),))
     keys = np.array([1, OOV_KEY, 3, 1, OOV_KEY, 5, 9, OOV_KEY])
-    write_pass_set(tmp_path / "passes", schema, [KeyBatch.of(schema, {"a": keys})])
+    write_dataset(tmp_path / "passes", schema, [KeyBatch.of(schema, {"a": keys})])
 
     told = ranks_pool.run(2, BODIES + "evaluate_unknown", folder=str(tmp_path), asked=[700, 3])
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ranks.sharded_world import TABLES, placement_on
+from tests.ranks.sharded_world import TABLES, sharding_on
 from tests.store.damage import DEEP, assert_sentence, damaged, generator_of, lie
 from tiercache.ranks.common_commit import CommonCommit
-from tiercache.ranks.part_folder import Mark, delete_part
 from tiercache.ranks.record import Record
+from tiercache.ranks.shard_folder import Mark, delete_part
 from tiercache.store import (
     CommitMissingError,
     CorruptStoreError,
@@ -33,7 +33,7 @@ RECORD = Record(
     engine="zarr",
     retention=2,
     tables=tuple(sorted(TABLES, key=lambda table: table.table_id)),
-    placement=placement_on(2).to_record(),
+    sharding=sharding_on(2).to_record(),
     parts=("part-3-0", "/a disk/ü/part-3-1"),
     commits=(
         CommonCommit(id=20, cursor=Cursor(7), parts=(11, 10)),
@@ -162,7 +162,7 @@ def test_records_count_commits_and_keep_the_newest() -> None:
         (changed(commits=[ONE, OTHER | {"parts": [21, 20]}]), CorruptStoreError, "20 and 22 do not stand in the order"),
         (changed(first_commit=-1), CorruptStoreError, "the first commit of a record is -1"),
         (changed(generation=1.0), CorruptStoreError, "the generation of a record is 1.0"),
-        (changed(placement=[]), CorruptStoreError, r"its placement is \[\]"),
+        (changed(sharding=[]), CorruptStoreError, r"its sharding is \[\]"),
         (changed(tables=[]), CorruptStoreError, "there are no tables"),
         (changed(tables=[{}]), CorruptStoreError, "a table's record lacks"),
     ],

@@ -116,9 +116,9 @@ def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
     stretches = Stretches(owners_of([3, 3, 3], [[1], [1], [1]], ["row"] * 3), GROUPS, 0, len(GROUPS))
     ids = {"f": FeatureIds(np.array([0, 2, id_, id_], np.int32), None, None)}
     with pytest.raises(
-        IndexError, match=rf"feature 'f' has local id {id_} at entry 2 .* table 'b' .* 0 to 2 in visit 3"
+        IndexError, match=rf"feature 'f' has local id {id_} at entry 2 .* table 'b' .* 0 to 2 in pass 3"
     ):
-        Requester().request(stretches, ids, {"f": "b"}, "visit 3")
+        Requester().request(stretches, ids, {"f": "b"}, "pass 3")
 
 
 def test_tables_differ() -> None:

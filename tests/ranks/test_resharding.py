@@ -1,4 +1,4 @@
-"""Parts for another number of ranks or another placement have the rows, the state and the place of the old ones."""
+"""Parts for another number of ranks or another sharding have the rows, the state and the place of the old ones."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.ranks.meeting import meet
-from tests.ranks.reshardings import let_through, made, on_ranks, one_case, sharded, visit_to, ways
-from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, placement_on, whole_row
+from tests.ranks.reshardings import let_through, made, on_ranks, one_case, sharded, train_to_cursor, ways
+from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, sharding_on, whole_row
 from tests.training.cases import assert_same_bits, result_of
 from tiercache.dist.communicator import communicator_of
-from tiercache.errors import BudgetError, PassSetError, RankError
+from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.budgets import Budgets
 from tiercache.ranks.opening import open_parts
 from tiercache.ranks.parts import Parts
-from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
 from tiercache.ranks.record import Record
 from tiercache.ranks.resharding import copy_share, owned_hashes
 from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
 from tiercache.ranks.shares import Share, part_tables
 from tiercache.store import MemoryEngine, Store, hash_keys
 
@@ -34,28 +34,28 @@ if TYPE_CHECKING:
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> Placement:
-    """Draw any placement of the tables."""
+def shardings(draw: st.DrawFn) -> ShardingPlan:
+    """Draw any sharding of the tables."""
     size = draw(st.integers(1, 4))
     tables = {}
     for one in TABLES:
         ways = ["row", "replicate", "table"] + (["column"] if size > 1 else [])
         match draw(st.sampled_from(ways)):
             case "table":
-                tables[one.name] = TablePlacement("table", (Slice(draw(st.integers(0, size - 1)), 0, one.dim),))
+                tables[one.name] = TableSharding("table", (Slice(draw(st.integers(0, size - 1)), 0, one.dim),))
             case "column":
                 ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, min(size, one.dim)))]
                 tables[one.name] = sliced(one.dim, ranks)
             case kind:
-                tables[one.name] = TablePlacement(kind)
-    return Placement(size, tables)
+                tables[one.name] = TableSharding(kind)
+    return ShardingPlan(size, tables)
 
 
-def check_rows(store: Store, placement: Placement, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
+def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
     """Compare a part with the rows of the oracle, key by key; returns how many numbers of vectors it has."""
     numbers = 0
-    for part in part_tables(TABLES, placement, rank):
-        whole, hashes = WHOLE[part.name], owned_hashes(placement, part.name, rank)
+    for part in part_tables(TABLES, sharding, rank):
+        whole, hashes = WHOLE[part.name], owned_hashes(sharding, part.name, rank)
         keys = np.array(sorted(wanted[part.name]), dtype=np.int64)
         mine: NDArray[np.int64] = keys[:0]
         if hashes is not None:
@@ -73,9 +73,11 @@ def check_rows(store: Store, placement: Placement, rank: int, wanted: dict[str, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(old=placements(), new=placements(), commits=st.integers(0, 7))
-def test_every_key_and_column_is_in_one_new_part_with_its_state(old: Placement, new: Placement, commits: int) -> None:
-    """From any placement to any other, at any commit: the bits of vectors and of what belongs to them."""
+@given(old=shardings(), new=shardings(), commits=st.integers(0, 7))
+def test_every_key_and_column_is_in_one_new_part_with_its_state(
+    old: ShardingPlan, new: ShardingPlan, commits: int
+) -> None:
+    """From any sharding to any other, at any commit: the bits of vectors and of what belongs to them."""
     parts = old_parts(old, commits)
     cursor = parts[0].commit.cursor
     wanted, numbers = expected(cursor), 0
@@ -91,8 +93,8 @@ def test_every_key_and_column_is_in_one_new_part_with_its_state(old: Placement, 
 
 def test_only_parts_and_pieces_with_wanted_rows_are_read() -> None:
     """From two ranks by row to three: the first of three reads nothing of the second of two."""
-    ways = {one.name: TablePlacement("row") for one in TABLES}
-    old, new = Placement(2, ways), Placement(3, ways)
+    ways = {one.name: TableSharding("row") for one in TABLES}
+    old, new = ShardingPlan(2, ways), ShardingPlan(3, ways)
     parts = old_parts(old, 4)
     with Store.open(None, tables=part_tables(TABLES, new, 0), engine=MemoryEngine()) as store:
         copy_share(TABLES, parts, old, store, new, 0)
@@ -103,7 +105,7 @@ def test_only_parts_and_pieces_with_wanted_rows_are_read() -> None:
 
 def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
     """Random generators differ between ranks."""
-    old, new = placement_on(2), placement_on(3)
+    old, new = sharding_on(2), sharding_on(3)
     parts = old_parts(old, 2)
     for rank, part in enumerate(parts):
         part.publish(part.commit.cursor, state=b"%d" % rank, schedule_digest="", settings={}, environment={})
@@ -127,19 +129,19 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
 def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
     tmp_path: Path, stops: list[tuple[tuple[int, int], int, int]], order_seed: int | None, shuffle: bool
 ) -> None:
-    """One rank trains, others take its rows and bring them through a visit, one goes on: as if they never left it."""
+    """One rank trains, others take its rows and bring them through a pass, one goes on: as if they never left it."""
     case = one_case(order_seed=order_seed, shuffle=shuffle)
     passes = case.cut(tmp_path / "passes")
     path = tmp_path / "sharded"
     skip = {cursor[0] for cursor, size, _ in stops if size > 1 and not cursor[1]}
     with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
-        model = visit_to(plain, passes, case, (14, 0), skip=skip, seed=1)
+        model = train_to_cursor(plain, passes, case, (14, 0), skip=skip, seed=1)
         end = result_of(plain, passes, model)
     alone = Share(passes, ways(1, 0), 0)
     with Parts.open(
-        path, case.tables, alone.tables, alone.placement.to_record(), communicator_of(), engine="zarr"
+        path, case.tables, alone.tables, alone.sharding.to_record(), communicator_of(), engine="zarr"
     ) as parts:
-        visit_to(parts.store, alone, case, stops[0][0], seed=1, parts=parts)
+        train_to_cursor(parts.store, alone, case, stops[0][0], seed=1, parts=parts)
         parts.publish(stops[0][0])
     for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
 
@@ -160,7 +162,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
         ]
         with made(path, passes, ways(1, turn), communicator_of(), order_seed=order_seed) as parts:
             share = Share(passes, ways(1, turn), 0)
-            model = visit_to(parts.store, share, case, after, parts=parts)
+            model = train_to_cursor(parts.store, share, case, after, parts=parts)
             parts.publish(after)
             assert after != (14, 0) or assert_same_bits(end, result_of(parts.store, passes, model)) is None
 
@@ -174,7 +176,7 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
     split = tc.split_passes(passes, tmp_path / "split", rows=60, align=8)
     assert len(split) >= 2 * len(passes)
     with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
-        end = result_of(plain, passes, visit_to(plain, passes, case, (10, 0), seed=1))
+        end = result_of(plain, passes, train_to_cursor(plain, passes, case, (10, 0), seed=1))
 
     def body(ranks: Any) -> Any:
         with made(tmp_path / "sharded", split, ways(2, 1), ranks) as parts:
@@ -182,7 +184,7 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
 
     on_ranks(2, body)
     with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as parts:
-        model = visit_to(parts.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
+        model = train_to_cursor(parts.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
         assert_same_bits(end, result_of(parts.store, passes, model))
 
 
@@ -194,7 +196,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
     others = one_case(data_seed=5).cut(tmp_path / "others")
     split = tc.split_passes(passes, tmp_path / "split", rows=60, align=8)
 
-    def refused(kind: type[Exception], words: str, using: tc.PassSet = passes, **options: Any) -> None:
+    def refused(kind: type[Exception], words: str, using: tc.PassDataset = passes, **options: Any) -> None:
         def body(ranks: Any) -> Any:
             made(path, using, ways(2, 1), ranks, **options).close()
 
@@ -205,26 +207,26 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         with ShardedStore.open(path) as store:
             assert (store.record.num_ranks, store.cursor) == (1, (3, 16))
 
-    refused(PassSetError, "is not the one that the sharded store .* was trained with, nor split from it", others)
-    refused(PassSetError, "is not the one that the sharded store .* was trained with", order_seed=3)
-    refused(PassSetError, "stands 16 samples inside visit 3, whose samples are shuffled", split)
+    refused(DatasetError, "is not the one that the sharded store .* was trained with, nor split from it", others)
+    refused(DatasetError, "is not the one that the sharded store .* was trained with", order_seed=3)
+    refused(DatasetError, "stands 16 samples inside pass 3, whose samples are shuffled", split)
     refused(BudgetError, r"store_budget is 100 bytes, but the part of rank \d would have [\d.]+ KiB", store_budget=100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.ranks.resharding.shutil.disk_usage", lambda _: type("Disk", (), {"free": 4096}))
         refused(BudgetError, r"the new parts on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
 
-    refused(PassSetError, "stands inside visit 3: train to the end of a visit", others, reorganised=True)
+    refused(DatasetError, "stands inside pass 3: train to the end of a pass", others, reorganized=True)
     with Parts.open(path, case.tables, case.tables, ways(1, 0).to_record(), communicator_of()) as parts:
-        visit_to(parts.store, Share(passes, ways(1, 0), 0), case, (4, 0), parts=parts)
+        train_to_cursor(parts.store, Share(passes, ways(1, 0), 0), case, (4, 0), parts=parts)
 
     def begun(ranks: Any) -> Any:
-        with made(path, others, ways(2, 1), ranks, reorganised=True) as parts:
+        with made(path, others, ways(2, 1), ranks, reorganized=True) as parts:
             return parts.cursor, parts.store.commit.schedule_digest
 
     for rank, (cursor, digest) in enumerate(on_ranks(2, begun)):
         share = Share(others, ways(2, 1), rank)
         assert cursor == (0, 0)
-        assert digest == Schedule(num_passes=5, pass_set_digest=share.digest).digest
+        assert digest == Schedule(num_passes=5, dataset_digest=share.digest).digest
 
 
 def budgets_of(store: int) -> Budgets:
@@ -232,13 +234,13 @@ def budgets_of(store: int) -> Budgets:
     return Budgets(device_budget=1 << 30, host_budget=1 << 30, eval_budget=None, store_budget=store)
 
 
-def test_the_same_ranks_reorganise_within_their_store_budget(tmp_path: Path) -> None:
+def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> None:
     """Too little is refused with the numbers, and the parts stand as they stood; enough is enough."""
     case = one_case()
     path = tmp_path / "sharded"
     sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
     share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
-    options: dict[str, Any] = {"engine": None, "parts": None, "reorganised": True, "order_seed": None}
+    options: dict[str, Any] = {"engine": None, "parts": None, "reorganized": True, "order_seed": None}
     with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
         open_parts(path, share, communicator_of(), **options, budgets=budgets_of(100))
     with ShardedStore.open(path) as store:

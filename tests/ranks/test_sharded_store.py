@@ -15,9 +15,9 @@ from tests.ranks.sharded_world import (
     check_parts,
     divide_anew,
     expected,
-    placement_on,
     problems,
     sentences,
+    sharding_on,
     train_parts,
     whole_row,
 )
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
-    """Repeated, in any order, of every placement; keys without a row as asked for."""
+    """Repeated, in any order, of every sharding; keys without a row as asked for."""
     path = tmp_path / "s"
     assert train_parts(path, 3, 5) == [None] * 3
     with ShardedStore.open(path) as store:
@@ -88,7 +88,7 @@ def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     def slow(place: Path, record: Record, only: CommonCommit | None) -> tuple[Store, ...]:
         times[0] += 1
         if times[0] == 1 and divided:
-            assert meet(1, lambda ranks: divide_anew(path, ranks, placement_on(1), lambda **_: None)) == [None]
+            assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), lambda **_: None)) == [None]
         elif times[0] <= 2 and not divided:
             assert train_parts(path, 2, 2) == [None] * 2
         return plain(place, record, only)
@@ -148,7 +148,7 @@ def test_an_older_commit_that_a_part_lacks_is_left_out_and_told(tmp_path: Path) 
         assert [commit.id for commit in store.commits] == [2, 3]
         with pytest.raises(CommitMissingError, match="has no commit 1: give one of 2, 3"):
             store.at(1)
-    words = "commit 0 of part 1 of the sharded store at .* stands at visit 0 and the record at visit 1"
+    words = "commit 0 of part 1 of the sharded store at .* stands at pass 0 and the record at pass 1"
     with pytest.raises(CorruptStoreError, match=words):
         ShardedStore.open(path, commit=1)
     (sentence,) = verify_sharded(path)["problems"]
@@ -161,7 +161,7 @@ def test_a_reader_of_parts_that_went_away_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "s"
     assert train_parts(path, 2, 4, engine="zarr") == [None] * 2
     with ShardedStore.open(path) as store:
-        assert meet(1, lambda ranks: divide_anew(path, ranks, placement_on(1), lambda **_: None)) == [None]
+        assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), lambda **_: None)) == [None]
         for read in (lambda: store.lookup("item", np.arange(3)), lambda: list(store.scan("word")), store.state):
             with pytest.raises(
                 StoreError, match=r"the sharded store at .* was divided anew while it was read: open it"

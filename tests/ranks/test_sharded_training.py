@@ -20,7 +20,7 @@ KINDS = ("row", "table", "column", "replicate")
 
 def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps: int | None = None) -> None:
     """Compare a sharded store and dense weights with one process."""
-    theirs = resident(CASES[case], tc.PassSet.open(folder / "passes"), steps=steps)
+    theirs = resident(CASES[case], tc.PassDataset.open(folder / "passes"), steps=steps)
     assert_as_alone(stored(folder), dense, theirs)
 
 
@@ -28,7 +28,7 @@ def test_one_rank_over_a_sharded_store_ends_with_the_bits_of_one_process(ranks_p
     """Whose store has one shard: batches look rows up where they are."""
     found = on_ranks(ranks_pool, 1, tmp_path, "bags", shard_dirs=[str(tmp_path / "shard")])
 
-    theirs = resident(CASES["bags"], tc.PassSet.open(tmp_path / "passes"))
+    theirs = resident(CASES["bags"], tc.PassDataset.open(tmp_path / "passes"))
     assert_as_alone(stored(tmp_path), found[0], theirs, tolerance=0)
 
 
@@ -54,7 +54,7 @@ def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
     ranks_pool: RanksPool, tmp_path: Path, kind: str
 ) -> None:
     """On the shim: the training thread queues what brings rows and pooled vectors, micro-batch behind micro-batch."""
-    options = {"queued": True, "micro_batches": 3, "steps": 4, "sharding": placed("bags", kind)}
+    options = {"queued": True, "micro_batches": 3, "steps": 4, "sharding": sharded("bags", kind)}
     found = on_ranks(ranks_pool, 2, tmp_path, "bags", **options)
 
     assert_close(tmp_path, "bags", found[0], steps=4)
@@ -94,10 +94,10 @@ def test_rows_of_an_evaluation_come_while_the_batch_before_is_looked_at(
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_micro_batches_that_are_resumed_in_the_next_visit_are_refused(
+def test_micro_batches_that_are_resumed_in_the_next_pass_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, queued: bool
 ) -> None:
-    """Also one that was asked for in their own visit, and brought later: its numbers mean other rows now."""
+    """Also one that was asked for in their own pass, and brought later: its numbers mean other rows now."""
     told = on_ranks(ranks_pool, 2, tmp_path, body="resumed_late", queued=queued)
 
     assert all("which has ended: use batches inside their own loop" in one for one in told)
@@ -105,10 +105,10 @@ def test_micro_batches_that_are_resumed_in_the_next_visit_are_refused(
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path, within: bool) -> None:
-    """Left in the midst of a visit, behind a commit there or not."""
+    """Left in the midst of a pass, behind a commit there or not."""
     whole = on_ranks(ranks_pool, 2, tmp_path / "whole", "bags")
 
-    on_ranks(ranks_pool, 2, tmp_path / "left", "bags", "train_and_stop", visits=5, batches=2, within=within)
+    on_ranks(ranks_pool, 2, tmp_path / "left", "bags", "train_and_stop", passes=5, batches=2, within=within)
     ended = on_ranks(ranks_pool, 2, tmp_path / "left", "bags")
 
     assert_same_rows(tmp_path / "left", tmp_path / "whole")
@@ -140,7 +140,7 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(
     assert all(error is not None and sentence in error[1] for error in errors), errors
 
 
-def placed(case: str, kind: str) -> dict[str, str]:
+def sharded(case: str, kind: str) -> dict[str, str]:
     """Return one kind for all tables."""
     return dict.fromkeys([table.name for table in CASES[case].tables], kind)
 
@@ -152,12 +152,12 @@ def placed(case: str, kind: str) -> dict[str, str]:
 def test_a_training_goes_on_with_another_number_of_ranks(
     ranks_pool: RanksPool, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], within: bool
 ) -> None:
-    """And another placement: rows, states and dense weights of one process, from a commit or from inside a visit."""
+    """And another sharding: rows, states and dense weights of one process, from a commit or from inside a pass."""
     (size, kind), (new_size, new_kind) = before, after
-    options = {"sharding": placed("bags", kind), "shard_dirs": [str(tmp_path / "shards")] * size}
-    on_ranks(ranks_pool, size, tmp_path, "bags", "train_and_stop", visits=3, batches=1, within=within, **options)
+    options = {"sharding": sharded("bags", kind), "shard_dirs": [str(tmp_path / "shards")] * size}
+    on_ranks(ranks_pool, size, tmp_path, "bags", "train_and_stop", passes=3, batches=1, within=within, **options)
 
-    found = on_ranks(ranks_pool, new_size, tmp_path, "bags", sharding=placed("bags", new_kind))
+    found = on_ranks(ranks_pool, new_size, tmp_path, "bags", sharding=sharded("bags", new_kind))
 
     assert_close(tmp_path, "bags", found[0])
 
@@ -168,7 +168,7 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
 ) -> None:
     """Split at aligned samples from where it stands inside a pass: the same batches, so what one process ends with."""
     whole = CASES["short"].cut(tmp_path / "whole")
-    on_ranks(ranks_pool, sizes[0], tmp_path, "short", "train_and_stop", visits=5, batches=1, within=True)
+    on_ranks(ranks_pool, sizes[0], tmp_path, "short", "train_and_stop", passes=5, batches=1, within=True)
     (tmp_path / "passes").rename(tmp_path / "old")
     split = tc.split_passes(tmp_path / "old", tmp_path / "passes", rows=60, align=13)
     assert len(split) > len(whole)
@@ -182,7 +182,7 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
 
 
 def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Twice in a row, and once more before the first batch of a training that goes on inside a visit."""
+    """Twice in a row, and once more before the first batch of a training that goes on inside a pass."""
     on_ranks(ranks_pool, 2, tmp_path / "whole")
 
     told = on_ranks(ranks_pool, 2, tmp_path / "twice", body="commit_twice")

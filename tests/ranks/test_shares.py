@@ -1,4 +1,4 @@
-"""Shares of a pass set: every row has one owner, every rank knows where, and a rank's own cache keeps its rows."""
+"""Shares of a dataset: every row has one owner, every rank knows where, and a rank's own cache keeps its rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tiercache as tc
 from tests.training.cases import Case, Spec, device_of_tests, table
 from tiercache.planning.positions import Positions
 from tiercache.ranks.owners import find_owners
-from tiercache.ranks.placement import Placement, Slice, TablePlacement, sliced
+from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
 from tiercache.ranks.shares import Share, part_tables
 from tiercache.store import MemoryEngine
 from tiercache.store.hashing import hash_keys
@@ -34,56 +34,56 @@ CASE = Case(
     ),
 )
 NAMES = [one.name for one in CASE.tables]
-MIXED = Placement(
+MIXED = ShardingPlan(
     4,
     {
-        "a": TablePlacement("row"),
-        "b": TablePlacement("table", (Slice(1, 0, 4),)),
+        "a": TableSharding("row"),
+        "b": TableSharding("table", (Slice(1, 0, 4),)),
         "c": sliced(6, [2, 0]),
-        "d": TablePlacement("replicate"),
+        "d": TableSharding("replicate"),
     },
 )
-ONE_RANK = Placement(3, {one.name: sliced(one.dim, [1]) for one in CASE.tables})
-PLACEMENTS = pytest.mark.parametrize("placement", [MIXED, ONE_RANK], ids=["mixed", "all on rank 1"])
+ONE_RANK = ShardingPlan(3, {one.name: sliced(one.dim, [1]) for one in CASE.tables})
+SHARDINGS = pytest.mark.parametrize("sharding", [MIXED, ONE_RANK], ids=["mixed", "all on rank 1"])
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassSet:
-    """Return one pass set, in which tables are shared by features."""
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
+    """Return one dataset, in which tables are shared by features."""
     return CASE.cut(tmp_path_factory.mktemp("passes"))
 
 
 @st.composite
-def placements(draw: st.DrawFn, tables: tuple[tc.Table, ...] = CASE.tables) -> Placement:
-    """Draw any placement of the tables."""
+def shardings(draw: st.DrawFn, tables: tuple[tc.Table, ...] = CASE.tables) -> ShardingPlan:
+    """Draw any sharding of the tables."""
     ranks = draw(st.integers(1, 6))
-    tables_placed = {}
+    table_shardings = {}
     for one in tables:
         owners = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=one.dim))
         how = draw(st.sampled_from(["row", "replicate", "slices"]))
-        tables_placed[one.name] = sliced(one.dim, owners) if how == "slices" else TablePlacement(cast("Any", how))
-    return Placement(ranks, tables_placed)
+        table_shardings[one.name] = sliced(one.dim, owners) if how == "slices" else TableSharding(cast("Any", how))
+    return ShardingPlan(ranks, table_shardings)
 
 
 def check_owners(
-    tables: tuple[tc.Table, ...], placement: Placement, keys: dict[str, np.ndarray[Any, Any]], p: int = 0
+    tables: tuple[tc.Table, ...], sharding: ShardingPlan, keys: dict[str, np.ndarray[Any, Any]], p: int = 0
 ) -> None:
     """Hold owners to the slow definition: each column of each row once, at the position of the rank's own layout."""
-    groups = [group_tables(part_tables(tables, placement, rank)) for rank in range(placement.num_ranks)]
-    owners = find_owners(placement, p, tables, groups, keys.__getitem__)
+    groups = [group_tables(part_tables(tables, sharding, rank)) for rank in range(sharding.num_ranks)]
+    owners = find_owners(sharding, p, tables, groups, keys.__getitem__)
     for t, whole in enumerate(tables):
-        hashes, placed = hash_keys(keys[whole.name], whole.table_id).tolist(), placement.tables[whole.name]
+        hashes, table_sharding = hash_keys(keys[whole.name], whole.table_id).tolist(), sharding.tables[whole.name]
         times = np.zeros((len(hashes), whole.dim), dtype=int)
-        for rank in range(placement.num_ranks):
+        for rank in range(sharding.num_ranks):
             low, high = owners.span(whole.name, rank)
-            if placed.by_hash:
-                begin, end = (n * 2**64 // placement.num_ranks for n in (rank, rank + 1))
+            if table_sharding.by_hash:
+                begin, end = (n * 2**64 // sharding.num_ranks for n in (rank, rank + 1))
                 assert [i for i, value in enumerate(hashes) if begin <= value < end] == list(range(low, high))
             first, last = owners.columns_TW2[t, rank]
             times[low:high, first:last] += 1
         assert (times == 1).all()
         owning = {d.rank for d in owners.destinations[t]}
-        for rank in range(placement.num_ranks):
+        for rank in range(sharding.num_ranks):
             assert rank in owning or owners.low_TW[t, rank] == owners.high_TW[t, rank]
         for d in owners.destinations[t]:
             arrays = owners.low_TW, owners.high_TW, owners.group_TW, owners.first_TW
@@ -106,26 +106,26 @@ KEYS = st.sets(st.integers(-(2**63), 2**63 - 1), max_size=30)
 
 
 @settings(max_examples=60, deadline=None)
-@given(placement=placements(), sets=st.lists(KEYS, min_size=4, max_size=4))
-def test_every_column_of_every_row_has_one_owner(placement: Placement, sets: list[set[int]]) -> None:
-    """Whatever tables, keys, placement and number of ranks; and stands where its owner keeps it."""
+@given(sharding=shardings(), sets=st.lists(KEYS, min_size=4, max_size=4))
+def test_every_column_of_every_row_has_one_owner(sharding: ShardingPlan, sets: list[set[int]]) -> None:
+    """Whatever tables, keys, sharding and number of ranks; and stands where its owner keeps it."""
     tables = tuple(sorted(CASE.tables, key=lambda one: one.table_id))
     keys = {}
     for one, some in zip(tables, sets, strict=True):
         array = np.array(sorted(some), dtype=np.int64)
         keys[one.name] = array[np.argsort(hash_keys(array, one.table_id))]
-    check_owners(tables, placement, keys)
+    check_owners(tables, sharding, keys)
 
 
 @settings(max_examples=25, deadline=None)
-@given(placement=placements())
-def test_shares_of_all_ranks_are_the_pass_set(passes: tc.PassSet, placement: Placement) -> None:
+@given(sharding=shardings())
+def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: ShardingPlan) -> None:
     """Keys and counts of each rank are those of its owned local ids, and its layout is the one that owners tell."""
-    shares = [Share(passes, placement, rank) for rank in range(placement.num_ranks)]
+    shares = [Share(passes, sharding, rank) for rank in range(sharding.num_ranks)]
     layouts = [Positions.of(share, group_tables(share.tables)) for share in shares]
     for p, one in enumerate(passes.passes):
         owners = shares[-1].owners(p)
-        check_owners(passes.tables, placement, {name: one.keys(name) for name in NAMES}, p)
+        check_owners(passes.tables, sharding, {name: one.keys(name) for name in NAMES}, p)
         for t, whole in enumerate(passes.tables):
             for rank, share in enumerate(shares):
                 low, high = owners.span(whole.name, rank)
@@ -137,24 +137,24 @@ def test_shares_of_all_ranks_are_the_pass_set(passes: tc.PassSet, placement: Pla
         whole_ids, mine = one.read(np.arange(9)), shares[0].passes[p].read(np.arange(9))
         for name, ids in whole_ids.ids.items():
             np.testing.assert_array_equal(mine.ids[name].ids, ids.ids)
-    assert len({share.digest for share in shares}) == placement.num_ranks
+    assert len({share.digest for share in shares}) == sharding.num_ranks
 
 
-def test_a_share_says_what_it_is_of(passes: tc.PassSet) -> None:
-    """Its digest follows from pass set, placement and rank alone; ranks that are not there have none."""
+def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
+    """Its digest follows from dataset, sharding and rank alone; ranks that are not there have none."""
     share = Share(passes, MIXED, 2)
-    assert share.digest == Share(passes, Placement.from_record(MIXED.to_record()), 2).digest
+    assert share.digest == Share(passes, ShardingPlan.from_record(MIXED.to_record()), 2).digest
     assert share.digest != Share(passes, ONE_RANK, 2).digest
     assert share.schema.digest == passes.schema.digest
     assert {one.name: one.dim for one in share.schema.tables} == {"a": 4, "b": 4, "c": 3, "d": 4}
     assert (len(share), share.samples, share.path) == (len(passes), passes.samples, passes.path)
     assert [one.index for one in share] == list(range(len(passes)))
-    assert repr(share).startswith("Share(rank 2 of 4, PassSet(")
+    assert repr(share).startswith("Share(rank 2 of 4, PassDataset(")
     for rank in (-1, 4):
-        with pytest.raises(ValueError, match="has no share: the placement has 4 ranks"):
+        with pytest.raises(ValueError, match="has no share: the sharding has 4 ranks"):
             Share(passes, MIXED, rank)
     with pytest.raises(ValueError, match="differ in b, c, d"):
-        Share(passes, Placement(2, {"a": TablePlacement("row")}), 0)
+        Share(passes, ShardingPlan(2, {"a": TableSharding("row")}), 0)
 
 
 def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
@@ -164,20 +164,20 @@ def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
         size = 1 << 31
 
     tables = (table("a", 4),)
-    placement = Placement(2, {"a": sliced(4, [1])})
+    sharding = ShardingPlan(2, {"a": sliced(4, [1])})
     groups = [group_tables(tables)] * 2
-    with pytest.raises(ValueError, match="rank 1 owns 2,147,483,648 rows of one group in pass 3"):
-        find_owners(placement, 3, tables, groups, lambda _: cast("Any", Many()))
+    with pytest.raises(ValueError, match="rank 1 owns 2,147,483,648 rows of one group in sub-dataset 3"):
+        find_owners(sharding, 3, tables, groups, lambda _: cast("Any", Many()))
 
 
-@PLACEMENTS
+@SHARDINGS
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_a_cache_walks_the_passes_of_a_share(
-    tmp_path: Path, passes: tc.PassSet, placement: Placement, engine: str
+    tmp_path: Path, passes: tc.PassDataset, sharding: ShardingPlan, engine: str
 ) -> None:
-    """Where the rank owns some tables, slices, or nothing at all; through commits inside visits and a reopening."""
-    for rank in range(placement.num_ranks if engine == "memory" else 1):
-        share = Share(passes, placement, rank)
+    """Where the rank owns some tables, slices, or nothing at all; through commits inside passes and a reopening."""
+    for rank in range(sharding.num_ranks if engine == "memory" else 1):
+        share = Share(passes, sharding, rank)
         path = None if engine == "memory" else tmp_path / str(rank)
         kind = MemoryEngine() if engine == "memory" else engine
         store = None
@@ -185,10 +185,10 @@ def test_a_cache_walks_the_passes_of_a_share(
             if store is None or path is not None:
                 store = tc.Store.open(path, tables=share.tables, engine=kind)
             options: Any = {"device_budget": "1MiB", "host_budget": "8MiB", "device": device_of_tests()}
-            with tc.TierCache(store, cast("tc.PassSet", share), order_seed=5, commit_every=2, **options) as cache:
-                for visit in cache.passes(epochs):
-                    assert visit.num_samples == passes.passes[visit.pass_index].samples
-                    batch = next(visit.batches(16))
+            with tc.TierCache(store, cast("tc.PassDataset", share), order_seed=5, commit_every=2, **options) as cache:
+                for current in cache.passes(epochs):
+                    assert current.num_samples == passes.passes[current.sub_dataset].samples
+                    batch = next(current.batches(16))
                     batch.rows.look_up(batch.end)  # as a module does
                     cache.commit()
             for one in share.tables:

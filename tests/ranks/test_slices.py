@@ -13,14 +13,13 @@ from tests.training.cases import Case, Spec, device_of_tests, table
 from tests.training.devices import shim
 from tiercache.backends.opening import open_backend
 from tiercache.planning.positions import Positions
-from tiercache.ranks.placement import Placement, sliced
+from tiercache.ranks.sharding_plan import ShardingPlan, sliced
 from tiercache.ranks.shares import Share, part_tables
 from tiercache.store import MemoryEngine
 from tiercache.store.initial import initial_rows
 from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
-from tiercache.tiers.device_tier import DeviceTier
-from tiercache.tiers.device_tier import Placement as Placed
+from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
 
 if TYPE_CHECKING:
@@ -41,9 +40,9 @@ def test_every_maker_of_initial_rows_cuts_a_slice_out_of_the_whole_ones(start: s
     whole = table("t", 23, initializer=STARTS[start], dtype=dtype)
     keys = np.arange(-10, 7000, dtype=np.int64)
     wanted = initial_rows(whole, keys)[0]
-    placement = Placement(3, {"t": sliced(23, [2, 0, 1])})
+    sharding = ShardingPlan(3, {"t": sliced(23, [2, 0, 1])})
     for rank in range(3):
-        (part,) = part_tables([whole], placement, rank)
+        (part,) = part_tables([whole], sharding, rank)
         mine = wanted[:, part.first_column : part.first_column + part.dim]
         np.testing.assert_array_equal(initial_vectors(part, keys[::-1])[::-1], mine)
         words = np.zeros((keys.size, part.fields[0].words), dtype=np.float32)
@@ -57,23 +56,23 @@ def test_a_device_that_makes_rows_itself_leaves_slices_to_the_host() -> None:
     whole = table("t", 8)
     backend = shim()
     assert backend.generates(whole)
-    assert not backend.generates(part_tables([whole], Placement(2, {"t": sliced(8, [0, 1])}), 1)[0])
+    assert not backend.generates(part_tables([whole], ShardingPlan(2, {"t": sliced(8, [0, 1])}), 1)[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("start", ["uniform", "normal"])
 def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Path, start: str, dtype: str) -> None:
-    """Trained without a step, in the store as in an evaluation, and after a reorganise that makes new rows."""
+    """Trained without a step, in the store as in an evaluation, and after a reorganize that makes new rows."""
     case = Case(
         tables=(table("t", 7, initializer=STARTS[start], dtype=dtype), table("u", 4)),
         specs=(Spec(name="f", table="t"), Spec(name="g", table="u")),
     )
     passes = case.cut(tmp_path / "passes")
     others = replace(case, data_seed=1, num_keys=400).cut(tmp_path / "others")
-    placement = Placement(3, {"t": sliced(7, [2, 0, 1]), "u": sliced(4, [0, 0])})
+    sharding = ShardingPlan(3, {"t": sliced(7, [2, 0, 1]), "u": sliced(4, [0, 0])})
     strange = np.array([10**12, -7], dtype=np.int64)
     for rank in range(3):
-        share, other = (cast("tc.PassSet", Share(some, placement, rank)) for some in (passes, others))
+        share, other = (cast("tc.PassDataset", Share(some, sharding, rank)) for some in (passes, others))
         store = tc.Store.open(None, tables=share.tables, engine=MemoryEngine())
         with tc.TierCache(
             store, share, device=device_of_tests(), device_budget="1MiB", host_budget="8MiB", progress=False
@@ -82,9 +81,9 @@ def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Pa
                 pass
             (part,) = (one for one in share.tables if one.name == "t")
             columns = slice(part.first_column, part.first_column + part.dim)
-            now = cache.rows_now().fields("t", strange)[0]
+            now = cache.live_rows().fields("t", strange)[0]
             np.testing.assert_array_equal(now, initial_rows(case.tables[0], strange)[0][:, columns])
-        tc.reorganise(store, other, progress=False)
+        tc.reorganize(store, other, progress=False)
         chunks = list(store.scan("t"))
         keys = np.concatenate([some for some, _ in chunks])
         vectors = np.concatenate([fields[0] for _, fields in chunks])
@@ -97,7 +96,7 @@ def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Pa
 def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
     """A slice's numbers count from its first one: with the whole table's stream all slices would round alike."""
     whole = table("t", 8, dtype="bfloat16")
-    parts = [part_tables([whole], Placement(2, {"t": sliced(8, [0, 1])}), rank)[0] for rank in range(2)]
+    parts = [part_tables([whole], ShardingPlan(2, {"t": sliced(8, [0, 1])}), rank)[0] for rank in range(2)]
     keys = np.arange(5, dtype=np.int64)
     streams = []
     for one in (whole, *parts):
@@ -105,9 +104,9 @@ def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
         tier = DeviceTier(positions, 1 << 20, open_backend("cpu" if device == "cpu" else shim(), (one,)))
         slots = np.arange(keys.size, dtype=np.int32)
         loaded = np.array([0xFF], np.uint8)
-        placed = [Placed(slots, slots, slots, free=keys.size, departing=0, loaded_K=loaded)]
-        tier.activate(placed)
-        tier.note_keys(0, placed, lambda _p, _t: keys)
+        assignments = [SlotAssignment(slots, slots, slots, free=keys.size, departing=0, loaded_K=loaded)]
+        tier.activate(assignments)
+        tier.note_keys(0, assignments, lambda _p, _t: keys)
         streams.append(np.asarray(tier.rows_of(0)[0].streams).copy())
     np.testing.assert_array_equal(streams[0], streams[1])  # it begins where the whole one does
     assert not np.isin(streams[0], streams[2]).any()

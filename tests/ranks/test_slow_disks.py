@@ -16,7 +16,7 @@ from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, ope
 from tests.training.cases import Case
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError
-from tiercache.ranks import part_folder
+from tiercache.ranks import shard_folder
 from tiercache.store.testing import SlowEngine
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
 
 
 def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
-    """Train, with a commit inside visit 3; on rank 1 something of the disk takes longer than the timeout in visit 2."""
+    """Train, with a commit inside pass 3; on rank 1 something of the disk takes longer than the timeout in pass 2."""
     case, engines = WIDE, list[Hitching]()
-    criterion, open_engine = nn.BCEWithLogitsLoss(), part_folder.open_engine
+    criterion, open_engine = nn.BCEWithLogitsLoss(), shard_folder.open_engine
 
     def opened(*arguments: Any, **options: Any) -> Opened:
         found = open_engine(*arguments, **options)
@@ -73,18 +73,18 @@ def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, 
         return found
 
     with impatient(TIMEOUT if slow else 60.0) as patch:
-        patch.setattr(part_folder, "open_engine", opened)
+        patch.setattr(shard_folder, "open_engine", opened)
         with open_sharded(case, folder, host_budget="100KiB") as cache:
             model, optimizer = model_of(cache, case)
-            for visit in cache.passes(epochs=case.epochs):
-                if slow and visit.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
+            for p in cache.passes(epochs=case.epochs):
+                if slow and p.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
                     cache.drain()
                     setattr(engines[-1], f"{slow}_seconds", HITCH)
-                for number, batch in enumerate(visit.batches(case.batch, shuffle=case.shuffle)):
+                for number, batch in enumerate(p.batches(case.batch, shuffle=case.shuffle)):
                     (criterion(model(batch), batch.label) * batch.weight).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                    if visit.index == 3 and number == 0:
+                    if p.index == 3 and number == 0:
                         cache.commit()
             left = 0.0 if slow is None else getattr(engines[-1], f"{slow}_seconds")
             return dense_of(model) | {"left": left, "read": sum(r.rows_read for r in cache.reports)}
@@ -110,7 +110,7 @@ def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("slow", ["read", "write", "commit"])
 def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, in_time: Any, slow: str) -> None:
-    """At a switch, where a dump is written, and at a commit inside a visit: the rows end with the same bits."""
+    """At a switch, where a dump is written, and at a commit inside a pass: the rows end with the same bits."""
     WIDE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, BODIES + "trained", folder=str(tmp_path), slow=slow)
 

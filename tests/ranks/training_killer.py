@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 CASE = "bags"
-VISITS = 2
+PASSES = 2
 """In which the training of other ranks stands that is gone on with."""
 MOST_OF_PARTS = 1.2
 """Kills come within so many times the time until new parts are the store's."""
@@ -42,8 +42,8 @@ SURVIVORS_SECONDS = 5.0
 """Which the ranks that were not killed have to end by themselves; then they are killed, as by torchrun."""
 
 
-def be_rank(rank: int, size: int, port: int, folder: Path, visits: int | None) -> None:
-    """Train the case to its end, or into a visit; what comes out wrong stands in a file."""
+def be_rank(rank: int, size: int, port: int, folder: Path, passes: int | None) -> None:
+    """Train the case to its end, or into a pass; what comes out wrong stands in a file."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
@@ -58,11 +58,11 @@ def be_rank(rank: int, size: int, port: int, folder: Path, visits: int | None) -
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=JOIN_SECONDS))
         ranks = communicator_of()
         (folder / f"begun-{rank}").touch()
-        if visits is not None:
-            train_and_stop(ranks, CASE, str(folder), visits=visits, batches=1, within=True)
-        found = {} if visits is not None else train(ranks, CASE, str(folder))
+        if passes is not None:
+            train_and_stop(ranks, CASE, str(folder), passes=passes, batches=1, within=True)
+        found = {} if passes is not None else train(ranks, CASE, str(folder))
         ranks.barrier()
-        if rank == 0 and visits is None:
+        if rank == 0 and passes is None:
             record = {name: _digest(value) for name, value in found.items()}
             for name, (keys, fields) in stored(folder).items():
                 record |= {f"{name}.{i}": _digest(part) for i, part in enumerate((keys, *fields))}
@@ -102,7 +102,7 @@ class Killer:
         number = 0
         if self._before is not None:
             folder = self._prepare("begun")
-            self._end(folder, self._start(folder, self._before, visits=VISITS))
+            self._end(folder, self._start(folder, self._before, passes=PASSES))
             self._look(folder)
             self._begun = folder
         while self.figures["kills"] < kills and not self.figures["problems"]:
@@ -146,14 +146,14 @@ class Killer:
         while not Record.read(folder / "model.tc").generation and all(one.exitcode is None for one in processes):
             time.sleep(0.002)
 
-    def _start(self, folder: Path, size: int, visits: int | None = None) -> list[BaseProcess]:
+    def _start(self, folder: Path, size: int, passes: int | None = None) -> list[BaseProcess]:
         for left in [*folder.glob("begun-*"), *folder.glob("error-*")]:
             left.unlink()
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
         processes = [
-            self._context.Process(target=be_rank, args=(rank, size, port, folder, visits)) for rank in range(size)
+            self._context.Process(target=be_rank, args=(rank, size, port, folder, passes)) for rank in range(size)
         ]
         for process in processes:
             process.start()

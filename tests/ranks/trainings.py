@@ -50,7 +50,7 @@ OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
 
 def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.TierCache:
     """Open the store of a test. queued: the rows are a GPU's, whose kernels run on the shim."""
-    passes = tc.PassSet.open(Path(folder) / "passes")
+    passes = tc.PassDataset.open(Path(folder) / "passes")
     if queued:
         options["device"] = shim()
     return tc.TierCache(Path(folder) / "model.tc", passes, **OPTIONS | options)
@@ -84,11 +84,11 @@ def train(
     with open_sharded(one, folder, **options) as cache:
         model, optimizer = model_of(cache, one)
         done = 0
-        for visit in cache.passes(epochs=one.epochs if epochs is None else epochs):
+        for p in cache.passes(epochs=one.epochs if epochs is None else epochs):
             if micro_batches is None:
-                each = ([batch] for batch in visit.batches(one.batch, shuffle=one.shuffle, prefetch=prefetch))
+                each = ([batch] for batch in p.batches(one.batch, shuffle=one.shuffle, prefetch=prefetch))
             else:
-                each = visit.steps(one.batch, micro_batches=micro_batches, shuffle=one.shuffle)
+                each = p.steps(one.batch, micro_batches=micro_batches, shuffle=one.shuffle)
             for batches in each:
                 if done == steps:
                     continue
@@ -98,7 +98,7 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 done += 1
-        found = {"commit": list(cache.store.commit.cursor), "planned": len(cache.plan(visits=3))}
+        found = {"commit": list(cache.store.commit.cursor), "planned": len(cache.plan(passes=3))}
     return found | dense_of(model)
 
 
@@ -165,7 +165,7 @@ def assert_as_alone(
         np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=tolerance, rtol=tolerance, err_msg=name)
 
 
-def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Result:
+def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) -> Result:
     """Train the same batches on one process, all in memory."""
     from tests.training.cases import result_of_resident
 
@@ -175,8 +175,8 @@ def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Res
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
     cache.register(model=model, optimizer=optimizer)
     criterion, done = nn.BCEWithLogitsLoss(), 0
-    for visit in cache.passes(epochs=case.epochs):
-        for batch in visit.batches(case.batch, shuffle=case.shuffle):
+    for p in cache.passes(epochs=case.epochs):
+        for batch in p.batches(case.batch, shuffle=case.shuffle):
             if done == steps:
                 continue
             criterion(model(batch), batch.label).backward()
@@ -187,19 +187,19 @@ def resident(case: Case, passes: tc.PassSet, *, steps: int | None = None) -> Res
 
 
 def train_and_stop(
-    ranks: AnyCommunicator, case: str, folder: str, *, visits: int, batches: int, within: bool, **options: Any
+    ranks: AnyCommunicator, case: str, folder: str, *, passes: int, batches: int, within: bool, **options: Any
 ) -> int:
-    """Train so many visits and batches, commit inside the visit where ``within``, and leave without another word."""
+    """Train so many passes and batches, commit inside the pass where ``within``, and leave without another word."""
     one = CASES[case]
     criterion = nn.BCEWithLogitsLoss()
     with open_sharded(one, folder, **options) as cache:
         model, optimizer = model_of(cache, one)
-        for visit in cache.passes(epochs=one.epochs):
-            for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
+        for p in cache.passes(epochs=one.epochs):
+            for number, batch in enumerate(p.batches(one.batch, shuffle=one.shuffle)):
                 (criterion(model(batch), batch.label) * batch.weight).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if visit.index == visits and number == batches:
+                if p.index == passes and number == batches:
                     if within:
                         cache.commit()
                     return int(cache.store.commit.id)
@@ -212,8 +212,8 @@ def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None
     criterion = nn.BCEWithLogitsLoss()
     with open_sharded(one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
         model, optimizer = model_of(cache, one)
-        for visit in cache.passes(epochs=1):
-            batches = visit.batches(one.batch)
+        for p in cache.passes(epochs=1):
+            batches = p.batches(one.batch)
             first = next(batches)
             if what == "old batch":
                 optimizer.step()
@@ -222,21 +222,21 @@ def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None
                 criterion(model(first), first.label).backward()
                 continue
             if what == "size":
-                next(visit.batches(0))
+                next(p.batches(0))
             if what == "sizes":
-                next(visit.batches(one.batch + ranks.rank))
+                next(p.batches(one.batch + ranks.rank))
             if what == "one rank's micro-batch":
                 if ranks.rank == 1:
-                    visit._before_batch = _broken
-                for batches in visit.steps(one.batch, micro_batches=4):
+                    p._before_batch = _broken
+                for batches in p.steps(one.batch, micro_batches=4):
                     list(batches)
             if what == "one rank's samples":
                 if ranks.rank == 1:
-                    visit.source.whole.read = _broken  # type: ignore[method-assign]
+                    p.source.whole.read = _broken  # type: ignore[method-assign]
                 next(batches)
             if what == "one rank's id":
                 if ranks.rank == 1:
-                    visit.source.read = partial(_with_a_wrong_id, visit.source.read)  # type: ignore[method-assign]
+                    p.source.read = partial(_with_a_wrong_id, p.source.read)  # type: ignore[method-assign]
                 next(batches)
 
 
@@ -277,8 +277,8 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
             return found
 
         cache._exchange.rows.ask, cache._exchange.rows.answer = asked, answered  # type: ignore[method-assign]
-        visits = cache.passes(epochs=1)
-        for batches in next(visits).steps(one.batch, micro_batches=4, schedule=schedule):
+        passes = cache.passes(epochs=1)
+        for batches in next(passes).steps(one.batch, micro_batches=4, schedule=schedule):
             for number, batch in enumerate(batches):
                 out = model(batch)
                 if schedule == "interleaved" and number < 3:
@@ -315,7 +315,7 @@ def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, sch
             return exchange
 
         cache._exchange.evaluating = noted  # type: ignore[method-assign]
-        some = next(iter(cache.evaluation(cache.pass_set)))
+        some = next(iter(cache.evaluation(cache.dataset)))
         with torch.no_grad():
             for number, batch in enumerate(some.batches(-(-some.num_samples // 4), schedule=schedule)):
                 model(batch)
@@ -326,14 +326,14 @@ def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, sch
 
 
 def resumed_late(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool) -> str:
-    """Leave the micro-batches of a visit, go on with them in the next one, and look one up."""
+    """Leave the micro-batches of a pass, go on with them in the next one, and look one up."""
     one = CASES[case]
     with open_sharded(one, folder, queued=queued) as cache:
         model, _ = model_of(cache, one)
-        visits = cache.passes(epochs=1)
-        kept = next(next(visits).steps(one.batch, micro_batches=4))
+        passes = cache.passes(epochs=1)
+        kept = next(next(passes).steps(one.batch, micro_batches=4))
         next(kept)
-        next(visits)
+        next(passes)
         try:
             for batch in kept:
                 model(batch)
@@ -343,21 +343,21 @@ def resumed_late(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool
 
 
 def commit_twice(ranks: AnyCommunicator, case: str, folder: str) -> list[Any]:
-    """Commit twice in a row inside a visit and leave; commit before the first batch after that; train to the end."""
+    """Commit twice in a row inside a pass and leave; commit before the first batch after that; train to the end."""
     one = CASES[case]
     criterion, found = nn.BCEWithLogitsLoss(), []
     for turn in range(2):
         with open_sharded(one, folder) as cache:
             model, optimizer = model_of(cache, one)
-            for visit in cache.passes(epochs=one.epochs):
+            for p in cache.passes(epochs=one.epochs):
                 if turn == 1 and not found:
                     cache.commit()
                     found.append(list(cache.store.commit.cursor))
-                for number, batch in enumerate(visit.batches(one.batch, shuffle=one.shuffle)):
+                for number, batch in enumerate(p.batches(one.batch, shuffle=one.shuffle)):
                     (criterion(model(batch), batch.label) * batch.weight).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                    if turn == 0 and visit.index == 1 and number == 1:
+                    if turn == 0 and p.index == 1 and number == 1:
                         cache.commit()
                         cache.commit()
                         break
@@ -384,8 +384,8 @@ def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str) -> str
         cache.store.publish = broken  # type: ignore[method-assign]
         for _ in range(2):
             try:
-                for visit in cache.passes(epochs=one.epochs):
-                    for batch in visit.batches(one.batch, shuffle=one.shuffle):
+                for p in cache.passes(epochs=one.epochs):
+                    for batch in p.batches(one.batch, shuffle=one.shuffle):
                         (criterion(model(batch), batch.label) * batch.weight).backward()
                         optimizer.step()
                         optimizer.zero_grad()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
 
 
-def dump(store: Store, visit: int, rows: dict[int, int], *, block_bytes: int = 1 << 17) -> dict[int, bytes]:
+def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: int = 1 << 17) -> dict[int, bytes]:
     """Append rows of made-up bits, counted by next use; return the bytes of each range."""
     stream = Stream(
         row_bytes=BIG.row_bytes,
@@ -26,13 +26,13 @@ def dump(store: Store, visit: int, rows: dict[int, int], *, block_bytes: int = 1
         block_bytes=block_bytes,
         ranges=tuple(Range(next_use=use, table_rows=(n,)) for use, n in sorted(rows.items())),
     )
-    data = np.random.default_rng(visit).integers(0, 256, stream.rows * BIG.row_bytes, dtype=np.uint8)
-    keys = np.arange(stream.rows, dtype=np.int64) + 100_000 * visit
+    data = np.random.default_rng(pass_index).integers(0, 256, stream.rows * BIG.row_bytes, dtype=np.uint8)
+    keys = np.arange(stream.rows, dtype=np.int64) + 100_000 * pass_index
     for low, high in pairwise(stream.range_first_row_R.tolist()):
         keys[low:high] = keys[low:high][np.argsort(hash_keys(keys[low:high], BIG.table_id))]
     cuts = [int(n) for n in stream.block_first_row_B]
     store.append(
-        visit,
+        pass_index,
         [stream],
         (
             (0, b, data[cuts[b] * BIG.row_bytes : cuts[b + 1] * BIG.row_bytes], keys[cuts[b] : cuts[b + 1]])
@@ -44,22 +44,22 @@ def dump(store: Store, visit: int, rows: dict[int, int], *, block_bytes: int = 1
     return {r.next_use: data[first[i] : first[i + 1]].tobytes() for i, r in enumerate(stream.ranges)}
 
 
-def publish(store: Store, visit: int, state: bytes = b"") -> None:
-    """Commit before ``visit``."""
-    store.publish(Cursor(visit, 0), state=state, schedule_digest="", settings={}, environment={})
+def publish(store: Store, pass_index: int, state: bytes = b"") -> None:
+    """Commit before ``pass_index``."""
+    store.publish(Cursor(pass_index, 0), state=state, schedule_digest="", settings={}, environment={})
 
 
-def load(store: Store, visit: int) -> dict[int, bytes]:
-    """Read every live range with next use ``visit``, by segment id."""
+def load(store: Store, pass_index: int) -> dict[int, bytes]:
+    """Read every live range with next use ``pass_index``, by segment id."""
     loaded = {}
     for segment in store.segments:
         stream = segment.streams[0]
         for index in range(store.first_range(segment, 0), len(stream.ranges)):
-            if stream.ranges[index].next_use == visit:
+            if stream.ranges[index].next_use == pass_index:
                 low, high = stream.pieces_of(index)
                 out = np.empty(int(stream.piece_offset_P[high] - stream.piece_offset_P[low]), np.uint8)
                 store.read(segment, 0, low, high, out)
-                loaded[segment.visit] = out.tobytes()
+                loaded[segment.pass_index] = out.tobytes()
     return loaded
 
 

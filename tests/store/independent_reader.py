@@ -113,7 +113,7 @@ class ZarrFiles:
 
 
 def read_last_changes(path: Path, groups: list[list[str]], table: str) -> dict[int, int]:
-    """Return the commit that last changed every live row of a table by key, taken before a visit."""
+    """Return the commit that last changed every live row of a table by key, taken before a pass."""
     engine = json.loads((path / "store.json").read_text())["engine"]
     files: Any = {"lmdb": LmdbFiles, "zarr": ZarrFiles}[engine](path)
     commits = [int(name[7:]) for name in files.records if name.startswith("commit/")]
@@ -142,7 +142,7 @@ def read_last_changes(path: Path, groups: list[list[str]], table: str) -> dict[i
 
 
 def read_table(path: Path, groups: list[list[str]], widths: list[int], table: str) -> dict[int, list[bytes]]:
-    """Return the fields of every live row of a table by key, at the newest commit, taken before a visit.
+    """Return the fields of every live row of a table by key, at the newest commit, taken before a pass.
 
     ``groups`` has the names of the tables of each group, ``widths`` the numbers in each field of the table's rows.
     Numbers of bfloat16 are given as their bits.

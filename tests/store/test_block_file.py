@@ -191,8 +191,8 @@ def test_a_cycle_of_dumps_stays_within_live_rows_and_one_dump(seed: int) -> None
     shape = [rng.integers(1, 9, passes) for _ in range(passes)]
     largest_dump = max(int(counts.sum()) for counts in shape) * 17
     most_live = 0
-    for visit in range(20 * passes):
-        for gap, count in enumerate(shape[visit % passes], 1):
+    for pass_index in range(20 * passes):
+        for gap, count in enumerate(shape[pass_index % passes], 1):
             for _ in range(int(count)):
                 for size in (16, 1):  # a block of rows and its keys
                     at = space.take(size)
@@ -200,8 +200,8 @@ def test_a_cycle_of_dumps_stays_within_live_rows_and_one_dump(seed: int) -> None
                         space.grow(size - space.tail_bytes)
                         at = space.take(size)
                     assert at is not None
-                    taken.setdefault(visit + gap, []).append((at, size))
-        for at, size in taken.pop(visit, []):
+                    taken.setdefault(pass_index + gap, []).append((at, size))
+        for at, size in taken.pop(pass_index, []):
             space.give(at, size)
         most_live = max(most_live, space.end - space.free_bytes)
     assert space.end <= 1.15 * most_live + largest_dump

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tiercache.store import Group, Table
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["visit", "within", "follow", "few", "compact", "back"]), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["pass", "within", "follow", "few", "compact", "back"]), st.integers(0, 9)),
     min_size=2,
     max_size=9,
 )
@@ -62,7 +62,7 @@ def mixed(store: Store, world: World) -> None:
 def test_what_changed_is_what_was_written_whatever_moved_it(
     seed: int, steps: list[tuple[str, int]], universe: int, retention: int
 ) -> None:
-    """Through visits, commits within them, schedules that settle segments, compactions and rollbacks."""
+    """Through passes, commits within them, schedules that settle segments, compactions and rollbacks."""
     world = World(small_tables(), seed=seed, num_passes=2, keys_per_pass=8, universe=universe)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
         world.run(store, 1)
@@ -127,7 +127,7 @@ def test_only_what_may_have_changed_is_read() -> None:
         assert read(-1)[0] == 0
         oldest = min(int(one.oldest_B.min()) for one in segment.changed)
         assert read(oldest)[0] > 0
-        newest = last - 2  # the last visit: what followed changed nothing
+        newest = last - 2  # the last pass: what followed changed nothing
         asked, rows, _ = read(newest - 1)
         # Twice, given and counted; a block in which one table ends and another begins is read for both.
         stored = CHANGED_BYTES * sum(stream.rows for stream in segment.streams)
@@ -173,7 +173,7 @@ def test_last_changes_are_counted_and_freed_with_their_segment(engine: str, tmp_
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_reader_that_knows_only_the_format_knows_when_each_row_changed(engine: str, tmp_path: Path) -> None:
-    """Of rows that visits dumped, and of those that were moved, once or more."""
+    """Of rows that passes dumped, and of those that were moved, once or more."""
     world = World(small_tables(), keys_per_pass=9, universe=30, block_rows=7)
     with Store.open(tmp_path / "s", tables=world.tables, engine=engine) as store:
         mixed(store, world)

@@ -64,7 +64,7 @@ def test_lookup_shows_the_rows_of_keys(trained: tuple[Path, dict[int, World]], t
 
 
 def test_changes_counts_and_writes_keys(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
-    """For each table the rows that later visits trained; a table's name cannot lead out of the folder."""
+    """For each table the rows that later passes trained; a table's name cannot lead out of the folder."""
     path, past = trained
     found = told("changes", path, "--since", 2, "--out", tmp_path / "keys")
     wanted = {table.name: {k for n, k in past[2].keys(3) if n == table.name} for table in past[3].tables}
@@ -156,7 +156,7 @@ def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]
     assert [commit["id"] for commit in shown["commits"]] == [1, 2, 3]
     assert shown["space_amplification"] > 1
     assert "the newest 3 are kept" in run("info", path)
-    assert told("rollback", path, "--to", 2) == {"commit": 4, "visit": 3, "sample": 0}
+    assert told("rollback", path, "--to", 2) == {"commit": 4, "pass": 3, "sample": 0}
     assert told("compact", path) == {"commit": 5, "rows": len(past[2].rows)}
     with Store.open(path, mode="r") as store:
         past[2].check(store, after=2)

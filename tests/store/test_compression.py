@@ -74,20 +74,20 @@ def read_all(store: Store) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, tables: list[Table], kind: str) -> None:
-    """Through visits, a commit inside one, a reopen, a rollback and a compaction: loads, lookups, scans and changes."""
+    """Through passes, a commit inside one, a reopen, a rollback and a compaction: loads, lookups, scans and changes."""
     chosen = compressed(tables, kind)
     world = World(chosen, num_passes=4, keys_per_pass=60)
     with Store.open(tmp_path / "s", tables=chosen, retention=2) as store:
         assert isinstance(store._engine, ZarrEngine)
         for _ in range(6):
-            world.check_load(store, world.visit)
+            world.check_load(store, world.pass_index)
             world.run(store, 1)
         world.train(part=1)
         world.append(store, within=True)
         world.publish(store, sample=7)
         world.check_within(store)
     with Store.open(tmp_path / "s", mode="r") as store:
-        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.pass_index - 1)
         for table in chosen:
             keys = np.array([key for name, key in world.rows if name == table.name])
             found = store.lookup(table.name, keys)
@@ -391,7 +391,7 @@ def test_a_manifest_that_lies_is_refused_or_without_effect(tmp_path: Path, kind:
         newest.write_bytes(lying(whole, generator_of(seed)))
         try:
             with Store.open(tmp_path / "s", mode="r") as store:
-                world.check(store, after=world.visit - 1)
+                world.check(store, after=world.pass_index - 1)
         except StoreError as error:
             assert_sentence(error)
             refused += 1

@@ -34,7 +34,7 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind:
         stream = segment.streams[0]
         if kind == b"r":
             out = np.empty(int(stream.piece_offset_P[-1]), np.uint8)
-            words = r"block 0 of segment 0 \(visit 0; tables 'big'\) of the store at .* has checksum"
+            words = r"block 0 of segment 0 \(pass 0; tables 'big'\) of the store at .* has checksum"
             with pytest.raises(CorruptBlockError, match=words) as caught:
                 store.read(segment, 0, 0, stream.num_pieces, out)
             assert (caught.value.segment, caught.value.block, caught.value.tables) == (0, 0, ("big",))
@@ -53,9 +53,9 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind:
 @pytest.mark.parametrize("share", [0.0, 4096, 5000, 8192, 0.5, 0.9, 1.0])
 def test_a_truncated_file_is_a_sentence_before_anything_is_read(big: Store, name: str, share: float) -> None:
     """At any length: an error in words when it is opened, by any mode and by verify; never a signal."""
-    for visit in range(3):
-        dump(big, visit, {visit + 3: 300})
-        publish(big, visit + 1, bytes(10_000))
+    for pass_index in range(3):
+        dump(big, pass_index, {pass_index + 3: 300})
+        publish(big, pass_index + 1, bytes(10_000))
     big.close()
     assert big.path is not None
     held = places(big.path).values() if name == "blocks.bin" else values(big.path)

@@ -14,19 +14,19 @@ from tiercache.store.testing.world import World
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 30), visits=st.integers(1, 4), more=st.integers(0, 3), second=st.integers(0, 5))
-def test_differences_are_those_of_two_dicts(seed: int, visits: int, more: int, second: int) -> None:
+@given(seed=st.integers(0, 30), passes=st.integers(1, 4), more=st.integers(0, 3), second=st.integers(0, 5))
+def test_differences_are_those_of_two_dicts(seed: int, passes: int, more: int, second: int) -> None:
     """Between an older commit and the newest, in either direction, and between a store and a compacted other one."""
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     other = World(small_tables(), seed=seed + second, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=9) as store:
-        world.run(store, visits)
+        world.run(store, passes)
         before = copy.deepcopy(world.rows)
         world.run(store, more)
-        check(store.at(visits - 1), store, before, world.rows)
-        check(store, store.at(visits - 1), world.rows, before)
+        check(store.at(passes - 1), store, before, world.rows)
+        check(store, store.at(passes - 1), world.rows, before)
         with Store.open(None, tables=world.tables, engine=MemoryEngine()) as twin:
-            other.run(twin, visits)
+            other.run(twin, passes)
             twin.compact()
             check(store, twin, world.rows, other.rows)
 

@@ -40,18 +40,18 @@ def narrow_tables() -> list[Table]:
     ]
 
 
-def test_visits_loads_other_schedules_and_compacting_keep_every_bit(home: Home) -> None:
+def test_passes_loads_other_schedules_and_compacting_keep_every_bit(home: Home) -> None:
     """The same walk that float32 tables take, with the rows of the definition as the oracle."""
     tables = narrow_tables()
     world = World(tables, piece_rows=3, block_rows=11)
     with home.open(tables) as store:
         world.run(store, 4)
-        world.check(store, after=world.visit - 1)
-        world.check_load(store, world.visit)
+        world.check(store, after=world.pass_index - 1)
+        world.check_load(store, world.pass_index)
         world.follow(store, world.draw(1))
         world.check_load(store, 0)
         world.run(store, 2)
-        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.pass_index - 1)
         world.compact(store)
         world.check(store, after=-1)
         for table in tables:
@@ -120,7 +120,7 @@ def test_compressed_tables_may_have_16_bits(tmp_path: Path, compression: str) ->
     world = World(tables, piece_rows=3, block_rows=12)
     with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
         world.run(store, 3)
-        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.pass_index - 1)
         root = zarr.open(str(tmp_path / "s"), mode="r")
         segment = store.segments[-1]
         vectors = root[f"segments/{segment.id}/0/vector"][:]

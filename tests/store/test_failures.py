@@ -41,26 +41,26 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
         if kind != "memory":
             engine.engine = inner = ON_DISK[kind](tmp_path, create=False)
         store = Store.open(None, engine=engine)
-        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.pass_index - 1)
         assert store.commit is not None
-        assert store.commit.cursor == Cursor(world.visit, 0)
-        assert store.state() == f"state at {world.visit}, 0".encode()
+        assert store.commit.cursor == Cursor(world.pass_index, 0)
+        assert store.state() == f"state at {world.pass_index}, 0".encode()
         engine.fail_in(call)
         try:
             world.train()
             world.append(store, transaction_bytes=3000)
-            world.visit += 1
+            world.pass_index += 1
             world.publish(store)
         except StoreFullError:
             world = before
             engine.fail_in(None)
             if call % 2:
                 store.forget()
-                world.check(store, after=world.visit - 1)
+                world.check(store, after=world.pass_index - 1)
         else:
             break
     assert call > 4
-    world.check(store, after=world.visit - 1)
+    world.check(store, after=world.pass_index - 1)
     store.close()
 
 
@@ -107,7 +107,7 @@ def test_a_slow_engine_changes_nothing_but_the_time(tables: list[Table]) -> None
     writer.start()
     before.check_load(store, 2)
     writer.join()
-    world.visit += 1
+    world.pass_index += 1
     world.publish(store)
     world.check(store, after=2)
 

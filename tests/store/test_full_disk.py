@@ -56,7 +56,7 @@ def test_a_dump_needs_more_than_what_is_free(tmp_path: Path, leave: Leave, engin
         dump(store, 0, {1: 10})
         publish(store, 1)
         leave(free)
-        with pytest.raises(StoreFullError, match="the dump of visit 1 to the store at") as full:
+        with pytest.raises(StoreFullError, match="the dump of pass 1 to the store at") as full:
             dump(store, 1, {2: 10})
         needed, kept, said = numbers(full.value)
         assert (kept, said) == (ROOM_FOR_RECORDS, free)
@@ -87,7 +87,7 @@ def test_other_causes_than_bytes_are_named(tmp_path: Path, leave: Leave) -> None
     assert error.during("a step", 10).needed_bytes == 1050
 
 
-@pytest.mark.parametrize("how", ["compact", "reorganise"])
+@pytest.mark.parametrize("how", ["compact", "reorganize"])
 def test_a_rewrite_names_its_whole_temporary_files_before_it_reads_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: Leave, how: str
 ) -> None:

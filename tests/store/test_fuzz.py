@@ -52,7 +52,7 @@ def bounded_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def written() -> tuple[World, MemoryEngine]:
-    """A store of two schedules: settled segments, and a commit inside a visit."""
+    """A store of two schedules: settled segments, and a commit inside a pass."""
     world, engine = World(small_tables(), num_passes=2, keys_per_pass=9, universe=14), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine) as store:
         world.run(store, 3)
@@ -154,7 +154,7 @@ def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path, name: str) -> N
     with Store.open(place, tables=world.tables) as store:
         world.run(store, 2)
     with Store.open(place) as store:
-        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.pass_index - 1)
     assert [path.name for path in tmp_path.iterdir()] == ["inside"]
     assert [path.name for path in (tmp_path / "inside").iterdir()] == ["store.tc"]
 

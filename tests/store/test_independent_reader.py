@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def test_a_reader_that_knows_only_the_format_reads_every_live_row(
     kind: str, tmp_path: Path, tables: list[Table]
 ) -> None:
-    """Keys, vectors and optimizer state of all tables, bit for bit, after visits of two schedules."""
+    """Keys, vectors and optimizer state of all tables, bit for bit, after passes of two schedules."""
     world = World(tables, piece_rows=3, block_rows=11)
     with Store.open(tmp_path / "s", tables=tables, engine=kind) as store:
         world.run(store, 5)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 
 
-def make(path: Path, tables: list[Table], visits: int) -> World:
-    """Train a store for some visits."""
+def make(path: Path, tables: list[Table], passes: int) -> World:
+    """Train a store for some passes."""
     world = World(tables)
     with Store.open(path, tables=tables) as store:
-        world.run(store, visits)
+        world.run(store, passes)
     return world
 
 
@@ -39,9 +39,9 @@ def test_info_counts_the_live_rows_of_every_table(tmp_path: Path, tables: list[T
     assert rows == {t.name: sum(name == t.name for name, _ in world.rows) for t in tables}
     assert found["rows"] == len(world.rows)
     assert found["row_bytes"] == sum(t.row_bytes * rows[t.name] for t in tables)
-    assert found["commit"]["visit"] == 5
+    assert found["commit"]["pass"] == 5
     assert found["commit"]["settings"] == {"seed": 0}
-    assert [segment["visit"] for segment in found["segments"]] == [2, 3, 4]
+    assert [segment["pass"] for segment in found["segments"]] == [2, 3, 4]
     assert sum(segment["live_rows"] for segment in found["segments"]) == found["rows"]
     assert found["live_ranges"] + found["dead_ranges"] == sum(
         segment["live_ranges"] + segment["dead_ranges"] for segment in found["segments"]
@@ -92,7 +92,7 @@ def test_the_command_line_shows_a_store(tmp_path: Path, tables: list[Table]) -> 
     shown = runner.invoke(app, ["info", str(tmp_path / "s")])
     assert shown.exit_code == 0
     assert all(table.name in shown.stdout for table in tables)
-    assert "commit 2 at visit 3" in shown.stdout
+    assert "commit 2 at pass 3" in shown.stdout
     as_json = runner.invoke(app, ["info", str(tmp_path / "s"), "--json"])
     assert json.loads(as_json.stdout) == info(tmp_path / "s")
     assert "is whole" in runner.invoke(app, ["verify", str(tmp_path / "s")]).stdout

@@ -45,13 +45,13 @@ def raised(store: Store, home: Home, i: int, group: int, place: int, more: int) 
 
 
 def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp_path: Path) -> None:
-    """Two dumps of a visit, and as many stale rows said that are none: the sum is right, and both are found."""
+    """Two dumps of a pass, and as many stale rows said that are none: the sum is right, and both are found."""
     home = Home("memory", tmp_path)
     store, world = settled_store(home)
     world.train()
     world.append(store)
     twice = world.append(store)
-    world.visit += 1
+    world.pass_index += 1
     world.publish(store)
     raised(store, home, *stale_place(store, "user"), twice.rows)
     assert twice.rows == 4
@@ -116,13 +116,13 @@ def first_commit(home: Home) -> list[str]:
 
 
 def over_at_once(home: Home) -> list[str]:
-    """Rows that wait for a visit that was over when they were dumped: none of them would be read."""
+    """Rows that wait for a pass that was over when they were dumped: none of them would be read."""
     world = World(small_tables(), num_passes=4)
     store = home.open(world.tables)
     world.run(store, 4)
-    segment = replace(store.segments[-1], visit=77)
+    segment = replace(store.segments[-1], pass_index=77)
     home.engine.records[f"segment/{segment.id}"] = segment.to_bytes()
-    return [f"segment {segment.id} of the store at", "was dumped by visit 77 and has rows that wait for"]
+    return [f"segment {segment.id} of the store at", "was dumped by pass 77 and has rows that wait for"]
 
 
 @pytest.mark.parametrize("slice_rows", [1 << 25, 7])

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.disk
 def test_ranges_come_back_from_their_places_in_the_file(big: Store) -> None:
     """Large values, through several epochs of freeing and reuse, and after a reopen."""
     stored: dict[int, dict[int, bytes]] = {}
-    for visit in range(12):
-        stored[visit] = dump(big, visit, {visit + 1: 100, visit + 2: 60, visit + 4: 130})
-        publish(big, visit + 1)
-        expected = {v: ranges[visit + 1] for v, ranges in stored.items() if visit + 1 in ranges}
-        assert load(big, visit + 1) == expected
+    for pass_index in range(12):
+        stored[pass_index] = dump(big, pass_index, {pass_index + 1: 100, pass_index + 2: 60, pass_index + 4: 130})
+        publish(big, pass_index + 1)
+        expected = {v: ranges[pass_index + 1] for v, ranges in stored.items() if pass_index + 1 in ranges}
+        assert load(big, pass_index + 1) == expected
     assert big.path is not None
     big.close()
     with Store.open(big.path) as again:
@@ -80,8 +80,8 @@ print(sum(int(re.search(r"Rss: +([0-9]+) kB", part)[1]) for part in maps))
 
 def test_no_read_touches_the_map(big: Store) -> None:
     """Opening a store and loading a segment maps in pages of the tree, and none of 16 MB of rows."""
-    for visit in range(4):
-        dump(big, visit, {visit + 4: 2000})
+    for pass_index in range(4):
+        dump(big, pass_index, {pass_index + 4: 2000})
     publish(big, 4)
     big.close()
     assert int(ran(READ_ALL, big.path).stdout) < 1000
@@ -93,7 +93,7 @@ def test_a_reader_beside_the_writer_sees_whole_blocks(big: Store, *, at_once: bo
     big.read_with(read_checked if at_once and has_reads() else None)
     stored = {v: dump(big, v, {40 + v: 64, v + 1: 64}) for v in range(3)}
     publish(big, 3)
-    kept = [segment for segment in big.segments if segment.visit < 3]
+    kept = [segment for segment in big.segments if segment.pass_index < 3]
     failures: list[BaseException] = []
     done = threading.Event()
 
@@ -105,15 +105,15 @@ def test_a_reader_beside_the_writer_sees_whole_blocks(big: Store, *, at_once: bo
                     low, high = stream.pieces_of(len(stream.ranges) - 1)
                     out = np.empty(int(stream.piece_offset_P[high] - stream.piece_offset_P[low]), np.uint8)
                     big.read(segment, 0, low, high, out)
-                    assert out.tobytes() == stored[segment.visit][40 + segment.visit]
+                    assert out.tobytes() == stored[segment.pass_index][40 + segment.pass_index]
         except BaseException as error:  # shown in the main thread
             failures.append(error)
 
     reader = threading.Thread(target=read)
     reader.start()
-    for visit in range(3, 30):
-        dump(big, visit, {visit + 1: 64, visit + 3: 200})
-        publish(big, visit + 1)
+    for pass_index in range(3, 30):
+        dump(big, pass_index, {pass_index + 1: 64, pass_index + 3: 200})
+        publish(big, pass_index + 1)
     done.set()
     reader.join()
     assert not failures, failures
@@ -140,10 +140,10 @@ def test_a_reading_store_stays_at_its_commit(big: Store) -> None:
     with Popen(command(code, big.path), stdin=PIPE, stdout=PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "open\n"
-        for visit in range(1, 12):
-            dump(big, visit, {visit + 1: 100, visit + 2: 100})
-            publish(big, visit + 1, b"later")
-            if visit in {2, 5}:
+        for pass_index in range(1, 12):
+            dump(big, pass_index, {pass_index + 1: 100, pass_index + 2: 100})
+            publish(big, pass_index + 1, b"later")
+            if pass_index in {2, 5}:
                 big.close()
                 big = Store.open(big.path)
         said, _ = reader.communicate("go\n")
@@ -152,16 +152,16 @@ def test_a_reading_store_stays_at_its_commit(big: Store) -> None:
 
 
 def test_the_file_stops_growing(big: Store) -> None:
-    """A cycle of visits with mixed next uses, 22 epochs of it: from the third on, the file has the same length."""
+    """A cycle of passes with mixed next uses, 22 epochs of it: from the third on, the file has the same length."""
     generator = np.random.default_rng(0)
     passes = 4
     rows = [{gap: int(generator.integers(20, 120)) for gap in range(1, passes + 1)} for _ in range(passes)]
     sizes = []
     assert big.path is not None
-    for visit in range(22 * passes):
-        dump(big, visit, {visit + gap: n for gap, n in rows[visit % passes].items()})
-        publish(big, visit + 1, bytes(50_000))
-        if (visit + 1) % passes == 0:
+    for pass_index in range(22 * passes):
+        dump(big, pass_index, {pass_index + gap: n for gap, n in rows[pass_index % passes].items()})
+        publish(big, pass_index + 1, bytes(50_000))
+        if (pass_index + 1) % passes == 0:
             sizes.append((big.path / "blocks.bin").stat().st_size)
     assert set(sizes[2:]) == {sizes[2]}
     live = sum(big._engine.contents().blocks.values())
@@ -277,11 +277,11 @@ def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
     assert bool(raised) == done
     big.forget()
     assert big.commit is not None
-    assert big.commit.cursor.visit == (2 if done else 1)
+    assert big.commit.cursor.pass_index == (2 if done else 1)
     assert load(big, 2) == ({0: stored[0][2], 1: stored[1][2]} if done else {0: stored[0][2]})
-    visit = big.commit.cursor.visit
-    dump(big, visit, {visit + 1: 80})
-    publish(big, visit + 1)
+    pass_index = big.commit.cursor.pass_index
+    dump(big, pass_index, {pass_index + 1: 80})
+    publish(big, pass_index + 1)
     big.close()
     assert big.path is not None
     assert verify(big.path)["problems"] == []

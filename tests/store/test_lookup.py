@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from tiercache.store import Table
 
 
-def trained(seed: int, visits: int, *, commit: bool = True) -> tuple[Store, World]:
-    """Return a store in memory after some visits."""
+def trained(seed: int, passes: int, *, commit: bool = True) -> tuple[Store, World]:
+    """Return a store in memory after some passes."""
     tables = small_tables()
     store = Store.open(None, tables=tables, engine=MemoryEngine())
     world = World(tables, seed=seed, num_passes=1 + seed % 4, piece_rows=1 + seed % 7, block_rows=1 + seed % 23)
-    for _ in range(visits):
+    for _ in range(passes):
         world.train()
         world.append(store)
-        world.visit += 1
+        world.pass_index += 1
         if commit:
             world.publish(store)
     return store, world
@@ -40,11 +40,11 @@ def trained(seed: int, visits: int, *, commit: bool = True) -> tuple[Store, Worl
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 6), st.booleans())
-def test_every_row_is_found_where_it_was_last_written(seed: int, visits: int, commit: bool) -> None:
-    """Committed or not, for pieces and blocks of any size; keys that no visit trained are not found."""
-    store, world = trained(seed, visits, commit=commit)
-    world.check(store, after=visits - 1)
-    world.check(store, after=visits)
+def test_every_row_is_found_where_it_was_last_written(seed: int, passes: int, commit: bool) -> None:
+    """Committed or not, for pieces and blocks of any size; keys that no pass trained are not found."""
+    store, world = trained(seed, passes, commit=commit)
+    world.check(store, after=passes - 1)
+    world.check(store, after=passes)
 
 
 def test_a_lookup_of_one_table_is_that_of_many(home: Home, tables: list[Table]) -> None:
@@ -80,7 +80,7 @@ def test_rows_come_in_the_order_asked_for_and_twice_where_asked_twice(home: Home
 
 
 def test_pieces_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
-    """What ``cached`` gives is taken as it is; only the other pieces are read, neighbours at once."""
+    """What ``cached`` gives is taken as it is; only the other pieces are read, neighbors at once."""
     store, world = home.open(tables), World(tables, keys_per_pass=80)
     world.run(store, 1)
     segment, group = store.segments[0], 0
@@ -134,14 +134,14 @@ def test_rows_are_read_in_batches_of_bounded_memory(
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 6), st.sampled_from([1, 200, 1 << 22]))
-def test_what_was_found_is_read_as_each_segment_alone_would_be(seed: int, visits: int, batch_bytes: int) -> None:
+def test_what_was_found_is_read_as_each_segment_alone_would_be(seed: int, passes: int, batch_bytes: int) -> None:
     """Rows of all segments at once, in batches of any size, are those of one segment after another; else zeros."""
-    store, _ = trained(seed, visits)
+    store, _ = trained(seed, passes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.store.lookup.BATCH_BYTES", batch_bytes)
         for group in store.groups:
             keys = np.random.default_rng(seed).permutation(np.arange(-70, 70))
-            ids, rows = store.locate(group.tables[0].name, keys, after=visits - 1)
+            ids, rows = store.locate(group.tables[0].name, keys, after=passes - 1)
             together = read_found(store, group.index, ids, rows)
             assert all(np.all(values[ids < 0] == 0) for values in together)
             for segment in store.segments:
@@ -158,7 +158,7 @@ def test_a_damaged_piece_ends_a_lookup_with_its_error() -> None:
     segment.checksums[0][:] ^= 1
     with pytest.raises(CorruptBlockError, match="restore the store from a copy"):
         store.read_rows(segment, 0, np.arange(segment.streams[0].rows))
-    assert world.visit == 2
+    assert world.pass_index == 2
 
 
 def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,6 @@ print(killer.outcome.counts["kills"])
 
 
 def test_all_workers_stop_where_one_has_found_enough(tmp_path: Path) -> None:
-    """Each ends its case and takes no other, and those that are dealt cases afterwards know nothing of it."""
+    """Each ends its case and takes no other, and those that are dealt cases afterward know nothing of it."""
     done = crash(tmp_path, code=DEALT)
     assert done.stdout.splitlines() == ["0 []", "3"], done.stdout + done.stderr

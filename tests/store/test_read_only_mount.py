@@ -23,9 +23,9 @@ from tests.store.big import dump, publish
 from tiercache.store import Store
 
 with Store.open(sys.argv[1]) as store:
-    for visit in range(1, 5):
-        dump(store, visit, {visit + 1: 200})
-        publish(store, visit + 1)
+    for pass_index in range(1, 5):
+        dump(store, pass_index, {pass_index + 1: 200})
+        publish(store, pass_index + 1)
 """
 
 

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def committed(store: Store, world: World, visits: int, past: dict[int, World]) -> None:
-    """Train visits, each with its commit, and note the world of each."""
-    for _ in range(visits):
+def committed(store: Store, world: World, passes: int, past: dict[int, World]) -> None:
+    """Train passes, each with its commit, and note the world of each."""
+    for _ in range(passes):
         world.run(store, 1)
         past[store.commit.id] = copy.deepcopy(world)
 
 
 def check(store: Store, world: World) -> None:
-    """Assert that the store holds the rows of a world between visits, and its state."""
-    world.check(store, after=world.visit - 1)
-    world.check_load(store, world.visit)
-    assert store.state() == f"state at {world.visit}, 0".encode()
+    """Assert that the store holds the rows of a world between passes, and its state."""
+    world.check(store, after=world.pass_index - 1)
+    world.check_load(store, world.pass_index)
+    assert store.state() == f"state at {world.pass_index}, 0".encode()
 
 
 def test_the_newest_commits_are_kept_and_older_ones_are_freed(tmp_path: Path) -> None:
@@ -74,35 +74,35 @@ def test_retention_is_kept_until_another_is_asked_for(tmp_path: Path) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 30),
-    visits=st.integers(2, 6),
+    passes=st.integers(2, 6),
     retention=st.integers(1, 4),
     back=st.integers(0, 3),
     on=st.integers(1, 6),
     appended=st.booleans(),
 )
 def test_a_store_goes_on_from_a_commit_it_was_rolled_back_to(
-    seed: int, visits: int, retention: int, back: int, on: int, appended: bool
+    seed: int, passes: int, retention: int, back: int, on: int, appended: bool
 ) -> None:
     """After a rollback rows, state and cursor are those of the older commit, and training on ends as if never left."""
     engine, past = MemoryEngine(), dict[int, World]()
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=engine, retention=retention) as store:
-        committed(store, world, visits, past)
+        committed(store, world, passes, past)
         if appended:
             world.train()
             world.append(store)
         kept = [commit.id for commit in store.commits]
-        to = max(kept[0], visits - 1 - back)
+        to = max(kept[0], passes - 1 - back)
         commit = store.rollback(to)
-        assert (commit.id, commit.cursor.visit) == (visits, past[to].visit)
+        assert (commit.id, commit.cursor.pass_index) == (passes, past[to].pass_index)
         world = copy.deepcopy(past[to])
         check(store, world)
-        assert [c.id for c in store.commits] == [*(id_ for id_ in kept if id_ <= to), visits][-retention:]
+        assert [c.id for c in store.commits] == [*(id_ for id_ in kept if id_ <= to), passes][-retention:]
     with Store.open(None, tables=world.tables, engine=engine) as store:
         check(store, world)
         world.run(store, on)
         check(store, world)
-        assert store.commit.id == visits + on
+        assert store.commit.id == passes + on
     assert {name for name in engine.records if name.startswith("segment/")} == {
         f"segment/{s.id}" for s in store.segments
     } | {f"segment/{id_}" for commit in store.commits for id_ in commit.segment_ids}

@@ -56,13 +56,13 @@ def changed_rows(store: Store, since: int) -> dict[tuple[str, int], bytes]:
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 30),
-    visits=st.integers(1, 5),
+    passes=st.integers(1, 5),
     uses=st.dictionaries(st.tuples(st.integers(0, 3), st.integers(-12, 12)), st.integers(0, 4), max_size=40),
     slice_keys=st.integers(1, 9),
     retention=st.integers(1, 2),
 )
 def test_every_row_stands_once_in_the_range_of_its_first_use(
-    seed: int, visits: int, uses: dict[tuple[int, int], int], slice_keys: int, retention: int
+    seed: int, passes: int, uses: dict[tuple[int, int], int], slice_keys: int, retention: int
 ) -> None:
     """Stored rows keep their bits, wanted keys that are not stored get their first row, all others are never used.
 
@@ -70,7 +70,7 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
     """
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
-        world.run(store, visits)
+        world.run(store, passes)
         state = store.state()
         names = [table.name for table in store.tables]
         wanted = {(names[t % len(names)], key): use for (t, key), use in uses.items()}
@@ -101,12 +101,12 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
     universe=st.sampled_from([12, 40]),
 )
 def test_a_copy_that_follows_the_changes_has_all_rows(seed: int, steps: list[tuple[str, int]], universe: int) -> None:
-    """Also those that a new schedule brought and no visit trained yet; without such rows nothing has changed."""
+    """Also those that a new schedule brought and no pass trained yet; without such rows nothing has changed."""
     world = World(small_tables(), seed=seed, num_passes=3, keys_per_pass=9, universe=universe)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 3)
         mirror, since = rows_of(store), store.commit.id
-        for number, (step, visits) in enumerate(steps):
+        for number, (step, passes) in enumerate(steps):
             before = len(world.rows)
             if step == "follow":
                 world.follow(store, world.draw(seed + number + 1))
@@ -115,10 +115,10 @@ def test_a_copy_that_follows_the_changes_has_all_rows(seed: int, steps: list[tup
                 world.follow(store, world.passes)
             if step == "follow" and len(world.rows) == before:
                 assert changed_rows(store, since) == {}
-            if visits % 2:
+            if passes % 2:
                 mirror, since = mirror | changed_rows(store, since), store.commit.id
                 assert mirror == world.rows
-            world.run(store, visits)
+            world.run(store, passes)
             mirror, since = mirror | changed_rows(store, since), store.commit.id
             assert mirror == world.rows
             assert rows_of(store) == world.rows
@@ -163,7 +163,7 @@ def test_after_any_failure_the_store_stands_where_it_stood(settle: bool) -> None
                 engine.fail_in(None)
                 assert store.commit is commit
                 assert set(memory.blocks) == blocks
-                world.check(store, after=world.visit - 1)
+                world.check(store, after=world.pass_index - 1)
             else:
                 break
         engine.fail_in(None)
@@ -181,9 +181,9 @@ def test_key_sets_that_change_meanwhile_are_found_out() -> None:
         uses = WorldUses(store.tables, {key: 1})
         lying = copy.copy(uses)
         lying.counts = lambda name: {1: 2} if name == key[0] else {}  # type: ignore[method-assign]
-        with pytest.raises(StoreError, match=r"visit 1 was said to use 2 keys .* first, and others came"):
+        with pytest.raises(StoreError, match=r"pass 1 was said to use 2 keys .* first, and others came"):
             store.rewrite(lying, schedule_digest="x")
-        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.pass_index - 1)
         with (
             pytest.raises(ValueError, match="has no commit"),
             Store.open(None, tables=world.tables, engine=MemoryEngine()) as empty,
@@ -202,7 +202,7 @@ def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
             StoreFullError, match=r"^a new segment with the rows of .* needs [\d,]+ more bytes but .*may hold"
         ):
             store.compact()
-        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.pass_index - 1)
         assert rows_of(store) == world.rows
 
 
@@ -216,10 +216,10 @@ def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
     after=st.integers(0, 4),
     universe=st.sampled_from([12, 60]),
 )
-def test_a_schedule_is_entered_at_any_visit_and_inside_one(
+def test_a_schedule_is_entered_at_any_pass_and_inside_one(
     seed: int, before: int, inside: bool, first: int, sample: int, after: int, universe: int
 ) -> None:
-    """Every visit from there on finds its rows; a store that stood inside a visit may enter, and so may one after it.
+    """Every pass from there on finds its rows; a store that stood inside a pass may enter, and so may one after it.
 
     What it kept through two such schedules, what settled and what changed since is what the world says.
     """
@@ -233,15 +233,15 @@ def test_a_schedule_is_entered_at_any_visit_and_inside_one(
             world.publish(store, sample=5)
         commit = world.follow(store, world.draw(seed + 1), start=(first, sample))
         assert commit.cursor == (first, sample)
-        assert store.segments[-1].visit == -1 - first
+        assert store.segments[-1].pass_index == -1 - first
     with Store.open(None, engine=memory) as store:
         assert store.commit.cursor == (first, sample)
         assert rows_of(store) == world.rows
         assert changed_rows(store, commit.id - 1) == {
             key: row for key, row in world.rows.items() if world.changed[key] >= commit.id
         }
-        world.check(store, after=world.visit - 1)
-        world.check_load(store, world.visit)
+        world.check(store, after=world.pass_index - 1)
+        world.check_load(store, world.pass_index)
         if sample:
             world.train(part=7)
             world.append(store, within=True)
@@ -249,23 +249,23 @@ def test_a_schedule_is_entered_at_any_visit_and_inside_one(
             assert rows_of(store) == world.rows
         for _ in range(after):
             world.run(store, 1)
-            world.check_load(store, world.visit)
+            world.check_load(store, world.pass_index)
         world.follow(store, world.draw(seed + 2), start=(2 * first, 0))
         assert rows_of(store) == world.rows
         for _ in range(after):
             world.run(store, 1)
-            world.check_load(store, world.visit)
+            world.check_load(store, world.pass_index)
         assert rows_of(store) == world.rows
 
 
-def test_a_visit_that_no_schedule_has_is_refused_in_a_record() -> None:
-    """The visit of a base counts from -1 down, that of a dump from 0 up."""
+def test_a_pass_that_no_schedule_has_is_refused_in_a_record() -> None:
+    """The pass of a base counts from -1 down, that of a dump from 0 up."""
     world = World(small_tables())
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 1)
-        for visit in (-(1 << 63) - 1, 1 << 63, True, 0.5, "0"):
-            data = replace(store.segments[0], visit=visit).to_bytes()
+        for pass_index in (-(1 << 63) - 1, 1 << 63, True, 0.5, "0"):
+            data = replace(store.segments[0], pass_index=pass_index).to_bytes()
             with pytest.raises(CorruptStoreError, match="cannot be read"):
                 Segment.from_bytes(data, "the segment")
-        data = replace(store.segments[0], visit=-(1 << 63)).to_bytes()
-        assert Segment.from_bytes(data, "the segment").visit == -(1 << 63)
+        data = replace(store.segments[0], pass_index=-(1 << 63)).to_bytes()
+        assert Segment.from_bytes(data, "the segment").pass_index == -(1 << 63)

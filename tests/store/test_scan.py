@@ -50,7 +50,7 @@ def check(store: Store, world: World, **options: Any) -> None:
 @given(
     seed=st.integers(0, 99),
     passes=st.integers(1, 4),
-    visits=st.integers(1, 6),
+    trained=st.integers(1, 6),
     layout=st.tuples(st.integers(1, 7), st.integers(1, 20)),
     within=st.booleans(),
     chunk_rows=st.integers(1, 60),
@@ -59,17 +59,17 @@ def check(store: Store, world: World, **options: Any) -> None:
 def test_a_scan_gives_every_live_row_once_in_hash_order(
     seed: int,
     passes: int,
-    visits: int,
+    trained: int,
     layout: tuple[int, int],
     within: bool,
     chunk_rows: int,
     memory_bytes: int,
 ) -> None:
-    """At and inside visits, for any layout, chunk and memory, the rows are those of a dict."""
+    """At and inside passes, for any layout, chunk and memory, the rows are those of a dict."""
     tables = small_tables()
     world = World(tables, seed=seed, num_passes=passes, piece_rows=layout[0], block_rows=layout[1])
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
-        world.run(store, visits)
+        world.run(store, trained)
         if within:
             world.train(part=1)
             world.append(store, within=True)
@@ -130,9 +130,9 @@ def test_memory_is_bounded_and_pieces_are_read_once(tmp_path: Path, num_ranges: 
     """A store of several times the memory: few ranges are merged, many are sorted, in a file that no folder shows."""
     memory, rows = 8 << 20, 24_000
     with Store.open(tmp_path / "s", tables=[BIG]) as store:
-        for visit in range(2):
-            uses = {visit + 10 + i: rows // 2 // num_ranges for i in range(num_ranges)}
-            dump(store, visit, uses)
+        for pass_index in range(2):
+            uses = {pass_index + 10 + i: rows // 2 // num_ranges for i in range(num_ranges)}
+            dump(store, pass_index, uses)
         publish(store, 2)
         stored = live_rows(store, "big") * BIG.row_bytes
         assert stored > 5 * memory

@@ -55,7 +55,7 @@ def names(path: Path) -> set[str]:
     return {str(entry.relative_to(path)) for entry in path.rglob("*")}
 
 
-def test_a_reorganisation_that_is_killed_while_it_sorts_leaves_nothing(
+def test_a_reorganization_that_is_killed_while_it_sorts_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No file and no folder more than before, beside the store and in it, and the store stands where it stood."""
@@ -69,7 +69,7 @@ def test_a_reorganisation_that_is_killed_while_it_sorts_leaves_nothing(
     assert names(tmp_path) == before
     with Store.open(tmp_path / "s", mode="r") as store:
         assert store.commit.to_bytes() == commit
-        world.check(store, after=world.visit - 1)
+        world.check(store, after=world.pass_index - 1)
     assert verify(tmp_path / "s")["problems"] == []
 
 

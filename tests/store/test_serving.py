@@ -37,18 +37,18 @@ def changed(store: Store, table: Table, since: int) -> dict[tuple[str, int], byt
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 30),
-    visits=st.integers(0, 5),
+    passes=st.integers(0, 5),
     appended=st.booleans(),
     keys=st.lists(st.integers(-9, 9), max_size=30),
     missing=st.sampled_from(["initial", "zeros"]),
 )
 def test_a_lookup_returns_the_rows_of_any_keys_as_they_are_now(
-    seed: int, visits: int, appended: bool, keys: list[int], missing: str
+    seed: int, passes: int, appended: bool, keys: list[int], missing: str
 ) -> None:
     """Repeated keys, keys that were never trained, rows that were appended: each place gets its row."""
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
-        world.run(store, visits)
+        world.run(store, passes)
         if appended:
             world.train()
             world.append(store)
@@ -84,20 +84,20 @@ def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 30), visits=st.integers(1, 6), since=st.integers(-1, 5))
-def test_changes_are_the_rows_trained_after_a_commit(seed: int, visits: int, since: int) -> None:
-    """Rows of the visits after it, each once, as they are now; the commit itself need not be kept."""
+@given(seed=st.integers(0, 30), passes=st.integers(1, 6), since=st.integers(-1, 5))
+def test_changes_are_the_rows_trained_after_a_commit(seed: int, passes: int, since: int) -> None:
+    """Rows of the passes after it, each once, as they are now; the commit itself need not be kept."""
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         trained: dict[int, set[tuple[str, int]]] = {}
-        for _ in range(visits):
-            trained[world.visit] = set(world.keys(world.visit))
+        for _ in range(passes):
+            trained[world.pass_index] = set(world.keys(world.pass_index))
             world.run(store, 1)
-        if since >= visits:
+        if since >= passes:
             with pytest.raises(CommitMissingError, match="knows no changes since"):
                 changed(store, store.tables[0], since)
             return
-        keys = set().union(*(trained[visit] for visit in range(since + 1, visits)), set())
+        keys = set().union(*(trained[pass_index] for pass_index in range(since + 1, passes)), set())
         for table in store.tables:
             wanted = {key: world.rows[key] for key in keys if key[0] == table.name}
             assert changed(store, table, since) == wanted
@@ -119,7 +119,7 @@ def test_changes_since_a_commit_that_was_given_up_are_refused() -> None:
             ):
                 changed(store, store.tables[0], since)
         for table in store.tables:
-            wanted = {key: world.rows[key] for key in world.keys(world.visit - 1) if key[0] == table.name}
+            wanted = {key: world.rows[key] for key in world.keys(world.pass_index - 1) if key[0] == table.name}
             assert changed(store, table, 1) == wanted
             assert changed(store, table, 4) == wanted
         world.train()

@@ -65,8 +65,8 @@ def check(store: Store, world: World) -> None:
     """Assert that every way to read gives the rows of the dict, and that what the commit says of stale rows is so."""
     assert rows_of(store) == world.rows
     check_scans(store, world)
-    world.check(store, after=world.visit - 1)
-    world.check_load(store, world.visit)
+    world.check(store, after=world.pass_index - 1)
+    world.check_load(store, world.pass_index)
     for table in store.tables:
         keys = np.array([key for name, key in world.rows if name == table.name])
         fields = store.lookup(table.name, keys)
@@ -138,7 +138,7 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
     try:
         with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
             world.run(store, 3)
-            for draw, passes, keys, visits in schedules:
+            for draw, passes, keys, trained in schedules:
                 world.num_passes, world.keys_per_pass = passes, keys
                 before = live_bytes(store)
                 world.follow(store, world.draw(draw))
@@ -147,17 +147,17 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
                 if most == 256:
                     check_moved(store, before)
                 check(store, world)
-                world.run(store, visits)
+                world.run(store, trained)
                 if within:
                     world.train(part=1)
                     world.append(store, within=True)
                     world.publish(store, sample=1)
-                    world.check(store, after=world.visit)
+                    world.check(store, after=world.pass_index)
                     world.check_within(store)
                     assert rows_of(store) == world.rows
                     world.train(part=2)
                     world.append(store)
-                    world.visit += 1
+                    world.pass_index += 1
                     world.publish(store)
                 check(store, world)
             check_scans(store, world, memory_bytes=900, chunk_rows=7)
@@ -206,7 +206,7 @@ def test_a_row_that_is_trained_is_newer_than_the_one_it_left_behind(home: Home) 
 
 
 def test_the_newest_row_hides_the_stale_one_where_it_does_not_count_itself(home: Home) -> None:
-    """A key of the visit on the device is not found in the store: never with the row that it had before."""
+    """A key of the pass on the device is not found in the store: never with the row that it had before."""
     store, world = settled_store(home)
     key, other = int(world.passes[0]["user"][0]), 900
     ids, _ = store.locate("user", np.array([key, other]), after=0)
@@ -235,7 +235,7 @@ def test_a_key_that_waited_in_a_settled_segment_is_found_by_the_schedule_that_us
 
 
 def test_commits_before_and_after_a_schedule_can_be_gone_back_to(home: Home) -> None:
-    """A rollback to before the reorganisation, and one to a commit after it, each with its own settled segments."""
+    """A rollback to before the reorganization, and one to a commit after it, each with its own settled segments."""
     store, world = settled_store(home, retention=4)
     begun, after = store.commit.id, copy.deepcopy(world)
     with store.at(begun - 1) as older:
@@ -315,14 +315,14 @@ def test_a_commit_that_says_impossible_things_of_settled_segments_is_refused(wha
         home.open()
 
 
-def test_a_segment_that_a_commit_inside_a_visit_wrote_is_not_settled(tmp_path: Path) -> None:
-    """All its rows have the visit as next use, so none is live when a schedule begins: a record that says so lies."""
+def test_a_segment_that_a_commit_inside_a_pass_wrote_is_not_settled(tmp_path: Path) -> None:
+    """All its rows have the pass as next use, so none is live when a schedule begins: a record that says so lies."""
     home = Home("memory", tmp_path)
     store, _ = settled_store(home)
     id_ = store.commit.settled[0].segment_id
     segment = replace(next(segment for segment in store.segments if segment.id == id_), within=True)
     home.engine.records[f"segment/{id_}"] = segment.to_bytes()
-    with pytest.raises(CorruptStoreError, match="was written inside a visit"):
+    with pytest.raises(CorruptStoreError, match="was written inside a pass"):
         home.open()
 
 
@@ -348,14 +348,14 @@ def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int,
     assert ("have two live rows" if more < 0 else "stale rows and its commit says") in problems[0]
 
 
-def test_segments_of_other_schedules_belong_to_no_visit(home: Home) -> None:
-    """A commit at a visit that a settled segment's number repeats is made, and its loads are the schedule's own."""
+def test_segments_of_other_schedules_belong_to_no_pass(home: Home) -> None:
+    """A commit at a pass that a settled segment's number repeats is made, and its loads are the schedule's own."""
     store, world = settled_store(home)
-    assert {segment.visit for segment in store.segments} & {0, 1, 2, 3, 4}
+    assert {segment.pass_index for segment in store.segments} & {0, 1, 2, 3, 4}
     for _ in range(6):
         world.run(store, 1)
         check(store, world)
-    assert all(segment.visit >= 4 for segment in scheduled(store))
+    assert all(segment.pass_index >= 4 for segment in scheduled(store))
 
 
 def test_a_record_without_settled_segments_is_as_it_always_was() -> None:

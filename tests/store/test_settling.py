@@ -23,36 +23,36 @@ if TYPE_CHECKING:
 WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 
 
-def days(store: Store, visits: int, rows: int) -> None:
-    """Commit visits that dump ``rows`` rows each of keys of their own, in pieces of 8 rows."""
-    for visit in range(visits):
-        keys = np.arange(visit * rows, (visit + 1) * rows)
+def days(store: Store, passes: int, rows: int) -> None:
+    """Commit passes that dump ``rows`` rows each of keys of their own, in pieces of 8 rows."""
+    for pass_index in range(passes):
+        keys = np.arange(pass_index * rows, (pass_index + 1) * rows)
         keys = keys[np.argsort(hash_keys(keys, WIDE.table_id))]
         stream = Stream(
             row_bytes=256,
             piece_rows=8,
             block_bytes=256 * 64,
-            ranges=(Range(next_use=visit + visits, table_rows=(rows,)),),
+            ranges=(Range(next_use=pass_index + passes, table_rows=(rows,)),),
         )
         data = np.repeat(keys.astype(np.float32), 64).view(np.uint8)
         cuts = [int(row) for row in stream.block_first_row_B]
         blocks = [
             (0, b, data[256 * low : 256 * cuts[b + 1]], keys[low : cuts[b + 1]]) for b, low in enumerate(cuts[:-1])
         ]
-        store.append(visit, [stream], blocks)
-    store.publish((visits, 0), state=b"", schedule_digest="old", settings={}, environment={})
+        store.append(pass_index, [stream], blocks)
+    store.publish((passes, 0), state=b"", schedule_digest="old", settings={}, environment={})
 
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) -> None:
-    """Of 20 visits' rows 5 % are used, those of one visit or as many of each: they are written, and no other.
+    """Of 20 passes' rows 5 % are used, those of one pass or as many of each: they are written, and no other.
 
     Read are the pieces that have a used row, once; all keys once, and again those of blocks with a used row.
     """
-    visits, rows = 20, 1024
+    passes, rows = 20, 1024
     with Store.open(None, tables=[WIDE], engine=MemoryEngine()) as store:
-        days(store, visits, rows)
-        keys = range(0, visits * rows, visits) if spread else range(3 * rows, 4 * rows)
+        days(store, passes, rows)
+        keys = range(0, passes * rows, passes) if spread else range(3 * rows, 4 * rows)
         used = {("wide", key): 0 for key in [*keys, *range(10**6, 10**6 + 50)]}
         pieces, blocks = set(), set()
         for segment in store.segments:
@@ -63,17 +63,17 @@ def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) ->
         before = copy.copy(store.counters.__dict__)
         commit = store.rewrite(WorldUses(store.tables, used, slice_keys=500), schedule_digest="new")
         done = {name: value - before[name] for name, value in store.counters.__dict__.items() if name != "_lock"}
-        assert len(commit.settled) == (visits if spread else visits - 1)
+        assert len(commit.settled) == (passes if spread else passes - 1)
         assert done["rows_written"] == rows + 50
         assert done["row_bytes_read"] == len(pieces) * 8 * 256
-        assert done["key_bytes_read"] == 8 * visits * rows + 8 * 64 * len(blocks)
+        assert done["key_bytes_read"] == 8 * passes * rows + 8 * 64 * len(blocks)
         assert done["spill_bytes_written"] == 0
-        assert live_rows(store, "wide") == visits * rows + 50
+        assert live_rows(store, "wide") == passes * rows + 50
         assert {
             key: values[0, 0]
             for keys, fields in store.changes("wide", since=-1)
             for key, values in zip(keys.tolist(), fields["vector"][:, None], strict=True)
-        } == {**{key: float(key) for key in range(visits * rows)}, **dict.fromkeys(range(10**6, 10**6 + 50), 0.0)}
+        } == {**{key: float(key) for key in range(passes * rows)}, **dict.fromkeys(range(10**6, 10**6 + 50), 0.0)}
 
 
 KILLED = """
@@ -93,8 +93,8 @@ with Store.open(path, tables=small_tables(), engine=engine) as store:
 
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 @pytest.mark.parametrize("stage", ["sort", "write"])
-def test_a_process_killed_while_it_reorganises_leaves_the_commit_before(kind: str, stage: str, tmp_path: Path) -> None:
-    """The store opens where it stood, whole, with no file left in it, and is reorganised by whoever comes next."""
+def test_a_process_killed_while_it_reorganizes_leaves_the_commit_before(kind: str, stage: str, tmp_path: Path) -> None:
+    """The store opens where it stood, whole, with no file left in it, and is reorganized by whoever comes next."""
     path = tmp_path / "s.tc"
     assert ran(KILLED, path, kind, stage).returncode == -signal.SIGKILL
     world = World(small_tables(), num_passes=4, keys_per_pass=20)

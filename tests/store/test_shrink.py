@@ -32,14 +32,14 @@ def taken(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def trained(path: Path, *, visits: int = 8, engine: str = "lmdb") -> int:
+def trained(path: Path, *, passes: int = 8, engine: str = "lmdb") -> int:
     """Make a store of several segments; returns the bytes of its live rows with their keys."""
     rows = 0
     with Store.open(path, tables=[BIG], engine=engine) as store:
-        for visit in range(visits):
-            dump(store, visit, {visit + 1: 300, visit + 100: 500})
-            publish(store, visit + 1)
-        rows = 300 + 500 * visits
+        for pass_index in range(passes):
+            dump(store, pass_index, {pass_index + 1: 300, pass_index + 100: 500})
+            publish(store, pass_index + 1)
+        rows = 300 + 500 * passes
     return rows * (BIG.row_bytes + 8)
 
 
@@ -82,17 +82,17 @@ def test_info_counts_what_the_disk_keeps(tmp_path: Path, engine: str, most: floa
 
 
 def test_holes_are_written_again(tmp_path: Path) -> None:
-    """Visits after a compaction go where room was given back, and the file is no longer for them."""
+    """Passes after a compaction go where room was given back, and the file is no longer for them."""
     trained(tmp_path / "s")
     with Store.open(tmp_path / "s") as store:
         store.compact()
         size = (tmp_path / "s" / "blocks.bin").stat().st_size
         stored = {}
-        for visit in range(20, 26):
-            stored[visit] = dump(store, visit, {visit + 1: 300, visit + 2: 200})
-            publish(store, visit + 1)
-            expected = {v: ranges[visit + 1] for v, ranges in stored.items() if visit + 1 in ranges}
-            assert load(store, visit + 1) == expected
+        for pass_index in range(20, 26):
+            stored[pass_index] = dump(store, pass_index, {pass_index + 1: 300, pass_index + 2: 200})
+            publish(store, pass_index + 1)
+            expected = {v: ranges[pass_index + 1] for v, ranges in stored.items() if pass_index + 1 in ranges}
+            assert load(store, pass_index + 1) == expected
         assert (tmp_path / "s" / "blocks.bin").stat().st_size == size
     assert verify(tmp_path / "s")["problems"] == []
 

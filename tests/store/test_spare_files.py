@@ -250,12 +250,12 @@ def test_dumps_of_the_same_size_make_no_new_file(big_zarr: Store) -> None:
     assert big_zarr.path is not None
     wanted: dict[int, bytes] = {}
     seen: set[int] = set()
-    for visit in range(8):
-        wanted = dump(big_zarr, visit, {visit + 1: 128})
-        publish(big_zarr, visit + 1)
+    for pass_index in range(8):
+        wanted = dump(big_zarr, pass_index, {pass_index + 1: 128})
+        publish(big_zarr, pass_index + 1)
         big_zarr._engine._sweep.wait()
-        assert load(big_zarr, visit + 1) == {visit: wanted[visit + 1]}
+        assert load(big_zarr, pass_index + 1) == {pass_index: wanted[pass_index + 1]}
         chunks = {file.stat().st_ino for file in big_zarr.path.glob("segments/*/*/[vs]*/c.*")}
-        if visit >= 3:
+        if pass_index >= 3:
             assert chunks <= seen
         seen |= chunks

@@ -32,7 +32,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 class Trained:
-    """A store that trains in steps, the engine below it, and what the rows of one table were after each visit."""
+    """A store that trains in steps, the engine below it, and what the rows of one table were after each pass."""
 
     def __init__(self, kind: str, path: Path, *, retention: int = 1) -> None:
         self.engine = Between(engine_of(kind, path))
@@ -44,13 +44,13 @@ class Trained:
         self.run(6)
         self.keys = np.array(list(self.seen[-1]))
 
-    def run(self, visits: int) -> None:
+    def run(self, passes: int) -> None:
         """Train and commit."""
-        for _ in range(visits):
+        for _ in range(passes):
             self.world.train()
             self.seen.append({key: row for (name, key), row in self.world.rows.items() if name == NAME})
             self.world.append(self.store)
-            self.world.visit += 1
+            self.world.pass_index += 1
             self.world.publish(self.store)
 
     def lookup(self, store: Store | None = None, *, missing: str = "error") -> Rows:

@@ -1,4 +1,4 @@
-"""The size of a store on disk, visit after visit."""
+"""The size of a store on disk, pass after pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiercache.store import Store, ZarrEngine
 if TYPE_CHECKING:
     from pathlib import Path
 
-VISITS, PASSES, PASS_ROWS = 50, 6, 1000
+TRAINED, PASSES, PASS_ROWS = 50, 6, 1000
 PASS_BYTES = PASS_ROWS * BIG.row_bytes
 RETENTIONS = [("lmdb", 1), ("lmdb", 3), ("zarr", 1), ("zarr", 3)]
 """Engines, and the commits that are kept."""
@@ -23,28 +23,32 @@ RETENTIONS = [("lmdb", 1), ("lmdb", 3), ("zarr", 1), ("zarr", 3)]
 def test_a_store_stays_within_its_live_rows_two_passes_and_15_percent(
     tmp_path: Path, engine: str, commits: int
 ) -> None:
-    """At each of 50 commits and for any next uses; a further commit that is kept may cost a pass.
+    """At each of 50 commits and for any next uses; a further commit that is kept may cost a sub-dataset.
 
-    Live rows are the most of an epoch: what was needed at its fullest visit stays in the file for the next epoch.
+    Live rows are the most of an epoch: what was needed at its fullest pass stays in the file for the next epoch.
     """
     rng = np.random.default_rng(0)
     shapes = [rng.multinomial(PASS_ROWS, rng.dirichlet(np.ones(PASSES))) for _ in range(PASSES)]
     waiting: dict[int, int] = {}
     live, sizes = [], []
     with Store.open(tmp_path / "s", tables=[BIG], engine=engine, retention=commits) as store:
-        for visit in range(VISITS):
-            rows = {visit + gap: int(n) for gap, n in enumerate(shapes[visit % PASSES], 1)}
-            dump(store, visit, rows, block_bytes=PASS_BYTES // 32)
-            publish(store, visit + 1)
-            waiting.pop(visit, None)
+        for pass_index in range(TRAINED):
+            rows = {pass_index + gap: int(n) for gap, n in enumerate(shapes[pass_index % PASSES], 1)}
+            dump(store, pass_index, rows, block_bytes=PASS_BYTES // 32)
+            publish(store, pass_index + 1)
+            waiting.pop(pass_index, None)
             for use, n in rows.items():
                 waiting[use] = waiting.get(use, 0) + n
             live.append(sum(waiting.values()) * BIG.row_bytes)
             sizes.append(file_bytes(tmp_path / "s", store))
         assert len(store.commits) == commits
-    fullest = [max(live[max(0, visit + 1 - PASSES) : visit + 1]) for visit in range(VISITS)]
+    fullest = [max(live[max(0, pass_index + 1 - PASSES) : pass_index + 1]) for pass_index in range(TRAINED)]
     allowed = [1.15 * (num_bytes + (1 + commits) * PASS_BYTES) for num_bytes in fullest]
-    beyond = [(visit, size, most) for visit, (size, most) in enumerate(zip(sizes, allowed, strict=True)) if size > most]
+    beyond = [
+        (pass_index, size, most)
+        for pass_index, (size, most) in enumerate(zip(sizes, allowed, strict=True))
+        if size > most
+    ]
     assert not beyond
 
 

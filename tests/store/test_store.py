@@ -77,7 +77,7 @@ def test_forgetting_leaves_the_last_commit(home: Home, tables: list[Table]) -> N
     world.rows, world.uses = kept
     world.check(store, after=1)
     world.run(store, 2)
-    world.check(store, after=world.visit - 1)
+    world.check(store, after=world.pass_index - 1)
 
 
 def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: list[Table]) -> None:
@@ -98,8 +98,8 @@ def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: li
         assert len(blocks) == expected
 
 
-def test_a_commit_inside_a_visit_replaces_the_rows_of_that_visit(home: Home, tables: list[Table]) -> None:
-    """After it, the key set of the visit loads from the one segment that the commit wrote; a later one replaces it."""
+def test_a_commit_inside_a_pass_replaces_the_rows_of_that_pass(home: Home, tables: list[Table]) -> None:
+    """After it, the key set of the pass loads from the one segment that the commit wrote; a later one replaces it."""
     store, world = home.open(tables), World(tables)
     world.run(store, 4)
     for sample in (10, 20):
@@ -121,14 +121,14 @@ def test_a_commit_inside_a_visit_replaces_the_rows_of_that_visit(home: Home, tab
         world.check_within(store)
     world.train(part=99)
     world.append(store)
-    world.visit += 1
+    world.pass_index += 1
     world.publish(store)
     world.check(store, after=4)
     world.check_load(store, 5)
 
 
-def test_a_commit_inside_a_visit_needs_its_rows(home: Home, tables: list[Table]) -> None:
-    """A cursor with samples is refused without a segment written within the visit since the commit before."""
+def test_a_commit_inside_a_pass_needs_its_rows(home: Home, tables: list[Table]) -> None:
+    """A cursor with samples is refused without a segment written within the pass since the commit before."""
     store, world = home.open(tables), World(tables)
     world.run(store, 1)
     with pytest.raises(ValueError, match="append them with within=True first"):
@@ -140,7 +140,7 @@ def test_a_commit_inside_a_visit_needs_its_rows(home: Home, tables: list[Table])
         world.publish(store, sample=6)
 
 
-def test_a_commit_inside_a_visit_without_rows_is_a_commit(home: Home, tables: list[Table]) -> None:
+def test_a_commit_inside_a_pass_without_rows_is_a_commit(home: Home, tables: list[Table]) -> None:
     """The segment that says so is kept, though it is empty."""
     store = home.open(tables)
     streams = [Stream(row_bytes=g.row_bytes, piece_rows=1, block_bytes=1000, ranges=()) for g in store.groups]
@@ -161,11 +161,11 @@ def test_a_cursor_does_not_go_back(home: Home, tables: list[Table]) -> None:
 
 
 def test_a_commit_cannot_name_a_dump_of_its_future(home: Home, tables: list[Table]) -> None:
-    """A dump of visit 0 belongs to cursors after visit 0."""
+    """A dump of pass 0 belongs to cursors after pass 0."""
     store, world = home.open(tables), World(tables)
     world.train()
     world.append(store)
-    with pytest.raises(ValueError, match="cannot name a dump of visit 0"):
+    with pytest.raises(ValueError, match="cannot name a dump of pass 0"):
         store.publish(Cursor(0, 0), **PLAIN)
 
 
@@ -230,7 +230,7 @@ def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, table
     assert store.segments == ()
     store.append(0, streams, whole, stable=True)
     store.publish(Cursor(1, 0), **PLAIN)
-    world.visit = 1
+    world.pass_index = 1
     world.check(store, after=0)
     assert len(home.open()._engine.contents().blocks) == 2 * len(whole)
 
@@ -240,12 +240,12 @@ def test_transactions_are_bounded(home: Home, tables: list[Table]) -> None:
     counts = []
     for bytes_ in (1, 2000, 1 << 20):
         store, world = home.open(tables if not counts else None), World(tables)
-        world.visit = 10 * len(counts)
+        world.pass_index = 10 * len(counts)
         world.train()
         before = store.counters.transactions
         segment = world.append(store, transaction_bytes=bytes_)
         counts.append(store.counters.transactions - before)
-        world.check(store, after=world.visit)
+        world.check(store, after=world.pass_index)
         store.forget()
     assert counts[0] == sum(stream.num_blocks for stream in segment.streams)
     assert counts[0] > counts[1] > counts[2] == 1
@@ -256,7 +256,7 @@ def test_counters_count_rows_and_bytes(home: Home, tables: list[Table]) -> None:
     store, world = home.open(tables), World(tables)
     world.train()
     segment = world.append(store)
-    world.visit += 1
+    world.pass_index += 1
     world.publish(store)
     counters = store.counters
     assert counters.rows_written == segment.rows == 5 * world.keys_per_pass

@@ -95,8 +95,8 @@ def test_a_stream_of_a_million_pieces_is_laid_out_at_once() -> None:
         ({"block_bytes": 7}, "cannot hold a row"),
         ({"ranges": [(3, 1), (3, 1)]}, "must increase"),
         ({"ranges": [(4, 1), (3, 1)]}, "must increase"),
-        ({"ranges": [(-1, 1)]}, "no visit"),
-        ({"ranges": [(NEVER + 1, 1)]}, "no visit"),
+        ({"ranges": [(-1, 1)]}, "no pass"),
+        ({"ranges": [(NEVER + 1, 1)]}, "no pass"),
         ({"ranges": [(1, -1)]}, "must not be negative"),
     ],
 )

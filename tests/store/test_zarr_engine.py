@@ -39,7 +39,7 @@ pytestmark = pytest.mark.disk
 
 @pytest.fixture
 def store(tmp_path: Path, tables: list[Table]) -> Iterator[Store]:
-    """A store on Zarr with two visits in it, closed."""
+    """A store on Zarr with two passes in it, closed."""
     with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
         World(tables).run(store, 2)
     return store
@@ -134,18 +134,18 @@ def test_files_go_with_the_rows_and_stay_for_readers(big_zarr: Store) -> None:
     """A steady state holds live rows; a reader keeps those of its commit, and gives them back when it closes."""
     assert big_zarr.path is not None
     sizes = []
-    for visit in range(12):
-        dump(big_zarr, visit, {visit + 1: 100, visit + 2: 60, visit + 4: 130})
-        publish(big_zarr, visit + 1, bytes(5000))
+    for pass_index in range(12):
+        dump(big_zarr, pass_index, {pass_index + 1: 100, pass_index + 2: 60, pass_index + 4: 130})
+        publish(big_zarr, pass_index + 1, bytes(5000))
         big_zarr._engine._sweep.wait()
         sizes.append(info(big_zarr.path)["file_bytes"])
         named = {key.split("/")[1] for key in files(big_zarr.path) if key.startswith("segments/") and "/c." in key}
         assert named == {str(segment.id) for segment in big_zarr.segments}
     stored = load(big_zarr, 12)
     reader = Store.open(big_zarr.path, mode="r")
-    for visit in range(12, 24):
-        dump(big_zarr, visit, {visit + 1: 100, visit + 2: 60, visit + 4: 130})
-        publish(big_zarr, visit + 1, bytes(5000))
+    for pass_index in range(12, 24):
+        dump(big_zarr, pass_index, {pass_index + 1: 100, pass_index + 2: 60, pass_index + 4: 130})
+        publish(big_zarr, pass_index + 1, bytes(5000))
     assert load(reader, 12) == stored
     held = info(big_zarr.path)["file_bytes"]
     reader.close()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path, tables: list[Table]) -> Store:
-    """A store on Zarr with two visits in it, closed."""
+    """A store on Zarr with two passes in it, closed."""
     with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
         World(tables).run(store, 2)
     return store
@@ -46,11 +46,11 @@ def test_a_manifest_without_its_name_is_as_if_it_were_not_there(
     before = files(copy)
     with Store.open(copy, mode="r") as reader:
         assert reader.commit is not None
-        assert reader.commit.cursor.visit == 2
+        assert reader.commit.cursor.pass_index == 2
     assert files(copy) == before
     with Store.open(copy) as again:
         assert again.commit is not None
-        assert again.commit.cursor.visit == 2
+        assert again.commit.cursor.pass_index == 2
         assert not draft.exists()
         world = World(tables)
         world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)

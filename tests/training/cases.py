@@ -15,11 +15,11 @@ from torch import nn
 
 import tiercache as tc
 from tests.training.devices import device_of_tests
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
-from tiercache.training.rows_now import RowsNow
+from tiercache.training.live_rows import LiveRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,7 +111,7 @@ class Case:
         pq.write_table(pa.table(columns), path)
         return path
 
-    def cut(self, folder: Path) -> tc.PassSet:
+    def cut(self, folder: Path) -> tc.PassDataset:
         """Cut the same samples into passes without files of data: the quick way for many examples."""
         rng = np.random.default_rng(self.data_seed)
         n = self.num_samples
@@ -130,9 +130,9 @@ class Case:
             )
         batch = KeyBatch(label, dense, features)
         cuts = [batch.slice(low, min(low + self.pass_rows, n)) for low in range(0, n, self.pass_rows)]
-        return write_pass_set(folder, self.schema, cuts)
+        return write_dataset(folder, self.schema, cuts)
 
-    def extract(self, folder: Path, *, pass_rows: int | None = None, **options: Any) -> tc.PassSet:
+    def extract(self, folder: Path, *, pass_rows: int | None = None, **options: Any) -> tc.PassDataset:
         """Write data and extract passes of ``pass_rows`` samples."""
         folder.mkdir(parents=True, exist_ok=True)
         data = self.write(folder / "data.parquet")
@@ -185,9 +185,9 @@ def train(
     *,
     epochs: int | None = None,
     seed: int = 1,
-    each_batch: Callable[[int, int], None] = lambda visit, batch: None,
+    each_batch: Callable[[int, int], None] = lambda pass_index, batch: None,
 ) -> Net:
-    """Train ``case`` on a cache; ``each_batch(visit, batch)`` is called after every batch."""
+    """Train ``case`` on a cache; ``each_batch(pass_index, batch)`` is called after every batch."""
     torch.manual_seed(seed)
     model = Net(cache, case).to(cache.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
@@ -203,34 +203,34 @@ def run(
     optimizer: torch.optim.Optimizer,
     *,
     epochs: int | None = None,
-    each_batch: Callable[[int, int], None] = lambda visit, batch: None,
+    each_batch: Callable[[int, int], None] = lambda p, batch: None,
 ) -> None:
     """Run the loop of a case on a model that is tracked already."""
     loss_of = nn.BCEWithLogitsLoss()
     options = {} if case.prefetch is None else {"prefetch": case.prefetch}
-    for visit in cache.passes(epochs=case.epochs if epochs is None else epochs):
+    for p in cache.passes(epochs=case.epochs if epochs is None else epochs):
         held = 0
-        for number, batch in enumerate(visit.batches(case.batch, shuffle=case.shuffle, **options)):
+        for number, batch in enumerate(p.batches(case.batch, shuffle=case.shuffle, **options)):
             loss_of(model(batch), batch.label).backward()
             held += 1
-            last = visit.samples_done == visit.num_samples
+            last = p.samples_done == p.num_samples
             if held == case.accumulate or last:
                 optimizer.step()
                 optimizer.zero_grad()
                 held = 0
-                each_batch(visit.index, number)
+                each_batch(p.index, number)
 
 
-def all_keys(passes: tc.PassSet, table: str) -> NDArray[np.int64]:
+def all_keys(passes: tc.PassDataset, table: str) -> NDArray[np.int64]:
     """Return every key of a table over all passes, ascending."""
     return np.unique(np.concatenate([np.asarray(p.keys(table)) for p in passes.passes]))
 
 
-def result_of(store: tc.Store, passes: tc.PassSet, model: nn.Module | None) -> Result:
+def result_of(store: tc.Store, passes: tc.PassDataset, model: nn.Module | None) -> Result:
     """Read everything back from the store."""
     positions = Positions.of(passes, store.groups)
-    cursor = store.commit.cursor.visit if store.commit else 0
-    now = RowsNow(store=store, positions=positions, keys_of=lambda p, t: np.empty(0, np.int64), after=cursor - 1)
+    cursor = store.commit.cursor.pass_index if store.commit else 0
+    now = LiveRows(store=store, positions=positions, keys_of=lambda p, t: np.empty(0, np.int64), after=cursor - 1)
     rows = {}
     for table in positions.tables:
         keys = all_keys(passes, table.name)
@@ -266,7 +266,7 @@ def open_store(path: Path, case: Case, engine: str) -> tc.Store:
     return tc.Store.open(path, tables=case.tables, engine=engine)
 
 
-def tiered(store: tc.Store, passes: tc.PassSet, **options: Any) -> TierCache:
+def tiered(store: tc.Store, passes: tc.PassDataset, **options: Any) -> TierCache:
     """Open a cache with budgets that hold any small case."""
     options.setdefault("device_budget", "64MiB")
     options.setdefault("host_budget", "64MiB")
@@ -274,19 +274,19 @@ def tiered(store: tc.Store, passes: tc.PassSet, **options: Any) -> TierCache:
     return tc.TierCache(store, passes, **options)
 
 
-def resident(passes: tc.PassSet, **options: Any) -> tc.InMemoryCache:
+def resident(passes: tc.PassDataset, **options: Any) -> tc.InMemoryCache:
     """Open a cache of all rows on the device of the tests."""
     options.setdefault("device", device_of_tests())
     return tc.InMemoryCache(passes, **options)
 
 
-def resident_result(case: Case, passes: tc.PassSet, *, device: Any = None, **options: Any) -> Result:
+def resident_result(case: Case, passes: tc.PassDataset, *, device: Any = None, **options: Any) -> Result:
     """Train ``case`` in memory."""
     cache = resident(passes, order_seed=case.order_seed, **({} if device is None else {"device": device}))
     return result_of_resident(cache, train(cache, case, **options))
 
 
-def smallest_host_budget(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
+def smallest_host_budget(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
     """Return the host budget that the error of too small a one asks for."""
     options.setdefault("device", device_of_tests())
     with pytest.raises(tc.TierCacheError) as caught:

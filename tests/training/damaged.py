@@ -23,7 +23,7 @@ import torch
 import tiercache as tc
 from tests.store.damage import assert_sentence, generator_of
 from tests.training.cases import SPECS, Case, Net, result_of, table, tiered, train
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 from tiercache.passes.manifest import keys_name, samples_name
 from tiercache.store import MemoryEngine
 
@@ -37,7 +37,7 @@ REFUSED = "refused: "
 BARE = "bare: "
 
 
-def flip(passes: tc.PassSet, number: int) -> tuple[str, int, int]:
+def flip(passes: tc.PassDataset, number: int) -> tuple[str, int, int]:
     """Return the file, the byte and the bits of one flip: of the samples' half of ids and offsets, half of any byte."""
     generator = generator_of(number)
     one = passes.passes[int(generator.integers(len(passes)))]
@@ -57,7 +57,7 @@ def outcome(what: Callable[[], Iterable[Any]]) -> str:
     try:
         for array in what():
             digest.update(np.ascontiguousarray(array).tobytes())
-    except PassSetError as error:
+    except DatasetError as error:
         assert_sentence(error)
         return REFUSED + str(error)
     except Exception:
@@ -65,9 +65,9 @@ def outcome(what: Callable[[], Iterable[Any]]) -> str:
     return digest.hexdigest()
 
 
-def trained(folder: Path, whole: tc.PassSet) -> Iterable[Any]:
+def trained(folder: Path, whole: tc.PassDataset) -> Iterable[Any]:
     """Train the passes in ``folder`` and yield the rows of the keys of ``whole``."""
-    passes = tc.PassSet.open(folder)
+    passes = tc.PassDataset.open(folder)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         with tiered(store, passes) as cache:
             train(cache, CASE)
@@ -79,7 +79,7 @@ def trained(folder: Path, whole: tc.PassSet) -> Iterable[Any]:
 def evaluated(folder: Path, cache: Any, model: Net) -> Iterable[Any]:
     """Evaluate the passes in ``folder`` and yield the model's outputs."""
     with torch.no_grad():
-        for piece in cache.evaluation(tc.PassSet.open(folder)):
+        for piece in cache.evaluation(tc.PassDataset.open(folder)):
             for batch in piece.batches(CASE.batch):
                 yield model(batch).cpu().numpy()
 
@@ -92,7 +92,7 @@ def say(line: dict[str, Any]) -> None:
 
 def main(folder: Path, first: int, last: int) -> None:
     """Flip bytes ``first`` to ``last``."""
-    whole, copy = tc.PassSet.open(folder), folder.with_name(f"{folder.name}-{first}")
+    whole, copy = tc.PassDataset.open(folder), folder.with_name(f"{folder.name}-{first}")
     shutil.copytree(folder, copy, copy_function=os.link)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store, tiered(store, whole) as cache:
         model = train(cache, CASE)

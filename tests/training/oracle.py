@@ -22,7 +22,7 @@ LOW, MASK = 0xFFFF_FFFF, (1 << 64) - 1
 
 
 def mix(x: int) -> int:
-    """Return splitmix64's finaliser of x, as docs/format.md has it."""
+    """Return splitmix64's finalizer of x, as docs/format.md has it."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31
@@ -65,7 +65,7 @@ def initial_row(table: tc.Table, key: int) -> NDArray[np.float32]:
 class Oracle:
     """All rows of a case in one parameter a table, looked up by torch and stepped by torch or by hand."""
 
-    def __init__(self, case: Case, passes: tc.PassSet, device: torch.device) -> None:
+    def __init__(self, case: Case, passes: tc.PassDataset, device: torch.device) -> None:
         self.case, self.passes, self.device = case, passes, device
         self.tables = {t.name: t for t in case.tables}
         self.keys = {name: all_keys(passes, name) for name in self.tables}
@@ -101,17 +101,19 @@ class Oracle:
                 return torch.optim.SparseAdam([self.weights[name]], lr=rate, betas=(one, two), eps=eps)
         return None
 
-    def _rows(self, batch: tc.Batch, pass_index: int, feature: str, table: str) -> torch.Tensor:
-        keys = self.passes.passes[pass_index].keys(table)[batch.ids[feature].ids]
+    def _rows(self, batch: tc.Batch, sub_dataset: int, feature: str, table: str) -> torch.Tensor:
+        keys = self.passes.passes[sub_dataset].keys(table)[batch.ids[feature].ids]
         rows = self._there(np.searchsorted(self.keys[table], keys))
         self.touched[table][rows] = True
         return rows
 
-    def bags(self, batch: tc.Batch, pass_index: int, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def bags(
+        self, batch: tc.Batch, sub_dataset: int, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Pool every feature with nn.EmbeddingBag: (N, sum of dims)."""
         outs = []
         for spec in self.case.specs:
-            ids, rows = batch.ids[spec.name], self._rows(batch, pass_index, spec.name, spec.table)
+            ids, rows = batch.ids[spec.name], self._rows(batch, sub_dataset, spec.name, spec.table)
             ends = np.arange(batch.num_samples + 1) if ids.offsets is None else ids.offsets
             offsets = self._there(ends)
             given = (weights or {}).get(spec.name)
@@ -129,7 +131,7 @@ class Oracle:
             outs.append(module(rows, offsets, per_sample_weights=given))
         return torch.cat(outs, dim=1)
 
-    def vectors(self, batch: tc.Batch, pass_index: int) -> dict[str, torch.Tensor]:
+    def vectors(self, batch: tc.Batch, sub_dataset: int) -> dict[str, torch.Tensor]:
         """Look every feature up with nn.Embedding: (ids, dim)."""
         outs = {}
         for spec in self.case.specs:
@@ -137,7 +139,7 @@ class Oracle:
                 self.keys[spec.table].size, self.tables[spec.table].dim, sparse=self._is_sparse(spec.table)
             )
             module.weight = self.weights[spec.table]
-            outs[spec.name] = module(self._rows(batch, pass_index, spec.name, spec.table))
+            outs[spec.name] = module(self._rows(batch, sub_dataset, spec.name, spec.table))
         return outs
 
     def set_learning_rate(self, rate: float) -> None:

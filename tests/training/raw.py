@@ -1,4 +1,4 @@
-"""Trainings of raw keys: the samples of a pass set, given as a loader of one's own would."""
+"""Trainings of raw keys: the samples of a dataset, given as a loader of one's own would."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def own_keys(p: int) -> dict[str, Any]:
     return {"one": keys, "bag": ones, "pair": np.stack([keys, keys], 1), "c": ones}
 
 
-def write_passes(folder: Path) -> tc.PassSet:
+def write_passes(folder: Path) -> tc.PassDataset:
     """Write the three passes, the same keys in each table."""
     return tc.write_key_sets(folder, SCHEMA, [dict.fromkeys("abc", keys) for keys in PASS_KEYS])
 
 
-def key_sets(folder: Path, samples: tc.PassSet) -> tc.PassSet:
+def key_sets(folder: Path, samples: tc.PassDataset) -> tc.PassDataset:
     """Write the key sets of passes alone, each in an order of its own."""
     rng = np.random.default_rng(0)
     passes = ({t.name: rng.permutation(p.keys(t.name)) for t in samples.tables} for p in samples)
@@ -60,10 +60,10 @@ def key_sets(folder: Path, samples: tc.PassSet) -> tc.PassSet:
 
 
 def batch_arguments(
-    samples: tc.PassSet, pass_index: int, first: int, size: int
+    samples: tc.PassDataset, sub_dataset: int, first: int, size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return keys, and all else that ``Visit.batch`` takes, of some samples; as tensors where ``first`` is even."""
-    source = samples.passes[pass_index]
+    """Return keys, and all else that ``Pass.batch`` takes, of some samples; as tensors where ``first`` is even."""
+    source = samples.passes[sub_dataset]
     read = source.read(np.arange(first, min(first + size, source.samples)))
     keys, weights = {}, {}
     for feature in samples.schema.features:
@@ -82,34 +82,34 @@ def batch_arguments(
 def run_raw(
     cache: Any,
     case: Case,
-    samples: tc.PassSet,
+    samples: tc.PassDataset,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    each_batch: Callable[[int, int], None] = lambda visit, batch: None,
-    each_visit: Callable[[tc.Visit], None] = lambda visit: None,
-    change: Callable[[int, dict[str, Any]], None] = lambda visit, keys: None,
+    each_batch: Callable[[int, int], None] = lambda p, batch: None,
+    each_pass: Callable[[tc.Pass], None] = lambda p: None,
+    change: Callable[[int, dict[str, Any]], None] = lambda p, keys: None,
     **options: Any,
 ) -> None:
-    """Run the loop of a case, which takes samples in their order, and begins where the visit says."""
+    """Run the loop of a case, which takes samples in their order, and begins where the pass says."""
     loss_of = nn.BCEWithLogitsLoss()
-    for visit in cache.passes(epochs=case.epochs):
-        each_visit(visit)
-        source, held = samples.passes[visit.pass_index], 0
-        for first in range(visit.start_sample, source.samples, case.batch):
-            keys, others = batch_arguments(samples, visit.pass_index, first, case.batch)
-            change(visit.index, keys)
-            batch = visit.batch(keys, **others, **options)
+    for p in cache.passes(epochs=case.epochs):
+        each_pass(p)
+        source, held = samples.passes[p.sub_dataset], 0
+        for first in range(p.start_sample, source.samples, case.batch):
+            keys, others = batch_arguments(samples, p.sub_dataset, first, case.batch)
+            change(p.index, keys)
+            batch = p.batch(keys, **others, **options)
             loss_of(model(batch), batch.label).backward()
             held += 1
-            if held == case.accumulate or visit.samples_done == source.samples:
+            if held == case.accumulate or p.samples_done == source.samples:
                 optimizer.step()
                 optimizer.zero_grad()
                 held = 0
-                each_batch(visit.index, visit.batches_done - 1)
+                each_batch(p.index, p.batches_done - 1)
 
 
-def train_raw(cache: Any, case: Case, samples: tc.PassSet, *, seed: int = 1, **options: Any) -> Net:
+def train_raw(cache: Any, case: Case, samples: tc.PassDataset, *, seed: int = 1, **options: Any) -> Net:
     """Train a case by raw keys."""
     torch.manual_seed(seed)
     model = Net(cache, case).to(cache.device)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import tiercache as tc
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.tiers.first_vectors import initial_vectors
 
@@ -200,7 +200,7 @@ class GivenUpError(Exception):
     """The process is gone."""
 
 
-def ours(optimizer: str, folder: Path, passes: tc.PassSet, loop: Loop, *, gan: bool) -> Side:
+def ours(optimizer: str, folder: Path, passes: tc.PassDataset, loop: Loop, *, gan: bool) -> Side:
     """Train out of core; the second time from the last commit, with new objects."""
     losses: dict[int, float] = {}
     for stop in (GIVEN_UP, None):
@@ -218,7 +218,7 @@ def on_ranks(
 ) -> dict[str, Any]:  # fmt: skip
     """Train as one of several ranks, with DistributedDataParallel; only the first one's losses overflow."""
     losses: dict[int, float] = {}
-    passes = tc.PassSet.open(Path(folder) / "passes")
+    passes = tc.PassDataset.open(Path(folder) / "passes")
     with suppress(GivenUpError):
         side = ours_until(
             optimizer, Path(folder) / "model.tc", passes, LOOPS[name], losses, stop, gan=False, rank=ranks.rank,
@@ -235,7 +235,7 @@ def rows_of(store: tc.Store | tc.ShardedStore) -> list[Any]:
 
 
 def ours_until(
-    optimizer: str, store: tc.Store | Path, passes: tc.PassSet, loop: Loop, losses: dict[int, float],
+    optimizer: str, store: tc.Store | Path, passes: tc.PassDataset, loop: Loop, losses: dict[int, float],
     stop: int | None, *, gan: bool, rank: int = 0, size: int = 1,
 ) -> Side:  # fmt: skip
     """Train up to a step."""
@@ -265,10 +265,10 @@ def ours_until(
 
 def by_pass(cache: tc.TierCache, stop: int | None) -> Iterator[Batches]:
     """Yield the batches of each pass."""
-    for visit in cache.passes(epochs=EPOCHS):
+    for p in cache.passes(epochs=EPOCHS):
         yield (
-            (visit.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
-            for b, batch in enumerate(checked(visit, stop))
+            (p.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
+            for b, batch in enumerate(checked(p, stop))
         )
 
 
@@ -281,10 +281,10 @@ def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
     yield held
 
 
-def checked(visit: Any, stop: int | None) -> Iterator[Any]:
+def checked(p: Any, stop: int | None) -> Iterator[Any]:
     """Yield batches up to the one where the process is gone."""
-    for b, batch in enumerate(visit.batches(BATCH)):
-        if visit.index * BATCHES + b == stop:
+    for b, batch in enumerate(p.batches(BATCH)):
+        if p.index * BATCHES + b == stop:
             raise GivenUpError
         yield batch
 
@@ -427,7 +427,7 @@ LOOPS = {
 def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer: str) -> None:
     """Every loss, the dense weights and every row, through a resume in the middle."""
     data, gan = samples(), name == "two optimizers"
-    passes = write_pass_set(tmp_path / "passes", schema_of(optimizer), data)
+    passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     reference = theirs(optimizer, data, LOOPS[name], gan=gan)
     side = ours(optimizer, tmp_path / "model.tc", passes, LOOPS[name], gan=gan)
     assert isinstance(side.model, DLRM)
@@ -441,7 +441,7 @@ def test_two_ranks_give_the_numbers_of_torch(
 ) -> None:  # fmt: skip
     """With DistributedDataParallel and last batches that two do not share evenly; where one overflows all skip."""
     data = samples()
-    write_pass_set(tmp_path / "passes", schema_of(optimizer), data)
+    write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     reference = theirs(optimizer, data, LOOPS[name], gan=False)
     losses: dict[int, float] = {}
     for stop in (GIVEN_UP, None):

@@ -16,7 +16,7 @@ from torch import nn
 
 import tiercache as tc
 from tests.training.cases import Case, Net, Spec, resident_result, run, table, tiered, train
-from tiercache.errors import BudgetError, PassSetError, StateError
+from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.store.errors import StoreInUseError
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ CASE = Case(
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassSet:
+def passes(tmp_path: Path) -> tc.PassDataset:
     """The passes of the case."""
     return CASE.cut(tmp_path / "passes")
 
 
 @pytest.fixture
-def store(tmp_path: Path, passes: tc.PassSet) -> Iterator[tc.Store]:
+def store(tmp_path: Path, passes: tc.PassDataset) -> Iterator[tc.Store]:
     """A store after one epoch; whatever a test does wrong, it stands there still."""
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store:
         with tiered(store, passes) as cache:
@@ -76,7 +76,7 @@ def tracked(cache: Any, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
 # -- budgets -------------------------------------------------------------------------------------------------
 
 
-def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.Store, passes: tc.PassSet) -> None:
+def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.Store, passes: tc.PassDataset) -> None:
     """The error names what is needed and given, to the byte, and one byte decides."""
     with tiered(store, passes) as cache:
         needed = cache.device_bytes
@@ -86,7 +86,7 @@ def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.St
     tiered(store, passes, device_budget=needed).close()
 
 
-def needed_bytes(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
+def needed_bytes(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
     """Return the host budget that the error of too small a one names."""
     with pytest.raises(BudgetError) as caught:
         tiered(store, passes, host_budget=100, **options)
@@ -98,7 +98,7 @@ def needed_bytes(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
 @pytest.mark.parametrize("order_seed", [None, 7])
 @pytest.mark.parametrize("eval_budget", [None, 1000])
 def test_the_host_budget_that_the_error_names_is_exactly_enough(
-    tmp_path: Path, passes: tc.PassSet, order_seed: int | None, eval_budget: int | None
+    tmp_path: Path, passes: tc.PassDataset, order_seed: int | None, eval_budget: int | None
 ) -> None:
     """With the named bytes a run trains and resumes anywhere; with one byte less it is refused before training."""
     case = replace(CASE, epochs=3, order_seed=order_seed)
@@ -116,53 +116,55 @@ def test_the_host_budget_that_the_error_names_is_exactly_enough(
 
 
 @pytest.mark.parametrize("size", ["64 MiBs", "-1", 0, 1.5, True, None])
-def test_a_budget_that_is_no_size_is_refused(store: tc.Store, passes: tc.PassSet, size: Any) -> None:
+def test_a_budget_that_is_no_size_is_refused(store: tc.Store, passes: tc.PassDataset, size: Any) -> None:
     """Text that is no size, and numbers below one byte, say what a size looks like."""
     with one_sentence(BudgetError, repr(size)):
         tiered(store, passes, device_budget=size)
 
 
-def test_an_interval_of_no_visits_between_commits_is_refused(store: tc.Store, passes: tc.PassSet) -> None:
+def test_an_interval_of_no_passes_between_commits_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
     """commit_every is at least 1."""
     with one_sentence(ValueError, "commit_every is 0", "at least 1"):
         tiered(store, passes, commit_every=0)
 
 
-# -- pass sets and stores that do not belong together -----------------------------------------------------------
+# -- datasets and stores that do not belong together -----------------------------------------------------------
 
 
-def test_a_pass_set_of_other_tables_is_refused(store: tc.Store, tmp_path: Path) -> None:
+def test_a_dataset_of_other_tables_is_refused(store: tc.Store, tmp_path: Path) -> None:
     """The error names the tables that differ."""
     other = replace(CASE, tables=(table("a", 8), *CASE.tables[1:])).cut(tmp_path / "others")
-    with one_sentence(PassSetError, "other tables", "differ in a)", "extract again"):
+    with one_sentence(DatasetError, "other tables", "differ in a)", "extract again"):
         tiered(store, other)
 
 
-def test_a_pass_set_of_another_schema_is_refused(store: tc.Store, tmp_path: Path) -> None:
-    """Equal tables under other features are another pass set."""
+def test_a_dataset_of_another_schema_is_refused(store: tc.Store, tmp_path: Path) -> None:
+    """Equal tables under other features are another dataset."""
     specs = (replace(CASE.specs[0], name="renamed"), *CASE.specs[1:])
-    with one_sentence(PassSetError, "is not the one", "commit 3"):
+    with one_sentence(DatasetError, "is not the one", "commit 3"):
         tiered(store, replace(CASE, specs=specs).cut(tmp_path / "others"))
 
 
-def test_a_pass_set_that_changed_since_the_last_commit_is_refused(store: tc.Store, tmp_path: Path) -> None:
+def test_a_dataset_that_changed_since_the_last_commit_is_refused(store: tc.Store, tmp_path: Path) -> None:
     """The same schema over other data, or in another order, would find none of its rows."""
     other = replace(CASE, data_seed=1).cut(tmp_path / "others")
-    with one_sentence(PassSetError, str(other.path), "commit 3", "begin a new store"):
+    with one_sentence(DatasetError, str(other.path), "commit 3", "begin a new store"):
         tiered(store, other)
 
 
-def test_another_order_of_the_passes_is_refused(store: tc.Store, passes: tc.PassSet) -> None:
+def test_another_order_of_the_passes_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
     """The order decides next uses, so it belongs to what was trained."""
-    with one_sentence(PassSetError, "in this order", "commit 3"):
+    with one_sentence(DatasetError, "in this order", "commit 3"):
         tiered(store, passes, order_seed=1)
 
 
-def test_an_evaluation_set_with_other_features_is_refused(store: tc.Store, passes: tc.PassSet, tmp_path: Path) -> None:
+def test_an_evaluation_set_with_other_features_is_refused(
+    store: tc.Store, passes: tc.PassDataset, tmp_path: Path
+) -> None:
     """A feature that the model looks up must be there, as it was trained."""
     specs = (CASE.specs[0], replace(CASE.specs[1], hotness="ragged"), CASE.specs[2])
     other = replace(CASE, specs=specs).cut(tmp_path / "others")
-    with tiered(store, passes) as cache, one_sentence(PassSetError, "'g'", "otherwise"):
+    with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "otherwise"):
         next(iter(cache.evaluation(other)))
 
 
@@ -176,7 +178,7 @@ def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
     assert f"process {store._pid}" in found.stderr
 
 
-def test_training_on_a_store_open_for_reading_is_refused(tmp_path: Path, passes: tc.PassSet) -> None:
+def test_training_on_a_store_open_for_reading_is_refused(tmp_path: Path, passes: tc.PassDataset) -> None:
     """Mode "r" never writes; a cache on it serves evaluation."""
     with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
         train(cache, CASE)
@@ -214,7 +216,7 @@ UNSTORABLE: list[Callable[[], Any]] = [
 
 @pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
 def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
-    store: tc.Store, passes: tc.PassSet, make: Callable[[], Any]
+    store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
 ) -> None:
     """Functions, files, arrays and numbers of numpy, and classes name their place in the state_dict."""
     with (
@@ -226,7 +228,7 @@ def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
 
 @pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
 def test_an_object_without_state_is_refused_when_it_is_tracked(
-    store: tc.Store, passes: tc.PassSet, make: Callable[[], Any]
+    store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
 ) -> None:
     """What has no state_dict cannot be tracked."""
     with tiered(store, passes) as cache, one_sentence(StateError, "register(extra=...)", "state_dict"):
@@ -234,24 +236,26 @@ def test_an_object_without_state_is_refused_when_it_is_tracked(
 
 
 def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
-    tmp_path: Path, passes: tc.PassSet
+    tmp_path: Path, passes: tc.PassDataset
 ) -> None:
     """Each commit checks again, so that what a store holds can always be read back."""
     with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
         holder = Holder(1)
         model, optimizer = tracked(cache, extra=holder)
 
-        def spoil(visit: int, _batch: int) -> None:
-            if visit == 1:
+        def spoil(pass_index: int, _batch: int) -> None:
+            if pass_index == 1:
                 holder.value = np.float64(1.0)
 
         with one_sentence(StateError, "extra['inside'][0]['value']", "float64"):
             run(cache, CASE, model, optimizer, each_batch=spoil)
         assert store.commit is not None
-        assert store.commit.cursor.visit <= 1
+        assert store.commit.cursor.pass_index <= 1
 
 
-def test_tracking_other_names_than_the_last_commit_is_refused_on_resume(store: tc.Store, passes: tc.PassSet) -> None:
+def test_tracking_other_names_than_the_last_commit_is_refused_on_resume(
+    store: tc.Store, passes: tc.PassDataset
+) -> None:
     """The error names both sets of names."""
     with tiered(store, passes) as cache:
         cache.register(network=Net(cache, CASE))
@@ -259,7 +263,7 @@ def test_tracking_other_names_than_the_last_commit_is_refused_on_resume(store: t
             next(cache.passes(epochs=2))
 
 
-def test_tracking_a_model_of_another_shape_is_refused_on_resume(store: tc.Store, passes: tc.PassSet) -> None:
+def test_tracking_a_model_of_another_shape_is_refused_on_resume(store: tc.Store, passes: tc.PassDataset) -> None:
     """The error names the object and what does not fit."""
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)

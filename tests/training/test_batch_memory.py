@@ -18,8 +18,8 @@ from tests.training.shim_gpu import ShimRuntime
 from tiercache.backends.jagged import FoundIds, LookupIds, SavedGradient
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.upload import HostUpload
-from tiercache.errors import PassSetError
-from tiercache.passes.passset import Pass
+from tiercache.errors import DatasetError
+from tiercache.passes.dataset import SubDataset
 from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
 from tiercache.training.batch import Batch
 from tiercache.training.joining import Joined
@@ -41,7 +41,7 @@ OF_A_BATCH = (
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassSet:
+def passes(tmp_path: Path) -> tc.PassDataset:
     """One pass of the case."""
     return CASE.cut(tmp_path / "passes")
 
@@ -112,16 +112,16 @@ def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(passes: tc.PassSet, device: str, ahead: int) -> None:
+def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(passes: tc.PassDataset, device: str, ahead: int) -> None:
     """Lookups of every kind, with weights of one's own, backward and a step: while the next batch is still to come."""
     backend = DEVICES[device]()
     cache = resident(passes, device=backend)
     lookups, before = Lookups(cache), left()
-    visits = cache.passes(epochs=1)
-    visit = next(visits)
+    loop = cache.passes(epochs=1)
+    p = next(loop)
     held = []
     for rest in (3, 9):
-        batches = visit.batches(10, prefetch=ahead)
+        batches = p.batches(10, prefetch=ahead)
         for _ in range(rest):
             batch = next(batches)
             lookups.step(batch)
@@ -133,11 +133,11 @@ def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(passes: tc.PassSet,
         if isinstance(getattr(backend, "_runtime", None), ShimRuntime):
             held.append(bytes_of_batches(backend._runtime, backend))
     assert held[1:] == held[:1]
-    visits.close()
+    loop.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(passes: tc.PassSet, device: str) -> None:
+def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(passes: tc.PassDataset, device: str) -> None:
     """So are the rows of its slice, though somebody keeps a batch of it."""
     cache, before = resident(passes, device=DEVICES[device]()), left()
     bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g"])
@@ -168,59 +168,59 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(passes: tc.PassSet,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("missing", ["error", "zero", "load"])
 def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
-    passes: tc.PassSet, tmp_path: Path, device: str, missing: Any
+    passes: tc.PassDataset, tmp_path: Path, device: str, missing: Any
 ) -> None:
     """With rows of its own for missing keys, too."""
     cache = tc.InMemoryCache(key_sets(tmp_path / "keys", passes), device=DEVICES[device]())
     lookups, before = Lookups(cache), left()
-    visit = next(visits := cache.passes(epochs=1))
+    p = next(loop := cache.passes(epochs=1))
     for first in range(0, 60, 10):
         keys, others = batch_arguments(passes, 0, first, 10)
         if missing != "error":
             keys["f"] = keys["f"].clone() if isinstance(keys["f"], torch.Tensor) else keys["f"].copy()
             keys["f"][:3] = 10**9
-        batch = visit.batch(keys, **others, missing=missing)
+        batch = p.batch(keys, **others, missing=missing)
         lookups.step(batch)
         del batch
     del keys, others
     assert left() == before
-    visits.close()
+    loop.close()
 
 
 def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
-    passes: tc.PassSet, monkeypatch: pytest.MonkeyPatch
+    passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the error is handled: what was read and brought before is gone."""
-    read = Pass.read
+    read = SubDataset.read
 
-    def fails(self: Pass, indices: Any, *others: Any, **named: Any) -> Samples:
+    def fails(self: SubDataset, indices: Any, *others: Any, **named: Any) -> Samples:
         samples = read(self, indices, *others, **named)
         if indices[0] >= 20:
-            raise PassSetError("the samples are gone: extract the pass set again")
+            raise DatasetError("the samples are gone: extract the dataset again")
         return samples
 
-    monkeypatch.setattr(Pass, "read", fails)
+    monkeypatch.setattr(SubDataset, "read", fails)
     cache, before = resident(passes, device=shim()), left()
-    visits = cache.passes(epochs=1)
-    batches = next(visits).batches(20, prefetch=1)
+    loop = cache.passes(epochs=1)
+    batches = next(loop).batches(20, prefetch=1)
     next(batches)
     try:
         next(batches)
-    except PassSetError:
+    except DatasetError:
         wrong = True
     del batches
     assert wrong
     assert left() == before
-    visits.close()
+    loop.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_output_may_be_changed_in_place(passes: tc.PassSet, device: str) -> None:
+def test_an_output_may_be_changed_in_place(passes: tc.PassDataset, device: str) -> None:
     """As a ReLU with ``inplace=True`` does behind a module of ours; gradients are those of another output."""
     cache = resident(passes, device=DEVICES[device]())
     bag, single = tc.EmbeddingBagCollection(cache.schema, ["f", "h"]), tc.EmbeddingCollection(cache.schema, ["f"])
-    visits = cache.passes(epochs=1)
-    batch = next(next(visits).batches(20))
+    loop = cache.passes(epochs=1)
+    batch = next(next(loop).batches(20))
     sums = []
     for in_place in (False, True):
         out, one = bag(batch), single(batch)["f"]
@@ -233,18 +233,18 @@ def test_an_output_may_be_changed_in_place(passes: tc.PassSet, device: str) -> N
         cache.optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
     assert any(one.abs().sum() > 0 for one in sums[0])
-    visits.close()
+    loop.close()
 
 
 if DEVICE == "cuda":
 
-    def test_memory_of_batches_on_a_gpu_stays_what_it_is(passes: tc.PassSet) -> None:
+    def test_memory_of_batches_on_a_gpu_stays_what_it_is(passes: tc.PassDataset) -> None:
         """As torch counts it, step after step."""
         cache = resident(passes, device="cuda")
         lookups, seen = Lookups(cache), []
-        visits = cache.passes(epochs=1)
-        for batch in (visit := next(visits)).batches(10, prefetch=2):
+        loop = cache.passes(epochs=1)
+        for batch in (p := next(loop)).batches(10, prefetch=2):
             lookups.step(batch)
             seen.append(torch.cuda.memory_allocated())
-        assert max(seen[8:]) <= max(seen[:8]) + (1 << 20), visit
-        visits.close()
+        assert max(seen[8:]) <= max(seen[:8]) + (1 << 20), p
+        loop.close()

@@ -43,7 +43,7 @@ class SmallGpu(ShimRuntime):
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassSet:
+def passes(tmp_path: Path) -> tc.PassDataset:
     """The passes of the case."""
     return CASE.cut(tmp_path / "passes")
 
@@ -58,7 +58,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def make(kind: str, passes: tc.PassSet, gpu: Any, **options: Any) -> Any:
+def make(kind: str, passes: tc.PassDataset, gpu: Any, **options: Any) -> Any:
     """Return a cache of a kind on a GPU, with a store of its own."""
     device = gpu if isinstance(gpu, str) else CudaBackend(gpu)
     if kind == "resident":
@@ -74,7 +74,7 @@ def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def need(kind: str, passes: tc.PassSet) -> int:
+def need(kind: str, passes: tc.PassDataset) -> int:
     """Return the bytes that a cache of a kind takes of a GPU."""
     gpu = SmallGpu()
     with make(kind, passes, gpu):
@@ -86,17 +86,19 @@ KINDS = pytest.mark.parametrize("kind", ["tiered", "resident"])
 
 @KINDS
 @pytest.mark.usefixtures("no_collector")
-def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(passes: tc.PassSet, kind: str) -> None:
-    """Rows, slots, the index of raw keys and scratch; held: cache, model, optimizer, visit and the loop over visits."""
+def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
+    passes: tc.PassDataset, kind: str
+) -> None:
+    """Rows, slots, the index of raw keys and scratch; held: cache, model, optimizer, pass and the loop over passes."""
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
     model, optimizer = followed(cache)
-    visits = cache.passes(epochs=1)
+    loop = cache.passes(epochs=1)
     for _ in range(2):
-        visit = next(visits)
-        keys, others = batch_arguments(passes, visit.pass_index, 0, 8)
+        p = next(loop)
+        keys, others = batch_arguments(passes, p.sub_dataset, 0, 8)
         keys["f"][0] = 10**9
-        batch = visit.batch(keys, **others, missing="init")
+        batch = p.batch(keys, **others, missing="init")
         model(batch).sum().backward()
         optimizer.step()
     rows = batch.rows
@@ -118,7 +120,7 @@ def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
 
 @KINDS
 @pytest.mark.usefixtures("no_collector")
-def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.PassSet, kind: str) -> None:
+def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.PassDataset, kind: str) -> None:
     """Where the GPU has room for one at a time; while the first is open the second is refused."""
     gpu = SmallGpu(free_bytes=int(1.5 * need(kind, passes)))
     first = make(kind, passes, gpu)
@@ -130,21 +132,21 @@ def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.P
 
 @KINDS
 @pytest.mark.usefixtures("no_collector")
-def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: tc.PassSet, kind: str) -> None:
+def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: tc.PassDataset, kind: str) -> None:
     """After a training, with the optimizer that it followed alive: device memory, locked pages and threads."""
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
     model, optimizer = followed(cache)
-    for visit in cache.passes(epochs=1):
-        for batch in visit.batches(16):
+    for p in cache.passes(epochs=1):
+        for batch in p.batches(16):
             model(batch).sum().backward()
             optimizer.step()
         del batch
     gone, scratch = weakref.ref(cache), cache._backend.scratch_bytes
     del cache
     assert gone() is None
-    assert gpu.held == scratch, "a visit keeps the scratch of its backend, and nothing else"
-    del visit
+    assert gpu.held == scratch, "a pass keeps the scratch of its backend, and nothing else"
+    del p
     assert gpu.held == 0
     assert not gpu.pinned_pages
     optimizer.step()  # and steps no rows
@@ -152,7 +154,7 @@ def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: 
 
 @KINDS
 @pytest.mark.usefixtures("no_collector")
-def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassSet, kind: str) -> None:
+def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassDataset, kind: str) -> None:
     """A cache in somebody's cycle is there until a collector comes; whoever needs its memory calls one."""
     gpu = SmallGpu(free_bytes=int(1.5 * need(kind, passes)))
     first = make(kind, passes, gpu)
@@ -165,22 +167,24 @@ def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassSet, 
 
 @KINDS
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(passes: tc.PassSet, kind: str, device: str) -> None:
+def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
+    passes: tc.PassDataset, kind: str, device: str
+) -> None:
     """Loops, evaluations, rows, and loops and slices that were begun before."""
     cache: Any = make(kind, passes, "cpu" if device == "cpu" else SmallGpu())
     model = train(cache, CASE, epochs=1)
-    visits = cache.passes(epochs=2)
-    visit = next(visits)
-    batches = visit.batches(8)
+    loop = cache.passes(epochs=2)
+    p = next(loop)
+    batches = p.batches(8)
     batch = next(batches)
     asked: list[Any] = [
-        partial(next, visits), cache.rows_now, cache.optimizer.step, partial(cache.register, model=model),
+        partial(next, loop), cache.live_rows, cache.optimizer.step, partial(cache.register, model=model),
         lambda: next(cache.passes(epochs=3)),
     ]  # fmt: skip
     if kind == "tiered":
-        slices, now = cache.evaluation(passes), cache.rows_now()
+        slices, now = cache.evaluation(passes), cache.live_rows()
         next(slices)
-        keys, some = batch_arguments(passes, 0, 1, 1)[0], passes.passes[visit.pass_index].keys("a")[:3]
+        keys, some = batch_arguments(passes, 0, 1, 1)[0], passes.passes[p.sub_dataset].keys("a")[:3]
         asked += [
             partial(next, slices), cache.commit, partial(now.fields, "a", some),
             partial(cache.evaluation_batch, keys), lambda: next(cache.evaluation(passes)),
@@ -198,7 +202,9 @@ def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(passes: tc.Pass
     assert not [t for t in threading.enumerate() if t.name.startswith(("tiercache-reader", "tiercache-writer"))]
 
 
-def test_a_device_that_failed_still_gives_back_what_it_can(passes: tc.PassSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_failed_still_gives_back_what_it_can(
+    passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its error is raised; threads end, and rows and locked pages are let go all the same."""
     gpu = SmallGpu()
     with open_store(passes.path, CASE, "memory") as store:

@@ -41,12 +41,12 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassSet:
+def passes(tmp_path: Path) -> tc.PassDataset:
     """The passes of the case."""
     return CASE.cut(tmp_path)
 
 
-def train(passes: tc.PassSet, *, compiled: bool) -> Any:
+def train(passes: tc.PassDataset, *, compiled: bool) -> Any:
     """Return what a training ends with, and its logits without gradients."""
     torch.manual_seed(1)
     torch.compiler.reset()
@@ -56,8 +56,8 @@ def train(passes: tc.PassSet, *, compiled: bool) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         cache.register(model=model, optimizer=optimizer)
         logits = []
-        for visit in cache.passes(epochs=2):
-            for batch in visit.batches(16):
+        for p in cache.passes(epochs=2):
+            for batch in p.batches(16):
                 with torch.no_grad():
                     logits.append(run(batch).clone())
                 optimizer.zero_grad()
@@ -66,7 +66,7 @@ def train(passes: tc.PassSet, *, compiled: bool) -> Any:
         return result_of_resident(cache, model), logits
 
 
-def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassSet) -> None:
+def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset) -> None:
     """Rows, their optimizers' state and dense weights; a feature that is not used gets no gradient."""
     (found, logits), (wanted, others) = train(passes, compiled=True), train(passes, compiled=False)
     assert_same_bits(found, wanted)
@@ -75,7 +75,7 @@ def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.Pa
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_operators_keep_what_torch_asks_of_them(passes: tc.PassSet, *, trained: bool) -> None:
+def test_operators_keep_what_torch_asks_of_them(passes: tc.PassDataset, *, trained: bool) -> None:
     """Schemas, fake results, autograd and compilation: torch.library.opcheck."""
     with tc.InMemoryCache(passes) as cache:
         model = Model(passes.schema)
@@ -95,7 +95,7 @@ def test_operators_keep_what_torch_asks_of_them(passes: tc.PassSet, *, trained: 
         torch.library.opcheck(torch.ops.tiercache.embedding_rows.default, rows)
 
 
-def test_a_copied_module_looks_up_by_itself(passes: tc.PassSet) -> None:
+def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:
     """Its gradients are those of its own handle."""
     with tc.InMemoryCache(passes) as cache:
         bag = tc.EmbeddingBag(passes.schema, "f")

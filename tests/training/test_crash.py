@@ -45,17 +45,17 @@ CASE = Case(
     batch=200,
     epochs=3,
 )
-NUM_VISITS = 12
+NUM_PASSES = 12
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassSet:
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     """The passes of the case."""
     return CASE.cut(tmp_path_factory.mktemp("passes") / "passes")
 
 
 @pytest.fixture(scope="module")
-def expected(passes: tc.PassSet) -> Result:
+def expected(passes: tc.PassDataset) -> Result:
     """What the case ends with in memory."""
     return resident_result(CASE, passes)
 
@@ -80,20 +80,20 @@ def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_kille
 
 
 def place(store: tc.Store) -> tuple[int, int, int]:
-    """Where a store stands: commit, visit and sample."""
+    """Where a store stands: commit, pass and sample."""
     assert store.commit is not None
-    return store.commit.id, store.commit.cursor.visit, store.commit.cursor.sample
+    return store.commit.id, store.commit.cursor.pass_index, store.commit.cursor.sample
 
 
-def fill_the_disk(path: Path, passes: tc.PassSet, **options: int | None) -> StoreFullError:
+def fill_the_disk(path: Path, passes: tc.PassDataset, **options: int | None) -> StoreFullError:
     """Train until the disk is full; returns the error that the loop got, after checking what it left."""
-    visits: list[int] = []
+    seen: list[int] = []
     with tc.Store.open(path, tables=CASE.tables, **options) as store:
         with pytest.raises(StoreFullError) as caught, tiered(store, passes) as cache:
-            train(cache, CASE, each_batch=lambda visit, _: visits.append(visit))
+            train(cache, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
         stands = place(store)
-    assert 0 < stands[1] < NUM_VISITS, "the disk filled too early or too late to show anything"
-    assert visits[-1] <= stands[1] + 1, "training went on although nothing could be written any more"
+    assert 0 < stands[1] < NUM_PASSES, "the disk filled too early or too late to show anything"
+    assert seen[-1] <= stands[1] + 1, "training went on although nothing could be written any more"
     with tc.Store.open(path, mode="r") as store:
         assert place(store) == stands
     assert verify(path)["problems"] == []
@@ -107,7 +107,7 @@ def assert_one_sentence(error: Exception) -> None:
     assert ": " in text
 
 
-def resume(path: Path, passes: tc.PassSet) -> Result:
+def resume(path: Path, passes: tc.PassDataset) -> Result:
     """Go on where there is space, and read back what it ends with."""
     with tc.Store.open(path, tables=CASE.tables) as store:
         with tiered(store, passes) as cache:
@@ -116,7 +116,7 @@ def resume(path: Path, passes: tc.PassSet) -> Result:
 
 
 def test_a_full_store_stops_training_with_its_cause_and_training_goes_on_where_there_is_more(
-    tmp_path: Path, passes: tc.PassSet, expected: Result
+    tmp_path: Path, passes: tc.PassDataset, expected: Result
 ) -> None:
     """A store at its max_bytes raises in the loop, commits nothing later, and ends with the same bits with more."""
     error = fill_the_disk(tmp_path / "model.tc", passes, max_bytes=6_000_000)
@@ -140,7 +140,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_stops_training_with_its_cause_and_training_goes_on_once_there_is_space(
-    small_disk: Path, passes: tc.PassSet, expected: Result
+    small_disk: Path, passes: tc.PassDataset, expected: Result
 ) -> None:
     """A file system without space raises in the loop, commits nothing later, and space brings the same bits."""
     error = fill_the_disk(small_disk / "model.tc", passes)
@@ -183,7 +183,7 @@ def flip_a_byte(path: Path, name: bytes) -> int:
 
 
 def flip_a_byte_of_rows(path: Path, kind: bytes) -> int:
-    """Change one bit of the newest block of table a; returns the visit that its rows wait for."""
+    """Change one bit of the newest block of table a; returns the pass that its rows wait for."""
     with tc.Store.open(path, mode="r") as store:
         group = next(g.index for g in store.groups if g.tables[0].name == "a")
         segment = store.segments[-1]
@@ -197,7 +197,7 @@ def flip_a_byte_of_rows(path: Path, kind: bytes) -> int:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, passes: tc.PassSet) -> Path:
+def trained(tmp_path: Path, passes: tc.PassDataset) -> Path:
     """A store after one epoch."""
     path = tmp_path / "model.tc"
     with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
@@ -216,23 +216,23 @@ def test_a_flipped_byte_in_a_block_is_found_by_verify(trained: Path, kind: bytes
         assert word in problems[0]
 
 
-def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained: Path, passes: tc.PassSet) -> None:
-    """The loop gets a sentence before the visit that needs the block, and the store stays at its last commit."""
+def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained: Path, passes: tc.PassDataset) -> None:
+    """The loop gets a sentence before the pass that needs the block, and the store stays at its last commit."""
     waiting = flip_a_byte_of_rows(trained, ROWS)
-    visits: list[int] = []
+    seen: list[int] = []
     with tc.Store.open(trained, tables=CASE.tables) as store:
         with pytest.raises(CorruptBlockError) as caught, tiered(store, passes) as cache:
-            train(cache, CASE, each_batch=lambda visit, _: visits.append(visit))
+            train(cache, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
         stands = place(store)
     assert_one_sentence(caught.value)
     assert caught.value.tables == ("a",)
-    assert all(visit < waiting for visit in visits)
+    assert all(pass_index < waiting for pass_index in seen)
     assert 4 <= stands[1] <= waiting
     with tc.Store.open(trained, mode="r") as store:
         assert place(store) == stands
 
 
-def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, passes: tc.PassSet) -> None:
+def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, passes: tc.PassDataset) -> None:
     """A damaged dense state is found by verify and never loaded into a model."""
     with tc.Store.open(trained, mode="r") as store:
         assert store.commit is not None

@@ -68,18 +68,18 @@ class WatchedGpu(ShimRuntime):
         self.handed_over.append(tensor.data_ptr())
 
 
-def passes_of(folder: Path, *sizes: int) -> tuple[tc.PassSet, list[NDArray[np.int64]]]:
+def passes_of(folder: Path, *sizes: int) -> tuple[tc.PassDataset, list[NDArray[np.int64]]]:
     """Write passes with so many keys in table a, and every third of them, and one more, in table b."""
     rng = np.random.default_rng(0)
     keys = [np.unique(rng.integers(-(1 << 62), 1 << 62, size)) for size in sizes]
     return tc.write_key_sets(folder, TWO, [{"a": k, "b": k[::3] + 1} for k in keys]), keys
 
 
-def check_ids(passes: tc.PassSet, visit: tc.Visit, pool: NDArray[np.int64]) -> None:
+def check_ids(passes: tc.PassDataset, p: tc.Pass, pool: NDArray[np.int64]) -> None:
     """Look for every key of a pass, and for some of the other table."""
-    batch = visit.batch({"a": pool, "b": np.resize(pool[::3] + 1, pool.size)})
+    batch = p.batch({"a": pool, "b": np.resize(pool[::3] + 1, pool.size)})
     for name, asked in (("a", pool), ("b", np.resize(pool[::3] + 1, pool.size))):
-        np.testing.assert_array_equal(passes.passes[visit.pass_index].keys(name)[batch.ids[name].ids], asked)
+        np.testing.assert_array_equal(passes.passes[p.sub_dataset].keys(name)[batch.ids[name].ids], asked)
 
 
 def test_training_by_raw_keys_on_cuda_ends_with_the_bits_of_local_ids(tmp_path: Path) -> None:
@@ -105,24 +105,24 @@ def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) ->
     passes, gpu = write_passes(tmp_path / "keys"), WatchedGpu()
     cache = tc.InMemoryCache(passes, device=CudaBackend(gpu))
     bag, single = tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingCollection(cache.schema, ["pair", "c"])
-    for visit in cache.passes(epochs=1):
+    for p in cache.passes(epochs=1):
         for _ in range(2):
             gpu.came_back.clear()
-            batch = visit.batch(own_keys(visit.pass_index))
+            batch = p.batch(own_keys(p.sub_dataset))
             (bag(batch).sum() + sum(part.sum() for part in single(batch).values())).backward()
             cache.optimizer.step()
             assert gpu.came_back == [16]
         ids = {name: one.ids for name, one in batch.ids.items()}
         assert gpu.came_back == [16, 4 * sum(one.size for one in ids.values())]
         assert not any(one.flags.writeable for one in ids.values())
-        np.testing.assert_array_equal(passes.passes[visit.pass_index].keys("b")[ids["pair"]],
-                                      np.repeat(PASS_KEYS[visit.pass_index], 2))  # fmt: skip
+        np.testing.assert_array_equal(passes.passes[p.sub_dataset].keys("b")[ids["pair"]],
+                                      np.repeat(PASS_KEYS[p.sub_dataset], 2))  # fmt: skip
         there = batch.ids["one"].there
         assert there.data_ptr() == gpu.handed_over[-1]
 
 
 def test_a_missing_key_on_cuda_is_the_error_of_a_cpu_and_trains_nothing(tmp_path: Path) -> None:
-    """The first of several, in the last feature and in the first; the batch does not count, and the visit goes on."""
+    """The first of several, in the last feature and in the first; the batch does not count, and the pass goes on."""
     passes = write_passes(tmp_path / "keys")
     bad: Sequence[tuple[dict[str, Any], str]] = (
         ({"c": (np.array([88, 99]), np.array([0, 1, 2, 2, 2]))}, "88 of table 'c' at entry 0 of feature 'c'"),
@@ -134,23 +134,23 @@ def test_a_missing_key_on_cuda_is_the_error_of_a_cpu_and_trains_nothing(tmp_path
             store = tc.Store.open(None, tables=TABLES, engine=MemoryEngine())
             with store, tiered(store, passes, device=device) as cache:
                 bag = tc.EmbeddingBagCollection(cache.schema)
-                for visit in cache.passes(epochs=1):
-                    bag(visit.batch(own_keys(visit.pass_index))).sum().backward()
+                for p in cache.passes(epochs=1):
+                    bag(p.batch(own_keys(p.sub_dataset))).sum().backward()
                     cache.optimizer.step()
-                    before = [cache.rows_now().fields(t.name, np.array(PASS_KEYS[visit.pass_index])) for t in TABLES]
-                    keys = own_keys(visit.pass_index) | change
+                    before = [cache.live_rows().fields(t.name, np.array(PASS_KEYS[p.sub_dataset])) for t in TABLES]
+                    keys = own_keys(p.sub_dataset) | change
                     if "one" in change:
-                        keys["one"] = np.where(keys["one"] == 0, PASS_KEYS[visit.pass_index][0], keys["one"])
-                    with pytest.raises(KeyNotInPassError, match=f"batch 1 of visit .* has the key {words}") as caught:
-                        visit.batch(keys)
+                        keys["one"] = np.where(keys["one"] == 0, PASS_KEYS[p.sub_dataset][0], keys["one"])
+                    with pytest.raises(KeyNotInPassError, match=f"batch 1 of pass .* has the key {words}") as caught:
+                        p.batch(keys)
                     said.append((str(caught.value), caught.value.table, caught.value.key, caught.value.batch))
-                    assert (visit.batches_done, visit.samples_done) == (1, 4)
+                    assert (p.batches_done, p.samples_done) == (1, 4)
                     assert not cache.optimizer.pending
-                    after = [cache.rows_now().fields(t.name, np.array(PASS_KEYS[visit.pass_index])) for t in TABLES]
+                    after = [cache.live_rows().fields(t.name, np.array(PASS_KEYS[p.sub_dataset])) for t in TABLES]
                     for mine, other in zip(before, after, strict=True):
                         np.testing.assert_array_equal(mine[0], other[0])
-                    visit.batch(own_keys(visit.pass_index))
-                    assert (visit.batches_done, visit.samples_done) == (2, 8)
+                    p.batch(own_keys(p.sub_dataset))
+                    assert (p.batches_done, p.samples_done) == (2, 8)
         assert said[:3] == said[3:]
 
 
@@ -166,26 +166,26 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
     store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
     with store, tiered(store, passes, device=device) as cache:
         rows, indexes = cache.device_bytes, []
-        for visit in cache.passes(epochs=1):
-            check_ids(passes, visit, keys[visit.pass_index])
+        for current in cache.passes(epochs=1):
+            check_ids(passes, current, keys[current.sub_dataset])
             index = cache._raw._reader._finder._index
             assert isinstance(index, cuda_key_index.CudaKeyIndex)
             held = index._index._held, index._index._apart_held, index._coming
-            largest = max(p.rows("a") + p.rows("b") for p in passes.passes[: visit.pass_index + 1])
+            largest = max(p.rows("a") + p.rows("b") for p in passes.passes[: current.sub_dataset + 1])
             planned = cache._backend.index_bytes(largest, 2)
             assert planned == index.num_bytes == sum(part.nbytes for part in held)
             assert cache.device_bytes == rows + planned
             indexes.append(weakref.ref(index))
             del index
-            if visit.pass_index:
+            if current.sub_dataset:
                 with pytest.raises(KeyNotInPassError):  # of the pass before
-                    visit.batch({"a": keys[visit.pass_index - 1][:1], "b": keys[visit.pass_index][:1] + 1})
+                    current.batch({"a": keys[current.sub_dataset - 1][:1], "b": keys[current.sub_dataset][:1] + 1})
         assert indexes[0]() is None
         assert indexes[1]() is indexes[2]() is not None
 
 
 def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path) -> None:
-    """A byte too little in the budget, or on the device when a visit begins, or when it is taken: the same ids."""
+    """A byte too little in the budget, or on the device when a pass begins, or when it is taken: the same ids."""
     passes, keys = passes_of(tmp_path / "keys", 900)
     full = CudaBackend(ShimRuntime()).index_bytes(1200, 2)
     store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
@@ -197,18 +197,18 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
         gpu = WatchedGpu()
         store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
         with store, tiered(store, passes, device=CudaBackend(gpu), device_budget=rows + full - spare) as cache:
-            for visit in cache.passes(epochs=1):
+            for p in cache.passes(epochs=1):
                 gpu.free_bytes = free
                 if taken:
                     refuse_memory(gpu)
                 gpu.kernels.launches.clear()
                 for _ in range(2):
-                    check_ids(passes, visit, keys[0])
+                    check_ids(passes, p, keys[0])
                 assert ("key_index.find" in gpu.kernels.launches) == indexed
                 assert cache.device_bytes == rows + full * indexed
-                out = tc.EmbeddingBagCollection(cache.schema)(visit.batch({"a": keys[0][:9], "b": keys[0][:27:3] + 1}))
-                expected = np.concatenate([cache.rows_now().fields("a", keys[0][:9])[0],
-                                           cache.rows_now().fields("b", keys[0][:27:3] + 1)[0]], 1)  # fmt: skip
+                out = tc.EmbeddingBagCollection(cache.schema)(p.batch({"a": keys[0][:9], "b": keys[0][:27:3] + 1}))
+                expected = np.concatenate([cache.live_rows().fields("a", keys[0][:9])[0],
+                                           cache.live_rows().fields("b", keys[0][:27:3] + 1)[0]], 1)  # fmt: skip
                 np.testing.assert_array_equal(out.detach().numpy(), expected)
 
 

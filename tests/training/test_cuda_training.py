@@ -46,13 +46,13 @@ from tiercache.tiers.pinned_arena import PinnedArena
 ROOT = Path(__file__).parents[2]
 
 
-def on_cuda(case: Case, passes: tc.PassSet, order: str = "forward") -> Result:
+def on_cuda(case: Case, passes: tc.PassDataset, order: str = "forward") -> Result:
     """Train ``case`` in the device's memory."""
     cache = tc.InMemoryCache(passes, order_seed=case.order_seed, device=cuda_device(order))
     return result_of_resident(cache, train(cache, case))
 
 
-def on_a_cpu(case: Case, passes: tc.PassSet) -> Result:
+def on_a_cpu(case: Case, passes: tc.PassDataset) -> Result:
     """Train ``case`` in memory."""
     return resident_result(case, passes, device="cpu")
 
@@ -126,7 +126,7 @@ def test_rows_of_16_bits_on_cuda_are_rounded_as_on_a_cpu(tmp_path: Path, optimiz
 
 @pytest.mark.parametrize("missing", ["zero", "init", "load"])
 def test_raw_keys_that_a_pass_lacks_are_looked_up_on_cuda_and_train_nothing(tmp_path: Path, missing: str) -> None:
-    """A third of all keys: maxima, means and weights with rows of the visit beside others, of 16 bits too."""
+    """A third of all keys: maxima, means and weights with rows of the pass beside others, of 16 bits too."""
     case = Case(
         tables=(table("a", 8), table("b", 3, dtype="float16")), specs=SPECS, num_samples=96, pass_rows=32, shuffle=False
     )
@@ -148,7 +148,7 @@ def test_raw_keys_that_a_pass_lacks_are_looked_up_on_cuda_and_train_nothing(tmp_
 
 
 def test_an_evaluation_of_raw_keys_on_cuda_sees_rows_as_of_now(tmp_path: Path) -> None:
-    """In the middle of a visit: rows of the device, of the store, of no pass, and a feature without keys."""
+    """In the middle of a pass: rows of the device, of the store, of no sub-dataset, and a feature without keys."""
     case = replace(KILLED_CASE, tables=(table("a", 16, dtype="bfloat16"), table("b", 3)), specs=SPECS[:3])
     passes = case.cut(tmp_path / "passes")
     keys = np.unique(np.concatenate([passes.passes[0].keys("a"), passes.passes[1].keys("a"), [10**9]]))
@@ -156,12 +156,12 @@ def test_an_evaluation_of_raw_keys_on_cuda_sees_rows_as_of_now(tmp_path: Path) -
     asked = {"f": keys, "g": (np.empty(0, np.int64), none), "h": np.stack([keys] * 3, 1)}
     seen = 0
 
-    def each_batch(visit: int, batch: int) -> None:
+    def each_batch(pass_index: int, batch: int) -> None:
         nonlocal seen
-        if (visit, batch) != (1, 0):
+        if (pass_index, batch) != (1, 0):
             return
         made = cache.evaluation_batch(asked)
-        vectors, now = tc.EmbeddingCollection(cache.schema)(made), cache.rows_now()
+        vectors, now = tc.EmbeddingCollection(cache.schema)(made), cache.live_rows()
         np.testing.assert_array_equal(vectors["f"].detach().cpu().numpy(), now.fields("a", keys)[0])
         found = vectors["h"].detach().cpu().numpy().reshape(keys.size, 3, 3)
         np.testing.assert_array_equal(found, np.stack([now.fields("b", keys)[0]] * 3, 1))
@@ -192,7 +192,7 @@ def test_streams_of_16_bit_rows_are_within_the_device_budget(tmp_path: Path) -> 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.sampled_from(("forward", "reversed", "random")))
 def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, dict[str, Any]], order: str) -> None:
-    """Commits inside visits, accumulation, a restart in the middle, the smallest budget: the bits of memory on CUDA."""
+    """Commits inside passes, accumulation, a restart in the middle, the smallest budget: the bits of memory on CUDA."""
     case, how = drawn
     case = replace(case, num_samples=64, pass_rows=16)
     with tempfile.TemporaryDirectory() as folder:
@@ -204,10 +204,10 @@ def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, d
             if how["tight"]:
                 options["host_budget"] = smallest_host_budget(store, passes, device=cuda_device(order), **options)
 
-            def each_batch(visit: int, batch: int) -> None:
-                if (visit, batch) in how["commits"]:
+            def each_batch(pass_index: int, batch: int) -> None:
+                if (pass_index, batch) in how["commits"]:
                     cache.commit()
-                if (visit, batch) == how["stop_after"]:
+                if (pass_index, batch) == how["stop_after"]:
                     raise Stop
 
             with tiered(store, passes, device=cuda_device(order), **options) as cache:
@@ -231,11 +231,11 @@ from pathlib import Path
 import tiercache as tc
 from tests.training.cases import tiered, train
 from tests.training.test_cuda_training import KILLED_CASE, cuda_device
-passes = tc.PassSet.open(Path(sys.argv[1]))
-def each_batch(visit, batch):
-    if (visit, batch) == (1, 0):
+passes = tc.PassDataset.open(Path(sys.argv[1]))
+def each_batch(pass_index, batch):
+    if (pass_index, batch) == (1, 0):
         cache.commit()
-    if (visit, batch) == (2, 1):
+    if (pass_index, batch) == (2, 1):
         os.kill(os.getpid(), 9)
 with tc.Store.open(sys.argv[2], tables=KILLED_CASE.tables) as store:
     with tiered(store, passes, device=cuda_device()) as cache:
@@ -245,7 +245,7 @@ KILLED_CASE = Case(tables=(table("a", 16, tc.Adam(learning_rate=0.01)),), specs=
 
 
 def test_a_training_on_cuda_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """SIGKILL inside a visit; another process goes on from the last commit."""
+    """SIGKILL inside a pass; another process goes on from the last commit."""
     passes = KILLED_CASE.cut(tmp_path / "passes")
     command = [sys.executable, "-c", KILLED, str(tmp_path / "passes"), str(tmp_path / "model.tc")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -268,8 +268,8 @@ def test_single_vectors_and_weights_have_the_gradients_of_a_cpu(tmp_path: Path) 
             tc.EmbeddingBagCollection(cache.schema, ["g", "i"], mode={"g": "mean"}),
         )
         weight_grads = []
-        for visit in cache.passes(epochs=1):
-            for batch in visit.batches(8):
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(8):
                 ids = batch.ids["g"].num_ids
                 weights = torch.linspace(0.5, 2.0, ids).to(cache.device).requires_grad_()
                 out = bag(batch, weights={"g": weights}).square().sum()
@@ -284,7 +284,7 @@ def test_single_vectors_and_weights_have_the_gradients_of_a_cpu(tmp_path: Path) 
 
 
 def test_evaluation_on_cuda_sees_the_rows_of_a_cpu(tmp_path: Path) -> None:
-    """In the middle of a visit: rows of the device, of host blocks and of the store, and keys never trained."""
+    """In the middle of a pass: rows of the device, of host blocks and of the store, and keys never trained."""
     case = Case(tables=(table("a", 8), table("b", 3)), specs=SPECS, num_samples=96, pass_rows=32, epochs=1)
     passes = case.cut(tmp_path / "passes")
     others = replace(case, num_keys=400, data_seed=3, num_samples=48).cut(tmp_path / "others")
@@ -292,8 +292,8 @@ def test_evaluation_on_cuda_sees_the_rows_of_a_cpu(tmp_path: Path) -> None:
     for device in ("cpu", cuda_device()):
         outs: list[torch.Tensor] = []
 
-        def each_batch(visit: int, batch: int, outs: list[torch.Tensor] = outs) -> None:
-            if (visit, batch) == (2, 0):
+        def each_batch(pass_index: int, batch: int, outs: list[torch.Tensor] = outs) -> None:
+            if (pass_index, batch) == (2, 0):
                 bag = tc.EmbeddingBagCollection(cache.schema)
                 outs.extend(bag(b).detach().cpu() for part in cache.evaluation(others) for b in part.batches(16))
 

@@ -22,8 +22,8 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tests.training.test_reorganise import cuts_of, day_by_day, one_case
-from tiercache.passes.handmade import write_pass_set
+from tests.training.test_reorganize import cuts_of, day_by_day, one_case
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.row_budget import RowBudget
 from tiercache.store.initial import initial_rows
 from tiercache.store.inspect import verify
@@ -37,11 +37,11 @@ DTYPES = ("bfloat16", "float16")
 
 @pytest.mark.parametrize(("engine", "dtype"), [("memory", "float16"), ("lmdb", "bfloat16"), ("zarr", "float16")])
 def test_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, engine: str, dtype: str) -> None:
-    """Reorganised between, with new keys on each day: the count of steps goes on, and with it the rounding."""
+    """Reorganized between, with new keys on each day: the count of steps goes on, and with it the rounding."""
     plain = one_case(tc.Adam(learning_rate=0.01), num_samples=12 * 32, pass_rows=32, num_keys=60)
     case = replace(plain, tables=tuple(replace(one, dtype=dtype) for one in plain.tables))
     cuts = cuts_of(case, drift=7)
-    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    whole = write_dataset(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
         for _, model, _ in day_by_day(case, cuts, 4, tmp_path, store):
             last = model
@@ -62,7 +62,7 @@ def case_of(dtype: str) -> Case:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_evaluation_looks_up_what_training_sees(tmp_path: Path, dtype: str) -> None:
-    """In the middle of a visit, of rows on the device, in the store and never trained; all in float32."""
+    """In the middle of a pass, of rows on the device, in the store and never trained; all in float32."""
     case = case_of(dtype)
     passes = case.cut(tmp_path / "passes")
     others = replace(case, num_keys=700, data_seed=5, num_samples=96, pass_rows=48).cut(tmp_path / "others")
@@ -70,9 +70,9 @@ def test_an_evaluation_looks_up_what_training_sees(tmp_path: Path, dtype: str) -
     with open_store(tmp_path / "s.tc", case, "lmdb") as store, tiered(store, passes) as cache:
         looked = 0
 
-        def look(visit: int, batch: int) -> None:
+        def look(pass_index: int, batch: int) -> None:
             nonlocal looked
-            if (visit, batch) != (2, 1):
+            if (pass_index, batch) != (2, 1):
                 return
             now = {
                 t.name: dict(zip(memory.keys(t.name).tolist(), memory.fields(t.name)[0], strict=True))
@@ -80,7 +80,7 @@ def test_an_evaluation_looks_up_what_training_sees(tmp_path: Path, dtype: str) -
             }
             vectors = tc.EmbeddingCollection(cache.schema)
             for piece in cache.evaluation(others):
-                source = others.passes[piece.pass_index]
+                source = others.passes[piece.sub_dataset]
                 for part in piece.batches(20):
                     with torch.no_grad():
                         found = vectors(part)
@@ -99,8 +99,8 @@ def test_an_evaluation_looks_up_what_training_sees(tmp_path: Path, dtype: str) -
         class Stop(Exception):  # noqa: N818 - not an error
             pass
 
-        def stop(visit: int, batch: int) -> None:
-            if (visit, batch) == (2, 1):
+        def stop(pass_index: int, batch: int) -> None:
+            if (pass_index, batch) == (2, 1):
                 raise Stop
 
         with pytest.raises(Stop):

@@ -43,24 +43,26 @@ def one_case(**options: Any) -> Case:
     )
 
 
-def train_to(store: tc.Store, passes: tc.PassSet, case: Case, visit: int, batches: int, **options: Any) -> None:
-    """Train from where the store stands to a commit at the beginning of a visit or after some of its batches."""
+def train_to(
+    store: tc.Store, passes: tc.PassDataset, case: Case, pass_index: int, batches: int, **options: Any
+) -> None:
+    """Train from where the store stands to a commit at the beginning of a pass or after some of its batches."""
     with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
 
         def stop(at: int, batch: int) -> None:
-            if (at, batch + 1) == (visit, batches):
+            if (at, batch + 1) == (pass_index, batches):
                 cache.commit()
                 if batches * case.batch == case.pass_rows:
                     raise _StopError
-            if (at, batch) == (visit, batches):  # what was trained since is not kept
+            if (at, batch) == (pass_index, batches):  # what was trained since is not kept
                 raise _StopError
 
         with pytest.raises(_StopError):
             train(cache, case, each_batch=stop)
-    assert store.commit.cursor == (visit, batches * case.batch)
+    assert store.commit.cursor == (pass_index, batches * case.batch)
 
 
-def go_on(store: tc.Store, passes: tc.PassSet, case: Case, **options: Any) -> Net:
+def go_on(store: tc.Store, passes: tc.PassDataset, case: Case, **options: Any) -> Net:
     """Train to the end with a model that the commit restores."""
     with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
         return train(cache, case, seed=1 if store.commit is None else 99)
@@ -69,7 +71,7 @@ def go_on(store: tc.Store, passes: tc.PassSet, case: Case, **options: Any) -> Ne
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 99),
-    visit=st.integers(0, 13),
+    pass_index=st.integers(0, 13),
     batches=st.integers(0, 3),
     order_seed=st.sampled_from([None, 5]),
     commit_every=st.integers(1, 3),
@@ -80,7 +82,7 @@ def go_on(store: tc.Store, passes: tc.PassSet, case: Case, **options: Any) -> Ne
 def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
-    visit: int,
+    pass_index: int,
     batches: int,
     order_seed: int | None,
     commit_every: int,
@@ -88,30 +90,30 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
     small: bool,
     again: bool,
 ) -> None:
-    """At any visit of any epoch and inside it, whatever order the rows stood in meanwhile, and stopped once more."""
+    """At any pass of any epoch and inside it, whatever order the rows stood in meanwhile, and stopped once more."""
     path = tmp_path_factory.mktemp("entering")
     case = one_case(data_seed=seed, order_seed=order_seed)
     passes = case.cut(path / "passes")
     with open_store(path / "s.tc", case, "memory") as store:
-        if visit or batches:
-            train_to(store, passes, case, visit, batches)
+        if pass_index or batches:
+            train_to(store, passes, case, pass_index, batches)
             at = store.commit.cursor
             if detour == "compact" and not batches:
                 store.compact()
             elif detour == "another set":
                 other = one_case(data_seed=seed + 1, num_samples=96, num_keys=90)
-                tc.reorganise(store, other.cut(path / "other"), start=(1, 4), progress=False)
+                tc.reorganize(store, other.cut(path / "other"), start=(1, 4), progress=False)
             elif detour != "none":
-                tc.reorganise(store, passes, order_seed=8, start=(visit + 2, 0), progress=False)
-            commit = tc.reorganise(store, passes, order_seed=order_seed, start=at, progress=False)
+                tc.reorganize(store, passes, order_seed=8, start=(pass_index + 2, 0), progress=False)
+            commit = tc.reorganize(store, passes, order_seed=order_seed, start=at, progress=False)
             assert commit.cursor == at
         options: dict[str, Any] = {"commit_every": commit_every}
         if small:
             options["host_budget"] = smallest_host_budget(
                 store, passes, device_budget="64MiB", order_seed=order_seed, **options
             )
-        if again and visit < 13 and (visit or batches):
-            train_to(store, passes, case, visit + 1, 2, **options)
+        if again and pass_index < 13 and (pass_index or batches):
+            train_to(store, passes, case, pass_index + 1, 2, **options)
         model = go_on(store, passes, case, **options)
         assert_same_bits(resident_result(case, passes), result_of(store, passes, model))
 
@@ -126,8 +128,8 @@ def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, engine) as store:
         train_to(store, passes, case, 7, 2)
-        tc.reorganise(store, passes, order_seed=8, start=(3, 0), progress=False)
-        tc.reorganise(store, passes, order_seed=order_seed, start=(7, 16), progress=False)
+        tc.reorganize(store, passes, order_seed=8, start=(3, 0), progress=False)
+        tc.reorganize(store, passes, order_seed=order_seed, start=(7, 16), progress=False)
     assert verify(tmp_path / "s.tc")["problems"] == []
     with tc.Store.open(tmp_path / "s.tc") as store:
         assert store.commit.cursor == Cursor(7, 16)
@@ -143,10 +145,10 @@ def test_a_store_that_stands_where_it_would_start_is_left_as_it_is(tmp_path: Pat
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         train_to(store, passes, case, 6, 1)
         commit = store.commit
-        assert tc.reorganise(store, passes, start=(6, 8), progress=False) is commit
-        assert tc.reorganise(store, passes, progress=False) is commit
-        assert tc.reorganise(store, passes, start=(6, 0), progress=False).id == commit.id + 1
-        with pytest.raises(ValueError, match=r"start is \(-1, 0\): visits and samples count from 0"):
-            tc.reorganise(store, passes, start=(-1, 0), progress=False)
-        with pytest.raises(ValueError, match="start is sample 33 of visit 6, whose pass has 32"):
-            tc.reorganise(store, passes, start=(6, 33), progress=False)
+        assert tc.reorganize(store, passes, start=(6, 8), progress=False) is commit
+        assert tc.reorganize(store, passes, progress=False) is commit
+        assert tc.reorganize(store, passes, start=(6, 0), progress=False).id == commit.id + 1
+        with pytest.raises(ValueError, match=r"start is \(-1, 0\): passes and samples count from 0"):
+            tc.reorganize(store, passes, start=(-1, 0), progress=False)
+        with pytest.raises(ValueError, match="start is sample 33 of pass 6, whose sub-dataset has 32"):
+            tc.reorganize(store, passes, start=(6, 33), progress=False)

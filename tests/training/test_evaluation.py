@@ -54,13 +54,13 @@ Rows = dict[str, dict[int, "NDArray[np.float32]"]]
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassSet:
+def passes(tmp_path: Path) -> tc.PassDataset:
     """The passes to train."""
     return CASE.cut(tmp_path / "passes")
 
 
 @pytest.fixture
-def others(tmp_path: Path) -> tc.PassSet:
+def others(tmp_path: Path) -> tc.PassDataset:
     """Passes to evaluate: keys of the training and as many that it never sees."""
     return replace(CASE, num_keys=700, data_seed=5, num_samples=96, pass_rows=48).cut(tmp_path / "others")
 
@@ -72,13 +72,13 @@ def initial(spec: tc.Table, key: int) -> NDArray[np.float32]:
     return out[0]
 
 
-def resident_rows(passes: tc.PassSet, moments: list[tuple[int, int]]) -> dict[tuple[int, int], Rows]:
+def resident_rows(passes: tc.PassDataset, moments: list[tuple[int, int]]) -> dict[tuple[int, int], Rows]:
     """Train in memory and copy all rows at some moments, and under (-1, -1) as they end."""
     cache, found = resident(passes), {}
 
-    def copy(visit: int, batch: int) -> None:
-        if (visit, batch) in moments or visit < 0:
-            found[visit, batch] = {
+    def copy(pass_index: int, batch: int) -> None:
+        if (pass_index, batch) in moments or pass_index < 0:
+            found[pass_index, batch] = {
                 t.name: dict(zip(cache.keys(t.name).tolist(), cache.fields(t.name)[0].copy(), strict=True))
                 for t in cache.tables
             }
@@ -88,12 +88,12 @@ def resident_rows(passes: tc.PassSet, moments: list[tuple[int, int]]) -> dict[tu
     return found
 
 
-def assert_rows_as_of(cache: TierCache, others: tc.PassSet, now: Rows) -> None:
+def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> None:
     """Every vector that an evaluation looks up is the one of ``now``, or the initial one; pooling sums them."""
     vectors, bag, samples = tc.EmbeddingCollection(cache.schema), tc.EmbeddingBagCollection(cache.schema), 0
     tables = {t.name: t for t in others.tables}
     for piece in cache.evaluation(others):
-        source = others.passes[piece.pass_index]
+        source = others.passes[piece.sub_dataset]
         for batch in piece.batches(20):
             with torch.no_grad():
                 found, pooled = vectors(batch), dict(zip(bag.features, bag.split(bag(batch)), strict=True))
@@ -111,9 +111,9 @@ def assert_rows_as_of(cache: TierCache, others: tc.PassSet, now: Rows) -> None:
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
 @pytest.mark.parametrize("commit_every", [1, 3])
 def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
-    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet, engine: str, commit_every: int
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset, engine: str, commit_every: int
 ) -> None:
-    """At any moment of a run with a tight host: rows of this visit, of earlier ones and of none; the run ends equal."""
+    """At any moment of a run with a tight host: rows of this pass, of earlier ones and of none; the run ends equal."""
     expected = resident_rows(passes, MOMENTS)
     with open_store(tmp_path / "model.tc", CASE, engine) as store:
         options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": commit_every, "eval_budget": 4000}
@@ -121,10 +121,10 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
         with tiered(store, passes, **options) as cache:
             asked = []
 
-            def evaluate(visit: int, batch: int) -> None:
-                if (visit, batch) in MOMENTS:
-                    assert_rows_as_of(cache, others, expected[visit, batch])
-                    asked.append((visit, batch))
+            def evaluate(pass_index: int, batch: int) -> None:
+                if (pass_index, batch) in MOMENTS:
+                    assert_rows_as_of(cache, others, expected[pass_index, batch])
+                    asked.append((pass_index, batch))
 
             model = train(cache, CASE, each_batch=evaluate)
             assert asked == MOMENTS
@@ -133,7 +133,7 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
         assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
-def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassSet) -> None:
+def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassDataset) -> None:
     """Amid a pass and behind the last one, for keys that were trained, that are to come and that are in no pass."""
     others, found = replace(CASE, data_seed=9, num_keys=400).cut(tmp_path / "others"), []
     with open_store(tmp_path / "model.tc", CASE, "lmdb") as store:
@@ -143,12 +143,12 @@ def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassSet)
             model = Net(cache, CASE).to(cache.device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             cache.register(model=model, optimizer=optimizer)
-            for visit in cache.passes(epochs=1):
-                for batch in visit.batches(CASE.batch):
+            for p in cache.passes(epochs=1):
+                for batch in p.batches(CASE.batch):
                     model(batch).sum().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                if visit.index % 2:
+                if p.index % 2:
                     seen += [model(batch).detach() for part in cache.evaluation(others) for batch in part.batches(64)]
             seen += [model(batch).detach() for part in cache.evaluation(others) for batch in part.batches(64)]
             found.append(torch.cat(seen))
@@ -158,7 +158,7 @@ def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassSet)
 
 
 def test_evaluation_before_the_first_commit_sees_initial_rows(
-    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
     """Nothing is trained and nothing committed, and any key has its initial row."""
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
@@ -166,8 +166,8 @@ def test_evaluation_before_the_first_commit_sees_initial_rows(
         assert store.commit is None
 
 
-def test_evaluation_after_the_last_visit_works_in_a_new_process_too(
-    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
+def test_evaluation_after_the_last_pass_works_in_a_new_process_too(
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
     """A store that was closed and opened again shows the rows that the training ended with."""
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
@@ -187,13 +187,13 @@ def written(store: tc.Store) -> tuple[object, ...]:
 
 
 def test_evaluation_writes_nothing_and_leaves_no_gradient(
-    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
     """Counters and bytes of the store stay, and a backward through an evaluation batch steps no row."""
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
 
-        def evaluate(visit: int, batch: int) -> None:
-            if (visit, batch) == (2, 1):
+        def evaluate(pass_index: int, batch: int) -> None:
+            if (pass_index, batch) == (2, 1):
                 cache._rows.transfer.drain()
                 before, state = written(store), torch.get_rng_state()
                 for piece in cache.evaluation(others):
@@ -205,13 +205,13 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
 
         torch.manual_seed(1)
         model = Net(cache, CASE).to(cache.device)
-        for visit in cache.passes(epochs=1):
-            for number, _ in enumerate(visit.batches(16)):
-                evaluate(visit.index, number)
+        for p in cache.passes(epochs=1):
+            for number, _ in enumerate(p.batches(16)):
+                evaluate(p.index, number)
 
 
 def test_evaluation_is_cut_into_slices_within_its_budget(
-    tmp_path: Path, passes: tc.PassSet, others: tc.PassSet
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
     """Rows of a slice take at most eval_budget, and a larger budget makes fewer slices."""
     counts = {}
@@ -243,7 +243,7 @@ def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_traine
             for batch in piece.batches(64):
                 found = tc.EmbeddingCollection(cache.schema)(batch)["f"].detach().cpu().numpy()
                 for row, local in zip(found, batch.ids["f"].ids.tolist(), strict=True):
-                    key = int(others.passes[piece.pass_index].keys("a")[local])
+                    key = int(others.passes[piece.sub_dataset].keys("a")[local])
                     unknown += key not in rows
                     np.testing.assert_array_equal(row, rows.get(key, rows[OOV_KEY]))
         assert unknown > 5

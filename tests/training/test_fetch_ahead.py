@@ -41,13 +41,13 @@ class Training:
         cache.register(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
         self.losses: dict[tuple[int, int], float] = {}
 
-    def fetched(self, **options: Any) -> Iterator[tuple[tc.Visit, int, tc.Batch]]:
+    def fetched(self, **options: Any) -> Iterator[tuple[tc.Pass, int, tc.Batch]]:
         """Yield all batches: as a loader that knows nothing of passes."""
-        for visit in self.cache.passes(epochs=2):
-            for batch in visit.batches(CASE.batch, shuffle=True, **options):
-                yield visit, batch.end, batch
+        for p in self.cache.passes(epochs=2):
+            for batch in p.batches(CASE.batch, shuffle=True, **options):
+                yield p, batch.end, batch
 
-    def step(self, visit: tc.Visit, end: int, batch: tc.Batch) -> None:
+    def step(self, p: tc.Pass, end: int, batch: tc.Batch) -> None:
         """Train a batch, with random numbers of torch."""
         self.optimizer.zero_grad()
         logits = self.model(batch)
@@ -56,7 +56,7 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.scheduler.step()
-        self.losses[visit.index, end] = loss.item()
+        self.losses[p.index, end] = loss.item()
 
     def run(self, depth: int, *, steps: int | None = None, **options: Any) -> None:
         """Train with so many batches fetched before the one that is trained, up to so many steps."""
@@ -75,24 +75,24 @@ def ahead(iterator: Iterator[Any], depth: int) -> Iterator[Any]:
     yield from held
 
 
-def opened(passes: tc.PassSet, store: tc.Store, **options: Any) -> tc.TierCache:
+def opened(passes: tc.PassDataset, store: tc.Store, **options: Any) -> tc.TierCache:
     """Return a cache whose device holds one pass."""
     return tc.TierCache(store, passes, device_budget="48KiB", host_budget="16MiB", progress=False, **options)
 
 
-def store_of(passes: tc.PassSet) -> tc.Store:
+def store_of(passes: tc.PassDataset) -> tc.Store:
     """Return a new store."""
     return tc.Store.open(None, engine=MemoryEngine(), tables=passes.tables)
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassSet:
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     """The passes of the case."""
     return CASE.cut(tmp_path_factory.mktemp("passes"))
 
 
 @pytest.fixture(scope="module")
-def plain(passes: tc.PassSet) -> tuple[Result, dict[tuple[int, int], float]]:
+def plain(passes: tc.PassDataset) -> tuple[Result, dict[tuple[int, int], float]]:
     """What the loop without fetching ahead ends with."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
@@ -106,7 +106,7 @@ def plain(passes: tc.PassSet) -> tuple[Result, dict[tuple[int, int], float]]:
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
-    passes: tc.PassSet, plain: tuple[Result, Any], depth: int, prefetch: int, device: str
+    passes: tc.PassDataset, plain: tuple[Result, Any], depth: int, prefetch: int, device: str
 ) -> None:
     """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
     with store_of(passes) as store:
@@ -116,13 +116,13 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
             assert len(cache.reports) == 8
             cache.drain(staged=False)
             assert store.commit is not None
-            assert store.commit.cursor.visit == 6
+            assert store.commit.cursor.pass_index == 6
         assert training.losses == plain[1]
         assert_same_bits(result_of(store, passes, training.model), plain[0])
-        assert store.commit.cursor.visit == 8
+        assert store.commit.cursor.pass_index == 8
 
 
-def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassSet, plain: tuple[Result, Any]) -> None:
+def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain: tuple[Result, Any]) -> None:
     """Its loop may fetch ahead too."""
     with tc.InMemoryCache(passes) as cache:
         training = Training(cache)
@@ -133,7 +133,7 @@ def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassSet, plain: tu
 
 @pytest.mark.parametrize("steps", range(1, STEPS, 3))
 def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(
-    passes: tc.PassSet, plain: tuple[Result, Any], steps: int
+    passes: tc.PassDataset, plain: tuple[Result, Any], steps: int
 ) -> None:
     """With random numbers in every step and a rate that changes: what was fetched and not trained is fetched again."""
 
@@ -149,7 +149,7 @@ def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(
             cache.drain(staged=False)
             raise GivenUpError
         assert store.commit is not None
-        assert store.commit.cursor.visit == max(0, (steps - 1) // 4)
+        assert store.commit.cursor.pass_index == max(0, (steps - 1) // 4)
         with opened(passes, store) as cache:
             training = Training(cache)
             training.run(2)
@@ -157,7 +157,7 @@ def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(
         assert_same_bits(result_of(store, passes, training.model), plain[0])
 
 
-def test_a_commit_inside_counts_what_was_trained(passes: tc.PassSet, plain: tuple[Result, Any]) -> None:
+def test_a_commit_inside_counts_what_was_trained(passes: tc.PassDataset, plain: tuple[Result, Any]) -> None:
     """Not what was fetched: a training goes on behind the last batch that it stepped."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
@@ -166,7 +166,7 @@ def test_a_commit_inside_counts_what_was_trained(passes: tc.PassSet, plain: tupl
             cache.commit()
             losses = training.losses
         assert store.commit is not None
-        assert (store.commit.cursor.visit, store.commit.cursor.sample) == (1, 2 * CASE.batch)
+        assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == (1, 2 * CASE.batch)
         with opened(passes, store) as cache:
             training = Training(cache)
             training.run(1)
@@ -174,7 +174,7 @@ def test_a_commit_inside_counts_what_was_trained(passes: tc.PassSet, plain: tupl
         assert_same_bits(result_of(store, passes, training.model), plain[0])
 
 
-def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassSet, plain: tuple[Result, Any]) -> None:
+def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset, plain: tuple[Result, Any]) -> None:
     """A loop that stops a batch before its loader: close commits behind the batches trained."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
@@ -186,7 +186,7 @@ def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassSet, pl
                 held = following
             losses = training.losses
         assert store.commit is not None
-        assert (store.commit.cursor.visit, store.commit.cursor.sample) == (7, 3 * CASE.batch)
+        assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == (7, 3 * CASE.batch)
         with opened(passes, store) as cache:
             training = Training(cache)
             training.run(0)
@@ -194,19 +194,19 @@ def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassSet, pl
         assert_same_bits(result_of(store, passes, training.model), plain[0])
 
 
-def test_a_loop_behind_one_that_fetched_ahead_commits_its_last_pass_first(passes: tc.PassSet) -> None:
+def test_a_loop_behind_one_that_fetched_ahead_commits_its_last_pass_first(passes: tc.PassDataset) -> None:
     """As does commit(); without them a training that fails commits it not."""
     with store_of(passes) as store, opened(passes, store) as cache:
         training = Training(cache)
         training.run(1)
         cache.drain(staged=False)
         assert store.commit is not None
-        assert store.commit.cursor.visit == 7
+        assert store.commit.cursor.pass_index == 7
         assert [*cache.passes(epochs=2)] == []
-        assert store.commit.cursor.visit == 8
+        assert store.commit.cursor.pass_index == 8
 
 
-def test_commit_behind_a_loop_that_fetched_ahead_commits_its_last_pass(passes: tc.PassSet) -> None:
+def test_commit_behind_a_loop_that_fetched_ahead_commits_its_last_pass(passes: tc.PassDataset) -> None:
     """And a failure later changes nothing."""
     with store_of(passes) as store:
         with pytest.raises(ZeroDivisionError), opened(passes, store) as cache:  # noqa: PT012 - as above
@@ -214,10 +214,10 @@ def test_commit_behind_a_loop_that_fetched_ahead_commits_its_last_pass(passes: t
             cache.commit()
             raise ZeroDivisionError
         assert store.commit is not None
-        assert store.commit.cursor.visit == 8
+        assert store.commit.cursor.pass_index == 8
 
 
-def test_a_batch_of_the_next_pass_is_not_evaluated_before_one_is_trained(passes: tc.PassSet) -> None:
+def test_a_batch_of_the_next_pass_is_not_evaluated_before_one_is_trained(passes: tc.PassDataset) -> None:
     """Its rows are not there; those of the pass that is trained are."""
     with store_of(passes) as store, opened(passes, store) as cache:
         training = Training(cache)
@@ -227,17 +227,17 @@ def test_a_batch_of_the_next_pass_is_not_evaluated_before_one_is_trained(passes:
             training.step(*one)
         with torch.no_grad():
             training.model(held[3][2])
-            with pytest.raises(StateError, match="a batch of visit 1 was looked up without gradients before one"):
+            with pytest.raises(StateError, match="a batch of pass 1 was looked up without gradients before one"):
                 training.model(held[4][2])
         training.step(*held[3])
         training.step(*held[4])
         with torch.no_grad():
             training.model(held[4][2])
-        with pytest.raises(RuntimeError, match="belongs to visit 0, which has ended"):
+        with pytest.raises(RuntimeError, match="belongs to pass 0, which has ended"):
             training.model(held[3][2])
 
 
-def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(passes: tc.PassSet) -> None:
+def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(passes: tc.PassDataset) -> None:
     """A remainder of accumulation would be lost; stepped or dropped, the loop goes on."""
     with store_of(passes) as store, opened(passes, store) as cache:
         training = Training(cache)
@@ -246,7 +246,7 @@ def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(pass
         for one in held[:3]:
             training.step(*one)
         training.model(held[3][2]).sum().backward()
-        with pytest.raises(StateError, match="visit 0 ended between backward and step"):
+        with pytest.raises(StateError, match="pass 0 ended between backward and step"):
             training.model(held[4][2])
         training.optimizer.step()
         training.step(*held[4])

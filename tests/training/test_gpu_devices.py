@@ -126,7 +126,7 @@ def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine) -> None
 
 
 def test_who_works_on_gpu_0_beside_it_is_there_again(machine: Machine) -> None:
-    """Where GPU 0 has a context of the user's own it is the current one afterwards, to CUDA too."""
+    """Where GPU 0 has a context of the user's own it is the current one afterward, to CUDA too."""
     machine.set_device(0)
     use(CudaRuntime(kernels_of(machine, 1), 1))
     assert (machine.contexts, machine.current, machine.torchs) == ({0, 1}, 0, 0)

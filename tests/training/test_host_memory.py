@@ -194,7 +194,7 @@ def test_pages_given_back_are_those_taken_next(moving: str) -> None:
     assert memory.take(REGION * PAGE_BYTES) not in (first, second, third)
 
 
-def test_a_long_run_of_visits_does_not_break_memory_into_crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_of_passes_does_not_break_memory_into_crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short runs go back to the system, and what moves lies in one map of it, so that maps stay few."""
     if not pinned_region.moves_pages():
         pytest.skip("this system does not move pages and leave the map they were in: Linux does since 5.7")

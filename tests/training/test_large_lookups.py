@@ -65,8 +65,8 @@ def test_a_lookup_that_no_step_follows_is_not_sorted(tmp_path: Path, calls: dict
     cache = resident(passes, device="cpu")
     model = Net(cache, CASE)
     before = result_of_resident(cache, model)
-    for visit in cache.passes(epochs=1):
-        batch = next(iter(visit.batches(8192)))
+    for p in cache.passes(epochs=1):
+        batch = next(iter(p.batches(8192)))
         with torch.no_grad():
             looked_up = model.bag(batch)
         assert calls == {"pool_one": 1}
@@ -93,10 +93,10 @@ def test_rows_beside_missing_keys_are_trained_to_the_same_bits(
         monkeypatch.setattr(gathering, "STREAM_BYTES", stream_bytes)
         cache = resident(passes, device="cpu")
         bag = tc.EmbeddingBagCollection(cache.schema)
-        visits = cache.passes(epochs=1)
-        visit = next(visits)
+        loop = cache.passes(epochs=1)
+        p = next(loop)
         for _ in range(2):
-            bag(visit.batch(keys, missing=missing)).backward(gradient)
+            bag(p.batch(keys, missing=missing)).backward(gradient)
             cache.optimizer.step()
         results.append(result_of_resident(cache, bag))
     assert calls["spread_one"] == 2

@@ -72,17 +72,19 @@ def raw_batches(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[list[in
     return keys, lists
 
 
-def visited(batches: list[dict[str, Any]], cache: Any) -> Any:
-    """Train visit 0 by its own keys and return visit 1."""
-    visits = cache.passes(epochs=1)
+def seen(batches: list[dict[str, Any]], cache: Any) -> Any:
+    """Train pass 0 by its own keys and return pass 1."""
+    passes = cache.passes(epochs=1)
     bag = tc.EmbeddingBagCollection(cache.schema)
-    bag(next(visits).batch(batches[0])).sum().backward()
+    bag(next(passes).batch(batches[0])).sum().backward()
     cache.optimizer.step()
-    return visits, next(visits)
+    return passes, next(passes)
 
 
 def oracle(cache: Any, missing: str) -> Rows:
-    """Return what each key reads in visit 1, in a dict: of the keys of its pass and, by ``missing``, of the others."""
+    """Return what each key reads in pass 1, in a dict: of the keys of its sub-dataset and, by ``missing``, of the
+    others.
+    """
     rows: Rows = {}
     for spec in TABLES:
         now = dict(zip(cache.keys(spec.name).tolist(), cache.fields(spec.name)[0].copy(), strict=True))
@@ -107,18 +109,18 @@ def test_missing_keys_read_what_a_dict_says_and_train_nothing(
     with tempfile.TemporaryDirectory() as folder:
         passes = write_passes(Path(folder) / "keys")
         reference = resident(passes)
-        held, visit = visited([own_keys(0)], reference)
+        held, p = seen([own_keys(0)], reference)
         rows = oracle(reference, missing)
         store = tc.Store.open(None, tables=TABLES, engine=tc.store.MemoryEngine())
         cache = tiered(store, passes) if tiers else reference
         try:
             if tiers:
-                held, visit = visited([own_keys(0)], cache)
-            batch = visit.batch(keys, missing=missing)
+                held, p = seen([own_keys(0)], cache)
+            batch = p.batch(keys, missing=missing)
             assert batch.num_samples == len(lists["one"])
             vectors = tc.EmbeddingCollection(cache.schema)(batch)
             check_vectors(vectors, lists, rows)
-            check_step(cache, visit, keys, lists, rows, missing, mode)
+            check_step(cache, p, keys, lists, rows, missing, mode)
             del held
         finally:
             if tiers:
@@ -136,10 +138,10 @@ def check_vectors(vectors: dict[str, torch.Tensor], lists: dict[str, list[list[i
 
 
 def check_step(
-    cache: Any, visit: Any, keys: dict[str, Any], lists: dict[str, list[list[int]]], rows: Rows, missing: str, mode: str
+    cache: Any, p: Any, keys: dict[str, Any], lists: dict[str, list[list[int]]], rows: Rows, missing: str, mode: str
 ) -> None:
     """Pool and step, and compare with torch's own pooling of the dict's rows; then look the same batch up again."""
-    batch = visit.batch(keys, missing=missing)
+    batch = p.batch(keys, missing=missing)
     bag = tc.EmbeddingBagCollection(cache.schema, mode=mode)
     weights = {t.name: torch.tensor(np.array(list(rows[t.name].values())), requires_grad=True) for t in TABLES}
     order = {t.name: {key: i for i, key in enumerate(rows[t.name])} for t in TABLES}
@@ -181,17 +183,17 @@ def check_step(
                 at += 1
 
 
-def missing_some(case: Case, samples: tc.PassSet) -> Callable[[int, dict[str, Any]], None]:
+def missing_some(case: Case, samples: tc.PassDataset) -> Callable[[int, dict[str, Any]], None]:
     """Return a change of keys: every third is of another pass, or of none."""
     others = {t.name: np.unique(np.concatenate([p.keys(t.name) for p in samples])) for t in samples.tables}
     tables = {f.name: f.table for f in samples.schema.features}
 
-    def change(visit: int, keys: dict[str, Any]) -> None:
-        rng = np.random.default_rng(visit)
+    def change(pass_index: int, keys: dict[str, Any]) -> None:
+        rng = np.random.default_rng(pass_index)
         for name, form in keys.items():
             values, ends = form if isinstance(form, tuple) else (form, None)
             changed = torch.as_tensor(values).clone().numpy()
-            pool = np.concatenate([others[tables[name]], [10**12 + visit]])
+            pool = np.concatenate([others[tables[name]], [10**12 + pass_index]])
             mask = rng.random(changed.shape) < 0.3
             changed[mask] = rng.choice(pool, int(mask.sum()))
             keys[name] = changed if ends is None else (changed, ends)
@@ -217,23 +219,23 @@ def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(drawn: tuple[Ca
 
 
 def test_a_missing_key_is_an_error_that_names_table_key_and_batch(tmp_path: Path) -> None:
-    """And the batch does not count; the visit goes on."""
+    """And the batch does not count; the pass goes on."""
     passes = write_passes(tmp_path / "keys")
-    for visit in resident(passes).passes(epochs=1):
-        keys = own_keys(visit.index)
-        visit.batch(keys)
-        bad = keys | {"pair": np.array([[PASS_KEYS[visit.index][0], 99]] * 4)}
-        with pytest.raises(IndexError, match=r"batch 1 of visit \d has the key 99 of table 'b' at entry 1") as caught:
-            visit.batch(bad)
+    for p in resident(passes).passes(epochs=1):
+        keys = own_keys(p.index)
+        p.batch(keys)
+        bad = keys | {"pair": np.array([[PASS_KEYS[p.index][0], 99]] * 4)}
+        with pytest.raises(IndexError, match=r"batch 1 of pass \d has the key 99 of table 'b' at entry 1") as caught:
+            p.batch(bad)
         assert isinstance(caught.value, KeyNotInPassError)
         assert (caught.value.table, caught.value.key, caught.value.batch) == ("b", 99, 1)
-        assert (visit.batches_done, visit.samples_done) == (1, 4)
-        visit.batch(keys)
-        assert (visit.batches_done, visit.samples_done) == (2, 8)
+        assert (p.batches_done, p.samples_done) == (1, 4)
+        p.batch(keys)
+        assert (p.batches_done, p.samples_done) == (2, 8)
 
 
 def keys_with(**changed: Any) -> dict[str, Any]:
-    """Return a batch of pass 0, with other keys of some features; None leaves one out."""
+    """Return a batch of sub-dataset 0, with other keys of some features; None leaves one out."""
     return {name: value for name, value in (own_keys(0) | changed).items() if value is not None}
 
 
@@ -265,11 +267,11 @@ def test_what_does_not_fit_is_refused_by_a_sentence(
     tmp_path: Path, keys: dict[str, Any], others: dict[str, Any], message: str
 ) -> None:
     """Before anything counts."""
-    visits = resident(write_passes(tmp_path / "keys")).passes(epochs=1)
-    visit = next(visits)
+    passes = resident(write_passes(tmp_path / "keys")).passes(epochs=1)
+    p = next(passes)
     with pytest.raises(ValueError, match=message):
-        visit.batch(keys, **others)
-    assert (visit.batches_done, visit.samples_done) == (0, 0)
+        p.batch(keys, **others)
+    assert (p.batches_done, p.samples_done) == (0, 0)
 
 
 def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_path: Path) -> None:
@@ -282,26 +284,24 @@ def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_p
         return read(field, slots)
 
     backend.read = counting
-    visits, visit = visited([own_keys(0)], cache)
+    passes, p = seen([own_keys(0)], cache)
     own, found = own_keys(1), []
-    trained = np.array([1, -2, 77, 5])  # pass 0 has two of them, pass 2 the last
+    trained = np.array([1, -2, 77, 5])  # sub-dataset 0 has two of them, sub-dataset 2 the last
     keys = own | {"one": trained, "pair": np.stack([trained, trained], 1)}
     for expected in ([2, 2], [2, 2]):
-        found.append(
-            tc.EmbeddingCollection(cache.schema)(visit.batch(keys, missing="load"))["one"].detach().cpu().numpy()
-        )
+        found.append(tc.EmbeddingCollection(cache.schema)(p.batch(keys, missing="load"))["one"].detach().cpu().numpy())
         assert counts == expected, "two tables of one field each have missing keys that were trained"
         counts.clear()
     assert np.array_equal(*found)
     assert not np.array_equal(found[0][0], initial_row(TABLES[0], 1))
     assert np.array_equal(found[0][3], initial_row(TABLES[0], 5))
-    early = cache.rows_now()
-    visit = next(visits)
+    early = cache.live_rows()
+    p = next(passes)
     bag = tc.EmbeddingBagCollection(cache.schema)
-    bag(visit.batch(own_keys(2))).sum().backward()
+    bag(p.batch(own_keys(2))).sum().backward()
     cache.optimizer.step()
     counts.clear()
-    for rows, few in ((cache.rows_now(), 3), (early, 2)):
+    for rows, few in ((cache.live_rows(), 3), (early, 2)):
         rows.fill("a", trained, (np.empty((4, 5), np.float32),))
         assert counts.pop() == few
 
@@ -314,9 +314,9 @@ def test_a_table_trained_with_an_out_of_vocabulary_row_reads_it_for_keys_never_t
     with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
         for kind in (cache, resident(passes)):
             train(kind, replace(case, epochs=1))
-            visits = kind.passes(epochs=2)
-            visit = next(visits)
-            batch = visit.batch({"f": [10**9, 10**9 + 1]}, missing="load")
+            loop = kind.passes(epochs=2)
+            p = next(loop)
+            batch = p.batch({"f": [10**9, 10**9 + 1]}, missing="load")
             found.append(tc.EmbeddingCollection(kind.schema)(batch)["f"].detach().cpu().numpy())
         assert np.array_equal(found[0], found[1])
         assert np.array_equal(found[0][0], found[0][1])

@@ -49,13 +49,13 @@ class CountingGpu(ShimRuntime):
         super().pin(address, num_bytes)
 
 
-def test_a_commit_inside_a_visit_brings_nothing_to_the_device(tmp_path: Path) -> None:
+def test_a_commit_inside_a_pass_brings_nothing_to_the_device(tmp_path: Path) -> None:
     """Its rows stand in the order of their positions: no order has to be there. It ends with the bits of a CPU."""
     passes, results = CASE.cut(tmp_path / "passes"), []
     for gpu in (None, CountingGpu()):
         seen: list[int] = []
 
-        def commit(visit: int, batch: int, gpu: Any = gpu, seen: list[int] = seen) -> None:
+        def commit(pass_index: int, batch: int, gpu: Any = gpu, seen: list[int] = seen) -> None:
             before = 0 if gpu is None else gpu.copied
             cache.commit()
             blocks = next(s for s in store.segments if s.within).streams[0].num_blocks
@@ -86,10 +86,10 @@ def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_pa
             noted.append(gpu.copied - copied)
 
         tier.note_keys = count  # type: ignore[method-assign]
-        for visit in cache.passes(epochs=2):
+        for p in cache.passes(epochs=2):
             plan = cache._rows.transfer.plan
             assert plan is not None
-            assert plan.visit == visit.index
+            assert plan.pass_index == p.index
             kept.append((plan.kept_G[0], plan.rows_G[0]))
     assert any(kept_rows > rows // 2 for kept_rows, rows in kept), kept
     for num_bytes, (kept_rows, rows) in zip(noted, kept, strict=True):
@@ -103,8 +103,8 @@ def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp
     passes, gpu, seen = case.cut(tmp_path / "passes"), ShimRuntime(), []
     for device in (CpuBackend(), CudaBackend(gpu)):
         cache = tc.InMemoryCache(passes, device=device)
-        visits = cache.passes(epochs=1)
-        batch = next(next(visits).batches(100))
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(100))
         gpu.kernels.launches.clear()
         vectors = tc.EmbeddingCollection(cache.schema)(batch)
         launches = [kernel for kernel in gpu.kernels.launches if kernel.startswith("gathering.")]
@@ -121,10 +121,10 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
     """Four bytes for each of its rows, whichever blocks are packed together; the same bytes come out."""
     passes, gpu = CASE.cut(tmp_path / "passes"), CountingGpu()
     with open_store(tmp_path / "x", CASE, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
-        next(visits := cache.passes(epochs=1))
+        next(loop := cache.passes(epochs=1))
         packer, plan = cache._rows.transfer._packer, cache._rows.transfer.plan
         assert plan is not None
-        stream, order = plan.dumps[0], cache._rows.transfer.placements[0].dump_order_K
+        stream, order = plan.dumps[0], cache._rows.transfer.assignments[0].dump_order_K
         num = stream.num_blocks
         assert num > 10
         found = []
@@ -138,7 +138,7 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
             found.append(np.concatenate(data))
         assert np.array_equal(found[0], found[1])
         assert np.array_equal(found[0], found[2])
-        visits.close()
+        loop.close()
 
 
 def test_a_region_that_was_staging_becomes_a_block_without_pinning_a_page_anew() -> None:

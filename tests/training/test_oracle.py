@@ -53,7 +53,7 @@ def compare(
 ) -> None:
     """Train ``case`` tiered and with the oracle, batch by batch, and compare outputs, gradients, rows and weights.
 
-    The rows' learning rate changes to ``later_rate`` in the third visit. ``weigh``: features that get weights whose
+    The rows' learning rate changes to ``later_rate`` in the third pass. ``weigh``: features that get weights whose
     gradients count too.
     """
     passes = case.cut(folder / "passes")
@@ -66,14 +66,14 @@ def compare(
             others = copy.deepcopy(top)
             ours, theirs = (torch.optim.SGD(part.parameters(), lr=case.dense_lr) for part in (top, others))
             cache.register(top=top, optimizer=ours)
-            for visit in cache.passes(epochs=case.epochs):
-                if visit.index == 2:
+            for current in cache.passes(epochs=case.epochs):
+                if current.index == 2:
                     for table in cache.optimizer.param_groups:
                         table["lr"] = later_rate
                     oracle.set_learning_rate(later_rate)
-                for number, batch in enumerate(visit.batches(case.batch, shuffle=True)):
+                for number, batch in enumerate(current.batches(case.batch, shuffle=True)):
                     if unpooled:
-                        mine, other = vectors(batch), oracle.vectors(batch, visit.pass_index)
+                        mine, other = vectors(batch), oracle.vectors(batch, current.sub_dataset)
                         pairs = [(mine[name].reshape(other[name].shape), other[name]) for name in other]
                         for left, right in pairs:
                             check(left, right, exact)
@@ -83,7 +83,7 @@ def compare(
                         given = {name: (torch.rand(batch.ids[name].num_ids) + 0.5).to(cache.device) for name in weigh}
                         left = {name: value.clone().requires_grad_() for name, value in given.items()}
                         right = {name: value.clone().requires_grad_() for name, value in given.items()}
-                        pooled = bag(batch, weights=left), oracle.bags(batch, visit.pass_index, right)
+                        pooled = bag(batch, weights=left), oracle.bags(batch, current.sub_dataset, right)
                         check(*pooled, exact)
                         losses = [loss(case, part, out, batch) for part, out in zip((top, others), pooled, strict=True)]
                     for each in losses:
@@ -91,7 +91,7 @@ def compare(
                     if not unpooled:
                         for name in weigh:
                             check(left[name].grad, right[name].grad, exact)
-                    if (number + 1) % case.accumulate == 0 or visit.samples_done == visit.num_samples:
+                    if (number + 1) % case.accumulate == 0 or current.samples_done == current.num_samples:
                         for optimizer in (ours, theirs):
                             optimizer.step()
                             optimizer.zero_grad()

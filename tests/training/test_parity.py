@@ -65,7 +65,7 @@ def test_tiered_training_ends_with_the_bits_of_training_in_memory(tmp_path: Path
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(tmp_path: Path, engine: str, dtype: str) -> None:
-    """Whatever the slots, the engine and a restart from inside a visit: steps are counted on, so rounding goes on."""
+    """Whatever the slots, the engine and a restart from inside a pass: steps are counted on, so rounding goes on."""
     case = Case(
         tables=(
             table("a", 8, OPTIMIZERS[3], dtype=dtype),
@@ -76,10 +76,10 @@ def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(tmp_path: Path,
     )
     passes = case.cut(tmp_path / "passes")
 
-    def each_batch(visit: int, batch: int) -> None:
-        if (visit, batch) == (2, 1):
+    def each_batch(pass_index: int, batch: int) -> None:
+        if (pass_index, batch) == (2, 1):
             cache.commit()
-        if (visit, batch) == (2, 2):
+        if (pass_index, batch) == (2, 2):
             raise Stop
 
     with open_store(tmp_path / "model.tc", case, engine) as store:
@@ -174,10 +174,10 @@ def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, d
             if how["tight"]:
                 options["host_budget"] = smallest_host_budget(store, passes, **options)
 
-            def each_batch(visit: int, batch: int) -> None:
-                if (visit, batch) in how["commits"]:
+            def each_batch(pass_index: int, batch: int) -> None:
+                if (pass_index, batch) in how["commits"]:
                     cache.commit()
-                if (visit, batch) == how["stop_after"]:
+                if (pass_index, batch) == how["stop_after"]:
                     raise Stop
 
             with tiered(store, passes, **options) as cache:
@@ -209,13 +209,13 @@ def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(drawn: tuple[Ca
 
 
 def test_nothing_moves_after_draining(tmp_path: Path) -> None:
-    """Every dump is durable and the next visit is staged, and stays so until the visit ends."""
+    """Every dump is durable and the next pass is staged, and stays so until the pass ends."""
     case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),))
     passes = case.cut(tmp_path / "passes")
     with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
-        visits = cache.passes(epochs=2)
+        loop = cache.passes(epochs=2)
         for _ in range(3):
-            next(visits)
+            next(loop)
         cache.drain()
         assert cache.reports[1].durable.is_set()
         before = store.counters.rows_read, store.counters.rows_written
@@ -224,24 +224,24 @@ def test_nothing_moves_after_draining(tmp_path: Path) -> None:
         assert before[1] == sum(r.rows_written for r in cache.reports[:2]) > 0
 
 
-def test_a_visit_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path) -> None:
+def test_a_pass_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path) -> None:
     """With another seed or without shuffling, samples would be trained twice or never."""
     case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),))
     passes = case.cut(tmp_path / "passes")
     with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store:
         with tiered(store, passes, seed=3) as cache:
-            visits = cache.passes(epochs=1)
-            tc.EmbeddingBagCollection(passes.schema)(next(next(visits).batches(16, shuffle=True)))
+            loop = cache.passes(epochs=1)
+            tc.EmbeddingBagCollection(passes.schema)(next(next(loop).batches(16, shuffle=True)))
             cache.commit()
         for seed, shuffle in ((3, False), (4, True)):
             with tiered(store, passes, seed=seed) as cache:
-                visits = cache.passes(epochs=1)
-                visit = next(visits)
+                loop = cache.passes(epochs=1)
+                p = next(loop)
                 with pytest.raises(StateError, match=r"stands after 16 samples in the order .*'seed': 3"):
-                    next(visit.batches(16, shuffle=shuffle))
+                    next(p.batches(16, shuffle=shuffle))
         with tiered(store, passes, seed=3) as cache:
-            visits = cache.passes(epochs=1)
-            rest = list(next(visits).batches(8, shuffle=True))
+            loop = cache.passes(epochs=1)
+            rest = list(next(loop).batches(8, shuffle=True))
             assert sum(batch.num_samples for batch in rest) == case.pass_rows - 16
 
 
@@ -256,8 +256,8 @@ def test_two_modules_in_one_step_add_their_gradients(tmp_path: Path, mode: str, 
     for modules in (1, 2):
         cache = resident(passes)
         bags = [tc.EmbeddingBagCollection(cache.schema, mode=mode) for _ in range(modules)]
-        for visit in cache.passes(epochs=1):
-            for batch in visit.batches(16):
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(16):
                 outs = [bag(batch) for bag in bags]
                 if modules == 1:
                     loss = 2 * outs[0].square().sum()

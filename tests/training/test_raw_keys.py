@@ -63,7 +63,7 @@ CASE = Case(
 @settings(max_examples=20 if DEVICE != "shim" else 6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(drawn: tuple[Case, dict[str, Any]]) -> None:
-    """In memory and on the tiers, whatever the features, budgets, commits inside visits and a restart."""
+    """In memory and on the tiers, whatever the features, budgets, commits inside passes and a restart."""
     case, how = replace(drawn[0], shuffle=False), drawn[1]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -78,10 +78,10 @@ def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(draw
             if how["tight"]:
                 options["host_budget"] = smallest_host_budget(store, passes, **options)
 
-            def each_batch(visit: int, batch: int) -> None:
-                if (visit, batch) in how["commits"]:
+            def each_batch(pass_index: int, batch: int) -> None:
+                if (pass_index, batch) in how["commits"]:
                     cache.commit()
-                if (visit, batch) == how["stop_after"]:
+                if (pass_index, batch) == how["stop_after"]:
                     raise Stop
 
             with tiered(store, passes, **options) as cache:
@@ -96,12 +96,12 @@ def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(draw
 
 
 def test_a_batch_of_raw_keys_is_the_batch_of_the_sample_path(tmp_path: Path) -> None:
-    """Local ids, offsets, weights, label and dense features, in a pass set with samples too."""
+    """Local ids, offsets, weights, label and dense features, in a dataset with samples too."""
     samples = CASE.cut(tmp_path / "samples")
-    visits = zip(resident(samples).passes(epochs=1), resident(samples).passes(epochs=1), strict=True)
-    for one, other in visits:
+    passes = zip(resident(samples).passes(epochs=1), resident(samples).passes(epochs=1), strict=True)
+    for one, other in passes:
         for number, expected in enumerate(one.batches(48)):
-            keys, others = batch_arguments(samples, other.pass_index, 48 * number, 48)
+            keys, others = batch_arguments(samples, other.sub_dataset, 48 * number, 48)
             batch = other.batch(keys, **others)
             assert batch.num_samples == len(batch) == expected.num_samples
             assert torch.equal(batch.label, expected.label)
@@ -124,22 +124,22 @@ from tests.training.cases import tiered
 from tests.training.raw import train_raw
 from tests.training.test_raw_keys import CASE
 
-def each_batch(visit, batch):
-    if (visit, batch) == (5, 1):
+def each_batch(pass_index, batch):
+    if (pass_index, batch) == (5, 1):
         cache.commit()
-    if (visit, batch) == (5, 2):
+    if (pass_index, batch) == (5, 2):
         os.kill(os.getpid(), signal.SIGKILL)
 
 place = Path(sys.argv[1])
-samples = tc.PassSet.open(place / "samples")
+samples = tc.PassDataset.open(place / "samples")
 with tc.Store.open(place / "model.tc", tables=CASE.tables, engine=sys.argv[2]) as store:
-    with tiered(store, tc.PassSet.open(place / "keys")) as cache:
+    with tiered(store, tc.PassDataset.open(place / "keys")) as cache:
         train_raw(cache, CASE, samples, each_batch=each_batch)
 """
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_training_killed_inside_a_visit_goes_on_where_the_visit_says(tmp_path: Path, engine: str) -> None:
+def test_a_training_killed_inside_a_pass_goes_on_where_the_pass_says(tmp_path: Path, engine: str) -> None:
     """The loader begins after start_sample samples, batches are numbered on, and the bits are those of no kill."""
     samples = CASE.cut(tmp_path / "samples")
     passes = key_sets(tmp_path / "keys", samples)
@@ -150,11 +150,11 @@ def test_a_training_killed_inside_a_visit_goes_on_where_the_visit_says(tmp_path:
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables, engine=engine) as store:
         begun: list[tuple[int, ...]] = []
 
-        def each_visit(visit: tc.Visit) -> None:
-            begun.append((visit.index, visit.start_sample, visit.samples_done, visit.start_batch, visit.batches_done))
+        def each_pass(p: tc.Pass) -> None:
+            begun.append((p.index, p.start_sample, p.samples_done, p.start_batch, p.batches_done))
 
         with tiered(store, passes) as cache:
-            model = train_raw(cache, CASE, samples, seed=9, each_visit=each_visit)
+            model = train_raw(cache, CASE, samples, seed=9, each_pass=each_pass)
         assert begun == [(5, 32, 32, 2, 2), (6, 0, 0, 0, 0), (7, 0, 0, 0, 0)]
         assert CASE.batch == 16
         assert_same_bits(result_of(store, passes, model), resident_result(CASE, samples))
@@ -164,8 +164,8 @@ def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
     """One key a sample, lists of one length or ragged ones: a table is a feature of its name."""
     passes = tc.write_key_sets(tmp_path / "keys", (TABLES[0],), [{"a": [1, 2, 3]}])
     cache = resident(passes)
-    visits = cache.passes(epochs=1)
-    visit = next(visits)
+    loop = cache.passes(epochs=1)
+    p = next(loop)
     bag = tc.EmbeddingBagCollection(cache.schema)
     rows = {key: initial_row(TABLES[0], key) for key in (1, 2, 3)}
     for form, bags in (
@@ -175,35 +175,35 @@ def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
         ([], []),
     ):
         expected = [sum((rows[key] for key in keys), np.zeros(5, np.float32)) for keys in bags]
-        out = bag(visit.batch({"a": form})).detach().cpu().numpy()
+        out = bag(p.batch({"a": form})).detach().cpu().numpy()
         np.testing.assert_array_equal(out, np.array(expected, np.float32).reshape(-1, 5))
 
 
-def test_a_visit_takes_its_samples_one_way(tmp_path: Path) -> None:
+def test_a_pass_takes_its_samples_one_way(tmp_path: Path) -> None:
     """Its own batches or a loader's: both would count samples twice, and so would a resume the other way."""
     samples = CASE.cut(tmp_path / "samples")
     keys, others = batch_arguments(samples, 0, 0, 16)
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store:
         with tiered(store, samples) as cache:
-            visits = cache.passes(epochs=1)
-            visit = next(visits)
-            next(visit.batches(16))
+            passes = cache.passes(epochs=1)
+            p = next(passes)
+            next(p.batches(16))
             with pytest.raises(StateError, match="takes its samples from batches"):
-                visit.batch(keys, **others)
-            visits = cache.passes(epochs=1)
-            visit = next(visits)
-            visit.batch(keys, **others)
+                p.batch(keys, **others)
+            passes = cache.passes(epochs=1)
+            p = next(passes)
+            p.batch(keys, **others)
             cache.commit()
         with tiered(store, samples) as cache:
-            visits = cache.passes(epochs=1)
-            visit = next(visits)
-            assert visit.start_sample == 16
+            passes = cache.passes(epochs=1)
+            p = next(passes)
+            assert p.start_sample == 16
             with pytest.raises(StateError, match="stands after 16 samples in the order"):
-                next(visit.batches(16))
-            visit.batch(keys, **others)
-            next(visits)
+                next(p.batches(16))
+            p.batch(keys, **others)
+            next(passes)
             with pytest.raises(RuntimeError, match="has ended"):
-                visit.batch(keys, **others)
+                p.batch(keys, **others)
 
 
 def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_changes_no_id(tmp_path: Path) -> None:
@@ -221,22 +221,22 @@ def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_chang
     for room, indexed in ((0, False), (full, True), (full - 1, False)):
         store = tc.Store.open(None, tables=tables, engine=tc.store.MemoryEngine())
         with store, tiered(store, passes, device_budget=least + room) as cache:
-            for visit in cache.passes(epochs=1):
-                pool = keys[visit.pass_index]
+            for current in cache.passes(epochs=1):
+                pool = keys[current.sub_dataset]
                 for asked in (rng.choice(pool, 50_000), pool[:0], pool[-2:]):
                     others = np.full(asked.size, pool[0] + 1)
-                    batch = visit.batch({"a": asked, "b": others})
-                    a, b = (passes.passes[visit.pass_index].keys(t)[batch.ids[t].ids] for t in "ab")
+                    batch = current.batch({"a": asked, "b": others})
+                    a, b = (passes.passes[current.sub_dataset].keys(t)[batch.ids[t].ids] for t in "ab")
                     np.testing.assert_array_equal(a, asked)
                     np.testing.assert_array_equal(b, others)
                     assert cache.device_bytes <= least + room
-                if visit.pass_index == 1:
+                if current.sub_dataset == 1:
                     assert cache.device_bytes == least + (full if indexed else 0)
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
 def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engine: str) -> None:
-    """Before, inside and after visits; rows of this visit, of others and of none, without a gradient."""
+    """Before, inside and after passes; rows of this pass, of others and of none, without a gradient."""
     passes = write_passes(tmp_path / "keys")
     case = replace(CASE, tables=TABLES)
     asked = np.array([1, -2, 3, 4, 5, 77, LOW + 2, HIGH])
@@ -257,9 +257,9 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
         check({t.name: {} for t in TABLES})
         memory = resident(passes)
         bags = [tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingBagCollection(memory.schema)]
-        for visits in zip(cache.passes(epochs=2), memory.passes(epochs=2), strict=True):
-            for kind, bag, visit in zip((cache, memory), bags, visits, strict=True):
-                bag(visit.batch(own_keys(visit.pass_index))).sum().backward()
+        for both in zip(cache.passes(epochs=2), memory.passes(epochs=2), strict=True):
+            for kind, bag, p in zip((cache, memory), bags, both, strict=True):
+                bag(p.batch(own_keys(p.sub_dataset))).sum().backward()
                 kind.optimizer.step()
             check({t.name: dict(zip(memory.keys(t.name).tolist(), memory.fields(t.name)[0], strict=True))
                    for t in TABLES})  # fmt: skip
@@ -270,21 +270,21 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
 
 
 def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path) -> None:
-    """A reorganised store trains the new key sets; keys of both days have the rows that the first day left."""
+    """A reorganized store trains the new key sets; keys of both days have the rows that the first day left."""
     days = [write_passes(tmp_path / "one")]
     days.append(tc.write_key_sets(tmp_path / "two", SCHEMA, [dict.fromkeys("abc", k) for k in ([1, 5, 1000], [3, 9])]))
     with tc.Store.open(tmp_path / "model.tc", tables=TABLES) as store:
         for passes in days:
-            tc.reorganise(store, passes)
+            tc.reorganize(store, passes)
             with tiered(store, passes) as cache:
-                before = {t.name: cache.rows_now().fields(t.name, np.array([1, 5, 1000]))[0] for t in TABLES}
+                before = {t.name: cache.live_rows().fields(t.name, np.array([1, 5, 1000]))[0] for t in TABLES}
                 bag = tc.EmbeddingBagCollection(cache.schema)
-                for visit in cache.passes(epochs=1):
-                    keys = {t: passes.passes[visit.pass_index].keys(t) for t in "abc"}
+                for p in cache.passes(epochs=1):
+                    keys = {t: passes.passes[p.sub_dataset].keys(t) for t in "abc"}
                     n = keys["a"].size
                     ones = {t: (k, np.arange(n + 1)) for t, k in keys.items()}
                     pair = np.stack([keys["b"], keys["b"]], 1)
-                    batch = visit.batch({"one": keys["a"], "bag": ones["a"], "pair": pair, "c": ones["c"]})
+                    batch = p.batch({"one": keys["a"], "bag": ones["a"], "pair": pair, "c": ones["c"]})
                     bag(batch).sum().backward()
                     cache.optimizer.step()
     for spec in TABLES:

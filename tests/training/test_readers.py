@@ -25,7 +25,7 @@ CASE = Case(
     batch=50,
     epochs=3,
 )
-NUM_VISITS = 18
+NUM_PASSES = 18
 READERS = 2
 
 
@@ -50,8 +50,8 @@ def read_on(path: Path, end: Connection) -> None:
     end.send(seen)
 
 
-def train_into(store: Store, passes: tc.PassSet) -> None:
-    """Train the case, one commit a visit."""
+def train_into(store: Store, passes: tc.PassDataset) -> None:
+    """Train the case, one commit a pass."""
     with tiered(store, passes, host_budget="2MiB", eval_budget="128KiB") as cache:
         train(cache, CASE)
 
@@ -60,10 +60,10 @@ def train_into(store: Store, passes: tc.PassSet) -> None:
 def test_readers_in_other_processes_see_whole_commits_while_a_training_goes_on(tmp_path: Path, engine: str) -> None:
     """Whatever a reader sees, rows, states and dense state, are those of its one commit, and stay so."""
     passes = CASE.cut(tmp_path / "passes")
-    with Store.open(tmp_path / "kept.tc", tables=CASE.tables, engine=engine, retention=NUM_VISITS + 1) as store:
+    with Store.open(tmp_path / "kept.tc", tables=CASE.tables, engine=engine, retention=NUM_PASSES + 1) as store:
         train_into(store, passes)
         expected = {commit.id: digest(store.at(commit.id)) for commit in store.commits}
-    assert len(set(expected.values())) == NUM_VISITS + 1, "one before the first visit and one after each"
+    assert len(set(expected.values())) == NUM_PASSES + 1, "one before the first pass and one after each"
 
     path, context = tmp_path / "read.tc", multiprocessing.get_context("spawn")
     ends = []

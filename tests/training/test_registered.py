@@ -22,21 +22,21 @@ BUDGETS = {"device_budget": "1MiB", "host_budget": "32MiB"}
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassSet:
+def passes(tmp_path: Path) -> tc.PassDataset:
     """The passes of the case."""
     return CASE.cut(tmp_path / "passes")
 
 
 def train(cache: tc.TierCache, model: torch.nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> None:
     """Train to the end of an epoch."""
-    for visit in cache.passes(epochs=epochs):
-        for batch in visit.batches(16):
+    for p in cache.passes(epochs=epochs):
+        for batch in p.batches(16):
             optimizer.zero_grad()
             model(batch).sum().backward()
             optimizer.step()
 
 
-def test_the_state_of_a_compiled_model_has_the_names_of_the_model(passes: tc.PassSet) -> None:
+def test_the_state_of_a_compiled_model_has_the_names_of_the_model(passes: tc.PassDataset) -> None:
     """So a training goes on without compiling, or with."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         model = Net(passes, CASE)
@@ -50,7 +50,7 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_model(passes: tc.Pas
         assert torch.equal(other.top.weight, model.top.weight)
 
 
-def test_the_last_commit_is_restored_without_a_loop(passes: tc.PassSet) -> None:
+def test_the_last_commit_is_restored_without_a_loop(passes: tc.PassDataset) -> None:
     """Weights as they were, and rows as an evaluation sees them; a loop that is open ends."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         model = Net(passes, CASE)
@@ -68,11 +68,11 @@ def test_the_last_commit_is_restored_without_a_loop(passes: tc.PassSet) -> None:
             with pytest.raises(StateError, match="replaced by a newer one"):
                 next(loop)
             assert store.commit is not None
-            assert store.commit.cursor.visit == 2
+            assert store.commit.cursor.pass_index == 2
 
 
 @pytest.mark.parametrize("whose", ["optimizer", "cache.optimizer"])
-def test_a_scheduler_that_was_not_registered_is_named(passes: tc.PassSet, whose: str) -> None:
+def test_a_scheduler_that_was_not_registered_is_named(passes: tc.PassDataset, whose: str) -> None:
     """A resumed training would begin its rates anew; a registered one is not named."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         model = Net(passes, CASE)

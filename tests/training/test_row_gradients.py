@@ -54,14 +54,14 @@ class Net(nn.Module):
 class World:
     """A cache amid a pass, with a model and an optimizer."""
 
-    def __init__(self, passes: tc.PassSet, *, owns: Callable[[Net], Any] = nn.Module.parameters) -> None:
+    def __init__(self, passes: tc.PassDataset, *, owns: Callable[[Net], Any] = nn.Module.parameters) -> None:
         torch.manual_seed(0)
         self.model = Net()
         self.optimizer = torch.optim.SGD(owns(self.model), lr=0.1)
         self.cache = tc.InMemoryCache(passes, model=self.model, optimizer=self.optimizer)
         self.loop = self.cache.passes(epochs=2)
-        self.visit = next(self.loop)
-        self.batches = list(self.visit.batches(16))
+        self.pass_index = next(self.loop)
+        self.batches = list(self.pass_index.batches(16))
 
     def rows(self, name: str = "a") -> np.ndarray:
         """Return all vectors of a table."""
@@ -69,13 +69,13 @@ class World:
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassSet:
+def passes(tmp_path: Path) -> tc.PassDataset:
     """The data."""
     return CASE.cut(tmp_path / "passes")
 
 
 @pytest.fixture
-def world(passes: tc.PassSet) -> Iterator[World]:
+def world(passes: tc.PassDataset) -> Iterator[World]:
     """A cache amid a pass."""
     made = World(passes)
     yield made
@@ -83,7 +83,7 @@ def world(passes: tc.PassSet) -> Iterator[World]:
     made.cache.close()
 
 
-def stepped_once(passes: tc.PassSet, index: int) -> tuple[np.ndarray, np.ndarray]:
+def stepped_once(passes: tc.PassDataset, index: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows after one step of the batch of that index alone."""
     world = World(passes)
     world.model(world.batches[index]).backward()
@@ -101,7 +101,7 @@ DROPS: dict[str, Callable[[World], Any]] = {
 
 
 @pytest.mark.parametrize("how", DROPS)
-def test_gradients_that_are_dropped_train_no_row(world: World, passes: tc.PassSet, how: str) -> None:
+def test_gradients_that_are_dropped_train_no_row(world: World, passes: tc.PassDataset, how: str) -> None:
     """The next step applies what came behind that, and nothing else."""
     before = world.rows()
     world.model(world.batches[0]).backward()
@@ -117,7 +117,7 @@ def test_gradients_that_are_dropped_train_no_row(world: World, passes: tc.PassSe
         assert np.array_equal(mine, other)
 
 
-def test_rows_are_stepped_once_whoever_steps(world: World, passes: tc.PassSet) -> None:
+def test_rows_are_stepped_once_whoever_steps(world: World, passes: tc.PassDataset) -> None:
     """By the loop's optimizer, by the rows' own, or by both."""
     world.model(world.batches[0]).backward()
     world.cache.optimizer.step()
@@ -168,7 +168,7 @@ def test_clipping_a_norm_that_is_not_finite_can_be_an_error(world: World) -> Non
         world.cache.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def test_a_frozen_module_is_not_stepped(passes: tc.PassSet) -> None:
+def test_a_frozen_module_is_not_stepped(passes: tc.PassDataset) -> None:
     """Nor does it take part in its group; the other one, whose rows live in the same group, is stepped as ever."""
     found = []
     for frozen in (False, True):
@@ -213,7 +213,7 @@ def test_a_module_that_no_optimizer_has_is_refused(world: World) -> None:
         world.optimizer.step()
 
 
-def test_an_optimizer_of_dense_parameters_alone_steps_all_rows(passes: tc.PassSet) -> None:
+def test_an_optimizer_of_dense_parameters_alone_steps_all_rows(passes: tc.PassDataset) -> None:
     """Where no optimizer has a table, the only one steps them."""
     world = World(passes, owns=lambda model: model.top.parameters())
     world.model(world.batches[0]).backward()
@@ -221,7 +221,7 @@ def test_an_optimizer_of_dense_parameters_alone_steps_all_rows(passes: tc.PassSe
     assert np.array_equal(world.rows(), stepped_once(passes, 0)[0])
 
 
-def test_gradients_of_another_optimizer_have_to_be_dropped_once_their_pass_has_ended(passes: tc.PassSet) -> None:
+def test_gradients_of_another_optimizer_have_to_be_dropped_once_their_pass_has_ended(passes: tc.PassDataset) -> None:
     """They belong to rows that have left the device."""
     world = World(passes)
     other, tables = Net(), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -230,7 +230,7 @@ def test_gradients_of_another_optimizer_have_to_be_dropped_once_their_pass_has_e
     (world.model(world.batches[0]) + other(world.batches[0])).backward()
     world.optimizer.step()
     batch = next(next(world.loop).batches(16))
-    with one_sentence(StateError, "from visit 0 were neither stepped nor dropped", "zero_grad()"):
+    with one_sentence(StateError, "from pass 0 were neither stepped nor dropped", "zero_grad()"):
         other(batch).backward()
     tables.zero_grad()
     other(batch).backward()
@@ -282,7 +282,7 @@ def test_settings_of_tables_come_back_from_a_commit() -> None:
     assert first.param_groups[0]["step"] == second.number(0)
 
 
-def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, passes: tc.PassSet) -> None:
+def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, passes: tc.PassDataset) -> None:
     """And loading it beside rows of another commit is refused."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -292,9 +292,9 @@ def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, pas
             store, passes, model=model, optimizer=optimizer, device_budget="1MiB", host_budget="32MiB", progress=False
         ) as cache,
     ):
-        for visit in cache.passes(epochs=1):
+        for p in cache.passes(epochs=1):
             state = copy.deepcopy(model.state_dict())
-            for batch in visit.batches(16):
+            for batch in p.batches(16):
                 model(batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()

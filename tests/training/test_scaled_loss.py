@@ -26,25 +26,25 @@ __all__ = ["passes", "store"]  # fixtures
 
 
 @pytest.fixture(params=["tiered", "resident"])
-def cache(request: pytest.FixtureRequest, store: tc.Store, passes: tc.PassSet) -> Iterator[Trained]:
+def cache(request: pytest.FixtureRequest, store: tc.Store, passes: tc.PassDataset) -> Iterator[Trained]:
     """A cache of either kind."""
     with tc.InMemoryCache(passes) if request.param == "resident" else tiered(store, passes) as made:
         yield made
 
 
-def vectors_of(cache: Trained, visit: Any) -> np.ndarray:
+def vectors_of(cache: Trained, p: Any) -> np.ndarray:
     """Return vectors of a table as of now."""
-    keys = np.array(visit.source.keys(CASE.tables[0].name))
+    keys = np.array(p.source.keys(CASE.tables[0].name))
     out = (np.empty((keys.size, CASE.tables[0].dim), np.float32),)
-    cache.rows_now().fill(CASE.tables[0].name, keys, out)
+    cache.live_rows().fill(CASE.tables[0].name, keys, out)
     return out[0]
 
 
 def opened(cache: Trained) -> tuple[Any, Any, Any, Any]:
-    """Return the loop, the first visit, its first batch and what is trained."""
+    """Return the loop, the first pass, its first batch and what is trained."""
     trained, loop = tracked(cache), cache.passes(epochs=2)
-    visit = next(loop)
-    return loop, visit, next(visit.batches(16)), trained
+    p = next(loop)
+    return loop, p, next(p.batches(16)), trained
 
 
 SCALED: dict[str, Callable[[GradScaler, torch.Tensor], None]] = {
@@ -57,18 +57,18 @@ SCALED: dict[str, Callable[[GradScaler, torch.Tensor], None]] = {
 
 
 @pytest.mark.parametrize("how", SCALED)
-def test_a_scaled_loss_trains_rows_as_one_that_is_not(tmp_path: Path, passes: tc.PassSet, how: str) -> None:
+def test_a_scaled_loss_trains_rows_as_one_that_is_not(tmp_path: Path, passes: tc.PassDataset, how: str) -> None:
     """To the same bits: a scale is a power of two."""
     found = []
     for enabled in (False, True):
         with tc.InMemoryCache(passes) as cache:
             torch.manual_seed(0)
-            loop, visit, batch, (model, optimizer) = opened(cache)
+            loop, pass_index, batch, (model, optimizer) = opened(cache)
             scaler = GradScaler("cpu", enabled=enabled)
             SCALED[how](scaler, model(batch).sum())
             scaler.step(optimizer)
             scaler.update()
-            found.append(vectors_of(cache, visit))
+            found.append(vectors_of(cache, pass_index))
             loop.close()
     assert np.array_equal(*found)
 
@@ -89,12 +89,12 @@ def test_a_subclass_with_its_own_scale_is_noticed(cache: Trained) -> None:
 
 def test_a_step_beside_the_scaler_is_refused(cache: Trained) -> None:
     """The gradients are 65,536 times too large, and no row has changed."""
-    loop, visit, batch, (model, optimizer) = opened(cache)
-    before = vectors_of(cache, visit)
+    loop, pass_index, batch, (model, optimizer) = opened(cache)
+    before = vectors_of(cache, pass_index)
     GradScaler("cpu").scale(model(batch).sum()).backward()
     with one_sentence(StateError, "scaled by a GradScaler", "were not unscaled", "parameters of the embedding modules"):
         optimizer.step()
-    assert np.array_equal(vectors_of(cache, visit), before)
+    assert np.array_equal(vectors_of(cache, pass_index), before)
     loop.close()
 
 
@@ -113,28 +113,28 @@ def test_a_scaler_whose_optimizer_has_no_tables_is_refused(cache: Trained) -> No
 
 def test_an_overflow_skips_rows_too(cache: Trained) -> None:
     """No row changes, and the pass may end behind it."""
-    loop, visit, batch, (model, optimizer) = opened(cache)
-    before = vectors_of(cache, visit)
+    loop, pass_index, batch, (model, optimizer) = opened(cache)
+    before = vectors_of(cache, pass_index)
     scaler = GradScaler("cpu")
     scaler.scale(model(batch).sum() * 1e38).backward()
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**15
-    assert np.array_equal(vectors_of(cache, visit), before)
+    assert np.array_equal(vectors_of(cache, pass_index), before)
     assert not cache.optimizer.pending
     loop.close()
 
 
-def test_a_rows_optimizer_takes_a_scaler_of_its_own(passes: tc.PassSet) -> None:
+def test_a_rows_optimizer_takes_a_scaler_of_its_own(passes: tc.PassDataset) -> None:
     """``scaler.step(cache.optimizer)``: as with torch's optimizers."""
     model = Net()
     with tc.InMemoryCache(passes, model=model) as cache:
         loop = cache.passes(epochs=2)
-        visit = next(loop)
-        before, scaler = vectors_of(cache, visit), GradScaler("cpu")
-        scaler.scale(model(next(visit.batches(16))).sum()).backward()
+        p = next(loop)
+        before, scaler = vectors_of(cache, p), GradScaler("cpu")
+        scaler.scale(model(next(p.batches(16))).sum()).backward()
         scaler.step(cache.optimizer)
-        changed = vectors_of(cache, visit) - before
+        changed = vectors_of(cache, p) - before
         assert changed.any()
         assert np.abs(changed).max() < 100
         loop.close()
@@ -154,14 +154,14 @@ def test_a_scaler_of_another_model_disturbs_nobody(cache: Trained) -> None:
     """Its loss has no rows in it; that of the rows is not scaled, before it and after it."""
     model, optimizer = tracked(cache)
     other, scaler = torch.nn.Linear(3, 1), GradScaler("cpu")
-    visits = cache.passes(epochs=2)
-    for batch in next(visits).batches(16):
+    passes = cache.passes(epochs=2)
+    for batch in next(passes).batches(16):
         optimizer.zero_grad()
         scaler.scale(other(torch.ones(2, 3)).sum()).backward()
         model(batch).sum().backward()
         scaler.scale(other(torch.ones(2, 3)).sum()).backward()
         optimizer.step()
-    visits.close()
+    passes.close()
 
 
 class Net(torch.nn.Module):

@@ -101,7 +101,7 @@ def test_a_batch_moves_as_tensors_do(batch: tc.Batch) -> None:
 
 def test_batches_and_features_fit_a_line(batch: tc.Batch) -> None:
     """With the numbers that tell one from another."""
-    assert repr(batch) == "Batch(16 samples of visit 0: f, g)"
+    assert repr(batch) == "Batch(16 samples of pass 0: f, g)"
     assert repr(batch.features["f"]) == "JaggedIds('f' of 16 samples)"
 
 

@@ -35,12 +35,12 @@ STATE_BYTES = 32 << 10
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassSet:
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     """Eight passes."""
     return CASE.cut(tmp_path_factory.mktemp("passes") / "p")
 
 
-def needed(store: tc.Store, passes: tc.PassSet, **options: Any) -> int:
+def needed(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
     """Return the store budget that the error of too small a one asks for."""
     with pytest.raises(BudgetError, match="store_budget is 1 bytes, but the store needs") as caught:
         tiered(store, passes, store_budget=1, **options)
@@ -69,7 +69,7 @@ def held(path: Path, store: tc.Store) -> int:
 )
 def test_a_training_stays_within_the_predicted_bytes(
     tmp_path: Path,
-    passes: tc.PassSet,
+    passes: tc.PassDataset,
     engine: str,
     retention: int,
     commit_every: int,
@@ -94,7 +94,7 @@ def test_a_training_stays_within_the_predicted_bytes(
     assert budget < 6 * info(path)["row_bytes"]
 
 
-def test_too_small_a_budget_is_refused_with_the_numbers(passes: tc.PassSet) -> None:
+def test_too_small_a_budget_is_refused_with_the_numbers(passes: tc.PassDataset) -> None:
     """Before any thread or file: one byte less than is asked for is too little, and that much is enough."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         budget = needed(store, passes)
@@ -108,7 +108,7 @@ def test_too_small_a_budget_is_refused_with_the_numbers(passes: tc.PassSet) -> N
         assert needed(store, passes) > budget
 
 
-def test_dense_state_counts_before_the_first_batch(passes: tc.PassSet) -> None:
+def test_dense_state_counts_before_the_first_batch(passes: tc.PassDataset) -> None:
     """What is tracked is known when training starts, and what an optimizer will keep is counted before it does."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         budget = needed(store, passes)
@@ -120,7 +120,7 @@ def test_dense_state_counts_before_the_first_batch(passes: tc.PassSet) -> None:
         assert store.commit is None or store.commit.id == 0
 
 
-def test_the_state_of_an_optimizer_is_counted_before_it_is_there() -> None:
+def test_the_state_of_an_optimizer_is_prior_counts_it_is_there() -> None:
     """No optimizer of torch keeps more than two tensors for each parameter."""
     model = torch.nn.Sequential(torch.nn.Linear(100, 90), torch.nn.Linear(90, 3))
     for make in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
@@ -135,7 +135,7 @@ def test_the_state_of_an_optimizer_is_counted_before_it_is_there() -> None:
             assert state.most_bytes() == len(state.capture()())
 
 
-def test_rows_that_no_pass_uses_are_counted(passes: tc.PassSet) -> None:
+def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
     """A store that was filled from outside keeps them for ever."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         before = needed(store, passes)
@@ -143,15 +143,15 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassSet) -> None:
         keys = np.arange(1_000_000, 1_030_000)
         fields = tuple(np.zeros((keys.size, f.width), np.float32) for f in CASE.tables[0].fields)
         fill(store, [("user", (keys, fields))])
-        tc.reorganise(store, passes, progress=False)
+        tc.reorganize(store, passes, progress=False)
         row_bytes = CASE.tables[0].row_bytes + 8
         assert 1.15 * keys.size * row_bytes < needed(store, passes) - before < 2 * keys.size * row_bytes
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("retention", [1, 3])
-def test_what_a_reorganisation_leaves_is_counted(
-    tmp_path: Path, passes: tc.PassSet, engine: str, retention: int
+def test_what_a_reorganization_leaves_is_counted(
+    tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int
 ) -> None:
     """Settled segments stay, and so do the commits of the day before: the budget of a small day holds them.
 
@@ -162,7 +162,7 @@ def test_what_a_reorganisation_leaves_is_counted(
     with tc.Store.open(path, tables=CASE.tables, engine=engine, retention=retention) as store:
         with tiered(store, passes) as cache:
             train(cache, CASE, epochs=1)
-        tc.reorganise(store, small, progress=False)
+        tc.reorganize(store, small, progress=False)
         assert store.commit.settled
         with tiered(store, small) as cache:
             budget = cache.store_plan(STATE_BYTES).needed
@@ -179,13 +179,13 @@ def test_what_a_reorganisation_leaves_is_counted(
         assert held(path, store) <= left
 
 
-def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: tc.PassSet) -> None:
-    """Block by block, at the fullest commit of an epoch, against what the store names after each visit."""
+def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """Block by block, at the fullest commit of an epoch, against what the store names after each pass."""
     live = []
     with tc.Store.open(tmp_path / "s", tables=CASE.tables) as store, tiered(store, passes) as cache:
         plan = cache.store_plan()
-        for visit in cache.passes(epochs=3):
-            for batch in visit.batches(512):
+        for p in cache.passes(epochs=3):
+            for batch in p.batches(512):
                 del batch
             cache.drain()
             manifest = store._history._manifest

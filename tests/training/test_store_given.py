@@ -10,7 +10,7 @@ from torch import nn
 
 import tiercache as tc
 from tests.training.cases import SPECS, Case, Net, assert_same_bits, open_store, result_of, table, tiered, train
-from tiercache.errors import PassSetError, StateError
+from tiercache.errors import DatasetError, StateError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,12 +20,12 @@ BUDGETS: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "16MiB"}
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassSet:
+def passes(tmp_path: Path) -> tc.PassDataset:
     """The passes of the case."""
     return CASE.cut(tmp_path / "passes")
 
 
-def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: Path, passes: tc.PassSet) -> None:
+def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: Path, passes: tc.PassDataset) -> None:
     """To the bits of one that was opened before; another cache at the path goes on."""
     with open_store(tmp_path / "given", CASE, "memory") as store, tiered(store, passes) as cache:
         expected = result_of(store, passes, train(cache, CASE))
@@ -40,13 +40,13 @@ def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: P
 
 
 def test_a_store_that_was_given_stays_open_and_reading_is_all_that_one_for_reading_does(
-    tmp_path: Path, passes: tc.PassSet
+    tmp_path: Path, passes: tc.PassDataset
 ) -> None:
     """It is evaluated, and not trained."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         bag = tc.EmbeddingBagCollection(cache.schema)
-        for visit in cache.passes(epochs=1):
-            for batch in visit.batches(50):
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(50):
                 bag(batch).sum().backward()
                 cache.optimizer.step()
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
@@ -58,7 +58,7 @@ def test_a_store_that_was_given_stays_open_and_reading_is_all_that_one_for_readi
         assert store.lookup("a", passes.passes[0].keys("a")[:1])
 
 
-def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path, passes: tc.PassSet) -> None:
+def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path, passes: tc.PassDataset) -> None:
     """How it was opened was decided before."""
     with open_store(tmp_path, CASE, "memory") as store:
         for options in ({"engine": "zarr"}, {"retention": 3}, {"shard_dirs": [tmp_path]}):
@@ -71,13 +71,13 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
 
 
 def test_a_store_of_other_passes_is_put_into_their_order_where_that_is_asked_for(
-    tmp_path: Path, passes: tc.PassSet
+    tmp_path: Path, passes: tc.PassDataset
 ) -> None:
-    """Else it is refused, as `tiercache.reorganise` would have to be called."""
+    """Else it is refused, as `tiercache.reorganize` would have to be called."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         train(cache, CASE)
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=80, pass_rows=40, data_seed=5).cut(tmp_path / "others")
-    with pytest.raises(PassSetError, match="is not the one that"):
+    with pytest.raises(DatasetError, match="is not the one that"):
         tc.TierCache(tmp_path / "model.tc", others, **BUDGETS)
     with tc.TierCache(tmp_path / "model.tc", others, reorganize=True, **BUDGETS) as cache:
         assert cache.store.commit is not None
@@ -85,7 +85,7 @@ def test_a_store_of_other_passes_is_put_into_their_order_where_that_is_asked_for
         train(cache, CASE, epochs=1)
 
 
-def test_micro_batches_of_one_rank_end_as_its_batches(tmp_path: Path, passes: tc.PassSet) -> None:
+def test_micro_batches_of_one_rank_end_as_its_batches(tmp_path: Path, passes: tc.PassDataset) -> None:
     """Their weights add up to 1, and each row is stepped once."""
     results = []
     for micro_batches in (1, 3):
@@ -94,8 +94,8 @@ def test_micro_batches_of_one_rank_end_as_its_batches(tmp_path: Path, passes: tc
             model = Net(cache, CASE)
             optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
             cache.register(model=model, optimizer=optimizer)
-            for visit in cache.passes(epochs=1):
-                for step in visit.steps(CASE.batch, micro_batches=micro_batches):
+            for p in cache.passes(epochs=1):
+                for step in p.steps(CASE.batch, micro_batches=micro_batches):
                     weights = []
                     for batch in step:
                         (nn.functional.mse_loss(model(batch), batch.label) * batch.weight).backward()
@@ -103,7 +103,7 @@ def test_micro_batches_of_one_rank_end_as_its_batches(tmp_path: Path, passes: tc
                     assert sum(weights) == pytest.approx(1)
                     optimizer.step()
                     optimizer.zero_grad()
-                assert visit.samples_done == visit.num_samples
+                assert p.samples_done == p.num_samples
             results.append(result_of(store, passes, model))
     for name, (_, fields) in results[0].rows.items():
         for one, other in zip(fields, results[1].rows[name][1], strict=True):

@@ -26,7 +26,7 @@ from tests.training.cases import (
     train,
 )
 from tiercache.backends.cpu import CpuBackend, CpuStreams
-from tiercache.planning.visit_plan import Planner, VisitPlan
+from tiercache.planning.pass_plan import PassPlan, Planner
 from tiercache.tiers import pass_switcher, report
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Unpacker
@@ -47,39 +47,39 @@ CASE = Case(
 SLOW = 0.01
 """Seconds that each call of the host tier takes, where it is slow."""
 STEPS = 1000.0
-"""Seconds that the steps of a visit take, where a device has still to do them."""
+"""Seconds that the steps of a pass take, where a device has still to do them."""
 
 
-def assert_goes_on(store: tc.Store, passes: tc.PassSet) -> None:
+def assert_goes_on(store: tc.Store, passes: tc.PassDataset) -> None:
     """From where it stands to the bits of a training in memory."""
     with tiered(store, passes) as cache:
         model = train(cache, CASE)
     assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
-def test_a_visit_that_cannot_be_planned_does_not_end_those_before_it(
+def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is planned while the visit before the last one is trained, and it is missed when its rows are to be staged."""
+    """It is planned while the pass before the last one is trained, and it is missed when its rows are to be staged."""
     passes, plan_next = CASE.cut(tmp_path / "passes"), Planner.plan_next
     begun, planned = list[int](), list[int]()
 
-    def plan(planner: Planner) -> VisitPlan:
+    def plan(planner: Planner) -> PassPlan:
         plan = plan_next(planner)
-        planned.append(plan.visit)
-        if plan.visit == 3 and begun:
-            raise RuntimeError("visit 3 cannot be planned")
+        planned.append(plan.pass_index)
+        if plan.pass_index == 3 and begun:
+            raise RuntimeError("pass 3 cannot be planned")
         return plan
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         with tiered(store, passes) as cache:
             monkeypatch.setattr(Planner, "plan_next", plan)
-            with pytest.raises(RuntimeError, match="visit 3 cannot be planned"):
-                train(cache, CASE, each_batch=lambda visit, _: begun.append(visit))
-        assert planned[-1] == 3, "a visit behind one that failed was planned"
-        assert max(begun) in {1, 2}  # visit 2 begins, and ends with its first batch at the earliest
+            with pytest.raises(RuntimeError, match="pass 3 cannot be planned"):
+                train(cache, CASE, each_batch=lambda pass_index, _: begun.append(pass_index))
+        assert planned[-1] == 3, "a pass behind one that failed was planned"
+        assert max(begun) in {1, 2}  # pass 2 begins, and ends with its first batch at the earliest
         assert store.commit is not None
-        assert store.commit.cursor.visit == 2
+        assert store.commit.cursor.pass_index == 2
         monkeypatch.undo()
         assert_goes_on(store, passes)
 
@@ -90,17 +90,17 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
     """The words of what went wrong reach the training loop; a new run goes on from the last commit to the same bits."""
     passes, make_room = CASE.cut(tmp_path / "passes"), pass_switcher.make_room
 
-    def make(host: Any, packer: Any, unpacker: Any, plan: VisitPlan, *others: Any) -> Any:
-        if plan.visit == 2:
-            raise MemoryError("no room for visit 2")
+    def make(host: Any, packer: Any, unpacker: Any, plan: PassPlan, *others: Any) -> Any:
+        if plan.pass_index == 2:
+            raise MemoryError("no room for pass 2")
         return make_room(host, packer, unpacker, plan, *others)
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         monkeypatch.setattr(pass_switcher, "make_room", make)
-        with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no room for visit 2"):
+        with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no room for pass 2"):
             train(cache, CASE)
         assert store.commit is not None
-        assert store.commit.cursor.visit == 2
+        assert store.commit.cursor.pass_index == 2
         monkeypatch.undo()
         assert_goes_on(store, passes)
 
@@ -109,26 +109,26 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
 def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """A commit inside a visit needs none; what rows are now is read behind it, and the switch waits for it."""
+    """A commit inside a pass needs none; what rows are now is read behind it, and the switch waits for it."""
     passes, make_room = CASE.cut(tmp_path / "passes"), pass_switcher.make_room
     wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
     made, keys = list[int](), passes.passes[0].keys("a")
 
-    def make(host: Any, packer: Any, unpacker: Any, plan: VisitPlan, *others: Any) -> Any:
-        assert wanted[plan.visit].wait(timeout=60), f"nobody trained a batch of visit {plan.visit}"
+    def make(host: Any, packer: Any, unpacker: Any, plan: PassPlan, *others: Any) -> Any:
+        assert wanted[plan.pass_index].wait(timeout=60), f"nobody trained a batch of pass {plan.pass_index}"
         room = make_room(host, packer, unpacker, plan, *others)
-        made.append(plan.visit)
+        made.append(plan.pass_index)
         return room
 
-    def look(visit: int, batch: int) -> None:
+    def look(pass_index: int, batch: int) -> None:
         if batch == 0:
-            if visit % 2:
+            if pass_index % 2:
                 cache.commit()
-            assert visit not in made
-            wanted[visit].set()
-            if not visit % 2:
-                cache.rows_now().fields("a", np.asarray(keys))
-                assert visit in made
+            assert pass_index not in made
+            wanted[pass_index].set()
+            if not pass_index % 2:
+                cache.live_rows().fields("a", np.asarray(keys))
+                assert pass_index in made
 
     monkeypatch.setattr(pass_switcher, "make_room", make)
     with open_store(tmp_path / "x", CASE, engine) as store:
@@ -152,8 +152,8 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
         loading.set()
         try:
             time.sleep(SLOW)  # long enough for the writer to begin
-            if layout.staged.plan.visit == 3:
-                raise MemoryError("no memory to load visit 3")
+            if layout.staged.plan.pass_index == 3:
+                raise MemoryError("no memory to load pass 3")
             return unpack(self, layout, held_G, departed_G)
         finally:
             loading.clear()
@@ -166,29 +166,29 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         monkeypatch.setattr(Unpacker, "unpack", slow)
         monkeypatch.setattr(PassSwitcher, "_write", writing)
-        with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no memory to load visit 3"):
+        with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no memory to load pass 3"):
             train(cache, CASE, each_batch=lambda _, __: cache.drain())
         assert seen == [False] * 3
         assert store.commit is not None
-        assert store.commit.cursor.visit == 3
+        assert store.commit.cursor.pass_index == 3
         monkeypatch.undo()
         assert_goes_on(store, passes)
 
 
-def test_a_dump_is_written_at_once_where_the_rows_of_the_next_visit_are_not_there(
+def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the training waits for the disk."""
     passes, stage, write = CASE.cut(tmp_path / "passes"), RowPrefetcher.stage, PassSwitcher._write
     begun = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
 
-    def late(self: RowPrefetcher, plan: VisitPlan, placements: Any) -> Any:
-        if plan.visit:
-            assert begun[plan.visit - 1].wait(timeout=60), f"nobody wrote visit {plan.visit - 1}"
-        return stage(self, plan, placements)
+    def late(self: RowPrefetcher, plan: PassPlan, assignments: Any) -> Any:
+        if plan.pass_index:
+            assert begun[plan.pass_index - 1].wait(timeout=60), f"nobody wrote pass {plan.pass_index - 1}"
+        return stage(self, plan, assignments)
 
-    def writing(self: PassSwitcher, plan: VisitPlan, *others: Any) -> None:
-        begun[plan.visit].set()
+    def writing(self: PassSwitcher, plan: PassPlan, *others: Any) -> None:
+        begun[plan.pass_index].set()
         write(self, plan, *others)
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
@@ -205,14 +205,14 @@ class QueueingBackend(CpuStreams, CpuBackend):
     def __init__(self) -> None:
         super().__init__()
         self.streams = self
-        self.now, self.queued, self.visit = 0.0, False, 0
+        self.now, self.queued, self.pass_index = 0.0, False, 0
         self.over = [threading.Event() for _ in range(CASE.epochs * -(-CASE.num_samples // CASE.pass_rows))]
         self.log: list[str] = []
         self._lock = threading.Lock()
 
-    def queue(self, visit: int, _batch: int) -> None:
-        """Have steps of a visit to do."""
-        self.visit, self.queued = visit, True
+    def queue(self, pass_index: int, _batch: int) -> None:
+        """Have steps of a pass to do."""
+        self.pass_index, self.queued = pass_index, True
 
     def reach(self, name: str, seconds: float) -> Any:
         """Return an event behind the steps; to wait for it takes so much more."""
@@ -223,7 +223,7 @@ class QueueingBackend(CpuStreams, CpuBackend):
                     self.log.append(name)
                 self.now += (STEPS if self.queued else 0.0) + seconds
                 self.queued = False
-                self.over[self.visit].set()
+                self.over[self.pass_index].set()
 
         return SimpleNamespace(wait=wait)
 
@@ -257,15 +257,15 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     """Neither behind moved rows nor behind a late disk. Where all is there, rows are on their way before the wait."""
     passes, stage, backend = CASE.cut(tmp_path / "passes"), RowPrefetcher.stage, QueueingBackend()
 
-    def late(self: RowPrefetcher, plan: VisitPlan, placements: Any) -> Any:
-        if plan.visit:
-            assert backend.over[plan.visit - 1].wait(timeout=60), (
-                f"nobody waited for the steps of visit {plan.visit - 1}"
+    def late(self: RowPrefetcher, plan: PassPlan, assignments: Any) -> Any:
+        if plan.pass_index:
+            assert backend.over[plan.pass_index - 1].wait(timeout=60), (
+                f"nobody waited for the steps of pass {plan.pass_index - 1}"
             )
-        return stage(self, plan, placements)
+        return stage(self, plan, assignments)
 
-    def each_batch(visit: int, batch: int) -> None:
-        backend.queue(visit, batch)
+    def each_batch(pass_index: int, batch: int) -> None:
+        backend.queue(pass_index, batch)
         if disk == "quick":
             cache.drain()
 
@@ -280,11 +280,11 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     assert backend.now >= STEPS * len(reports)
     if disk == "quick":
         assert [r.switched for r in reports] == [1.0] * len(reports)
-        assert " ".join(backend.log).count(" pack trained") == 1, "only behind the last visit nothing is moved"
+        assert " ".join(backend.log).count(" pack trained") == 1, "only behind the last pass nothing is moved"
 
 
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither while rows are evaluated in the middle of visits, nor when a loop is left early and begun anew."""
+    """Neither while rows are evaluated in the middle of passes, nor when a loop is left early and begun anew."""
     passes, held, met = CASE.cut(tmp_path / "passes"), threading.Lock(), set[str]()
     clashes = list[str]()
 
@@ -309,13 +309,13 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
         monkeypatch.setattr(HostTier, name, alone(name))
     keys = np.asarray(passes.passes[-1].keys("a"))
     with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes) as cache:
-        train(cache, CASE, epochs=1, each_batch=lambda _, __: cache.rows_now().fields("a", keys))
+        train(cache, CASE, epochs=1, each_batch=lambda _, __: cache.live_rows().fields("a", keys))
         for _ in range(2):
-            for visit in cache.passes(epochs=2):
-                next(visit.batches(CASE.batch))
+            for p in cache.passes(epochs=2):
+                next(p.batches(CASE.batch))
                 break
-        for visit in cache.passes(epochs=2):
-            assert visit.epoch == 1
+        for p in cache.passes(epochs=2):
+            assert p.epoch == 1
     assert not clashes
     assert {"MainThread", "tiercache-reader", "tiercache-writer"} <= met
 

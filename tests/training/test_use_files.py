@@ -25,8 +25,8 @@ def test_a_damaged_file_of_next_uses_is_found_anew(tmp_path: Path, damage: str) 
     """A run that goes on ends with the same bits, and its file is what was written first."""
     passes, path = CASE.cut(tmp_path / "passes"), tmp_path / "s"
 
-    def stop(visit: int, _: int) -> None:
-        if visit == 3:
+    def stop(pass_index: int, _: int) -> None:
+        if pass_index == 3:
             raise StoppedError
 
     with Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache, pytest.raises(StoppedError):

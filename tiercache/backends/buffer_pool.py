@@ -16,7 +16,7 @@ MAX_KEPT = 8  # buffers of one size class kept for later: more than one step has
 
 
 class BufferPool:
-    """Hands out uninitialised arrays and takes their memory back when nobody refers to them any more.
+    """Hands out uninitialized arrays and takes their memory back when nobody refers to them any more.
 
     A fresh array of many megabytes costs as much in page faults as filling it. Sizes are rounded up to a power
     of two times 1, 1.25, 1.5 or 1.75, so that batches of nearly equal size share buffers. For any thread.

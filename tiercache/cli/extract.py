@@ -1,4 +1,4 @@
-"""``tiercache extract``: files to a pass set."""
+"""``tiercache extract``: files to a dataset."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["extract"]
 def extract(
     data: Annotated[list[str], typer.Argument(help="Files, folders and patterns: Parquet, Arrow IPC, CSV, TSV.")],
     schema: Annotated[Path, typer.Option(help="What the columns mean: a TOML file.")],
-    out: Annotated[Path, typer.Option(help="The directory of the pass set.")],
+    out: Annotated[Path, typer.Option(help="The directory of the dataset.")],
     device_budget: Annotated[str, typer.Option(help="What the rows of a pass may take, such as 8GiB.")],
     devices: Annotated[int, typer.Option(help="How many devices of that budget hold a pass together.")] = 1,
     pass_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",
     align: Annotated[int, typer.Option(help="Passes by budget and rows end at multiples of so many samples.")] = 8192,
     min_count: Annotated[int, typer.Option(help="Keys with fewer occurrences share one row.")] = 1,
     host_budget: Annotated[str, typer.Option(help="Memory for samples on their way and key tables.")] = "1GiB",
-    counted_before: Annotated[
-        list[Path] | None, typer.Option(help="An earlier pass set whose counts go on; may be given several times.")
+    prior_counts: Annotated[
+        list[Path] | None, typer.Option(help="An earlier dataset whose counts go on; may be given several times.")
     ] = None,
     quiet: Annotated[bool, typer.Option(help="Show nothing but errors.")] = False,
 ) -> None:
@@ -43,7 +43,7 @@ def extract(
             align=align,
             min_count=min_count,
             host_budget=host_budget,
-            counted_before=counted_before or [],
+            prior_counts=prior_counts or [],
             progress=not quiet,
         )
     except KeyboardInterrupt:

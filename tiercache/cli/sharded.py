@@ -70,7 +70,7 @@ def print_info(path: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(found, indent=2))
         return
     console, cursor = Console(), found["cursor"]
-    at = "no commit yet" if cursor is None else f"visit {cursor['visit']}"
+    at = "no commit yet" if cursor is None else f"pass {cursor['pass']}"
     if cursor is not None and cursor["sample"]:
         at += f", sample {cursor['sample']:,}"
     if found["commits"]:
@@ -81,22 +81,22 @@ def print_info(path: Path, *, as_json: bool) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    tables = new_table("tables", "name", "dim", "optimizer", "placement", "rows", "bytes")
+    tables = new_table("tables", "name", "dim", "optimizer", "sharding", "rows", "bytes")
     for table in found["tables"]:
         tables.add_row(
             table["name"],
             str(table["dim"]),
             table["optimizer"]["kind"],
-            _placed(table["placement"]),
+            _table_sharding(table["sharding"]),
             f"{table['rows']:,}",
             format_bytes(table["rows"] * table["row_bytes"]),
         )
     console.print(tables)
     if len(found["commits"]) > 1:
-        commits = new_table(f"commits (the newest {found['retention']} are kept)", "id", "visit", "sample", "of parts")
+        commits = new_table(f"commits (the newest {found['retention']} are kept)", "id", "pass", "sample", "of parts")
         for kept in found["commits"]:
             of_parts = ", ".join(map(str, kept["parts"]))
-            commits.add_row(str(kept["id"]), f"{kept['visit']:,}", f"{kept['sample']:,}", of_parts)
+            commits.add_row(str(kept["id"]), f"{kept['pass']:,}", f"{kept['sample']:,}", of_parts)
         console.print(commits)
     parts = new_table("parts", "rank", "commit", "rows", "bytes", "files", "folder")
     for rank, (part, folder) in enumerate(zip(found["parts"], found["folders"], strict=False)):
@@ -133,10 +133,10 @@ def print_verification(path: Path, *, as_json: bool) -> None:
         )
 
 
-def _placed(placement: dict[str, Any]) -> str:
-    slices = placement.get("slices", [])
+def _table_sharding(sharding: dict[str, Any]) -> str:
+    slices = sharding.get("slices", [])
     if not slices:
-        return str(placement["kind"])
-    if placement["kind"] == "table":
+        return str(sharding["kind"])
+    if sharding["kind"] == "table":
         return f"table: rank {slices[0][0]}"
-    return f"{placement['kind']}: " + ", ".join(f"{last - first} on rank {rank}" for rank, first, last in slices)
+    return f"{sharding['kind']}: " + ", ".join(f"{last - first} on rank {rank}" for rank, first, last in slices)

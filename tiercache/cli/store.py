@@ -48,7 +48,7 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
 
     console = Console()
     commit = found["commit"]
-    at = "no commit yet" if commit is None else f"commit {commit['id']} at visit {commit['visit']}"
+    at = "no commit yet" if commit is None else f"commit {commit['id']} at pass {commit['pass']}"
     if commit is not None and commit["sample"]:
         at += f", sample {commit['sample']:,}"
     console.print(
@@ -70,9 +70,9 @@ def show_info(path: _Path, as_json: _Json = False) -> None:
         )
     console.print(tables)
     if len(found["commits"]) > 1:
-        commits = new_table(f"commits (the newest {found['retention']} are kept)", "id", "visit", "sample", "segments")
+        commits = new_table(f"commits (the newest {found['retention']} are kept)", "id", "pass", "sample", "segments")
         for kept in found["commits"]:
-            commits.add_row(str(kept["id"]), *(f"{kept[name]:,}" for name in ("visit", "sample", "segments")))
+            commits.add_row(str(kept["id"]), *(f"{kept[name]:,}" for name in ("pass", "sample", "segments")))
         console.print(commits)
     if found["segments"]:
         console.print(_segments(found["segments"]))
@@ -218,7 +218,7 @@ def compare(
 
 @app.command("compact")
 def compact(path: _Path, as_json: _Json = False) -> None:
-    """Leave one range for each table, in hash order, for serving; training goes on after a reorganisation."""
+    """Leave one range for each table, in hash order, for serving; training goes on after a reorganization."""
     from tiercache.store import Store
     from tiercache.store.scan import live_rows
     from tiercache.training.progress import RewriteProgress
@@ -238,7 +238,7 @@ def roll_back(
 ) -> None:
     """Go back to the rows, the dense state and the cursor of an older commit, as a new commit."""
     commit = roll_back_any(path, to)
-    done = {"commit": commit.id, "visit": commit.cursor.visit, "sample": commit.cursor.sample}
+    done = {"commit": commit.id, "pass": commit.cursor.pass_index, "sample": commit.cursor.sample}
     typer.echo(json.dumps(done) if as_json else f"commit {commit.id} stands where commit {to} stood")
 
 
@@ -257,10 +257,10 @@ def _numbers(values: NDArray[np.float32]) -> str:
 
 
 def _segments(segments: list[dict[str, Any]]) -> Table:
-    table = new_table("segments", "id", "visit", "rows", "live rows", "stale rows", "live ranges", "dead ranges")
+    table = new_table("segments", "id", "pass", "rows", "live rows", "stale rows", "live ranges", "dead ranges")
     for segment in segments:
         numbers = (segment[name] for name in ("rows", "live_rows", "stale_rows", "live_ranges", "dead_ranges"))
-        visit = f"{segment['visit']}{' (within)' if segment['within'] else ''}"
-        visit = "settled" if segment["settled"] else visit
-        table.add_row(str(segment["id"]), visit, *(f"{number:,}" for number in numbers))
+        pass_index = f"{segment['pass']}{' (within)' if segment['within'] else ''}"
+        pass_index = "settled" if segment["settled"] else pass_index
+        table.add_row(str(segment["id"]), pass_index, *(f"{number:,}" for number in numbers))
     return table

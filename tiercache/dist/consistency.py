@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
 
 MOST_LETTERS = 48
-"""Longer values are told as their digest: tables and placements of a thousand ranks would be many megabytes."""
+"""Longer values are told as their digest: tables and sharding plans of a thousand ranks would be many megabytes."""
 
 
 def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from tiercache.passes.durable import publish, sync
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
 
 __all__ = ["export_key_sets", "read_key_set", "write_key_set"]
 
@@ -54,7 +54,7 @@ def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: 
         publish(draft / path.name, path)
 
 
-def export_key_sets(passes: PassSet, out: str | os.PathLike[str], dtype: str = "int64") -> None:
+def export_key_sets(passes: PassDataset, out: str | os.PathLike[str], dtype: str = "int64") -> None:
     """Write the key sets of all passes to a folder ``out``, which must not exist yet: ``TABLE/pass-00000.keys`` on.
 
     The folder gets its name when all is on disk. Raises ExchangeError.

@@ -1,7 +1,7 @@
 """Which keys are frequent enough for a row of their own: counts over all data, in bounded memory.
 
 Counting fills a table of keys; whenever it is full it becomes a run on disk, a key set like those of passes. Deciding
-merges the runs and the key sets of earlier pass sets one hash range at a time.
+merges the runs and the key sets of earlier datasets one hash range at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
@@ -72,7 +72,7 @@ class KeyCounter:
 def decide(
     schema: Schema,
     runs: Sequence[KeySet],
-    earlier: Sequence[PassSet],
+    earlier: Sequence[PassDataset],
     *,
     min_count: int,
     folder: Path,
@@ -80,12 +80,12 @@ def decide(
 ) -> tuple[Path, ...]:
     """Merge counts and write, for each table in the order of table ids, three files of int64 to ``folder``.
 
-    ``admitted-TABLE`` holds the keys that occur at least ``min_count`` times in runs and earlier pass sets together,
+    ``admitted-TABLE`` holds the keys that occur at least ``min_count`` times in runs and earlier datasets together,
     ``rare-TABLE`` and ``counts-TABLE`` the keys of the runs that do not, with their counts in the runs; all in hash
     order.
     Returns their paths, table by table. Memory: about ``num_bytes``.
     """
-    before = [key_set for pass_set in earlier for key_set in _key_sets(pass_set, schema)]
+    before = [key_set for dataset in earlier for key_set in _key_sets(dataset, schema)]
     paths: list[Path] = []
     for index, table in enumerate(schema.ordered_tables):
         names = tuple(folder / f"{kind}-{index:05d}.bin" for kind in ("admitted", "rare", "counts"))
@@ -172,10 +172,10 @@ def _merged(
             )
 
 
-def _key_sets(pass_set: PassSet, schema: Schema) -> list[KeySet]:
-    pass_set.check_schema(schema)
-    rare = pass_set.rare_keys()
-    return [p.key_set for p in pass_set.passes] + ([] if rare is None else [rare])
+def _key_sets(dataset: PassDataset, schema: Schema) -> list[KeySet]:
+    dataset.check_schema(schema)
+    rare = dataset.rare_keys()
+    return [p.key_set for p in dataset.passes] + ([] if rare is None else [rare])
 
 
 def _mapped(path: Path) -> NDArray[np.int64]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.cpu.samples import permute, permute_columns
+from tiercache.passes.dataset import record_sub_dataset
 from tiercache.passes.durable import publish, sync
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
 from tiercache.passes.manifest import keys_name, samples_name
-from tiercache.passes.passset import record_pass
 from tiercache.passes.samples_file import SamplesFile
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.extraction.numbering import OpenPass
-    from tiercache.passes.manifest import PassRecord
+    from tiercache.passes.manifest import SubDatasetRecord
     from tiercache.passes.samples_file import Region
 
 __all__ = ["close_pass"]
 
 
-def close_pass(open_pass: OpenPass, out: Path, index: int) -> PassRecord:
-    """Write pass ``index`` of the pass set in ``out``; its files are on disk under their final names on return.
+def close_pass(open_pass: OpenPass, out: Path, index: int) -> SubDatasetRecord:
+    """Write pass ``index`` of the dataset in ``out``; its files are on disk under their final names on return.
 
     The numbered file is rewritten in place, region by region, and renamed: memory holds one region and the keys.
     """
@@ -51,7 +51,7 @@ def close_pass(open_pass: OpenPass, out: Path, index: int) -> PassRecord:
     final = (out / samples_name(index), out / keys_name(index))
     publish(open_pass.path, final[0])
     publish(keys_path, final[1])
-    return record_pass(open_pass.samples, samples_digest, KeySet(final[1], tables), *final)
+    return record_sub_dataset(open_pass.samples, samples_digest, KeySet(final[1], tables), *final)
 
 
 def _rewrite(open_pass: OpenPass, positions: NDArray[np.int32], first: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Extraction: files to a pass set, in one scan, in bounded memory, through any stop."""
+"""Extraction: files to a dataset, in one scan, in bounded memory, through any stop."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tiercache.extraction.progress import ExtractionProgress, ProgressReporter
 from tiercache.extraction.source import Source
 from tiercache.extraction.state import ExtractionState, WorkFolder, check_same
 from tiercache.kernels.cpu.compile import is_cached, prepare
+from tiercache.passes.dataset import PassDataset
 from tiercache.passes.keyset import KeySet
 from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
-from tiercache.passes.passset import PassSet
 from tiercache.passes.row_budget import RowBudget
 from tiercache.passes.row_budget import device_bytes as row_device_bytes
 from tiercache.passes.sample_layout import SampleLayout
@@ -48,23 +48,23 @@ def extract(
     align: int = 8192,
     min_count: int = 1,
     host_budget: int | str = "1GiB",
-    counted_before: Sequence[PassSet | str | Path] = (),
+    prior_counts: Sequence[PassDataset | str | Path] = (),
     progress: bool | Callable[[ExtractionProgress], None] = True,
-) -> PassSet:
-    """Turn files of samples into a pass set in the directory ``out``, and return it.
+) -> PassDataset:
+    """Turn files of samples into a dataset in the directory ``out``, and return it.
 
     data: files, folders and patterns; Parquet, Arrow IPC, CSV or TSV (plain, gz, zst).
     schema: a Schema, or the path of a TOML file.
     device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
-    devices: how many devices of that budget hold a pass together, their tables placed by row: passes are as large as
+    devices: how many devices of that budget hold a pass together, their tables sharded by row: passes are as large as
     fits with a margin for keys that do not divide evenly (``tiercache.passes.row_budget.most_rows``).
     pass_by: ``budget`` closes a pass before the budget is exceeded, ``rows=N`` after N samples, ``file`` and
     ``column=NAME`` where the file or the value of a column changes.
     align: passes end at multiples of so many samples, for budget and rows; the last one ends with the data.
-    min_count: keys with fewer occurrences, in all of ``data`` and ``counted_before``, share the out-of-vocabulary row.
+    min_count: keys with fewer occurrences, in all of ``data`` and ``prior_counts``, share the out-of-vocabulary row.
     host_budget: memory for samples on their way and tables of keys, beside what Python itself takes; it does not
     change the result.
-    counted_before: earlier pass sets of the same model, whose counts go on.
+    prior_counts: earlier datasets of the same model, whose counts go on.
     progress: a bar, nothing, or a function that is called with an ExtractionProgress.
 
     Killed at any moment, the same call goes on from the last closed pass (counting: from the last run) to the same
@@ -79,9 +79,9 @@ def extract(
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ExtractionError(f"{name} is {number!r}: a whole number, at least 1")
     cut = Cut.parse(pass_by, align)
-    earlier = [item if isinstance(item, PassSet) else PassSet.open(item) for item in counted_before]
+    earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:
-        raise ExtractionError("counted_before changes nothing with min_count = 1: raise min_count or leave it out")
+        raise ExtractionError("prior_counts changes nothing with min_count = 1: raise min_count or leave it out")
     inputs = find_inputs(data)
     out = Path(out)
     options: dict[str, Any] = {
@@ -91,7 +91,7 @@ def extract(
         "pass_by": pass_by,
         "align": align,
         "min_count": min_count,
-        "counted_before": [pass_set.digest for pass_set in earlier],
+        "counted_before": [dataset.digest for dataset in earlier],
     }
     if devices > 1:  # sets of one device say nothing of it
         options["devices"] = devices
@@ -143,7 +143,7 @@ def extract(
         ).write(out)
         work.remove()
         reporter.finish(sum(record.samples for record in state.passes), out)
-    return PassSet.open(out)
+    return PassDataset.open(out)
 
 
 @contextmanager
@@ -160,14 +160,14 @@ def _room_in(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]) -> PassSet:
+def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]) -> PassDataset:
     """Return the finished set in ``out`` where it is the one that was asked for."""
     manifest = Manifest.read(out)
     check_same(manifest.options, manifest.inputs, options, records, out)
     WorkFolder(out).remove()  # left over where the end of the extraction was cut off
     if manifest.schema != schema:
         manifest.with_tables_of(schema).write(out)
-    return PassSet.open(out)
+    return PassDataset.open(out)
 
 
 def _batches(source: Source, state: ExtractionState, host: HostShare) -> Iterator[SourceBatch]:
@@ -204,7 +204,7 @@ def _count(
 def _decide(
     schema: Schema,
     state: ExtractionState,
-    earlier: Sequence[PassSet],
+    earlier: Sequence[PassDataset],
     min_count: int,
     work: WorkFolder,
     host: HostShare,

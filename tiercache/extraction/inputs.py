@@ -50,7 +50,7 @@ class InputFile:
         """Raise SourceError where the file was changed since it was found."""
         stat = self.path.stat()
         if (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
-            raise SourceError(f"{self.path} was changed while it was read: delete the pass set and start over")
+            raise SourceError(f"{self.path} was changed while it was read: delete the dataset and start over")
 
 
 def find_inputs(data: str | Path | Iterable[str | Path]) -> tuple[InputFile, ...]:

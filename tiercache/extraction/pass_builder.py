@@ -156,15 +156,16 @@ class PassBuilder:
         if failure == "host":
             total, share = format_bytes(self._host.total), format_bytes(self._host.keys)
             return (
-                f"pass {index} has {sum(self._open.rows()):,} rows after {before:,} samples, and their keys fill the "
-                f"{share} that the host budget of {total} has for keys: raise host_budget, or make passes smaller"
+                f"sub-dataset {index} has {sum(self._open.rows()):,} rows after {before:,} samples, and their keys "
+                f"fill the {share} that the host budget of {total} has for keys: raise host_budget, or make passes "
+                "smaller"
             )
         self._number(self._open, samples, [])
         excess = self._rows.excess(self._open.rows())
         if self._cut.kind == "budget":
             what = f"one aligned unit of {samples.num_samples:,} samples {excess}"
             return f"{what}: raise device_budget or lower align (now {self._align:,})"
-        what = f"pass {index}, of at least {before + samples.num_samples:,} samples, {excess}"
+        what = f"sub-dataset {index}, of at least {before + samples.num_samples:,} samples, {excess}"
         return f"{what}: raise device_budget or cut smaller passes"
 
     def _close(self) -> None:

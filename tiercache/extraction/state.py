@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import ExtractionError
 from tiercache.passes.durable import write_whole
-from tiercache.passes.manifest import MANIFEST, UNFINISHED, PassRecord
+from tiercache.passes.manifest import MANIFEST, UNFINISHED, SubDatasetRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ class ExtractionState:
     """What decides the content beside the inputs."""
     inputs: tuple[dict[str, Any], ...]
     """What tells the input files from changed ones."""
-    passes: tuple[PassRecord, ...] = ()
+    passes: tuple[SubDatasetRecord, ...] = ()
     """The closed passes."""
     file_index: int = 0
     """The cursor: the file ..."""
@@ -52,13 +52,13 @@ class ExtractionState:
             return None
         try:
             record = json.loads(path.read_bytes())
-            record["passes"] = tuple(PassRecord(**p) for p in record["passes"])
+            record["passes"] = tuple(SubDatasetRecord(**p) for p in record["passes"])
             record["inputs"] = tuple(record["inputs"])
             return cls(**record)
         except (ValueError, KeyError, TypeError) as error:
             raise ExtractionError(f"{path} cannot be read: {error}: delete {folder.parent} and start over") from error
 
-    def closed(self, record: PassRecord, file_index: int, row: int) -> ExtractionState:
+    def closed(self, record: SubDatasetRecord, file_index: int, row: int) -> ExtractionState:
         """Return the state after one more pass, with the cursor behind it."""
         return replace(self, passes=(*self.passes, record), file_index=file_index, row=row)
 
@@ -91,15 +91,15 @@ def check_same(
 
 
 class WorkFolder:
-    """The folder ``unfinished`` of a pass set in the making, held by one process at a time."""
+    """The folder ``unfinished`` of a dataset in the making, held by one process at a time."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.path = out / UNFINISHED
         if out.exists() and not out.is_dir():
-            raise ExtractionError(f"{out} is no directory: choose another place for the pass set")
+            raise ExtractionError(f"{out} is no directory: choose another place for the dataset")
         if out.exists() and not self.path.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
-            raise ExtractionError(f"{out} holds other files and no pass set: give an empty or a new directory")
+            raise ExtractionError(f"{out} holds other files and no dataset: give an empty or a new directory")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / _LOCK).open("a+b")
         try:
@@ -117,7 +117,7 @@ class WorkFolder:
                 path.unlink()
 
     def remove(self) -> None:
-        """Delete the folder: the pass set is finished."""
+        """Delete the folder: the dataset is finished."""
         shutil.rmtree(self.path)
         self._lock.close()
 

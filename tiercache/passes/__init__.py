@@ -1,1 +1,1 @@
-"""What extraction leaves and training reads: pass sets, their key sets and sub-datasets."""
+"""What extraction leaves and training reads: datasets, their key sets and sub-datasets."""

@@ -1,4 +1,4 @@
-"""Pass sets of key sets alone: for those who read samples with a loader of their own and look raw keys up."""
+"""Datasets of key sets alone: for those who read samples with a loader of their own and look raw keys up."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.passes.dataset import NO_SAMPLES, PassDataset, record_sub_dataset
 from tiercache.passes.keybatch import NULL_KEY
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
 from tiercache.passes.manifest import MANIFEST, Manifest, keys_name
-from tiercache.passes.passset import NO_SAMPLES, PassSet, record_pass
 from tiercache.schema import Feature, Schema, nearest
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.manifest import PassRecord
+    from tiercache.passes.manifest import SubDatasetRecord
     from tiercache.store.table import Table
 
 __all__ = ["as_keys", "write_key_sets"]
@@ -28,30 +28,32 @@ __all__ = ["as_keys", "write_key_sets"]
 _CHUNK_KEYS = 1 << 20
 
 
-def write_key_sets(out: str | Path, tables: Schema | Iterable[Table], passes: Iterable[Mapping[str, Any]]) -> PassSet:
-    """Write a pass set whose passes have key sets and no samples; ``Visit.batch`` looks keys up in it.
+def write_key_sets(
+    out: str | Path, tables: Schema | Iterable[Table], passes: Iterable[Mapping[str, Any]]
+) -> PassDataset:
+    """Write a dataset whose sub-datasets have key sets and no samples; ``Pass.batch`` looks keys up in it.
 
     tables: the tables, each looked up by one feature of its name with any number of keys a sample; or a schema, whose
     features are looked up by their names and hotness.
-    passes: for each pass its keys by table, as one array or an iterable of arrays: integers, NumPy or torch, in any
-    order, also files that ``exchange.key_set_file.read_key_set`` mapped. A key may occur more than once: occurrences
-    are counted. A table that is not named has no keys in the pass.
+    passes: for each sub-dataset its keys by table, as one array or an iterable of arrays: integers, NumPy or torch, in
+    any order, also files that ``exchange.key_set_file.read_key_set`` mapped. A key may occur more than once:
+    occurrences are counted. A table that is not named has no keys in the sub-dataset.
 
     Passes are taken one at a time, and in each one table at a time, in stretches of a million keys; memory is up to
-    100 bytes for each unique key of a table in a pass. The set is finished when this returns: a call that was killed
-    is made again. Raises PassSetError for INT64_MIN and INT64_MIN + 1, which no data has, for unknown tables and for a
-    directory with a pass set, ValueError for what are no integers.
+    100 bytes for each unique key of a table in a sub-dataset. The set is finished when this returns: a call that was
+    killed is made again. Raises DatasetError for INT64_MIN and INT64_MIN + 1, which no data has, for unknown tables and
+    for a directory with a dataset, ValueError for what are no integers.
     """
     schema = tables if isinstance(tables, Schema) else _schema_of(tuple(tables))
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():
-        raise PassSetError(f"{directory} holds a pass set already: choose another directory")
+        raise DatasetError(f"{directory} holds a dataset already: choose another directory")
     records = tuple(_write(directory, index, schema, keys) for index, keys in enumerate(passes))
     if not records:
-        raise PassSetError("no passes were given: give the keys of at least one")
+        raise DatasetError("no passes were given: give the keys of at least one")
     Manifest(schema=schema, passes=records, options={}, inputs=()).write(directory)
-    return PassSet.open(directory)
+    return PassDataset.open(directory)
 
 
 def as_keys(what: str, values: Any) -> NDArray[np.int64]:
@@ -78,19 +80,19 @@ def _schema_of(tables: tuple[Table, ...]) -> Schema:
     return Schema(features=tuple(Feature(name=t.name, table=t.name, hotness="ragged") for t in tables), tables=tables)
 
 
-def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any]) -> PassRecord:
+def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any]) -> SubDatasetRecord:
     tables = schema.ordered_tables
     known = {table.name for table in tables}
     for name in keys:
         if name not in known:
-            raise PassSetError(
-                f"pass {index} has keys of the unknown table {name!r}{nearest(name, known)}: there are "
+            raise DatasetError(
+                f"sub-dataset {index} has keys of the unknown table {name!r}{nearest(name, known)}: there are "
                 f"{', '.join(sorted(known))}"
             )
     path = directory / keys_name(index)
-    columns = (_column(table, f"pass {index}", keys.get(table.name, ())) for table in tables)
+    columns = (_column(table, f"sub-dataset {index}", keys.get(table.name, ())) for table in tables)
     write_key_set(path, tables, columns)
-    return record_pass(0, NO_SAMPLES, KeySet(path, tables), path)
+    return record_sub_dataset(0, NO_SAMPLES, KeySet(path, tables), path)
 
 
 def _column(table: Table, where: str, given: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -98,7 +100,7 @@ def _column(table: Table, where: str, given: Any) -> tuple[NDArray[np.int64], ND
     names, numbers = KeyToIndex(), np.empty(_CHUNK_KEYS, np.int32)
     for keys in _stretches(f"the keys of table {table.name!r} in {where}", given):
         if int(keys.min()) <= NULL_KEY:
-            raise PassSetError(
+            raise DatasetError(
                 f"{where} has the key {int(keys.min())} in table {table.name!r}: INT64_MIN and INT64_MIN + 1 are the "
                 "keys of the out-of-vocabulary row and the null row, so give such values another key"
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.next_use import hash_range_bound
 
@@ -45,7 +45,7 @@ class KeySet:
         except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
         if names != [table.name for table in tables]:
-            raise PassSetError(f"the key set {path} is of other tables: extract the pass set again")
+            raise DatasetError(f"the key set {path} is of other tables: extract the dataset again")
         try:
             if not reader.schema.equals(pa.schema(_FIELDS)):
                 raise ValueError(f"its columns are {', '.join(map(str, reader.schema))}")
@@ -56,9 +56,9 @@ class KeySet:
         except (OSError, ValueError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
 
-    def _unreadable(self, error: Exception) -> PassSetError:
+    def _unreadable(self, error: Exception) -> DatasetError:
         seen = str(error).replace("\n", " ")
-        return PassSetError(f"the key set {self.path} cannot be read: {seen}: extract the pass set again")
+        return DatasetError(f"the key set {self.path} cannot be read: {seen}: extract the dataset again")
 
     def rows(self, table: str) -> int:
         """Return the number of unique keys of a table. Raises KeyError for a table that is not in the schema."""

@@ -1,4 +1,4 @@
-"""What a pass set holds, as the one small file that makes it finished."""
+"""What a dataset holds, as the one small file that makes it finished."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 from tiercache.passes.durable import write_whole
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "PassRecord", "keys_name", "samples_name"]
+__all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "SubDatasetRecord", "keys_name", "samples_name"]
 
 MANIFEST = "passes.json"
 UNFINISHED = "unfinished"
-"""The folder that an extraction works in; it is gone when the pass set is finished."""
+"""The folder that an extraction works in; it is gone when the dataset is finished."""
 RARE_KEYS = "rare.keys.arrow"
 """Keys that were too rare for a row of their own, with counts; only where a least count was asked for."""
 _VERSION = 1
 
 
 def samples_name(index: int) -> str:
-    """Return the name of the sub-dataset of a pass."""
+    """Return the name of the file with the samples of a sub-dataset."""
     return f"pass-{index:05d}.samples.arrow"
 
 
@@ -35,27 +35,27 @@ def keys_name(index: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PassRecord:
+class SubDatasetRecord:
     """One closed pass."""
 
     samples: int
-    """Samples of its sub-dataset."""
+    """How many samples it has."""
     rows: dict[str, int]
     """Unique keys, by table."""
     digest: str
-    """Over sub-dataset and key set."""
+    """Over samples and key set."""
     sizes: dict[str, int]
     """Bytes of its files, by name."""
     samples_digest: str | None = None
-    """Over its sub-dataset, so that the key set can be checked alone; None in sets that were made without it."""
+    """Over its samples, so that the key set can be checked alone; None in sets that were made without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A finished pass set."""
+    """A finished dataset."""
 
     schema: Schema
-    passes: tuple[PassRecord, ...]
+    passes: tuple[SubDatasetRecord, ...]
     options: dict[str, Any]
     """What the extraction was asked for, as far as it decides the content; empty for hand-made sets."""
     inputs: tuple[dict[str, Any], ...]
@@ -72,7 +72,7 @@ class Manifest:
         return digest.hexdigest()
 
     def write(self, directory: Path) -> None:
-        """Make the pass set in ``directory`` a finished one, in one step."""
+        """Make the dataset in ``directory`` a finished one, in one step."""
         record = {
             "format": "tiercache passes",
             "version": _VERSION,
@@ -91,22 +91,22 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a finished pass set. Raises PassSetError where there is none, or one damaged."""
+        """Read the manifest of a finished dataset. Raises DatasetError where there is none, or one damaged."""
         path = directory / MANIFEST
         if not path.exists():
             if (directory / UNFINISHED).exists():
-                raise PassSetError(f"the pass set {directory} is unfinished: run the same extraction again, it goes on")
-            raise PassSetError(f"there is no pass set in {directory}: extract it first")
+                raise DatasetError(f"the dataset {directory} is unfinished: run the same extraction again, it goes on")
+            raise DatasetError(f"there is no dataset in {directory}: extract it first")
         try:
             record = json.loads(path.read_bytes())
             if record["format"] != "tiercache passes":
-                raise ValueError("it is no pass set")
+                raise ValueError("it is no dataset")
             if record["version"] != _VERSION:
                 raise ValueError(f"it has version {record['version']}, this tiercache reads {_VERSION}")
             schema = Schema.from_record(record["schema"])
             manifest = cls(
                 schema=schema,
-                passes=tuple(_checked(PassRecord(**p), schema) for p in record["passes"]),
+                passes=tuple(_checked(SubDatasetRecord(**p), schema) for p in record["passes"]),
                 options=dict(record["options"]),
                 inputs=tuple(record["inputs"]),
                 rare_bytes=record["rare_bytes"],
@@ -116,11 +116,11 @@ class Manifest:
             if manifest.digest != record["digest"]:
                 raise ValueError("it does not match its own digest")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise PassSetError(f"{path} cannot be read: {error}: extract the pass set again") from error
+            raise DatasetError(f"{path} cannot be read: {error}: extract the dataset again") from error
         return manifest
 
 
-def _checked(record: PassRecord, schema: Schema) -> PassRecord:
+def _checked(record: SubDatasetRecord, schema: Schema) -> SubDatasetRecord:
     """Return a pass as a file described it. Raises ValueError or TypeError where it is none, or has files elsewhere."""
     _check_number(record.samples, "the samples of a pass")
     if not isinstance(record.digest, str) or not isinstance(record.samples_digest, str | None):

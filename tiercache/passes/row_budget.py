@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["SLOT_MAP_BYTES", "STREAM_BYTES", "RowBudget", "device_bytes", "most_rows"]
 
 SLOT_MAP_BYTES = 28
-"""Bytes on the device for each row beside the row itself: int32 maps from local ids to slots of this visit and the
+"""Bytes on the device for each row beside the row itself: int32 maps from local ids to slots of this pass and the
 next, the order of loading, the orders of the last dump, this one and the next, and spare slots."""
 STREAM_BYTES = 8
 """Bytes on the device for each row of a 16-bit dtype beside these: its key, which stochastic rounding takes its random

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.samples import gather_columns, gather_lists, gather_offsets, gather_rows
 from tiercache.passes.sample_layout import BATCH_SAMPLES, BATCH_SHIFT, SampleLayout
 from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
@@ -65,9 +65,9 @@ class SamplesFile:
             self._places = self._find(reader) if is_ours else {}
         except (OSError, ValueError, pa.ArrowException) as error:
             seen = str(error).replace("\n", " ")
-            raise PassSetError(f"the samples in {path} cannot be read: {seen}: extract the pass set again") from error
+            raise DatasetError(f"the samples in {path} cannot be read: {seen}: extract the dataset again") from error
         if not is_ours:
-            raise PassSetError(f"the samples in {path} are of another schema: extract the pass set again")
+            raise DatasetError(f"the samples in {path} are of another schema: extract the dataset again")
         self.num_samples = int(self.batch_sizes.sum())
 
     def read(
@@ -80,7 +80,7 @@ class SamplesFile:
         """Read the samples at ``indices`` (n,), in their order; each may stand any number of times.
 
         features: those whose ids are read, all where not given. The arrays are fresh, or lie in ``into`` and are valid
-        until the next read into it. Raises IndexError for an index below 0 or past the last sample, PassSetError for
+        until the next read into it. Raises IndexError for an index below 0 or past the last sample, DatasetError for
         lists that do not lie one behind the other within the values of their record batch.
         """
         indices = np.ascontiguousarray(indices, dtype=np.int64)
@@ -169,9 +169,9 @@ class SamplesFile:
         if bad >= 0:
             batch, sample = divmod(int(indices[bad]), BATCH_SAMPLES)
             first, last = self._longs[(lists.offsets[batch] >> 3) + sample :][:2]
-            raise PassSetError(
+            raise DatasetError(
                 f"feature {name!r} of sample {indices[bad]} in {self.path} has the values {first} to {last}, and its "
-                f"record batch has {counts[batch]}: extract the pass set again"
+                f"record batch has {counts[batch]}: extract the dataset again"
             )
         parts = {}
         for column in (f"ids:{name}", weights_name):

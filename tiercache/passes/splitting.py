@@ -1,4 +1,4 @@
-"""Smaller passes from a pass set that exists: for fewer devices, or devices that hold less."""
+"""Smaller passes from a dataset that exists: for fewer devices, or devices that hold less."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tiercache.errors import BudgetError, PassSetError
+from tiercache.errors import BudgetError, DatasetError
+from tiercache.passes.dataset import PassDataset, record_sub_dataset
 from tiercache.passes.durable import publish, sync
 from tiercache.passes.keyset import KeySet, write_key_set
 from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
-from tiercache.passes.passset import PassSet, record_pass
 from tiercache.passes.row_budget import RowBudget
 from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
 from tiercache.passes.samples_file import SamplesFile
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.manifest import PassRecord
-    from tiercache.passes.passset import Pass
+    from tiercache.passes.dataset import SubDataset
+    from tiercache.passes.manifest import SubDatasetRecord
     from tiercache.schema import Schema
 
 __all__ = ["SplitSource", "split_cursor", "split_passes", "split_source"]
@@ -41,15 +41,15 @@ _PARTS = "parts"
 
 
 def split_passes(
-    passes: PassSet | str | Path,
+    passes: PassDataset | str | Path,
     out: str | Path,
     *,
     device_budget: int | str | None = None,
     devices: int = 1,
     rows: int | None = None,
     align: int | None = None,
-) -> PassSet:
-    """Cut every pass into parts that fit, and return the new pass set in the directory ``out``.
+) -> PassDataset:
+    """Cut every pass into parts that fit, and return the new dataset in the directory ``out``.
 
     The samples are the same, in the same order: batches of a size that divides ``align`` are too, where samples are
     not shuffled. A part begins at a multiple of ``align`` samples of its pass (None: as the set was extracted, else
@@ -59,10 +59,10 @@ def split_passes(
 
     Takes a few MiB, some 30,000 samples (or ``align``) and at most 13 bytes for each key of a pass; reads what is cut
     twice. A call that was killed is made again; a finished set of the same arguments is returned as it is. Raises
-    BudgetError where ``align`` samples do not fit, PassSetError for passes without samples and for a directory with
+    BudgetError where ``align`` samples do not fit, DatasetError for passes without samples and for a directory with
     another set, ValueError where not exactly one of ``device_budget`` and ``rows`` is given.
     """
-    old = passes if isinstance(passes, PassSet) else PassSet.open(passes)
+    old = passes if isinstance(passes, PassDataset) else PassDataset.open(passes)
     if (device_budget is None) == (rows is None):
         raise ValueError("give either device_budget or rows: what a part of a pass has to fit")
     align = int(old.manifest.options.get("align", _ALIGN)) if align is None else align
@@ -81,7 +81,7 @@ def split_passes(
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():
         return _finished(directory, options)
-    records: list[PassRecord] = []
+    records: list[SubDatasetRecord] = []
     parts: list[list[int]] = []
     for source in old.passes:
         source.check_samples()
@@ -104,20 +104,20 @@ def split_passes(
         inputs=old.manifest.inputs,
         rare_bytes=rare_bytes,
     ).write(directory)
-    return PassSet.open(directory)
+    return PassDataset.open(directory)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSource:
-    """What a pass set was split from."""
+    """What a dataset was split from."""
 
     digest: str
-    """Of that pass set."""
+    """Of that dataset."""
     parts: tuple[tuple[int, ...], ...]
     """For each of its passes the samples of each part."""
 
 
-def split_source(passes: PassSet) -> SplitSource | None:
+def split_source(passes: PassDataset) -> SplitSource | None:
     """Return what ``passes`` were split from; None where they were not."""
     options = passes.manifest.options
     if "split_of" not in options:
@@ -125,11 +125,11 @@ def split_source(passes: PassSet) -> SplitSource | None:
     try:
         return SplitSource(str(options["split_of"]), tuple(tuple(map(int, sizes)) for sizes in options[_PARTS]))
     except (KeyError, TypeError, ValueError) as error:
-        raise PassSetError(f"{passes.path} does not say what it was split from ({error}): split it again") from error
+        raise DatasetError(f"{passes.path} does not say what it was split from ({error}): split it again") from error
 
 
 def split_cursor(
-    passes: PassSet,
+    passes: PassDataset,
     cursor: tuple[int, int],
     *,
     order: Mapping[str, object] | None = None,
@@ -137,25 +137,26 @@ def split_cursor(
 ) -> tuple[int, int]:
     """Return where training stands in ``passes`` when it stands at ``cursor`` in what they were split from.
 
-    ``cursor``: next visit and samples of it that are trained already. ``order``: how the samples of that visit are
-    ordered, as a commit inside it says. Raises PassSetError for a set that was not split, and where no place of the
-    new schedule has the same samples behind it: inside a visit that is shuffled or took raw keys, and inside an epoch
+    ``cursor``: next pass and samples of it that are trained already. ``order``: how the samples of that pass are
+    ordered, as a commit inside it says. Raises DatasetError for a set that was not split, and where no place of the
+    new schedule has the same samples behind it: inside a pass that is shuffled or took raw keys, and inside an epoch
     of a seeded order.
     """
     source = split_source(passes)
     if source is None:
-        raise PassSetError(f"the pass set {passes.path} was not split from another: give one that split_passes made")
-    parts, (visit, sample) = source.parts, cursor
-    epoch, place = divmod(visit, len(parts))
+        raise DatasetError(f"the dataset {passes.path} was not split from another: give one that split_passes made")
+    parts, (pass_index, sample) = source.parts, cursor
+    epoch, place = divmod(pass_index, len(parts))
     if order_seed is not None and (place or sample):
-        raise PassSetError(
-            f"training stands at visit {visit}, inside epoch {epoch} of a seeded order, which smaller passes would not "
-            "follow: train to the end of the epoch, or keep the passes as they are"
+        raise DatasetError(
+            f"training stands at pass {pass_index}, inside epoch {epoch} of a seeded order, which smaller ones would "
+            "not follow: train to the end of the epoch, or keep the sub-datasets as they are"
         )
     if sample and (order is None or order.get("shuffle", True)):
-        raise PassSetError(
-            f"training stands {sample:,} samples inside visit {visit}, whose samples are shuffled or were looked up by "
-            "raw keys, so no part of its pass has these behind it: train to the end of the visit, then split"
+        raise DatasetError(
+            f"training stands {sample:,} samples inside pass {pass_index}, whose samples are shuffled or were looked "
+            "up by raw keys, so no part of its sub-dataset has these behind it: train to the end of the pass, then "
+            "split"
         )
     part, sizes = 0, parts[place]
     while part + 1 < len(sizes) and sample >= sizes[part]:
@@ -193,16 +194,16 @@ class _Keys:
         return f"has {sum(rows):,} keys, but a part may have {self._most:,}"
 
 
-def _finished(directory: Path, options: dict[str, Any]) -> PassSet:
-    made = PassSet.open(directory)
+def _finished(directory: Path, options: dict[str, Any]) -> PassDataset:
+    made = PassDataset.open(directory)
     wanted = {"devices": None} | options
     if {name: made.manifest.options.get(name) for name in wanted} != wanted:
-        raise PassSetError(f"{directory} holds another pass set already: choose another directory")
+        raise DatasetError(f"{directory} holds another dataset already: choose another directory")
     return made
 
 
 def _parts(
-    source: Pass, schema: Schema, limit: _Limit, align: int
+    source: SubDataset, schema: Schema, limit: _Limit, align: int
 ) -> Iterator[tuple[int, int, dict[str, NDArray[np.bool_]]]]:
     """Yield first sample and end of each part of a pass, and which of its keys the part has, by table."""
     names = [table.name for table in schema.ordered_tables]
@@ -231,8 +232,8 @@ def _parts(
         if fitting < units:
             if low == first:
                 raise BudgetError(
-                    f"a part of pass {source.index} of {min(align, high - low):,} samples from sample {low:,} on "
-                    f"{limit.excess(grown_UT[0].tolist())}: give more, or lower align (now {align:,})"
+                    f"a part of sub-dataset {source.index} of {min(align, high - low):,} samples from sample {low:,} "
+                    f"on {limit.excess(grown_UT[0].tolist())}: give more, or lower align (now {align:,})"
                 )
             limit.close(rows)
             yield first, low, seen
@@ -264,8 +265,14 @@ def _new_ids(
 
 
 def _write(
-    old: PassSet, source: Pass, directory: Path, index: int, low: int, high: int, seen: dict[str, NDArray[np.bool_]]
-) -> PassRecord:
+    old: PassDataset,
+    source: SubDataset,
+    directory: Path,
+    index: int,
+    low: int,
+    high: int,
+    seen: dict[str, NDArray[np.bool_]],
+) -> SubDatasetRecord:
     """Write samples [low, high) of a pass as pass ``index`` of the new set, on disk on return."""
     tables = old.schema.ordered_tables
     place = {name: np.cumsum(marks, dtype=np.int32) - np.int32(1) for name, marks in seen.items()}
@@ -289,10 +296,10 @@ def _write(
     publish(parts[0], samples_path)
     publish(parts[1], keys_path)
     samples_digest = SamplesFile(samples_path, old.layout).digest()
-    return record_pass(high - low, samples_digest, KeySet(keys_path, tables), samples_path, keys_path)
+    return record_sub_dataset(high - low, samples_digest, KeySet(keys_path, tables), samples_path, keys_path)
 
 
-def _link(old: PassSet, source: Pass, directory: Path, index: int) -> PassRecord:
+def _link(old: PassDataset, source: SubDataset, directory: Path, index: int) -> SubDatasetRecord:
     """Take a pass over as it is, as pass ``index`` of the new set."""
     names = {samples_name(source.index): samples_name(index), keys_name(source.index): keys_name(index)}
     sizes = {mine: _bring(old.path / theirs, directory / mine) for theirs, mine in names.items()}

@@ -1,4 +1,4 @@
-"""What training needs of a dataset: a `PassSet` has it, and so does what one rank owns of one."""
+"""What training needs of a dataset: a `PassDataset` has it, and so does what one rank owns of one."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import Pass
+    from tiercache.passes.dataset import SubDataset
     from tiercache.passes.samples import SampleBuffers, Samples
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
 
 class SubDatasetView(Protocol):
-    """One pass with the keys that are trained here, and all its samples."""
+    """One sub-dataset with the keys that are trained here, and all its samples."""
 
     index: int
     samples: int
 
     @property
-    def whole(self) -> Pass:
-        """The pass with all its keys."""
+    def whole(self) -> SubDataset:
+        """The sub-dataset with all its keys."""
         ...
 
     def check_samples(self) -> None:
-        """Raise PassSetError where it has a key set alone."""
+        """Raise DatasetError where it has a key set alone."""
         ...
 
     def span(self, table: str) -> slice:
-        """Return the local ids, in the whole pass, of the keys of a table that are trained here."""
+        """Return the local ids, in the whole sub-dataset, of the keys of a table that are trained here."""
         ...
 
     def rows(self, table: str) -> int:
@@ -51,12 +51,12 @@ class SubDatasetView(Protocol):
         *,
         features: Collection[str] | None = None,
     ) -> Samples:
-        """Read the samples at ``indices``, in their order, with local ids of the whole pass."""
+        """Read the samples at ``indices``, in their order, with local ids of the whole sub-dataset."""
         ...
 
 
 class DatasetView(Protocol):
-    """The passes of a training, with the keys that are trained here."""
+    """The sub-datasets of a training, with the keys that are trained here."""
 
     @property
     def path(self) -> Path:
@@ -75,7 +75,7 @@ class DatasetView(Protocol):
 
     @property
     def passes(self) -> Sequence[SubDatasetView]:
-        """The passes."""
+        """The sub-datasets."""
         ...
 
     @property

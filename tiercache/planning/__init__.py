@@ -1,1 +1,1 @@
-"""Deciding, without moving anything: the schedule, next uses, and what every visit moves."""
+"""Deciding, without moving anything: the schedule, next uses, and what every pass moves."""

@@ -29,14 +29,14 @@ def gap_bytes(num_positions: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBudget:
-    """Shares of the host budget that do not change from visit to visit; all in bytes."""
+    """Shares of the host budget that do not change from pass to pass; all in bytes."""
 
     total: int
     """What the user allows: anonymous and pinned memory of rows on the host."""
     evaluation: int
     """Reserved for rows of evaluation passes."""
     transaction: int
-    """What the engine is given at once, and what a commit inside a visit packs at a time."""
+    """What the engine is given at once, and what a commit inside a pass packs at a time."""
     piece: int
     """The most bytes of a piece: the unit of checksums and of eviction."""
     block: int
@@ -50,10 +50,10 @@ class HostBudget:
     def plan(
         cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int, stored_piece: int = 0
     ) -> HostBudget:
-        """Share out ``total``: blocks of a 32nd of the largest pass, transactions of a 16th of the budget.
+        """Share out ``total``: blocks of a 32nd of the largest sub-dataset, transactions of a 16th of the budget.
 
         Blocks lie between one row (a page) and 16 MiB, transactions between two blocks and 64 MiB. ``stored_piece``
-        bytes have the largest piece in the store that a visit waits for.
+        bytes have the largest piece in the store that a pass waits for.
 
         Blocks are whole pages, which they take in memory anyway: so one with as many rows as it holds, of a page at
         most, has the pages of a region, and a region that was staging becomes a block with not a page locked anew.

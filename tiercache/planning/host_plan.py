@@ -1,7 +1,7 @@
 """Which rows the host keeps: farthest next use out first, decided from sizes alone.
 
 Farthest-next-use is Belady's MIN (L. A. Belady, 1966); with capacities that change over time it stays optimal
-because a row's stay in memory is an interval of visits.
+because a row's stay in memory is an interval of passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Held(NamedTuple):
 
 
 class HostContent:
-    """What the host holds beside dump and staging: for (visit dumped, group) a run of pieces in next-use order.
+    """What the host holds beside dump and staging: for (pass dumped, group) a run of pieces in next-use order.
 
     Every range enters and leaves once, in the logarithm of the number of segments.
     """
@@ -37,20 +37,20 @@ class HostContent:
         self._farthest: list[tuple[int, int, int]] = []
         """A heap of negated numbers: the next use of its last range, not sooner than that of its last piece held."""
 
-    def enter(self, visit: int, group: int, ranges: SegmentRanges) -> None:
+    def enter(self, pass_index: int, group: int, ranges: SegmentRanges) -> None:
         """Take in a whole dump."""
         if ranges.num_pieces:
-            self._ranges[visit, group] = ranges
-            self._hold((visit, group), Held(0, ranges.num_pieces))
-            heappush(self._soonest, (ranges.next_use_R.item(0), visit, group))
-            heappush(self._farthest, (-ranges.next_use_R.item(-1), -visit, -group))
+            self._ranges[pass_index, group] = ranges
+            self._hold((pass_index, group), Held(0, ranges.num_pieces))
+            heappush(self._soonest, (ranges.next_use_R.item(0), pass_index, group))
+            heappush(self._farthest, (-ranges.next_use_R.item(-1), -pass_index, -group))
 
-    def find(self, visit: int, group: int) -> Held:
+    def find(self, pass_index: int, group: int) -> Held:
         """Return the pieces held of a segment stream; an empty run where none is."""
-        return self.held.get((visit, group), Held(0, 0))
+        return self.held.get((pass_index, group), Held(0, 0))
 
     def keep(self, *, after: int, capacity: int) -> int:
-        """Drop rows whose next use is not after visit ``after``, then the farthest, to at most ``capacity`` bytes.
+        """Drop rows whose next use is not after pass ``after``, then the farthest, to at most ``capacity`` bytes.
 
         Returns the bytes held, in whole pages. Equal next uses go by dump order, the oldest kept first.
         """
@@ -71,15 +71,15 @@ class HostContent:
 
     def _drop_farthest(self, capacity: int) -> None:
         """Drop pieces from the end of the range with the farthest next use: as few as it takes, or all of it."""
-        next_use, visit, group = self._farthest[0]
-        key = -visit, -group
+        next_use, pass_index, group = self._farthest[0]
+        key = -pass_index, -group
         if key not in self.held:
             heappop(self._farthest)
             return
         ranges, held = self._ranges[key], self.held[key]
         index = ranges.range_of(held.last - 1)
         if ranges.next_use_R.item(index) < -next_use:  # its end was dropped, and others may be farther now
-            heapreplace(self._farthest, (-ranges.next_use_R.item(index), visit, group))
+            heapreplace(self._farthest, (-ranges.next_use_R.item(index), pass_index, group))
             return
         low = max(held.first, ranges.first_piece_R.item(index))
         self._hold(key, Held(held.first, _fit(ranges, held, low, capacity - self._total + self._bytes[key])))

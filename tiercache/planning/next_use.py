@@ -1,4 +1,4 @@
-"""When each key of each visit is used next, and was used last: exact, one hash range at a time."""
+"""When each key of each pass is used next, and was used last: exact, one hash range at a time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ KEYS_PER_RANGE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """The gaps of one epoch, by pass: visits to the next use of each position, and back to the last one.
+    """The gaps of one epoch, by sub-dataset: passes to the next use of each position, and back to the last one.
 
-    ``next_gap[p]`` and ``prev_gap[p]`` are int32 (positions of pass p,). A gap is at least 1 and below twice the
-    number of passes. A last use before visit 0 means that the key was never used.
+    ``next_gap[p]`` and ``prev_gap[p]`` are int32 (positions of sub-dataset p,). A gap is at least 1 and below twice the
+    number of sub-datasets. A last use before pass 0 means that the key was never used.
     """
 
     next_gap: tuple[NDArray[np.int32], ...]

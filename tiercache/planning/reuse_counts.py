@@ -32,40 +32,42 @@ class GapRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassCounts:
-    """The rows of one visit by group, counted."""
+    """The rows of one pass by group, counted."""
 
     next_G: tuple[GapRows, ...]
-    """By the visits to their next use, table by table."""
+    """By the passes to their next use, table by table."""
     prev_G: tuple[GapRows, ...]
-    """By the visits since their last use, all tables together."""
+    """By the passes since their last use, all tables together."""
 
 
 class ReuseCounts:
-    """Counts of any visit: where the order repeats, those of a pass are kept; else those of two epochs.
+    """Counts of any pass: where the order repeats, those of a sub-dataset are kept; else those of two epochs.
 
-    Thread-safe: at worst, two threads that ask for a visit at the same time both count it.
+    Thread-safe: at worst, two threads that ask for a pass at the same time both count it.
     """
 
     def __init__(self, schedule: Schedule, positions: Positions, uses_of: Callable[[int], Uses]) -> None:
-        """``uses_of(epoch)`` gives the uses of an epoch; the keys of a visit are gone through when it is asked for."""
+        """``uses_of(epoch)`` gives the uses of an epoch; the keys of a pass are gone through when it is asked for."""
         self._schedule, self._positions, self._uses_of = schedule, positions, uses_of
         self._counts: dict[int, PassCounts] = {}
 
-    def of(self, visit: int) -> PassCounts:
-        """Return the counts of a visit."""
-        name = self._schedule.pass_of(visit) if self._schedule.repeats else visit
+    def of(self, pass_index: int) -> PassCounts:
+        """Return the counts of a pass."""
+        name = self._schedule.sub_dataset_of(pass_index) if self._schedule.repeats else pass_index
         counts = self._counts.get(name)
         if counts is None:
-            first = 0 if self._schedule.repeats else (self._schedule.epoch_of(visit) - 1) * self._schedule.num_passes
+            first = (
+                0 if self._schedule.repeats else (self._schedule.epoch_of(pass_index) - 1) * self._schedule.num_passes
+            )
             for old in [v for v in list(self._counts) if v < first]:
                 self._counts.pop(old, None)
-            counts = self._counts[name] = self._count(visit)
+            counts = self._counts[name] = self._count(pass_index)
         return counts
 
-    def _count(self, visit: int) -> PassCounts:
+    def _count(self, pass_index: int) -> PassCounts:
         uses, p, positions = (
-            self._uses_of(self._schedule.epoch_of(visit)),
-            self._schedule.pass_of(visit),
+            self._uses_of(self._schedule.epoch_of(pass_index)),
+            self._schedule.sub_dataset_of(pass_index),
             self._positions,
         )
         longest, next_G, prev_G = self._schedule.longest_gap, [], []

@@ -1,4 +1,4 @@
-"""The schedule: which pass is trained at which visit, forever."""
+"""The schedule: which sub-dataset is trained at which pass, forever."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The endless cycle of visits over the passes of one pass set.
+    """The endless cycle of passes over the sub-datasets of one dataset.
 
-    Visit ``e * num_passes + i`` trains the pass at place ``i`` of epoch ``e``'s order. How many epochs are
+    Pass ``e * num_passes + i`` trains the sub-dataset at place ``i`` of epoch ``e``'s order. How many epochs are
     trained is no part of it: training further finds its segments in the right order.
     """
 
     num_passes: int
-    """Passes in the pass set; at least 1."""
-    pass_set_digest: str
-    """What the passes hold (``PassSet.digest``)."""
+    """Sub-datasets of the dataset, and so passes of an epoch; at least 1."""
+    dataset_digest: str
+    """What the sub-datasets hold (``PassDataset.digest``)."""
     order_seed: int | None = None
-    """None: every epoch goes through the passes in their own order. A number: each epoch has a seeded order."""
+    """None: every epoch goes through the sub-datasets in their own order. A number: each epoch has a seeded order."""
 
     def __post_init__(self) -> None:
         if self.num_passes < 1:
-            raise ValueError(f"a schedule needs at least 1 pass, not {self.num_passes}: extract some data first")
+            raise ValueError(f"a schedule needs at least 1 sub-dataset, not {self.num_passes}: extract some data first")
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of pass set and order; neither epochs nor budgets change it."""
-        record = {"pass_set": self.pass_set_digest, "order_seed": self.order_seed, "version": 1}
+        """Hexadecimal digest of dataset and order; neither epochs nor budgets change it."""
+        record = {"pass_set": self.dataset_digest, "order_seed": self.order_seed, "version": 1}
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -50,29 +50,32 @@ class Schedule:
 
     @property
     def longest_gap(self) -> int:
-        """The most visits from one use of a key to the next: each epoch has each pass once."""
+        """The most passes from one use of a key to the next: each epoch trains each sub-dataset once."""
         return self.num_passes if self.repeats else max(1, 2 * self.num_passes - 1)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the pass index at each place of ``epoch`` (negative epochs too: the past that never was)."""
+        """Return the sub-dataset at each place of ``epoch`` (negative epochs too: the past that never was)."""
         return _order(self.num_passes, self.order_seed, epoch).copy()
 
-    def epoch_of(self, visit: int) -> int:
-        """Return the epoch that ``visit`` belongs to."""
-        return visit // self.num_passes
+    def epoch_of(self, pass_index: int) -> int:
+        """Return the epoch that ``pass_index`` belongs to."""
+        return pass_index // self.num_passes
 
-    def pass_of(self, visit: int) -> int:
-        """Return the index of the pass that ``visit`` trains."""
-        place = visit % self.num_passes
-        return place if self.repeats else int(_order(self.num_passes, self.order_seed, self.epoch_of(visit))[place])
+    def sub_dataset_of(self, pass_index: int) -> int:
+        """Return the sub-dataset that ``pass_index`` trains."""
+        place = pass_index % self.num_passes
+        return (
+            place if self.repeats else int(_order(self.num_passes, self.order_seed, self.epoch_of(pass_index))[place])
+        )
 
-    def samples_left(self, visit: int, epochs: int, samples_P: Sequence[int]) -> int:
-        """Return the samples from the beginning of ``visit`` to the end of epoch ``epochs``; (P,) is those of passes.
+    def samples_left(self, pass_index: int, epochs: int, samples_P: Sequence[int]) -> int:
+        """Return the samples from the beginning of ``pass_index`` to the end of epoch ``epochs``; (P,) are those of the
+        sub-datasets.
 
         Looks at one epoch's order, however many there are.
         """
-        epoch = self.epoch_of(visit)
-        trained: list[int] = self.order(epoch)[: visit - epoch * self.num_passes].tolist()
+        epoch = self.epoch_of(pass_index)
+        trained: list[int] = self.order(epoch)[: pass_index - epoch * self.num_passes].tolist()
         return (epochs - epoch) * sum(samples_P) - sum(samples_P[i] for i in trained)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SegmentRanges:
-    """The ranges of one group that one visit dumps, cut into the pieces and blocks of the stream they will be.
+    """The ranges of one group that one pass dumps, cut into the pieces and blocks of the stream they will be.
 
     Shapes: R ranges, T tables of the group. Numbers of pieces, rows and blocks are those of `stream`.
     """

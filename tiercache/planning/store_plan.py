@@ -31,12 +31,12 @@ class StorePlan:
     """What a store holds at its fullest commit, and what a dump needs beside that; all in bytes."""
 
     live: int
-    """Blocks with live rows and their keys, at the commit that has most of them; of those what no visit frees; and the
+    """Blocks with live rows and their keys, at the commit that has most of them; of those what no pass frees; and the
     last changes of all rows that were moved."""
     largest_pass: int
     """Blocks of rows and keys of the largest pass."""
     num_passes: int
-    """How many of these stand beside the live rows: the visits from each commit that is kept to the next, and one whose
+    """How many of these stand beside the live rows: the passes from each commit that is kept to the next, and one whose
     room was freed and may not be used again yet."""
     state: int
     """Dense state of all commits that are kept, and of the next."""
@@ -57,20 +57,20 @@ class StorePlan:
     ) -> StorePlan:
         """Count the blocks that are live at each commit of an epoch, where every epoch is like this one.
 
-        ``dumps`` are those of its visits, kept rows too. ``stored`` is in the store: rows that no visit needs stay,
+        ``dumps`` are those of its passes, kept rows too. ``stored`` is in the store: rows that no pass needs stay,
         settled segments do, and so long as they are kept the commits of earlier schedules with all that they need.
         ``commits`` are kept; ``use_files`` hold the next uses of an epoch each.
         """
         live, largest, rows = np.zeros(max(1, len(dumps)), dtype=np.int64), 0, 0
-        for visit, segment in dumps.items():
+        for pass_index, segment in dumps.items():
             taken = 0
             for group, ranges in zip(groups, segment, strict=True):
                 block = block_bytes(group, min(ranges.block_rows, ranges.rows))
                 taken, rows = taken + ranges.num_blocks * block, rows + ranges.rows
                 # a range is live from the commit behind the next use before it to that of its own
                 blocks_R = ranges.num_blocks - ranges.first_row_R[:-1] // ranges.block_rows
-                live_C = np.repeat(blocks_R * block, np.diff(ranges.next_use_R, prepend=visit))
-                np.add.at(live, (visit + 1 + np.arange(live_C.size)) % live.size, live_C)
+                live_C = np.repeat(blocks_R * block, np.diff(ranges.next_use_R, prepend=pass_index))
+                np.add.at(live, (pass_index + 1 + np.arange(live_C.size)) % live.size, live_C)
             largest = max(largest, taken)
         return cls(
             live=int(live.max()) + _standing_bytes(groups, stored),
@@ -104,7 +104,7 @@ def block_bytes(group: Group, rows: int) -> int:
 
 
 def _standing_bytes(groups: tuple[Group, ...], stored: Manifest) -> int:
-    """Return the bytes of the blocks that no visit frees, and of all last changes: dumps have none in their place."""
+    """Return the bytes of the blocks that no pass frees, and of all last changes: dumps have none in their place."""
     settled = frozenset[int]() if stored.newest is None else stored.newest.settled_ids
     earlier = Manifest.of(_of_earlier_schedules(stored.commits), stored.segments).first_blocks
     total = 0

@@ -41,7 +41,7 @@ class Bounds:
             if low < 0 or high >= count:
                 raise RankError(
                     f"rank {self._ranks.rank} was asked for rows {low:,} to {high:,} {what}: start all ranks again "
-                    "with one pass set and one placement"
+                    "with one dataset and one sharding"
                 )
 
     def forget(self) -> None:

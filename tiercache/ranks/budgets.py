@@ -11,9 +11,9 @@ import numpy as np
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import HostBudget, gap_bytes
 from tiercache.planning.next_use import find_uses
+from tiercache.planning.pass_plan import Planner
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
-from tiercache.planning.visit_plan import Planner
 from tiercache.ranks.shares import Share
 from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.manifest import Manifest
@@ -46,7 +46,7 @@ class Budgets:
     eval_budget: int | None
     store_budget: int | None
     commit_every: int = 1
-    """Visits between commits."""
+    """Passes between commits."""
 
     @classmethod
     def parse(
@@ -81,15 +81,15 @@ class Budgets:
         if mirrors > self.device_budget:
             raise BudgetError(
                 f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
-                f"{format_bytes(self.device_budget)}: raise it, or place them by row"
+                f"{format_bytes(self.device_budget)}: raise it, or shard them by row"
             )
-        num_ranks = share.placement.num_ranks
-        divided = num_ranks == 1 or all(one.kind == "row" for one in share.placement.tables.values())
+        num_ranks = share.sharding.num_ranks
+        divided = num_ranks == 1 or all(one.kind == "row" for one in share.sharding.tables.values())
         DeviceMemoryPlan.of(_positions(share), backend).check(
             self.device_budget,
             num_ranks=num_ranks,
             mirrors=mirrors,
-            advice="" if divided else "; that counts with tables that are all placed by row",
+            advice="" if divided else "; that counts with tables that are all sharded by row",
         )
         return self.device_budget - mirrors
 
@@ -107,7 +107,7 @@ class Budgets:
 
         The store is one that keeps so many commits of such a state and has the rows of ``share`` alone: what else it
         has counts in ``check_store``. Finds the uses of all keys, 8 bytes each, in a temporary file in ``folder``. In a
-        seeded order the store's bytes are those of the epoch of visit ``start``, and not looked at where that is None.
+        seeded order the store's bytes are those of the epoch of pass ``start``, and not looked at where that is None.
         """
         positions, num_passes = _positions(share), len(share)
         schedule = _schedule(share, order_seed)
@@ -145,14 +145,14 @@ class Budgets:
 
 def mirror_bytes(share: Share) -> int:
     """Return the bytes that the vectors of replicated tables take on every device; one rank has no copies."""
-    if share.placement.num_ranks == 1:
+    if share.sharding.num_ranks == 1:
         return 0
-    copied = [table for table in share.whole.tables if share.placement.tables[table.name].kind == "replicate"]
+    copied = [table for table in share.whole.tables if share.sharding.tables[table.name].kind == "replicate"]
     return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in share.whole.passes), default=0)
 
 
 def _schedule(share: Share, order_seed: int | None) -> Schedule:
-    return Schedule(num_passes=len(share), pass_set_digest=share.digest, order_seed=order_seed)
+    return Schedule(num_passes=len(share), dataset_digest=share.digest, order_seed=order_seed)
 
 
 def _positions(source: DatasetView) -> Positions:

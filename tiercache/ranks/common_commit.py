@@ -47,11 +47,11 @@ def checked_cursor(value: Any) -> Cursor:
     """Return a cursor of plain JSON values. Raises TypeError or ValueError for what is none."""
     if not isinstance(value, list):
         raise TypeError(f"its cursor is {value!r:.60}")
-    visit, sample = value
-    return Cursor(whole(visit, "the visit"), whole(sample, "the sample"))
+    pass_index, sample = value
+    return Cursor(whole(pass_index, "the pass"), whole(sample, "the sample"))
 
 
 def in_words(cursor: Sequence[int]) -> str:
     """Return where something stands, in the words of a message."""
-    visit, sample = cursor
-    return f"visit {visit}" + (f", sample {sample}" if sample else "")
+    pass_index, sample = cursor
+    return f"pass {pass_index}" + (f", sample {sample}" if sample else "")

@@ -146,11 +146,13 @@ class RowExchange:
         *,
         token: int = 0,
     ) -> Asked:
-        """Tell the owners how many rows a batch needs: ``ids`` (local ids of the pass) and ``tables`` by feature.
+        """Tell the owners how many rows a batch needs: ``ids`` (local ids of the sub-dataset) and ``tables`` by
+        feature.
 
         On the host alone; ``answer`` brings the rows. error: what went wrong on this rank before. Where a rank has one,
-        or an id that is not in the pass (IndexError; ``where`` names batch and visit), every rank raises: it its own,
-        others RankError; and all where they bring different tokens, which say of which global batch this is a part.
+        or an id that is not in the sub-dataset (IndexError; ``where`` names batch and pass), every rank raises: it its
+        own, others RankError; and all where they bring different tokens, which say of which global batch this is a
+        part.
         """
         stretches, what = self._opened(), f"exchanging rows of {where}"
         request: Request | None = None

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.ranks.placement import HASHES, hash_bounds
 from tiercache.ranks.record import RECORD, Record
 from tiercache.ranks.sharded_folder import check_there
-from tiercache.ranks.sharded_store import ShardedStore, placement_of
+from tiercache.ranks.sharded_store import ShardedStore, sharding_of
+from tiercache.ranks.sharding_plan import HASHES, hash_bounds
 from tiercache.store import StoreError, hash_keys, verify
 from tiercache.store.inspect import describe, describe_commits
 from tiercache.store.run import runs_of
@@ -45,20 +45,20 @@ def sharded_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     assert record is not None
     parts: list[dict[str, Any]] = []
     commits: Sequence[CommonCommit] = ()
-    placement = placement_of(record, place)
+    sharding = sharding_of(record, place)
     if record.cursor is not None:
         with ShardedStore.open(place) as store:  # nobody takes its commits away meanwhile
-            record, placement = store.record, store.placement
+            record, sharding = store.record, store.sharding
             commits = store.commits
             parts = [_described(store, rank) for rank in range(record.num_ranks)]
     rows = [{table["name"]: table["rows"] for table in part["tables"]} for part in parts]
     tables = []
     for table in record.tables:
-        slices = placement.tables[table.name].slices
+        slices = sharding.tables[table.name].slices
         found = [rows[slices[0].rank]] if slices and rows else rows
-        placed = placement.to_record()["tables"][table.name]
+        table_sharding = sharding.to_record()["tables"][table.name]
         tables.append(
-            {**table.to_record(), "placement": placed, "rows": sum(one[table.name] for one in found)}
+            {**table.to_record(), "sharding": table_sharding, "rows": sum(one[table.name] for one in found)}
             | {"row_bytes": table.row_bytes}
         )
     return {
@@ -67,9 +67,14 @@ def sharded_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         "generation": record.generation,
         "engine": record.engine,
         "retention": record.retention,
-        "cursor": None if record.cursor is None else {"visit": record.cursor.visit, "sample": record.cursor.sample},
+        "cursor": None if record.cursor is None else {"pass": record.cursor.pass_index, "sample": record.cursor.sample},
         "commits": [
-            {"id": commit.id, "visit": commit.cursor.visit, "sample": commit.cursor.sample, "parts": list(commit.parts)}
+            {
+                "id": commit.id,
+                "pass": commit.cursor.pass_index,
+                "sample": commit.cursor.sample,
+                "parts": list(commit.parts),
+            }
             for commit in commits
         ],
         "rows": sum(table["rows"] for table in tables),
@@ -106,7 +111,7 @@ def verify_sharded(
     check_there(place)
     record = Record.read(place)
     assert record is not None
-    placement_of(record, place)
+    sharding_of(record, place)
     report: dict[str, Any] = {"path": str(path), "ranks": record.num_ranks, "problems": [], "parts": []}
     problems: list[str] = report["problems"]
     report["commits"] = [commit.id for commit in record.commits]
@@ -145,24 +150,24 @@ def _strays(store: ShardedStore) -> Iterator[str]:
     """Yield a sentence for each table of each part that has rows of other ranks, or other rows than its slices."""
     bounds = hash_bounds(len(store.parts))
     for table in store.tables:
-        placed = store.placement.tables[table.name]
+        table_sharding = store.sharding.tables[table.name]
         rows = [live_rows(part, table.name) for part in store.parts]
         for rank, part in enumerate(store.parts):
             mine = (bounds[rank], bounds[rank + 1])
-            if placed.slices and placed.slice_of(rank) is None:
+            if table_sharding.slices and table_sharding.slice_of(rank) is None:
                 mine = (0, 0)
-            elif placed.slices:
+            elif table_sharding.slices:
                 mine = (0, HASHES)
             if not _within(part, table, *mine):
                 yield (
-                    f"part {rank} of {store.label} has rows of table {table.name!r} that the placement gives to other "
+                    f"part {rank} of {store.label} has rows of table {table.name!r} that the sharding gives to other "
                     "ranks: restore all parts from copies of one moment"
                 )
-        if len({rows[one.rank] for one in placed.slices}) > 1:
+        if len({rows[one.rank] for one in table_sharding.slices}) > 1:
             yield (
                 f"the slices of table {table.name!r} of {store.label} have "
-                f"{', '.join(f'{rows[one.rank]:,}' for one in placed.slices)} rows: restore all parts from copies of "
-                "one moment"
+                f"{', '.join(f'{rows[one.rank]:,}' for one in table_sharding.slices)} rows: restore all parts from "
+                "copies of one moment"
             )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.shares import Share
     from tiercache.store.table import Table
-    from tiercache.training.rows_now import RowsNow
+    from tiercache.training.live_rows import LiveRows
 
 __all__ = ["LoadedRows", "RowLoader"]
 
@@ -42,24 +42,24 @@ class LoadedRows:
 class RowLoader:
     """Has owners read rows. On the training thread, between batches."""
 
-    def __init__(self, share: Share, rows_now: Callable[..., RowsNow], ranks: AnyCommunicator) -> None:
-        """rows_now: of this rank's cache; of its own rows."""
-        self._share, self._rows_now, self._ranks = share, rows_now, ranks
+    def __init__(self, share: Share, live_rows: Callable[..., LiveRows], ranks: AnyCommunicator) -> None:
+        """live_rows: of this rank's cache; of its own rows."""
+        self._share, self._live_rows, self._ranks = share, live_rows, ranks
         self._shares_unknown: bool | None = None
 
-    def rows_now(self) -> RowsNow:
+    def live_rows(self) -> LiveRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
         with self._ranks.raise_on_all("beginning to read rows as of now"):
-            found = self._rows_now()
+            found = self._live_rows()
             if self._shares_unknown is None:
                 self._shares_unknown = self._has_unknown()
-        return self._rows_now(_unknown_rows(self._share, found, self._ranks)) if self._shares_unknown else found
+        return self._live_rows(_unknown_rows(self._share, found, self._ranks)) if self._shares_unknown else found
 
     def _has_unknown(self) -> bool:
         """Whether any pass has an out-of-vocabulary row that only one rank owns: the same on all ranks."""
         share, place, unknown = self._share, np.empty(1, np.int64), np.array([OOV_KEY], np.int64)
         for table in share.tables:
-            for source in share.whole.passes if share.placement.tables[table.name].by_hash else ():
+            for source in share.whole.passes if share.sharding.tables[table.name].by_hash else ():
                 search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
                 if place[0] >= 0:
                     return True
@@ -72,7 +72,7 @@ class RowLoader:
         rank is to read vectors of more than ``budget`` bytes for others.
         """
         ranks, what = self._ranks, "reading rows of raw keys"
-        rows_now, tables = self.rows_now(), self._share.whole.tables
+        live_rows, tables = self.live_rows(), self._share.whole.tables
         asked_WT = self._asked(tables, keys)
         to = np.array([[found.size for found in mine] for mine in asked_WT], np.int64)
         told = ranks.exchange_splits(to, what)
@@ -87,17 +87,17 @@ class RowLoader:
                     f"{format_bytes(int((told.sum(axis=0) * here).sum()) * 4)} at once, but eval_budget is "
                     f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget)"
                 )
-            answer = self._read(rows_now, told, came, here)
+            answer = self._read(live_rows, told, came, here)
         sizes = (to * widths_W).sum(axis=1).tolist()
         back = ranks.all_to_all(torch.from_numpy(answer), (told @ here).tolist(), sizes, what=what).numpy()
         return self._put_together(tables, keys, to, widths_W, back)
 
     def _width(self, table: Table, rank: int) -> int:
         """Return how many columns of a table a rank owns."""
-        placed = self._share.placement.tables[table.name]
-        if placed.by_hash:
+        table_sharding = self._share.sharding.tables[table.name]
+        if table_sharding.by_hash:
             return table.dim
-        part = placed.slice_of(rank)
+        part = table_sharding.slice_of(rank)
         return 0 if part is None else part.last - part.first
 
     def _asked(self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]]) -> list[list[NDArray[np.int64]]]:
@@ -113,14 +113,14 @@ class RowLoader:
 
     def _owners(self, table: Table, keys: NDArray[np.int64]) -> NDArray[np.int16] | None:
         """Return the rank that owns each key; None where ranks own all keys, or none."""
-        if not self._share.placement.tables[table.name].by_hash:
+        if not self._share.sharding.tables[table.name].by_hash:
             return None
         owners = np.empty(keys.size, np.int16)
         key_owners(keys, table.table_id, self._ranks.size, owners)
         return owners
 
     def _read(
-        self, rows_now: RowsNow, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
+        self, live_rows: LiveRows, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Return the vectors of the keys that came, which stand by rank and table, in their order."""
         answer = np.empty(int((told_WT * widths_T).sum()), np.float32)
@@ -131,7 +131,7 @@ class RowLoader:
             if not keys.size:
                 continue
             vectors, first = np.empty((keys.size, int(widths_T[t])), np.float32), 0
-            rows_now.fill(table.name, keys, (vectors,))
+            live_rows.fill(table.name, keys, (vectors,))
             for end, count in zip(goes[:, t].tolist(), told_WT[:, t].tolist(), strict=True):
                 out = answer[end - count * vectors.shape[1] : end].reshape(count, vectors.shape[1])
                 np.take(vectors, inverse[first : first + count], axis=0, out=out)
@@ -155,31 +155,31 @@ class RowLoader:
                 if owners is not None:
                     vectors[owners == rank] = piece
                 else:
-                    part = self._share.placement.tables[table.name].slice_of(rank)
+                    part = self._share.sharding.tables[table.name].slice_of(rank)
                     assert part is not None
                     vectors[:, part.first : part.last] = piece
             found[table.name] = some, vectors
         return LoadedRows(found)
 
 
-def _unknown_rows(share: Share, rows_now: RowsNow, ranks: AnyCommunicator) -> dict[str, list[NDArray[np.float32]]]:
+def _unknown_rows(share: Share, live_rows: LiveRows, ranks: AnyCommunicator) -> dict[str, list[NDArray[np.float32]]]:
     """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
     mine: dict[str, list[list[float]]] = {}
     with ranks.raise_on_all("reading rows of keys out of the vocabulary"):
-        mine = _own_unknown_rows(share, rows_now)
+        mine = _own_unknown_rows(share, live_rows)
     found = {name: fields for values in ranks.all_gather_object(mine) for name, fields in values.items()}
     return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
 
 
-def _own_unknown_rows(share: Share, rows_now: RowsNow) -> dict[str, list[list[float]]]:
+def _own_unknown_rows(share: Share, live_rows: LiveRows) -> dict[str, list[list[float]]]:
     mine = {}
     for table in share.tables:
-        if share.placement.tables[table.name].by_hash:
+        if share.sharding.tables[table.name].by_hash:
             place = np.full(1, -1, dtype=np.int64)
             unknown = np.array([OOV_KEY], dtype=np.int64)
             for source in share.passes:
                 if place[0] < 0:
                     search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
             if place[0] >= 0:
-                mine[table.name] = [field[0].tolist() for field in rows_now.fields(table.name, unknown)]
+                mine[table.name] = [field[0].tolist() for field in live_rows.fields(table.name, unknown)]
     return mine

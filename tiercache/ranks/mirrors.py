@@ -30,7 +30,7 @@ PIECE_BYTES = 8 << 20
 class Mirrors:
     """Vectors of replicated tables on this rank, float32, by local id. Owners keep the rows themselves.
 
-    What is in a mirror has travelled: it has the wire's dtype, on the owner's rank too.
+    What is in a mirror has traveled: it has the wire's dtype, on the owner's rank too.
     """
 
     def __init__(self, ranks: AnyCommunicator, backend: Backend, wire_dtype: torch.dtype) -> None:

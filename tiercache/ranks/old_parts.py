@@ -1,4 +1,4 @@
-"""The rows of parts that were made for other ranks or another placement, as one rank of the new ones wants them."""
+"""The rows of parts that were made for other ranks or another sharding, as one rank of the new ones wants them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.ranks.placement import HASHES, Slice, hash_bounds
+from tiercache.ranks.sharding_plan import HASHES, Slice, hash_bounds
 from tiercache.store import CorruptStoreError, hash_keys
 from tiercache.store.run import LastKeys
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan_segments
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.ranks.placement import Placement
+    from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.store import Segment, Store, Table
     from tiercache.store.scan import Chunk
 
@@ -28,9 +28,9 @@ __all__ = ["OldParts"]
 class OldParts:
     """Parts of a sharded store that stand at one cursor, open for reading, each at the commit that belongs there."""
 
-    def __init__(self, tables: Sequence[Table], placement: Placement, parts: Sequence[Store]) -> None:
-        """``tables`` are whole ones; ``parts`` have one store for each rank of ``placement``."""
-        self.placement, self.parts = placement, tuple(parts)
+    def __init__(self, tables: Sequence[Table], sharding: ShardingPlan, parts: Sequence[Store]) -> None:
+        """``tables`` are whole ones; ``parts`` have one store for each rank of ``sharding``."""
+        self.sharding, self.parts = sharding, tuple(parts)
         self._tables = {table.name: table for table in tables}
 
     def rows(
@@ -42,10 +42,10 @@ class OldParts:
         hashes: from and below which hash of a key. Only parts, pieces and columns with such rows are read, and keys.
         ``scratch`` and ``memory_bytes`` as for ``Store.scan``. Raises StoreFullError and CorruptStoreError.
         """
-        placed, whole = self.placement.tables[part.name], self._tables[part.name]
+        table_sharding, whole = self.sharding.tables[part.name], self._tables[part.name]
         wanted = Slice(0, part.first_column, part.first_column + part.dim)
-        if placed.by_hash:
-            bounds = hash_bounds(self.placement.num_ranks)
+        if table_sharding.by_hash:
+            bounds = hash_bounds(self.sharding.num_ranks)
             for rank, store in enumerate(self.parts):
                 low, high = max(hashes[0], bounds[rank]), min(hashes[1], bounds[rank + 1])
                 if low < high:
@@ -53,7 +53,7 @@ class OldParts:
                     for keys, fields in _scan(store, part, (low, high) if inside else None, scratch, memory_bytes):
                         yield keys, _columns(whole, [(Slice(rank, 0, whole.dim), fields)], wanted)
             return
-        slices = [one for one in placed.slices if one.first < wanted.last and wanted.first < one.last]
+        slices = [one for one in table_sharding.slices if one.first < wanted.last and wanted.first < one.last]
         of_all = None if hashes == (0, HASHES) else hashes
         scans = [_scan(self.parts[one.rank], part, of_all, scratch, memory_bytes // len(slices)) for one in slices]
         for keys, pieces in _in_step(scans, f"table {part.name!r}"):
@@ -64,9 +64,9 @@ class OldParts:
 
         As hashes are uniform, four standard deviations more than expected where a part has others too.
         """
-        placed, bounds = self.placement.tables[table], hash_bounds(self.placement.num_ranks)
-        if placed.slices:
-            held = [(live_rows(self.parts[placed.slices[0].rank], table), (0, HASHES))]
+        table_sharding, bounds = self.sharding.tables[table], hash_bounds(self.sharding.num_ranks)
+        if table_sharding.slices:
+            held = [(live_rows(self.parts[table_sharding.slices[0].rank], table), (0, HASHES))]
         else:
             held = [(live_rows(part, table), bounds[i : i + 2]) for i, part in enumerate(self.parts)]  # type: ignore[misc]
         total = variance = 0.0

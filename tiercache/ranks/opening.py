@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.parts import Parts
-from tiercache.ranks.placement import Placement
-from tiercache.ranks.placing import placement_of
 from tiercache.ranks.record import Record
 from tiercache.ranks.resharding import place_of, reshard
+from tiercache.ranks.sharding_plan import ShardingPlan
+from tiercache.ranks.sharding_planner import sharding_of
 from tiercache.store.scratch_file import scratch_of
-from tiercache.training.reorganise import reorganise
+from tiercache.training.reorganize import reorganize
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
     from tiercache.ranks.budgets import Budgets
-    from tiercache.ranks.placement_rules import PlacementRules
+    from tiercache.ranks.sharding_rules import ShardingRules
     from tiercache.ranks.shares import Share
     from tiercache.store import Cursor, Store
 
@@ -41,27 +41,27 @@ def closed_on_error(opened: object, *names: str) -> Iterator[None]:
         raise
 
 
-def choose_placement(
+def choose_sharding(
     path: str | os.PathLike[str],
-    passes: PassSet,
+    passes: PassDataset,
     ranks: AnyCommunicator,
-    asked: Placement | PlacementRules | str | Mapping[str, str],
+    asked: ShardingPlan | ShardingRules | str | Mapping[str, str],
     *,
     number_bytes: int,
-) -> Placement:
-    """Return the placement that all ranks ask for; "auto" that of the store where it is for as many. Collective.
+) -> ShardingPlan:
+    """Return the sharding that all ranks ask for; "auto" that of the store where it is for as many. Collective.
 
     number_bytes: of a number on the wire. Raises ValueError for one that makes no sense.
     """
     chosen: dict[str, Any] | None = None
-    with ranks.raise_on_all("placing the tables"):
+    with ranks.raise_on_all("sharding the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
             found = Record.read(Path(path)) if asked == "auto" else None
             if found is not None and found.num_ranks == ranks.size:
-                chosen = found.placement
+                chosen = found.sharding
             else:
-                chosen = placement_of(passes, ranks.size, asked, number_bytes=number_bytes).to_record()
-    return Placement.from_record(ranks.all_gather_object(chosen)[0])
+                chosen = sharding_of(passes, ranks.size, asked, number_bytes=number_bytes).to_record()
+    return ShardingPlan.from_record(ranks.all_gather_object(chosen)[0])
 
 
 def open_parts(
@@ -72,11 +72,11 @@ def open_parts(
     engine: str | None,
     parts: Sequence[str | os.PathLike[str]] | None,
     retention: int | None = None,
-    reorganised: bool,
+    reorganized: bool,
     order_seed: int | None,
     budgets: Budgets | None = None,
 ) -> Parts:
-    """Open the parts of a sharded store, or make them; those of other ranks or another placement are written anew.
+    """Open the parts of a sharded store, or make them; those of other ranks or another sharding are written anew.
 
     Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
     that ``budgets`` would not hold, but for what `Budgets.check_store` says alone. Commits beyond ``retention`` stay
@@ -98,25 +98,25 @@ def open_parts(
     with ranks.raise_on_all("reading the record of the sharded store"):
         if ranks.rank == 0:
             found = Record.read(Path(path))
-    stands = None if found is None or found.cursor is None else [found.num_ranks, found.placement, found.retention]
+    stands = None if found is None or found.cursor is None else [found.num_ranks, found.sharding, found.retention]
     stands = ranks.all_gather_object(stands)[0]
-    placement = share.placement.to_record()
-    if stands is not None and stands[:2] != [ranks.size, placement]:
+    sharding = share.sharding.to_record()
+    if stands is not None and stands[:2] != [ranks.size, sharding]:
         commits = (retention or stands[2]) + 1  # of a part
         with ranks.raise_on_all(_PLANNING):
             check_plan(Path(path), commits=commits)
         return reshard(
             path, share, ranks,
-            engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganised=reorganised,
+            engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganized=reorganized,
             store_budget=store_budget, check=check_store,
         )  # fmt: skip
     opened = Parts.open(
-        path, share.whole.tables, share.tables, placement, ranks, engine=engine, parts=parts, retention=retention,
+        path, share.whole.tables, share.tables, sharding, ranks, engine=engine, parts=parts, retention=retention,
         drop=False,
     )  # fmt: skip
     if opened.store.commit is not None:
         try:
-            follow = _Following(opened.store, share, order_seed, reorganised=reorganised)
+            follow = _Following(opened.store, share, order_seed, reorganized=reorganized)
             with ranks.raise_on_all(_PLANNING):
                 follow.check(check_plan)
             with ranks.raise_on_all("putting rows into another order"):
@@ -132,21 +132,19 @@ def open_parts(
 class _Following:
     """A part's rows into the order of parts of its passes, or, where that is wanted, of other passes."""
 
-    def __init__(self, store: Store, share: Share, order_seed: int | None, *, reorganised: bool) -> None:
-        self._store, self._share, self._order_seed, self._reorganised = store, share, order_seed, reorganised
+    def __init__(self, store: Store, share: Share, order_seed: int | None, *, reorganized: bool) -> None:
+        self._store, self._share, self._order_seed, self._reorganized = store, share, order_seed, reorganized
 
     def _start(self) -> Cursor | None:
         assert self._store.commit is not None
-        return place_of(self._store.commit, self._share.placement, self._share.rank, self._share, self._order_seed)
+        return place_of(self._store.commit, self._share.sharding, self._share.rank, self._share, self._order_seed)
 
     def moves(self) -> bool:
-        """Say whether rows have to move. Raises PassSetError for a place that split passes do not have."""
+        """Say whether rows have to move. Raises DatasetError for a place that split passes do not have."""
         assert self._store.commit is not None
-        if self._start() is None and not self._reorganised:
+        if self._start() is None and not self._reorganized:
             return False
-        schedule = Schedule(
-            num_passes=len(self._share), pass_set_digest=self._share.digest, order_seed=self._order_seed
-        )
+        schedule = Schedule(num_passes=len(self._share), dataset_digest=self._share.digest, order_seed=self._order_seed)
         return self._store.commit.schedule_digest != schedule.digest
 
     def check(self, check_plan: Callable[..., None]) -> None:
@@ -158,9 +156,9 @@ class _Following:
             check_plan(scratch_of(store), commits=store.retention, state_bytes=store.commit.state_bytes, start=start)
 
     def run(self, store_budget: int | None) -> None:
-        """Move them. Raises what `reorganise` raises."""
+        """Move them. Raises what `reorganize` raises."""
         if self.moves():
-            reorganise(
+            reorganize(
                 self._store, self._share, order_seed=self._order_seed, start=self._start(), store_budget=store_budget,
                 progress=False,
             )  # fmt: skip

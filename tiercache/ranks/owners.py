@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.cpu.next_use import hash_range_bound
-from tiercache.ranks.placement import hash_bounds
+from tiercache.ranks.sharding_plan import hash_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.ranks.placement import Kind, Placement
+    from tiercache.ranks.sharding_plan import Kind, ShardingPlan
     from tiercache.store.table import Group, Table
 
 __all__ = ["Destination", "Owners", "find_owners"]
@@ -47,7 +47,7 @@ class Owners:
     i is then at position ``first_TW[t, w] + i - low_TW[t, w]`` of group ``group_TW[t, w]`` of that rank's part.
     """
 
-    pass_index: int
+    sub_dataset: int
     tables: tuple[Table, ...]
     """Whole, not the parts of a rank."""
     kinds: tuple[Kind, ...]
@@ -83,8 +83,8 @@ class Owners:
 
 
 def find_owners(
-    placement: Placement,
-    pass_index: int,
+    sharding: ShardingPlan,
+    sub_dataset: int,
     tables: Sequence[Table],
     groups_W: Sequence[tuple[Group, ...]],
     keys_of: Callable[[str], NDArray[np.int64]],
@@ -94,17 +94,17 @@ def find_owners(
     tables: whole, in the order of table ids. groups_W: the groups of each rank's part. keys_of(table name): int64 keys
     of the pass in hash order. Raises ValueError where a rank owns 2^31 rows of one group.
     """
-    T, W = len(tables), placement.num_ranks
+    T, W = len(tables), sharding.num_ranks
     rows = np.array([keys_of(table.name).size for table in tables], dtype=np.int64)
     low, high, first = np.zeros((T, W), np.int64), np.zeros((T, W), np.int64), np.zeros((T, W), np.int64)
     group, columns = np.zeros((T, W), np.int32), np.zeros((T, W, 2), np.int32)
     for t, table in enumerate(tables):
-        placed = placement.tables[table.name]
+        table_sharding = sharding.tables[table.name]
         columns[t, :, 1] = table.dim
-        if placed.by_hash:
+        if table_sharding.by_hash:
             bounds = rank_bounds(keys_of(table.name), table, W)
             low[t], high[t] = bounds[:-1], bounds[1:]
-        for part in placed.slices:
+        for part in table_sharding.slices:
             high[t, part.rank] = rows[t]
             columns[t, part.rank] = part.first, part.last
     for rank, groups in enumerate(groups_W):
@@ -115,12 +115,12 @@ def find_owners(
             group[members, rank], first[members[1:], rank] = one.index, ends[:-1]
             if ends[-1] >= 1 << 31:
                 raise ValueError(
-                    f"rank {rank} owns {int(ends[-1]):,} rows of one group in pass {pass_index}, and a position is an "
-                    "int32: place tables by row, add ranks or extract smaller passes"
+                    f"rank {rank} owns {int(ends[-1]):,} rows of one group in sub-dataset {sub_dataset}, and a "
+                    "position is an int32: shard tables by row, add ranks or extract smaller passes"
                 )
     found = []
     for t, table in enumerate(tables):
-        ranks = [part.rank for part in placement.tables[table.name].slices] or np.nonzero(high[t] > low[t])[0].tolist()
+        ranks = [part.rank for part in sharding.tables[table.name].slices] or np.nonzero(high[t] > low[t])[0].tolist()
         found.append(
             tuple(
                 Destination(
@@ -129,8 +129,8 @@ def find_owners(
                 for w in ranks
             )
         )
-    kinds = tuple(placement.tables[table.name].kind for table in tables)
-    return Owners(pass_index, tuple(tables), kinds, rows, low, high, group, first, columns, tuple(found))
+    kinds = tuple(sharding.tables[table.name].kind for table in tables)
+    return Owners(sub_dataset, tuple(tables), kinds, rows, low, high, group, first, columns, tuple(found))
 
 
 def rank_bounds(keys: NDArray[np.int64], table: Table, num_ranks: int) -> NDArray[np.int64]:

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.errors import StateError
 from tiercache.ranks.common_commit import in_words
-from tiercache.ranks.part_folder import Mark, delete_part, open_part
 from tiercache.ranks.record import RECORD, Record
+from tiercache.ranks.shard_folder import Mark, delete_part, open_part
 from tiercache.ranks.sharded_folder import LOCK, check_place
 from tiercache.ranks.wanted import Wanted
 from tiercache.store import Cursor, StoreError
@@ -82,7 +82,7 @@ class Parts:
         path: str | os.PathLike[str],
         tables: Iterable[Table],
         part_tables: Iterable[Table],
-        placement: Mapping[str, Any],
+        sharding: Mapping[str, Any],
         ranks: AnyCommunicator,
         *,
         engine: str | None = None,
@@ -93,19 +93,19 @@ class Parts:
     ) -> Parts:
         """Open the sharded store at ``path`` for writing, all parts at the commit of its record, or make it.
 
-        tables: whole ones; part_tables: of this rank's part; placement: which rank has which rows, as plain JSON
+        tables: whole ones; part_tables: of this rank's part; sharding: which rank has which rows, as plain JSON
         values. parts: for each rank the folder that its part is in, as ``part-G-R``; None: where the record has it,
         of a new store its own. engine, max_bytes: of each part, as in ``Store.open``. retention: commits to be kept;
         None: as many as before, or 1; more than that are dropped now, or where not ``drop`` by ``drop_older``. Where
         nothing was ever committed, what is there is made anew.
 
-        Raises, beside what ``Store.open`` raises, StateError for another number of ranks or another placement than
+        Raises, beside what ``Store.open`` raises, StateError for another number of ranks or another sharding than
         the store's (``begin_generation`` is for those), and ValueError.
         """
         self = cls(Path(path), ranks)
         try:
             with self._ranks.raise_on_all(f"opening {self.label}"):
-                wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
+                wanted = Wanted(tables, part_tables, sharding, ranks.size, engine, parts, retention, max_bytes)
             found = self._hold()
             if found is None or found.cursor is None:
                 self._create(found, wanted)
@@ -124,7 +124,7 @@ class Parts:
         path: str | os.PathLike[str],
         tables: Iterable[Table],
         part_tables: Iterable[Table],
-        placement: Mapping[str, Any],
+        sharding: Mapping[str, Any],
         ranks: AnyCommunicator,
         *,
         engine: str | None = None,
@@ -132,7 +132,7 @@ class Parts:
         retention: int | None = None,
         max_bytes: int | None = None,
     ) -> Parts:
-        """Begin parts for this number of ranks and this placement, beside those of a store that has commits.
+        """Begin parts for this number of ranks and this sharding, beside those of a store that has commits.
 
         ``store`` is this rank's new part, without a commit; ``record`` names the old ones, to be read at its commits:
         nobody else writes to them meanwhile. The first ``publish`` makes the new ones the store's and deletes the old;
@@ -142,7 +142,7 @@ class Parts:
         self = cls(Path(path), ranks)
         try:
             with self._ranks.raise_on_all(f"opening {self.label}"):
-                wanted = Wanted(tables, part_tables, placement, ranks.size, engine, parts, retention, max_bytes)
+                wanted = Wanted(tables, part_tables, sharding, ranks.size, engine, parts, retention, max_bytes)
             found = self._hold()
             if found is None or found.cursor is None:
                 raise StateError(f"{self.label} has no commit yet: there is nothing to make parts of")

@@ -9,11 +9,11 @@ import torch
 
 if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
     from tiercache.training.batch import Batch
 
 
-def check_micro_batches(passes: PassSet, *, batch_size: int, micro_batches: int, stages: int) -> None:
+def check_micro_batches(passes: PassDataset, *, batch_size: int, micro_batches: int, stages: int) -> None:
     """Raise ValueError where a pipeline could not train these passes: call it before training.
 
     Its schedules need at least as many micro-batches as stages, and all of one size: a batch that is short, as the
@@ -31,9 +31,9 @@ def check_micro_batches(passes: PassSet, *, batch_size: int, micro_batches: int,
     for source in passes.passes:
         if short := source.samples % batch_size:
             raise ValueError(
-                f"pass {source.index} of {passes.path} has {source.samples:,} samples, so its last batch has {short} "
-                f"and not {batch_size}: extract passes of a multiple of {batch_size} samples (--align {batch_size}), "
-                "or choose another batch size"
+                f"sub-dataset {source.index} of {passes.path} has {source.samples:,} samples, so its last batch has "
+                f"{short} and not {batch_size}: extract passes of a multiple of {batch_size} samples (--align "
+                f"{batch_size}), or choose another batch size"
             )
 
 

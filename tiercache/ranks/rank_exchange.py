@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from tiercache.tiers.rows import GroupRows
     from tiercache.training.batch import Pooled
     from tiercache.training.exchange import BatchRequest
+    from tiercache.training.live_rows import LiveRows
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
-    from tiercache.training.rows_now import RowsNow
 
 __all__ = ["RankExchange"]
 
@@ -69,7 +69,7 @@ class _Read:
 
 
 def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
-    """Divide places into ``count`` neighbouring parts, as equal as can be: part i is [i * n // count, ...)."""
+    """Divide places into ``count`` neighboring parts, as equal as can be: part i is [i * n // count, ...)."""
     n = places.size
     return [places[i * n // count : (i + 1) * n // count] for i in range(count)]
 
@@ -100,7 +100,7 @@ class RankExchange:
         share: Share,
         backend: Backend,
         optimizer: RowOptimizer,
-        rows_now: Callable[..., RowsNow],
+        live_rows: Callable[..., LiveRows],
         modules: Sequence[nn.Module],
         *,
         comm_dtype: torch.dtype,
@@ -108,12 +108,12 @@ class RankExchange:
     ) -> None:
         """beside: the same ranks, for batches alone. optimizer: of this rank's groups; its gradients are stepped.
 
-        rows_now: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
+        live_rows: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
         modules: features that none of these looks up are not brought.
         """
         self.ranks, self._beside, self._share, self._backend = ranks, beside, share, backend
         self._optimizer, self._modules, self._comm_dtype = optimizer, modules, comm_dtype
-        self._rows_now = weakref.WeakMethod(rows_now)
+        self._live_rows = weakref.WeakMethod(live_rows)
         whole = share.whole
         groups = group_tables(whole.tables)
         self.rows = RowExchange(beside, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
@@ -132,7 +132,7 @@ class RankExchange:
 
     @property
     def ended_unstepped(self) -> str:
-        """What is said where a visit ends in between."""
+        """What is said where a pass ends in between."""
         return ended_unstepped(sum(one.pending for one in self._pending.batches))
 
     @property
@@ -145,9 +145,9 @@ class RankExchange:
         """Bytes on the device of mirrors of replicated tables."""
         return self.rows.mirror_bytes
 
-    def open(self, pass_index: int, rows: RowView) -> None:
+    def open(self, sub_dataset: int, rows: RowView) -> None:
         """Begin with a pass, of which this rank owns ``rows``; without gradients nothing of it is mirrored."""
-        owners = self._share.owners(pass_index)
+        owners = self._share.owners(sub_dataset)
         self.rows.open_pass(owners, rows.groups, mirrored=rows.gradients is not None)
         self.pooling.open(owners, rows.groups)
 
@@ -341,14 +341,14 @@ class RankExchange:
         """Return a reader of rows as of now, of ``keys`` by table, which their owners read."""
         return self._loader.load(keys(), budget)
 
-    def rows_now(self) -> RowsNow:
+    def live_rows(self) -> LiveRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all."""
-        return self._loader.rows_now()
+        return self._loader.live_rows()
 
-    def _own_rows(self, *unknown: Any) -> RowsNow:
-        rows_now = self._rows_now()
-        assert rows_now is not None, "rows were asked for of a cache that is gone"
-        return rows_now(*unknown)
+    def _own_rows(self, *unknown: Any) -> LiveRows:
+        live_rows = self._live_rows()
+        assert live_rows is not None, "rows were asked for of a cache that is gone"
+        return live_rows(*unknown)
 
     def evaluating(self, passes: DatasetView) -> RankExchange:
         """Return an exchange for batches of this rank's share of other passes, on the same thread."""

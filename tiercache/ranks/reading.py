@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from tiercache.ranks.part_folder import Mark
+from tiercache.ranks.shard_folder import Mark
 from tiercache.store import CommitMissingError, CorruptStoreError, Store, StoreError
 
 if TYPE_CHECKING:

@@ -56,14 +56,14 @@ class Record:
     id: str
     """32 hexadecimal digits that no other sharded store has: its parts are marked with it."""
     generation: int
-    """Counts the sets of parts from 0: another number of ranks or another placement is a new one."""
+    """Counts the sets of parts from 0: another number of ranks or another sharding is a new one."""
     engine: str
     """Of all parts."""
     retention: int
     """How many of its newest commits are kept; parts keep one more, while the next is made."""
     tables: tuple[Table, ...]
     """Whole ones, in the order of unsigned table ids."""
-    placement: dict[str, Any]
+    sharding: dict[str, Any]
     """Which rank has which rows, as plain JSON values."""
     parts: tuple[str, ...]
     """The folder of each rank's part: a name within the store's, or an absolute path that was given for it."""
@@ -140,13 +140,13 @@ class Record:
         advice = f"give one of {kept}" if kept else "it has none yet"
         if 0 <= id_ < self.first_commit:
             raise CommitMissingError(
-                f"commit {id_} of {label} went with the parts that other ranks or another placement had before commit "
+                f"commit {id_} of {label} went with the parts that other ranks or another sharding had before commit "
                 f"{self.first_commit}: {advice}"
             )
         raise CommitMissingError(f"{label} has no commit {id_}: {advice}")
 
     def to_bytes(self) -> bytes:
-        """Return it as JSON with a digest. Raises ValueError where the placement is not plain JSON values."""
+        """Return it as JSON with a digest. Raises ValueError where the sharding is not plain JSON values."""
         values = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -155,7 +155,7 @@ class Record:
             "engine": self.engine,
             "retention": self.retention,
             "tables": [table.to_record() for table in self.tables],
-            "placement": self.placement,
+            "placement": self.sharding,
             "parts": list(self.parts),
             "first_commit": self.first_commit,
             "commits": [commit.to_record() for commit in self.commits],
@@ -245,7 +245,7 @@ class Record:
         if values["engine"] not in tuple(ENGINES):
             raise ValueError(f"its engine is {values['engine']!r:.60}")
         if not isinstance(values["placement"], dict):
-            raise TypeError(f"its placement is {values['placement']!r:.60}")
+            raise TypeError(f"its sharding is {values['placement']!r:.60}")
         generation = whole(values["generation"], "the generation")
         retention = whole(values["retention"], "the retention")
         if retention < 1:
@@ -271,7 +271,7 @@ class Record:
             engine=values["engine"],
             retention=retention,
             tables=tuple(sorted(tables, key=lambda table: table.table_id)),
-            placement=values["placement"],
+            sharding=values["placement"],
             parts=parts,
             commits=commits,
             first_commit=first_commit,

@@ -1,4 +1,4 @@
-"""Another number of ranks, or another placement: parts are written anew from the ones that are there."""
+"""Another number of ranks, or another sharding: parts are written anew from the ones that are there."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tiercache.errors import BudgetError, PassSetError, RankError
+from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.passes.splitting import split_cursor, split_source
 from tiercache.planning.budget import gap_bytes
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.old_parts import OldParts, learning_rates
 from tiercache.ranks.parts import Parts
-from tiercache.ranks.placement import HASHES, Placement, hash_bounds
 from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.ranks.sharding_plan import HASHES, ShardingPlan, hash_bounds
 from tiercache.ranks.shares import share_digest
 from tiercache.sizes import format_bytes
 from tiercache.store import Cursor, StoreError
@@ -24,7 +24,7 @@ from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.entering import enter
 from tiercache.store.scratch_file import scratch_of
 from tiercache.training.progress import prepare_kernels
-from tiercache.training.reorganise import first_uses, make_first_rows
+from tiercache.training.reorganize import first_uses, make_first_rows
 
 if TYPE_CHECKING:
     import os
@@ -51,17 +51,17 @@ def reshard(
     parts: Sequence[str | os.PathLike[str]] | None = None,
     retention: int | None = None,
     order_seed: int | None = None,
-    reorganised: bool = False,
+    reorganized: bool = False,
     store_budget: int | None = None,
     check: Callable[[Store], None] | None = None,
 ) -> Parts:
-    """Write the parts of a sharded store anew for the ranks and the placement of ``share``, and return them open.
+    """Write the parts of a sharded store anew for the ranks and the sharding of ``share``, and return them open.
 
     Collective. Each rank reads what it owns now out of all old parts, which must be where it can read them, and
     writes it in the order of first use from where training stands: it goes on there, with rows, optimizer state,
     learning rates and dense state as they are. Each rank has the dense state, random generators included, that the
     same rank had, a new one that of rank 0. Passes that were split from the ones trained so far continue those;
-    with ``reorganised`` any others are begun. engine, parts, retention: as in ``Parts.begin_generation``. Older
+    with ``reorganized`` any others are begun. engine, parts, retention: as in ``Parts.begin_generation``. Older
     commits go with the old parts.
 
     ``check`` is given the new part and raises BudgetError where a training would outgrow it. One record makes the new
@@ -71,12 +71,12 @@ def reshard(
     file in its folder: checked against the free bytes of its disk, and the part against ``store_budget``, before any
     row is written.
 
-    Raises BudgetError, PassSetError for other passes than were trained, and for a place that split passes do not
+    Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
     have, ValueError, and what ``Parts.begin_generation`` and ``Store.open`` raise: on all ranks.
     """
-    placement = share.placement
+    sharding = share.sharding
     opened = Parts.begin_generation(
-        path, share.whole.tables, share.tables, placement.to_record(), ranks,
+        path, share.whole.tables, share.tables, sharding.to_record(), ranks,
         engine=engine, parts=parts, retention=retention,
     )  # fmt: skip
     try:
@@ -86,7 +86,7 @@ def reshard(
             with ranks.raise_on_all("reading the old parts"):
                 prepare_kernels()
                 old = stack.enter_context(ShardedStore.open(path))
-                make = partial(_Copy, old, opened.store, share, order_seed, reorganised=reorganised)
+                make = partial(_Copy, old, opened.store, share, order_seed, reorganized=reorganized)
                 _note(refused, lambda: copies.append(make()))
             _refuse(opened, ranks, "reading the old parts", refused)
             copy = copies[0]
@@ -107,9 +107,9 @@ def reshard(
 def copy_share(
     tables: Sequence[Table],
     old_parts: Sequence[Store],
-    old_placement: Placement,
+    old_sharding: ShardingPlan,
     store: Store,
-    placement: Placement,
+    sharding: ShardingPlan,
     rank: int,
     *,
     uses: FirstUses | None = None,
@@ -119,12 +119,12 @@ def copy_share(
 ) -> Commit:
     """Fill the empty part ``store`` of a rank with what it owns of old parts, and return its first commit.
 
-    tables: whole ones. old_parts: one store for each rank of ``old_placement``, all at one cursor. The commit stands
+    tables: whole ones. old_parts: one store for each rank of ``old_sharding``, all at one cursor. The commit stands
     at ``start`` and has the state and the settings of the same old part, of a new rank those of part 0; rows stand in
     the order of ``uses``, which may have keys that no old part has. Raises what ``enter`` raises, and ValueError where
     tables that share a group now had different learning rates.
     """
-    old = OldParts(tables, old_placement, old_parts)
+    old = OldParts(tables, old_sharding, old_parts)
     source = old_parts[rank if rank < len(old_parts) else 0]
     commit = source.commit
     assert commit is not None, "parts that are read stand at a commit"
@@ -134,7 +134,7 @@ def copy_share(
     scratch = scratch_of(store)
 
     def rows(table: Table) -> Iterator[Chunk]:
-        hashes = owned_hashes(placement, table.name, rank)
+        hashes = owned_hashes(sharding, table.name, rank)
         return iter(()) if hashes is None else old.rows(table, hashes, scratch)
 
     options: dict[str, Any] = {} if layout is None else {"layout": layout}
@@ -152,13 +152,13 @@ def copy_share(
     )
 
 
-def owned_hashes(placement: Placement, table: str, rank: int) -> tuple[int, int] | None:
+def owned_hashes(sharding: ShardingPlan, table: str, rank: int) -> tuple[int, int] | None:
     """Return from and below which hash a rank owns keys of a table, all or some of the columns; None: no key."""
-    placed = placement.tables[table]
-    if placed.by_hash:
-        bounds = hash_bounds(placement.num_ranks)
+    table_sharding = sharding.tables[table]
+    if table_sharding.by_hash:
+        bounds = hash_bounds(sharding.num_ranks)
         return bounds[rank], bounds[rank + 1]
-    return None if placed.slice_of(rank) is None else (0, HASHES)
+    return None if table_sharding.slice_of(rank) is None else (0, HASHES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,9 +183,9 @@ class Need:
         rows = row_bytes = 0
         for group in store.groups:
             for table in group.tables:
-                hashes = owned_hashes(share.placement, table.name, share.rank)
+                hashes = owned_hashes(share.sharding, table.name, share.rank)
                 mine = 0 if hashes is None else old.most_rows(table.name, hashes)
-                if cursor.visit < len(share):
+                if cursor.pass_index < len(share):
                     mine += sum(uses.counts(table.name).values())
                 rows, row_bytes = rows + mine, row_bytes + mine * group.row_bytes
         positions = sum(one.rows(table.name) for one in share.passes for table in share.tables)
@@ -200,15 +200,15 @@ class _Copy:
     """The work of one rank: decided when it is made, done by ``run``."""
 
     def __init__(
-        self, old: ShardedStore, store: Store, share: Share, order_seed: int | None, *, reorganised: bool
+        self, old: ShardedStore, store: Store, share: Share, order_seed: int | None, *, reorganized: bool
     ) -> None:
         self._old, self._store, self._share = old, store, share
-        self.start = _start(old, share, order_seed, reorganised=reorganised)
-        digest = share_digest(share.whole.digest, share.placement, share.rank)
-        schedule = Schedule(num_passes=len(share), pass_set_digest=digest, order_seed=order_seed)
+        self.start = _start(old, share, order_seed, reorganized=reorganized)
+        digest = share_digest(share.whole.digest, share.sharding, share.rank)
+        schedule = Schedule(num_passes=len(share), dataset_digest=digest, order_seed=order_seed)
         self._digest = schedule.digest
         self._uses, self._layout = first_uses(store, share, schedule, self.start)
-        parts = OldParts(old.tables, old.placement, old.parts)
+        parts = OldParts(old.tables, old.sharding, old.parts)
         commit = old.parts[0].commit
         assert commit is not None
         self.need = Need.of(parts, store, share, self._uses, old.cursor, commit.state_bytes)
@@ -216,22 +216,22 @@ class _Copy:
     def run(self) -> None:
         """Write the rows."""
         copy_share(
-            self._old.tables, self._old.parts, self._old.placement, self._store, self._share.placement,
+            self._old.tables, self._old.parts, self._old.sharding, self._store, self._share.sharding,
             self._share.rank,
             uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest,
         )  # fmt: skip
 
 
-def place_of(commit: Commit, placement: Placement, rank: int, share: Share, order_seed: int | None) -> Cursor | None:
+def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, order_seed: int | None) -> Cursor | None:
     """Return where a training that stands at a part's ``commit`` goes on in the schedule of ``share``.
 
-    ``placement`` and ``rank`` are those of the part. None where its passes are others: neither the ones that it was
-    trained with, nor split from these. Raises PassSetError for a place that split passes do not have.
+    ``sharding`` and ``rank`` are those of the part. None where its passes are others: neither the ones that it was
+    trained with, nor split from these. Raises DatasetError for a place that split passes do not have.
     """
 
     def trained(num_passes: int, passes: str) -> bool:
-        mine = share_digest(passes, placement, rank)
-        schedule = Schedule(num_passes=num_passes, pass_set_digest=mine, order_seed=order_seed)
+        mine = share_digest(passes, sharding, rank)
+        schedule = Schedule(num_passes=num_passes, dataset_digest=mine, order_seed=order_seed)
         return schedule.digest == commit.schedule_digest
 
     if trained(len(share), share.whole.digest):
@@ -243,22 +243,22 @@ def place_of(commit: Commit, placement: Placement, rank: int, share: Share, orde
     return Cursor(*split_cursor(share.whole, commit.cursor, order=order, order_seed=order_seed))
 
 
-def _start(old: ShardedStore, share: Share, order_seed: int | None, *, reorganised: bool) -> Cursor:
-    """Return where training goes on in the schedule of ``share``. Raises PassSetError where that is another one."""
+def _start(old: ShardedStore, share: Share, order_seed: int | None, *, reorganized: bool) -> Cursor:
+    """Return where training goes on in the schedule of ``share``. Raises DatasetError where that is another one."""
     commit = old.parts[0].commit
     assert commit is not None
-    found = place_of(commit, old.placement, 0, share, order_seed)
+    found = place_of(commit, old.sharding, 0, share, order_seed)
     if found is not None:
         return found
-    if not reorganised:
-        raise PassSetError(
-            f"the pass set {share.path} in this order is not the one that {old.label} was trained with, nor split from "
-            "it: open the pass set it was trained with, or have the store reorganised for this one"
+    if not reorganized:
+        raise DatasetError(
+            f"the dataset {share.path} in this order is not the one that {old.label} was trained with, nor split from "
+            "it: open the dataset it was trained with, or have the store reorganized for this one"
         )
     if old.cursor.sample:
-        raise PassSetError(
-            f"{old.label} stands inside visit {old.cursor.visit}: train to the end of a visit before its rows are put "
-            "in the order of other passes"
+        raise DatasetError(
+            f"{old.label} stands inside pass {old.cursor.pass_index}: train to the end of a pass before its rows are "
+            "put in the order of other passes"
         )
     return Cursor(0, 0)
 
@@ -267,7 +267,7 @@ def _note(refused: list[Exception], work: Callable[[], None]) -> None:
     """Work, and note what is refused."""
     try:
         work()
-    except (BudgetError, PassSetError) as error:
+    except (BudgetError, DatasetError) as error:
         refused.append(error)
 
 

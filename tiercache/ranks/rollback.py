@@ -6,8 +6,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiercache.ranks.part_folder import Mark, open_part
 from tiercache.ranks.record import Record
+from tiercache.ranks.shard_folder import Mark, open_part
 from tiercache.ranks.sharded_folder import LOCK, check_there
 from tiercache.store import StoreError
 from tiercache.store.directory import WriterLock

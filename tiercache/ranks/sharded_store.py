@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiercache.ranks.placement import Placement, hash_bounds
 from tiercache.ranks.reading import commits_of, open_parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_folder import check_there
+from tiercache.ranks.sharding_plan import ShardingPlan, hash_bounds
 from tiercache.store import CorruptStoreError, KeyMissingError, Store, StoreError, StoreMissingError, hash_keys
 from tiercache.store.errors import CommitMissingError
 from tiercache.store.scan import SCAN_BYTES
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.ranks.common_commit import CommonCommit
-    from tiercache.ranks.placement import TablePlacement
+    from tiercache.ranks.sharding_plan import TableSharding
     from tiercache.store import Cursor, Table
     from tiercache.store.scan import Chunk
     from tiercache.store.serving import Fields
@@ -47,13 +47,13 @@ class ShardedStore:
         self,
         path: Path,
         record: Record,
-        placement: Placement,
+        sharding: ShardingPlan,
         parts: tuple[Store, ...],
         opened: tuple[Store, ...],
         commits: tuple[CommonCommit, ...],
     ) -> None:
         """Only ``open`` and ``at`` call this."""
-        self.path, self.record, self.placement = path, record, placement
+        self.path, self.record, self.sharding = path, record, sharding
         self.parts = parts
         """The part of each rank, at its commit."""
         self.tables = record.tables
@@ -83,7 +83,7 @@ class ShardedStore:
             record = Record.read(place)
             if record is None or record.newest is None:
                 raise StoreMissingError(f"the sharded store at {place} has no commit yet: train to its first one")
-            label, placement = f"the sharded store at {place}", placement_of(record, place)
+            label, sharding = f"the sharded store at {place}", sharding_of(record, place)
             only = None if commit is None else record.find(commit, label)
             try:
                 opened = open_parts(place, record, only)
@@ -92,7 +92,7 @@ class ShardedStore:
                     raise
                 continue
             kept = commits_of(record, opened) if only is None else (only,)
-            return cls(place, record, placement, _all_at(opened, kept[-1]), opened, kept)
+            return cls(place, record, sharding, _all_at(opened, kept[-1]), opened, kept)
         raise StoreError(f"the sharded store at {place} went on {_TRIES} times while it was opened: open it again")
 
     def at(self, commit: int) -> ShardedStore:
@@ -101,7 +101,7 @@ class ShardedStore:
         Raises CommitMissingError.
         """
         found = replace(self.record, commits=self.commits).find(commit, self.label)
-        return ShardedStore(self.path, self.record, self.placement, _all_at(self.parts, found), (), (found,))
+        return ShardedStore(self.path, self.record, self.sharding, _all_at(self.parts, found), (), (found,))
 
     def check_parts(self) -> None:
         """Raise where a part, opened with all its commits, lacks an older one that the record names and still does.
@@ -165,16 +165,16 @@ class ShardedStore:
 
         What of a row is kept once for each slice of columns is that of the first slice. Raises as ``Store.scan``.
         """
-        placed = self._placed(table_name)
+        table_sharding = self._table_sharding(table_name)
         with self._reading():
-            if not placed.slices:
+            if not table_sharding.slices:
                 for part in self.parts:  # ranks own rising ranges of hashes
                     yield from part.scan(table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
                 return
-            share = memory_bytes // len(placed.slices)
+            share = memory_bytes // len(table_sharding.slices)
             scans = [
                 self.parts[one.rank].scan(table_name, chunk_rows=chunk_rows, memory_bytes=share, scratch=scratch)
-                for one in placed.slices
+                for one in table_sharding.slices
             ]
             yield from self._side_by_side(self._table(table_name), scans)
 
@@ -190,12 +190,12 @@ class ShardedStore:
 
         ``missing`` and what is raised are as for ``Store.lookup``; ``progress`` counts anew for each part.
         """
-        placed, table = self._placed(table_name), self._table(table_name)
+        table_sharding, table = self._table_sharding(table_name), self._table(table_name)
         keys = np.asarray(keys)
         with self._reading():
-            if placed.slices:
+            if table_sharding.slices:
                 try:
-                    found = [self._ask(one.rank, table, keys, missing, progress) for one in placed.slices]
+                    found = [self._ask(one.rank, table, keys, missing, progress) for one in table_sharding.slices]
                 except KeyMissingError as error:
                     raise self._missing(table, error.keys, np.unique(keys).size) from error
                 names = (field.name for field in table.fields)
@@ -212,18 +212,18 @@ class ShardedStore:
         the temporary files of ``scan``. Raises CommitMissingError for another commit, and what ``Store.changes`` and,
         of slices, ``scan`` raise.
         """
-        placed, table = self._placed(table_name), self._table(table_name)
+        table_sharding, table = self._table_sharding(table_name), self._table(table_name)
         commits = self._since(since)
         with self._reading():
-            if len(placed.slices) < 2:
+            if len(table_sharding.slices) < 2:
                 for rank in self._counting(table_name):
                     yield from self.parts[rank].changes(table_name, since=commits[rank])
                 return
             # Slices change in the same steps. To look the keys of each chunk up would read all keys for each of them.
-            share = SCAN_BYTES // len(placed.slices)
+            share = SCAN_BYTES // len(table_sharding.slices)
             scans = [
                 _values(changes(self.parts[one.rank], table_name, commits[one.rank], in_order=True, memory_bytes=share))
-                for one in placed.slices
+                for one in table_sharding.slices
             ]
             names = [field.name for field in table.fields]
             for keys, values in self._side_by_side(table, scans):
@@ -247,8 +247,8 @@ class ShardedStore:
 
     def _counting(self, table_name: str) -> Sequence[int]:
         """Return the ranks in whose parts every row of a table is once."""
-        placed = self._placed(table_name)
-        return [placed.slices[0].rank] if placed.slices else range(len(self.parts))
+        table_sharding = self._table_sharding(table_name)
+        return [table_sharding.slices[0].rank] if table_sharding.slices else range(len(self.parts))
 
     def _since(self, commit: int) -> tuple[int, ...]:
         """Return the commit of each part from which changes count."""
@@ -321,8 +321,8 @@ class ShardedStore:
                 for (keys, fields), scan in zip(whole, scans, strict=True)
             ]
 
-    def _placed(self, table_name: str) -> TablePlacement:
-        return self.placement.tables[self._table(table_name).name]
+    def _table_sharding(self, table_name: str) -> TableSharding:
+        return self.sharding.tables[self._table(table_name).name]
 
     def _table(self, table_name: str) -> Table:
         """Return a whole table. Raises ValueError where there is none of that name."""
@@ -344,18 +344,18 @@ class ShardedStore:
             raise
 
 
-def placement_of(record: Record, path: Path) -> Placement:
-    """Return the placement of a record. Raises CorruptStoreError where it fits neither its tables nor its parts."""
+def sharding_of(record: Record, path: Path) -> ShardingPlan:
+    """Return the sharding of a record. Raises CorruptStoreError where it fits neither its tables nor its parts."""
     try:
-        placement = Placement.from_record(record.placement)
-        placement.check(record.tables)
-        if placement.num_ranks != record.num_ranks:
-            raise ValueError(f"it places tables on {placement.num_ranks} ranks and there are {record.num_ranks} parts")
+        sharding = ShardingPlan.from_record(record.sharding)
+        sharding.check(record.tables)
+        if sharding.num_ranks != record.num_ranks:
+            raise ValueError(f"it shards tables over {sharding.num_ranks} ranks and there are {record.num_ranks} parts")
     except ValueError as error:
         raise CorruptStoreError(
             f"the record of the sharded store at {path} makes no sense ({error}): restore it from a copy"
         ) from error
-    return placement
+    return sharding
 
 
 def _all_at(parts: tuple[Store, ...], commit: CommonCommit) -> tuple[Store, ...]:

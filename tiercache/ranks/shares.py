@@ -1,4 +1,4 @@
-"""Shares: what one rank owns of a pass set, as the passes that its own part of the store is trained with."""
+"""Shares: what one rank owns of a dataset, as the sub-datasets that its own part of the store is trained with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.kernels.cpu.next_use import hash_range_bound
 from tiercache.ranks.owners import find_owners
-from tiercache.ranks.placement import hash_bounds
+from tiercache.ranks.sharding_plan import hash_bounds
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import Pass, PassSet
+    from tiercache.passes.dataset import PassDataset, SubDataset
     from tiercache.passes.samples import SampleBuffers, Samples
     from tiercache.ranks.owners import Owners
-    from tiercache.ranks.placement import Placement
+    from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
 
-__all__ = ["Share", "SharedPass", "part_tables", "share_digest"]
+__all__ = ["Share", "SharedSubDataset", "part_tables", "share_digest"]
 
 
-def part_tables(tables: Iterable[Table], placement: Placement, rank: int) -> tuple[Table, ...]:
+def part_tables(tables: Iterable[Table], sharding: ShardingPlan, rank: int) -> tuple[Table, ...]:
     """Return the tables of one rank's part, in the order of table ids: all of them, by name.
 
     One whose columns are divided has the rank's own. One that the rank owns no row of is whole: its rows are elsewhere.
-    Raises ValueError where the placement is of other tables.
+    Raises ValueError where the sharding is of other tables.
     """
     ordered = sorted(tables, key=lambda table: table.table_id)
-    placement.check(ordered)
+    sharding.check(ordered)
     parts = []
     for table in ordered:
-        mine = placement.tables[table.name].slice_of(rank)
+        mine = sharding.tables[table.name].slice_of(rank)
         if mine is None or mine.last - mine.first == table.dim:
             parts.append(table)
         else:
@@ -47,43 +47,43 @@ def part_tables(tables: Iterable[Table], placement: Placement, rank: int) -> tup
     return tuple(parts)
 
 
-def share_digest(passes: str, placement: Placement, rank: int) -> str:
-    """Return the digest of the share that a rank has of the pass set with the digest ``passes``."""
-    return hashlib.sha256(f"{passes}\0{placement.digest}\0{rank}".encode()).hexdigest()
+def share_digest(passes: str, sharding: ShardingPlan, rank: int) -> str:
+    """Return the digest of the share that a rank has of the dataset with the digest ``passes``."""
+    return hashlib.sha256(f"{passes}\0{sharding.digest}\0{rank}".encode()).hexdigest()
 
 
-class SharedPass:
-    """One pass as one rank sees it: its own keys, and all samples with their local ids of the whole pass."""
+class SharedSubDataset:
+    """A sub-dataset as one rank sees it: its own keys, and all samples, with local ids of the whole sub-dataset."""
 
-    def __init__(self, whole: Pass, share: Share) -> None:
+    def __init__(self, whole: SubDataset, share: Share) -> None:
         self.index = whole.index
-        """Its place in the pass set."""
+        """Its place in the dataset."""
         self.samples = whole.samples
-        """How many samples the whole pass has."""
+        """How many samples the whole sub-dataset has."""
         self.whole = whole
-        """The pass of all ranks."""
+        """The sub-dataset of all ranks."""
         self._share = share
         self._spans: dict[str, slice] = {}
 
     def span(self, table: str) -> slice:
-        """Return the local ids, in the whole pass, of the rank's own rows of a table."""
+        """Return the local ids, in the whole sub-dataset, of the rank's own rows of a table."""
         if table not in self._spans:
             self._spans[table] = self._find(table)
         return self._spans[table]
 
     def _find(self, table: str) -> slice:
-        placement, rank = self._share.placement, self._share.rank
-        placed, rows = placement.tables[table], self.whole.rows(table)
-        if not placed.by_hash:
-            return slice(0, 0 if placed.slice_of(rank) is None else rows)
-        if placement.num_ranks == 1:
+        sharding, rank = self._share.sharding, self._share.rank
+        table_sharding, rows = sharding.tables[table], self.whole.rows(table)
+        if not table_sharding.by_hash:
+            return slice(0, 0 if table_sharding.slice_of(rank) is None else rows)
+        if sharding.num_ranks == 1:
             return slice(0, rows)
         keys, table_id = self.whole.keys(table), self._share.table_ids[table]
-        bounds = hash_bounds(placement.num_ranks)[rank : rank + 2]
+        bounds = hash_bounds(sharding.num_ranks)[rank : rank + 2]
         return slice(*(hash_range_bound(keys, table_id, bound) for bound in bounds))
 
     def check_samples(self) -> None:
-        """Raise PassSetError where the pass has a key set alone."""
+        """Raise DatasetError where the sub-dataset has a key set alone."""
         self.whole.check_samples()
 
     def rows(self, table: str) -> int:
@@ -102,63 +102,65 @@ class SharedPass:
         *,
         features: Collection[str] | None = None,
     ) -> Samples:
-        """Read the samples at ``indices``, in their order, with local ids of the whole pass."""
+        """Read the samples at ``indices``, in their order, with local ids of the whole sub-dataset."""
         return self.whole.read(indices, into, features=features)
 
 
 class Share:
-    """What one rank owns of a pass set: passes with its own keys, for the tables of its part.
+    """What one rank owns of a dataset: sub-datasets with its own keys, for the tables of its part.
 
-    Its samples have local ids of the whole pass. Key sets are in hash order, so a rank's keys of a table
-    placed by row are one stretch of them: nothing is copied.
+    Its samples have local ids of the whole sub-dataset. Key sets are in hash order, so a rank's keys of a table
+    sharded by row are one stretch of them: nothing is copied.
     """
 
-    def __init__(self, passes: PassSet, placement: Placement, rank: int) -> None:
-        """Raises ValueError where the placement is of other tables, or has no such rank."""
-        if not 0 <= rank < placement.num_ranks:
-            raise ValueError(f"rank {rank} has no share: the placement has {placement.num_ranks} ranks, counted from 0")
-        placement.check(passes.tables)
-        self.whole, self.placement, self.rank = passes, placement, rank
-        self.tables = part_tables(passes.tables, placement, rank)
+    def __init__(self, passes: PassDataset, sharding: ShardingPlan, rank: int) -> None:
+        """Raises ValueError where the sharding is of other tables, or has no such rank."""
+        if not 0 <= rank < sharding.num_ranks:
+            raise ValueError(f"rank {rank} has no share: the sharding has {sharding.num_ranks} ranks, counted from 0")
+        sharding.check(passes.tables)
+        self.whole, self.sharding, self.rank = passes, sharding, rank
+        self.tables = part_tables(passes.tables, sharding, rank)
         """The tables of the rank's part, in the order of table ids."""
         self.table_ids = {table.name: table.table_id for table in self.tables}
         """By name."""
         self.schema: Schema = replace(passes.schema, tables=self.tables)
-        """That of the pass set, with the tables of the part."""
-        self.passes = tuple(SharedPass(one, self) for one in passes.passes)
+        """That of the dataset, with the tables of the part."""
+        self.passes = tuple(SharedSubDataset(one, self) for one in passes.passes)
 
     @property
     def path(self) -> Path:
-        """The folder of the pass set."""
+        """The folder of the dataset."""
         return self.whole.path
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal digest of pass set, placement and rank."""
-        return share_digest(self.whole.digest, self.placement, self.rank)
+        """Hexadecimal digest of dataset, sharding and rank."""
+        return share_digest(self.whole.digest, self.sharding, self.rank)
 
     @property
     def samples(self) -> int:
-        """Samples of all passes."""
+        """Samples of all sub-datasets."""
         return self.whole.samples
 
     @cached_property
     def groups_W(self) -> tuple[tuple[Group, ...], ...]:  # noqa: N802 - a shape stands in the name
         """The groups of every rank's part."""
-        parts = (part_tables(self.whole.tables, self.placement, rank) for rank in range(self.placement.num_ranks))
+        parts = (part_tables(self.whole.tables, self.sharding, rank) for rank in range(self.sharding.num_ranks))
         known: dict[tuple[Table, ...], tuple[Group, ...]] = {}  # ranks without columns of their own are alike
         return tuple(known[part] if part in known else known.setdefault(part, group_tables(part)) for part in parts)
 
-    def owners(self, pass_index: int) -> Owners:
-        """Find who owns each row of a pass; every rank finds the same. Hold it as long as the pass is trained."""
-        keys = self.whole.passes[pass_index].keys
-        return find_owners(self.placement, pass_index, self.whole.tables, self.groups_W, keys)
+    def owners(self, sub_dataset: int) -> Owners:
+        """Find who owns each row of a sub-dataset; every rank finds the same. Hold it as long as the sub-dataset is
+        trained.
+        """
+        keys = self.whole.passes[sub_dataset].keys
+        return find_owners(self.sharding, sub_dataset, self.whole.tables, self.groups_W, keys)
 
-    def __iter__(self) -> Iterator[SharedPass]:
+    def __iter__(self) -> Iterator[SharedSubDataset]:
         return iter(self.passes)
 
     def __len__(self) -> int:
         return len(self.passes)
 
     def __repr__(self) -> str:
-        return f"Share(rank {self.rank} of {self.placement.num_ranks}, {self.whole!r})"
+        return f"Share(rank {self.rank} of {self.sharding.num_ranks}, {self.whole!r})"

@@ -3,11 +3,11 @@
 Legend: W ranks, T tables in the order of table ids, K stretches, R runs, S sections, G groups of whole tables, H the
 most groups that a rank's part has, U unique rows of a batch.
 
-A *stretch* is what one rank owns of one table: neighbouring local ids, of all columns or some. The *wire order* is that
+A *stretch* is what one rank owns of one table: neighboring local ids, of all columns or some. The *wire order* is that
 of their ranks (the others ascending, this rank last), in each what travels first and then what is looked up in a
 mirror, in each by the group of the owner's part, then by group of whole tables, table and column.
 
-A *section* is what one owner has in one of its groups: travelling rows of group h are section h of its 2 H, mirrored
+A *section* is what one owner has in one of its groups: traveling rows of group h are section h of its 2 H, mirrored
 ones section H + h. A *run* is some stretches of one section whose rows stand together on the wire and in memory.
 
 Rows of a group stand in memory in the order of the wire; behind them those that come in columns, then mirrored ones.

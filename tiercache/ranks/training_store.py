@@ -6,26 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.ranks.opening import choose_placement, open_parts
-from tiercache.ranks.placement_rules import asked_words
-from tiercache.ranks.placing import placement_of
+from tiercache.ranks.opening import choose_sharding, open_parts
 from tiercache.ranks.record import RECORD
+from tiercache.ranks.sharding_planner import sharding_of
+from tiercache.ranks.sharding_rules import asked_words
 from tiercache.ranks.shares import Share
 from tiercache.store import Store
 from tiercache.training.matching import check_tables
-from tiercache.training.reorganise import reorganise
+from tiercache.training.reorganize import reorganize
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
     from tiercache.passes.view import DatasetView
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.parts import Parts
-    from tiercache.ranks.placement import Placement
-    from tiercache.ranks.placement_rules import PlacementRules
+    from tiercache.ranks.sharding_plan import ShardingPlan
+    from tiercache.ranks.sharding_rules import ShardingRules
 
 __all__ = ["StoreOptions", "TrainingStore"]
 
@@ -34,7 +34,7 @@ __all__ = ["StoreOptions", "TrainingStore"]
 class StoreOptions:
     """How a cache opens its store: all of it the same on all ranks."""
 
-    sharding: Placement | PlacementRules | str | Mapping[str, str]
+    sharding: ShardingPlan | ShardingRules | str | Mapping[str, str]
     shard_dirs: Sequence[str | os.PathLike[str]] | None
     engine: str | None
     retention: int | None
@@ -57,11 +57,11 @@ class StoreOptions:
 class TrainingStore:
     """The store of one cache. ``choose`` says what is trained, and writes nothing; ``open`` opens the store for it."""
 
-    def __init__(self, place: str | os.PathLike[str] | Store, passes: PassSet, ranks: AnyCommunicator,
+    def __init__(self, place: str | os.PathLike[str] | Store, passes: PassDataset, ranks: AnyCommunicator,
                  options: StoreOptions) -> None:  # fmt: skip
         self._place, self._ranks, self._options = place, ranks, options
         self._passes = passes
-        self.placement: Placement | None = None
+        self.sharding: ShardingPlan | None = None
         """Where tables stand in shards; None in a plain store."""
         self._store: Store | None = None
         self._shards: Parts | None = None
@@ -75,14 +75,14 @@ class TrainingStore:
             is_sharded = self._is_sharded()
         if is_sharded:
             assert not isinstance(self._place, Store)
-            self.placement = choose_placement(
+            self.sharding = choose_sharding(
                 self._place, self._passes, self._ranks, self._options.sharding, number_bytes=number_bytes
             )
         else:
             if isinstance(self._place, Store):
                 check_tables(self._place, self._passes)
             if self._options.sharding != "auto":  # one rank has everything, but a mistake is one
-                placement_of(self._passes, 1, self._options.sharding, number_bytes=number_bytes)
+                sharding_of(self._passes, 1, self._options.sharding, number_bytes=number_bytes)
         return self.view(self._passes)
 
     def _is_sharded(self) -> bool:
@@ -101,22 +101,22 @@ class TrainingStore:
             return False
         return self._ranks.size > 1 or self._options.shard_dirs is not None or (Path(self._place) / RECORD).exists()
 
-    def view(self, passes: PassSet) -> DatasetView:
+    def view(self, passes: PassDataset) -> DatasetView:
         """Return what this rank trains of passes: all, or its share. Raises ValueError where the tables are others."""
-        return passes if self.placement is None else Share(passes, self.placement, self._ranks.rank)
+        return passes if self.sharding is None else Share(passes, self.sharding, self._ranks.rank)
 
     def open(self, source: DatasetView, budgets: Budgets, *, progress: bool | None) -> Store:
         """Open the store, or make it; its rows stand in the order of ``source`` then, where that is asked for.
 
-        Rows of other ranks, or of another placement, are written anew. Collective.
+        Rows of other ranks, or of another sharding, are written anew. Collective.
         """
         options = self._options
-        if self.placement is not None:
+        if self.sharding is not None:
             assert isinstance(source, Share)
             assert not isinstance(self._place, Store)
             self._shards = open_parts(
                 self._place, source, self._ranks, engine=options.engine, parts=options.shard_dirs,
-                retention=options.retention, reorganised=options.reorganize, order_seed=options.order_seed,
+                retention=options.retention, reorganized=options.reorganize, order_seed=options.order_seed,
                 budgets=budgets,
             )  # fmt: skip
             return self._shards.store
@@ -127,7 +127,7 @@ class TrainingStore:
                 self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention
             )
         if options.reorganize and store.mode == "a":
-            reorganise(
+            reorganize(
                 store, self._passes, order_seed=options.order_seed, store_budget=budgets.store_budget, progress=progress
             )
         return store

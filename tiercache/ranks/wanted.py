@@ -22,13 +22,13 @@ __all__ = ["Wanted"]
 
 
 class Wanted:
-    """Tables, placement and folders that are asked for. Raises ValueError for what makes no sense."""
+    """Tables, sharding and folders that are asked for. Raises ValueError for what makes no sense."""
 
     def __init__(
         self,
         tables: Iterable[Table],
         part_tables: Iterable[Table],
-        placement: Mapping[str, Any],
+        sharding: Mapping[str, Any],
         num_ranks: int,
         engine: str | None,
         parts: Sequence[str | os.PathLike[str]] | None,
@@ -36,7 +36,7 @@ class Wanted:
         max_bytes: int | None,
     ) -> None:
         self.tables, self.part_tables = tuple(sorted(tables, key=lambda table: table.table_id)), tuple(part_tables)
-        self.placement, self.max_bytes = dict(placement), max_bytes
+        self.sharding, self.max_bytes = dict(sharding), max_bytes
         self.engine, self.retention, self._num_ranks = engine, retention, num_ranks
         group_tables(self.tables)
         if engine is not None and engine not in ENGINES:
@@ -57,7 +57,7 @@ class Wanted:
             engine=self.engine or (before.engine if before else "zarr" if compressed else "lmdb"),
             retention=self.retention or (before.retention if before else 1),
             tables=self.tables,
-            placement=self.placement,
+            sharding=self.sharding,
             parts=tuple(self._place(path, generation, rank) for rank in range(self._num_ranks)),
             obsolete=() if before is None else (*before.obsolete, *before.parts),
             first_commit=0 if before is None else before.next_commit,
@@ -66,21 +66,21 @@ class Wanted:
     def check_record(self, found: Record, label: str) -> None:
         """Raise TableMismatchError for a store of other tables, ValueError for one of another engine."""
         compare_tables(found.tables, self.tables, label)
-        if self.engine not in {None, found.engine} and self.placement == found.placement:
+        if self.engine not in {None, found.engine} and self.sharding == found.sharding:
             raise ValueError(
                 f"{label} was made with engine {found.engine!r}, not {self.engine!r}: leave engine out, or give the "
                 "path of a new store"
             )
 
     def check_ways(self, found: Record, label: str) -> None:
-        """Raise StateError for a store that has the parts of other ranks, or of another placement."""
+        """Raise StateError for a store that has the parts of other ranks, or of another sharding."""
         if found.num_ranks != self._num_ranks:
             raise StateError(
                 f"{label} has the parts of {found.num_ranks} ranks and {self._num_ranks} were started: start "
                 f"{found.num_ranks}, or make parts for {self._num_ranks} first"
             )
-        if found.placement != self.placement:
-            raise StateError(f"{label} has another placement than was given: give its own, or make parts for the other")
+        if found.sharding != self.sharding:
+            raise StateError(f"{label} has another sharding than was given: give its own, or make parts for the other")
 
     def moved(self, path: Path, record: Record) -> Record:
         """Return the record with the folders and the retention that were asked for."""

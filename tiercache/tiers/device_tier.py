@@ -1,4 +1,4 @@
-"""The device tier: the rows of the visit being trained, one array per field, each row in its slot."""
+"""The device tier: the rows of the pass being trained, one array per field, each row in its slot."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import Array
     from tiercache.planning.next_use import Uses
+    from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.positions import Positions
-    from tiercache.planning.visit_plan import VisitPlan
     from tiercache.store.table import Group
 
 
@@ -30,8 +30,8 @@ _KEY_AND_SLOT_BYTES = 12
 
 
 @dataclass(slots=True)
-class Placement:
-    """Where the rows of one visit and group go."""
+class SlotAssignment:
+    """Where the rows of one pass and group go."""
 
     slots_K: NDArray[np.int32]
     """The slot of each position."""
@@ -42,9 +42,9 @@ class Placement:
     ``settle`` was called, their slots; empty after the load."""
     free: int
     """Places from the first in the order of loading whose slots are theirs, or nobody's: the others' are those of the
-    visit before that depart, in dump order."""
+    pass before that depart, in dump order."""
     departing: int
-    """Rows of the visit before that are not kept."""
+    """Rows of the pass before that are not kept."""
     loaded_K: NDArray[np.uint8]
     """A bit for each position, first the highest: whether its row is loaded. Empty where no stream goes with a row."""
 
@@ -77,13 +77,13 @@ class DeviceTier:
         self.arrays_G = backend.reserve(need.layouts, "device_budget holds passes that")
         """The memory of each group's rows."""
         self.slots_G: list[Array] = []
-        """The slots of the visit shown, on the device."""
+        """The slots of the pass shown, on the device."""
         self._spare_G: list[NDArray[np.int32]] = []
         self._closed = False
         self.clear()
 
     def close(self) -> None:
-        """Let go of the device's memory, whoever still refers to this; no visit may begin any more."""
+        """Let go of the device's memory, whoever still refers to this; no pass may begin any more."""
         self._closed = True
         self.arrays_G, self.slots_G, self._spare_G, self.num_bytes = [], [], [], 0
 
@@ -96,13 +96,13 @@ class DeviceTier:
             spare[-1] = rows
             self._spare_G.append(spare)
 
-    def place(self, plan: VisitPlan, uses: Uses, before: list[Placement] | None, before_uses: Uses | None,
-              before_pass: int | None) -> list[Placement]:  # fmt: skip
-        """Find the slots of the next visit's rows from those of the visit before, or from nothing."""
-        placements = []
+    def place(self, plan: PassPlan, uses: Uses, before: list[SlotAssignment] | None, before_uses: Uses | None,
+              before_sub_dataset: int | None) -> list[SlotAssignment]:  # fmt: skip
+        """Find the slots of the next pass's rows from those of the pass before, or from nothing."""
+        assignments = []
         for g in range(len(self.capacity_G)):
-            span = self._positions.span(plan.pass_index, g)
-            prev_gap = uses.prev_gap[plan.pass_index][span]
+            span = self._positions.span(plan.sub_dataset, g)
+            prev_gap = uses.prev_gap[plan.sub_dataset][span]
             rows = span.stop - span.start
             slots, order = self._backend.indices(rows), self._backend.indices(rows)
             if plan.within:
@@ -111,30 +111,30 @@ class DeviceTier:
                 limit = min(plan.longest_wait + 1, uses.longest)
                 stable_order_by_gap(prev_gap, limit, order)
             spare = int(self._spare_G[g][-1])
-            if before is None or before_uses is None or before_pass is None:
+            if before is None or before_uses is None or before_sub_dataset is None:
                 none, nothing_kept = np.empty(0, dtype=np.int32), np.zeros(rows, dtype=np.int32)
                 departing, taken = 0, (none, none, none, nothing_kept)
             else:
-                old = before_uses.next_gap[before_pass][self._positions.span(before_pass, g)]
+                old = before_uses.next_gap[before_sub_dataset][self._positions.span(before_sub_dataset, g)]
                 departing = old.size - plan.kept_G[g]
                 taken = before[g].slots_K, old, before[g].dump_order_K, prev_gap
             kept = assign_slots(*taken, order, self._spare_G[g], slots)
-            assert kept == plan.kept_G[g], f"visit {plan.visit} keeps {kept} rows, planned {plan.kept_G[g]}"
+            assert kept == plan.kept_G[g], f"pass {plan.pass_index} keeps {kept} rows, planned {plan.kept_G[g]}"
             dump_order = self._backend.indices(rows)
-            stable_order_by_gap(uses.next_gap[plan.pass_index][span], uses.longest, dump_order)
+            stable_order_by_gap(uses.next_gap[plan.sub_dataset][span], uses.longest, dump_order)
             loaded = np.zeros(0, dtype=np.uint8)
             if self._positions.groups[g].dtype != "float32":
                 is_loaded = np.ones(rows, dtype=np.bool_)
                 is_loaded[order[:kept]] = False
                 loaded = np.packbits(is_loaded)
-            placements.append(Placement(slots, dump_order, order, min(rows, kept + spare), departing, loaded))
-        return placements
+            assignments.append(SlotAssignment(slots, dump_order, order, min(rows, kept + spare), departing, loaded))
+        return assignments
 
-    def activate(self, placements: list[Placement]) -> None:
-        """Have lookups see the rows of these placements from now on."""
+    def activate(self, assignments: list[SlotAssignment]) -> None:
+        """Have lookups see the rows in these slots from now on."""
         self.slots_G = [
-            self._backend.place(placement.slots_K, arrays.slots)
-            for placement, arrays in zip(placements, self.arrays_G, strict=True)
+            self._backend.place(assignment.slots_K, arrays.slots)
+            for assignment, arrays in zip(assignments, self.arrays_G, strict=True)
         ]
 
     def read(self, group: int, field: int, slots: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -144,7 +144,7 @@ class DeviceTier:
         return self._backend.read(self.arrays_G[group].fields[field], slots)
 
     def note_keys(
-        self, pass_index: int, placements: list[Placement], keys_of: Callable[[int, int], NDArray[np.int64]]
+        self, sub_dataset: int, assignments: list[SlotAssignment], keys_of: Callable[[int, int], NDArray[np.int64]]
     ) -> None:
         """Note which key stands in which slot of the rows shown, where these are rounded by it.
 
@@ -154,30 +154,30 @@ class DeviceTier:
         for g, group in enumerate(self._positions.groups):
             if group.dtype == "float32":
                 continue
-            starts, slots, arrays = self._positions.table_starts(pass_index, g), self.slots_G[g], self.arrays_G[g]
+            starts, slots, arrays = self._positions.table_starts(sub_dataset, g), self.slots_G[g], self.arrays_G[g]
             for i, table in enumerate(group.tables):
-                keys = keys_of(pass_index, self._positions.first_table(g) + i)
+                keys = keys_of(sub_dataset, self._positions.first_table(g) + i)
                 for first in range(0, keys.size, _CHUNK_KEYS):
                     some = keys[first : first + _CHUNK_KEYS]
                     here = int(starts[i]) + first
                     chunk = slice(here, here + some.size)
-                    loaded = placements[g].loaded_in(chunk)
+                    loaded = assignments[g].loaded_in(chunk)
                     if not loaded.size:
                         continue
                     there = slots[chunk]
                     if loaded.size * _KEY_AND_SLOT_BYTES < some.nbytes:
                         some = some[loaded]
-                        there = self._backend.place(placements[g].slots_K[chunk][loaded], arrays.load_slots)
+                        there = self._backend.place(assignments[g].slots_K[chunk][loaded], arrays.load_slots)
                     self._backend.note_keys(table, some, arrays.streams, there, arrays.keys)
 
-    def rows_of(self, pass_index: int) -> list[GroupRows]:
+    def rows_of(self, sub_dataset: int) -> list[GroupRows]:
         """Return what a lookup sees."""
         return [
             GroupRows.of(
                 group,
                 self.arrays_G[g].fields,
                 self.slots_G[g],
-                self._positions.table_starts(pass_index, g),
+                self._positions.table_starts(sub_dataset, g),
                 streams=self.arrays_G[g].streams,
             )
             for g, group in enumerate(self._positions.groups)

@@ -1,4 +1,4 @@
-"""The host tier: dumps as blocks in memory, from which later visits load and the writer writes."""
+"""The host tier: dumps as blocks in memory, from which later passes load and the writer writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
 
 class HostTier:
-    """Blocks of earlier dumps, by (visit, group).
+    """Blocks of earlier dumps, by (pass, group).
 
     Used by one thread at a time: by the reader behind a load, by the writer when it makes room behind that, and by the
     training thread behind ``PassSwitcher.drain`` or when both rest. The writer also reads blocks at any time.
@@ -37,16 +37,16 @@ class HostTier:
         """By number, without those that were freed."""
         self._streams: dict[tuple[int, int], Stream] = {}
 
-    def enter(self, visit: int, group: int, stream: Stream) -> list[PinnedRegion]:
+    def enter(self, pass_index: int, group: int, stream: Stream) -> list[PinnedRegion]:
         """Make room for a dump and return its blocks, to be filled."""
         blocks = [self.memory.take(int(n)) for n in stream.block_bytes_B]
         if blocks:
-            self._blocks[visit, group] = dict(enumerate(blocks))
-            self._streams[visit, group] = stream
+            self._blocks[pass_index, group] = dict(enumerate(blocks))
+            self._streams[pass_index, group] = stream
         return blocks
 
     def keep(self, retained: Mapping[tuple[int, int], Held], *, not_before: int) -> None:
-        """Free all that ``retained`` does not name of the dumps before visit ``not_before``."""
+        """Free all that ``retained`` does not name of the dumps before pass ``not_before``."""
         for key in [key for key in self._blocks if key[0] < not_before]:
             held = retained.get(key)
             if held is None:
@@ -59,13 +59,13 @@ class HostTier:
         for key in list(self._blocks):
             self._drop(key)
 
-    def stream(self, visit: int, group: int) -> Stream:
+    def stream(self, pass_index: int, group: int) -> Stream:
         """Return how the blocks of a dump are laid out."""
-        return self._streams[visit, group]
+        return self._streams[pass_index, group]
 
-    def runs(self, visit: int, group: int, held: Held) -> Iterator[Run]:
+    def runs(self, pass_index: int, group: int, held: Held) -> Iterator[Run]:
         """Yield the pieces of ``held``, block after block."""
-        key = visit, group
+        key = pass_index, group
         stream = self._streams[key]
         piece = held.first
         while piece < held.last:
@@ -80,12 +80,12 @@ class HostTier:
             )
             piece = last
 
-    def piece(self, visit: int, group: int, piece: int) -> NDArray[np.uint8] | None:
+    def piece(self, pass_index: int, group: int, piece: int) -> NDArray[np.uint8] | None:
         """Return the bytes of one piece, or None where they are not here."""
-        blocks = self._blocks.get((visit, group))
+        blocks = self._blocks.get((pass_index, group))
         if blocks is None:
             return None
-        stream = self._streams[visit, group]
+        stream = self._streams[pass_index, group]
         block = int(stream.piece_block_P[piece])
         region = blocks.get(block)
         if region is None:

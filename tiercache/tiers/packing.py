@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend, Event, Pieces
     from tiercache.backends.jagged import Array
+    from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.positions import Positions
-    from tiercache.planning.visit_plan import VisitPlan
     from tiercache.store.stream import Stream
-    from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
     from tiercache.tiers.host_tier import HostTier
     from tiercache.tiers.row_prefetcher import Staged
 
@@ -70,7 +70,7 @@ class Packer:
         self._device, self._backend, self._positions, self._keys_of = device, backend, positions, keys_of
 
     def target(self, stream: Stream, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Part]:
-        """Lay out the pieces of neighbouring blocks, given by their bytes. Any thread."""
+        """Lay out the pieces of neighboring blocks, given by their bytes. Any thread."""
         cuts = stream.block_piece_B[first_block:][: len(blocks) + 1]
         first_row = stream.piece_first_row_P[cuts].tolist()
         of_blocks = zip(first_row, pairwise(cuts.tolist()), blocks, strict=False)
@@ -98,11 +98,11 @@ class Packer:
         return departed
 
     def keys(
-        self, pass_index: int, group: int, order: NDArray[np.int32] | None, stream: Stream
+        self, sub_dataset: int, group: int, order: NDArray[np.int32] | None, stream: Stream
     ) -> Iterator[NDArray[np.int64]]:
         """Yield the keys of each block in the order of its rows, as of `pack`; of many they are looked up together."""
-        starts, first_table = self._positions.table_starts(pass_index, group), self._positions.first_table(group)
-        keys_T = [np.asarray(self._keys_of(pass_index, first_table + i)) for i in range(len(starts) - 1)]
+        starts, first_table = self._positions.table_starts(sub_dataset, group), self._positions.first_table(group)
+        keys_T = [np.asarray(self._keys_of(sub_dataset, first_table + i)) for i in range(len(starts) - 1)]
         first_row, at_once = stream.block_first_row_B.tolist(), max(1, _KEY_ROWS // stream.block_rows)
         for block in range(0, stream.num_blocks, at_once):
             cuts = first_row[block : block + at_once + 1]
@@ -134,15 +134,15 @@ class Unpacker:
         self._device, self._backend, self._host = device, backend, host
         self._positions, self._keys_of = positions, keys_of
 
-    def lay_out_held(self, plan: VisitPlan | None) -> list[list[Part]]:
-        """Lay out what a visit takes from host blocks, by group; None: nothing. By who may use the host tier."""
+    def lay_out_held(self, plan: PassPlan | None) -> list[list[Part]]:
+        """Lay out what a pass takes from host blocks, by group; None: nothing. By who may use the host tier."""
         runs_G: list[list[_Run]] = [[] for _ in self._positions.groups]
         if plan is not None:
             next_G = list(plan.kept_G)
             for load in plan.loads:
                 if load.host.first < load.host.last:
-                    first, stream = next_G[load.group], self._host.stream(load.visit, load.group)
-                    for low, high, data in self._host.runs(load.visit, load.group, load.host):
+                    first, stream = next_G[load.group], self._host.stream(load.pass_index, load.group)
+                    for low, high, data in self._host.runs(load.pass_index, load.group, load.host):
                         runs_G[load.group].append(_Run(first, stream, low, high, data))
                         first += int(stream.piece_first_row_P[high] - stream.piece_first_row_P[low])
                 next_G[load.group] += load.rows
@@ -169,31 +169,31 @@ class Unpacker:
     def unpack(
         self, layout: StagedLayout, held_G: list[list[Part]], departed_G: Sequence[Sequence[Departed]]
     ) -> list[Array]:
-        """Load what host memory has of a visit's rows; return the slots of all, by group. Waits for no step.
+        """Load what host memory has of a pass's rows; return the slots of all, by group. Waits for no step.
 
-        departed_G: what was dumped of the visit before. Rows go to its slots as soon as its rows have left them.
+        departed_G: what was dumped of the pass before. Rows go to its slots as soon as its rows have left them.
         """
         staged, backend, slots_G = layout.staged, self._backend, []
         plan = staged.plan
         first_G = [kept + sum(n.rows for n in plan.loads if n.group == g) for g, kept in enumerate(plan.kept_G)]
         with backend.streams.loading():
             for g, (arrays, group) in enumerate(zip(self._device.arrays_G, self._positions.groups, strict=True)):
-                placement, departed = staged.placements[g], departed_G[g]
-                slots = backend.place(placement.load_K, arrays.load_slots)
+                assignment, departed = staged.assignments[g], departed_G[g]
+                slots = backend.place(assignment.load_K, arrays.load_slots)
                 for part in sorted([*held_G[g], *layout.rows_G[g]], key=_last_row):
-                    self._await_departed(placement, departed, part.last)
+                    self._await_departed(assignment, departed, part.last)
                     backend.unpack(arrays.fields, slots, part.pieces)
-                self._await_departed(placement, departed, placement.load_K.size)
+                self._await_departed(assignment, departed, assignment.load_K.size)
                 backend.unpack(arrays.fields[:1], slots, layout.vectors_G[g])
                 for state, value in zip(arrays.fields[1:], initial_values(group), strict=True):
                     backend.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
                 slots_G.append(slots)
         return slots_G
 
-    def _await_departed(self, placement: Placement, departed: Sequence[Departed], last: int) -> None:
+    def _await_departed(self, assignment: SlotAssignment, departed: Sequence[Departed], last: int) -> None:
         """Have what comes next come behind the dump of rows in whose slots rows before ``last`` are loaded."""
-        if last > placement.free:
-            dumped = departed[-1].last - placement.departing + last - placement.free
+        if last > assignment.free:
+            dumped = departed[-1].last - assignment.departing + last - assignment.free
             self._backend.streams.wait_event(departed[bisect_left(departed, dumped, key=_last_row)].packed)
 
     def activate(self, staged: Staged, slots_G: list[Array]) -> None:
@@ -203,8 +203,8 @@ class Unpacker:
             for due in staged.keys:
                 arrays, mine = self._device.arrays_G[due.group], slice(due.first_row, due.first_row + due.keys.size)
                 backend.generate(due.table, due.keys, arrays.fields[0], slots_G[due.group][mine], arrays.keys)
-            self._device.activate(staged.placements)
-            self._device.note_keys(plan.pass_index, staged.placements, self._keys_of)
+            self._device.activate(staged.assignments)
+            self._device.note_keys(plan.sub_dataset, staged.assignments, self._keys_of)
         backend.streams.loaded().wait()
 
 
@@ -247,7 +247,7 @@ def _parts(backend: Backend, row_floats: int, runs: Sequence[_Run], *, apart: bo
 
 
 def _add_runs(pieces: Pieces, runs: Sequence[_Run], before: int) -> None:
-    """Add all at once: a visit has many, and each call takes the interpreter from the training."""
+    """Add all at once: a pass has many, and each call takes the interpreter from the training."""
     rows = np.concatenate([run.stream.piece_rows_P[run.low : run.high] for run in runs])
     cuts, begin = np.zeros(len(runs) + 1, np.int64), np.zeros(rows.size, np.int64)
     np.cumsum([run.high - run.low for run in runs], out=cuts[1:])

@@ -1,4 +1,4 @@
-"""Preparing: each visit's plan and the slots of its rows, ahead of its staging, on the reader thread."""
+"""Preparing: each pass's plan and the slots of its rows, ahead of its staging, on the reader thread."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tiercache.planning.next_use import Uses
-    from tiercache.planning.visit_plan import Planner, VisitPlan
-    from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.planning.pass_plan import PassPlan, Planner
+    from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
 
 
 class Prepared(NamedTuple):
-    """A visit whose rows have their slots."""
+    """A pass whose rows have their slots."""
 
-    plan: VisitPlan
-    placements: list[Placement]
+    plan: PassPlan
+    assignments: list[SlotAssignment]
 
 
 class PassPlanner:
-    """Prepares the visits of one run, one after the other; called on the reader thread."""
+    """Prepares the passes of one run, one after the other; called on the reader thread."""
 
     def __init__(self, planner: Planner, device: DeviceTier, uses_of: Callable[[int], Uses]) -> None:
         self._planner, self._device, self._uses_of = planner, device, uses_of
@@ -30,20 +30,20 @@ class PassPlanner:
         self._failed = False
 
     def next(self) -> Prepared:
-        """Plan the next visit, and find the slots of its rows from those of the one before.
+        """Plan the next pass, and find the slots of its rows from those of the one before.
 
         Raises StateError where it failed before: slots may be half given out.
         """
         if self._failed:
-            raise StateError("the visit before could not be prepared, so this one is not: begin the run of visits anew")
+            raise StateError("the pass before could not be prepared, so this one is not: begin the run of passes anew")
         self._failed = True
         plan, before = self._planner.plan_next(), self._before
-        placements = self._device.place(
+        assignments = self._device.place(
             plan,
             self._uses_of(plan.epoch),
-            before.placements if before else None,
+            before.assignments if before else None,
             None if before is None else self._uses_of(before.plan.epoch),
-            None if before is None else before.plan.pass_index,
+            None if before is None else before.plan.sub_dataset,
         )
-        self._before, self._failed = Prepared(plan, placements), False
+        self._before, self._failed = Prepared(plan, assignments), False
         return self._before

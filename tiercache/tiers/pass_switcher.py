@@ -1,4 +1,4 @@
-"""The switch: dump of one visit, load of the next, with a reader and a writer thread beside the training."""
+"""The switch: dump of one pass, load of the next, with a reader and a writer thread beside the training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tiercache.tiers.dump_room import Room, make_room
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Packer, Unpacker
 from tiercache.tiers.pass_planner import PassPlanner
-from tiercache.tiers.report import VisitReport, seconds_of_waiting
+from tiercache.tiers.report import PassReport, seconds_of_waiting
 from tiercache.tiers.row_prefetcher import RowPrefetcher, Staged
-from tiercache.tiers.segments import segments_by_visit
+from tiercache.tiers.segments import segments_by_pass
 from tiercache.tiers.threads import nicer_thread
 
 if TYPE_CHECKING:
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend, Event
     from tiercache.planning.budget import HostBudget
     from tiercache.planning.next_use import Uses
+    from tiercache.planning.pass_plan import PassPlan, Planner
     from tiercache.planning.positions import Positions
-    from tiercache.planning.visit_plan import Planner, VisitPlan
     from tiercache.store import Segment, Store
-    from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
     from tiercache.tiers.dump_room import DumpRoom
     from tiercache.tiers.packing import Departed, Part, StagedLayout
     from tiercache.tiers.pass_planner import Prepared
     from tiercache.tiers.pinned_arena import PinnedArena
 
 StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
-"""What a commit stores beside rows: the dense state, serialised when called, and plain settings."""
+"""What a commit stores beside rows: the dense state, serialized when called, and plain settings."""
 
 
 class PassSwitcher:
     """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
 
-    One reader thread thins out the host tier behind a load, stages visits and prepares those behind them; one writer
+    One reader thread thins out the host tier behind a load, stages passes and prepares those behind them; one writer
     thread appends segments, publishes commits and makes room for the next dump; each in order. An error of either is
-    raised by the next ``check``, one of preparing when the visit is to be staged; after one, no later visit is
+    raised by the next ``check``, one of preparing when the pass is to be staged; after one, no later pass is
     published.
     """
 
@@ -84,7 +84,7 @@ class PassSwitcher:
         self._segments: dict[int, Segment] = {}
         self._pass_planner: PassPlanner | None = None
         self._following: Future[Prepared] | None = None
-        """The visit that will be staged next."""
+        """The pass that will be staged next."""
         self._prepared: Future[Prepared] | None = None
         """The one that is being staged, or was, until it is loaded."""
         self._staging: Future[StagedLayout] | None = None
@@ -95,30 +95,30 @@ class PassSwitcher:
         self._held_G: list[list[Part]] = []
         """What the next load takes from host blocks."""
         self._departed_G: list[list[Departed]] = []
-        """What was dumped of the visit before it."""
+        """What was dumped of the pass before it."""
         self._failure: BaseException | None = None
-        self.plan: VisitPlan | None = None
-        self.placements: list[Placement] = []
+        self.plan: PassPlan | None = None
+        self.assignments: list[SlotAssignment] = []
         self._planner: Planner | None = None
         self._to_prepare = 0
-        self.report: VisitReport | None = None
+        self.report: PassReport | None = None
 
-    # -- a run of visits ---------------------------------------------------------------------------------
+    # -- a run of passes ---------------------------------------------------------------------------------
 
     def begin(self, planner: Planner, *, end: int) -> None:
-        """Start with empty device and host: load the planner's first visit, stage the second and prepare the third.
+        """Start with empty device and host: load the planner's first pass, stage the second and prepare the third.
 
-        Visits from ``end`` on are neither planned nor staged.
+        Passes from ``end`` on are neither planned nor staged.
         """
         self.stop()
         self._end = end
         self._segments.clear()
-        self._segments.update(segments_by_visit(self._store))
+        self._segments.update(segments_by_pass(self._store))
         self._planner = planner
         self._prefetcher = RowPrefetcher(
             self._store, self._backend, self.memory, self._positions, self._keys_of, self._segments
         )
-        self._pass_planner, self._to_prepare = PassPlanner(planner, self.device, self._uses_of), planner.next_visit
+        self._pass_planner, self._to_prepare = PassPlanner(planner, self.device, self._uses_of), planner.next_pass
         self._prepare_next()
         self._stage_next()
         self._held_G = self._unpacker.lay_out_held(None)
@@ -128,10 +128,10 @@ class PassSwitcher:
         self._make_room()
 
     def switch(self, state: StateBytes) -> None:
-        """End the visit on the device and bring in the next one."""
+        """End the pass on the device and bring in the next one."""
         trained = self._backend.streams.trained()
         write, staging = self._dump(state, trained), self._staging
-        assert staging is not None, "no visit is staged behind this one"
+        assert staging is not None, "no pass is staged behind this one"
         if not staging.done():  # the training waits for the disk, which gets all its work now
             self._writing = self._writer.submit(write)
             self._load(trained)
@@ -144,7 +144,7 @@ class PassSwitcher:
         self._make_room()
 
     def finish(self, state: StateBytes) -> None:
-        """End the last visit and wait until it is durable."""
+        """End the last pass and wait until it is durable."""
         report, trained = self._report_now(), self._backend.streams.trained()
         self._writing = self._writer.submit(self._dump(state, trained))
         report.wait("durable", self._writing, trained)
@@ -161,7 +161,7 @@ class PassSwitcher:
             self._release(self._staging.result().staged)
         self._following = self._prepared = self._staging = self._writing = self._thinned = self._room = None
         self._held_G, self._departed_G, self._pass_planner, self._failure = [], [], None, None
-        self.plan, self.report, self.placements = None, None, []
+        self.plan, self.report, self.assignments = None, None, []
         self.host.clear()
         self.device.clear()
         if self._store.mode == "a" and not self._store.closed:
@@ -190,15 +190,15 @@ class PassSwitcher:
             self.check()
 
     def await_staging(self) -> None:
-        """Wait until the rows of the next visit are staged."""
+        """Wait until the rows of the next pass are staged."""
         if self._staging is not None:
             self._staging.exception()
         self.check()
 
-    # -- commit inside a visit ----------------------------------------------------------------------------
+    # -- commit inside a pass ----------------------------------------------------------------------------
 
     def commit_within(self, sample: int, state: StateBytes) -> None:
-        """Write all rows of the visit as one range and publish a commit at ``sample``; returns when durable.
+        """Write all rows of the pass as one range and publish a commit at ``sample``; returns when durable.
 
         Block by block through one region a group, so that it needs no more than a transaction of memory.
         """
@@ -207,8 +207,8 @@ class PassSwitcher:
         streams = tuple(
             self._planner_now().layout(
                 group,
-                [Range(next_use=plan.visit, table_rows=tuple(
-                    int(n) for n in np.diff(self._positions.table_starts(plan.pass_index, g))))]
+                [Range(next_use=plan.pass_index, table_rows=tuple(
+                    int(n) for n in np.diff(self._positions.table_starts(plan.sub_dataset, g))))]
                 if plan.rows_G[g] else [],
                 self._budget,
             )
@@ -218,7 +218,7 @@ class PassSwitcher:
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
             scratch = self._backend.scratch(paged(self._budget.block))
             for g, stream in enumerate(streams):
-                for b, keys in enumerate(self._packer.keys(plan.pass_index, g, None, stream)):
+                for b, keys in enumerate(self._packer.keys(plan.sub_dataset, g, None, stream)):
                     data = scratch[: int(stream.block_bytes_B[b])]
                     self._packer.pack(g, None, self._packer.target(stream, b, [data]))
                     self._backend.streams.dumped().wait()
@@ -226,8 +226,8 @@ class PassSwitcher:
 
         def write() -> None:
             room = self._budget.transaction - paged(self._budget.block)  # scratch is part of the share
-            self._store.append(plan.visit, streams, blocks(), within=True, transaction_bytes=room)
-            self._publish(Cursor(visit=plan.visit, sample=sample), state)
+            self._store.append(plan.pass_index, streams, blocks(), within=True, transaction_bytes=room)
+            self._publish(Cursor(pass_index=plan.pass_index, sample=sample), state)
 
         try:
             write()  # here, as packing is for the training thread
@@ -238,22 +238,22 @@ class PassSwitcher:
     # -- dump ---------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Have the writer make room for the dump of the visit, when the dump before it is durable."""
-        plan, placements, written, prepared = self._plan_now(), self.placements, self._writing, self._prepared
+        """Have the writer make room for the dump of the pass, when the dump before it is durable."""
+        plan, assignments, written, prepared = self._plan_now(), self.assignments, self._writing, self._prepared
         thinned = self._thinned
-        assert thinned is not None, "no visit was loaded"
+        assert thinned is not None, "no pass was loaded"
 
         def make() -> Room:
             thinned.result()
             if written is not None and written.exception() is not None:
                 return Room([], [])  # nothing is dumped any more, and nothing loaded
             upcoming = None if prepared is None or prepared.exception() is not None else prepared.result().plan
-            return make_room(self.host, self._packer, self._unpacker, plan, placements, upcoming)
+            return make_room(self.host, self._packer, self._unpacker, plan, assignments, upcoming)
 
         self._room = self._writer.submit(make)
 
     def _dump(self, state: StateBytes, trained: Event) -> Callable[[], None]:
-        """Pack the rows of the visit, trained then, into host blocks; return what the writer is to do."""
+        """Pack the rows of the pass, trained then, into host blocks; return what the writer is to do."""
         plan, report, room = self._plan_now(), self._report_now(), self._room
         assert room is not None
         report.wait("durable", self._writing, trained)
@@ -268,11 +268,11 @@ class PassSwitcher:
 
     def _write(
         self,
-        plan: VisitPlan,
+        plan: PassPlan,
         dumps: list[DumpRoom],
         packed: Event,
         state: StateBytes,
-        report: VisitReport,
+        report: PassReport,
     ) -> None:
         """Runs on the writer thread."""
         packed.wait()
@@ -280,24 +280,24 @@ class PassSwitcher:
         counters = self._store.counters
         rows, num_bytes = counters.rows_written, counters.row_bytes_written
         segment = self._store.append(
-            plan.visit,
+            plan.pass_index,
             plan.dumps,
             (
                 (g, b, region.data, keys)
                 for g, (stream, order, regions, _) in enumerate(dumps)
                 for b, (region, keys) in enumerate(
-                    zip(regions, self._packer.keys(plan.pass_index, g, order, stream), strict=True)
+                    zip(regions, self._packer.keys(plan.sub_dataset, g, order, stream), strict=True)
                 )
             ),
             stable=True,
             transaction_bytes=self._budget.transaction,
         )
-        self._segments[plan.visit] = segment
+        self._segments[plan.pass_index] = segment
         if plan.commits:
-            self._publish(Cursor(visit=plan.visit + 1, sample=0), state)
-        oldest = plan.visit - longest_gap(self._positions.num_passes)
-        for visit in [v for v in self._segments if 0 <= v < oldest]:
-            del self._segments[visit]
+            self._publish(Cursor(pass_index=plan.pass_index + 1, sample=0), state)
+        oldest = plan.pass_index - longest_gap(self._positions.num_passes)
+        for pass_index in [v for v in self._segments if 0 <= v < oldest]:
+            del self._segments[pass_index]
         report.wrote(
             begun,
             time.perf_counter(),
@@ -307,13 +307,13 @@ class PassSwitcher:
 
     def publish_first(self, state: StateBytes) -> None:
         """Publish the commit that stands before all training."""
-        self._publish(Cursor(visit=0, sample=0), state)
+        self._publish(Cursor(pass_index=0, sample=0), state)
 
     def _publish(self, cursor: Cursor, state: StateBytes) -> None:
-        serialise, settings = state
+        serialize, settings = state
         self._store.publish(
             cursor,
-            state=serialise(),
+            state=serialize(),
             schedule_digest=self._digest,
             settings=settings,
             environment=self.environment,
@@ -323,22 +323,22 @@ class PassSwitcher:
     # -- load ---------------------------------------------------------------------------------------------
 
     def _prepare_next(self) -> None:
-        """Have the reader prepare the next visit, where it will be trained."""
-        assert self._pass_planner is not None, "no run of visits was begun"
+        """Have the reader prepare the next pass, where it will be trained."""
+        assert self._pass_planner is not None, "no run of passes was begun"
         ahead = self._to_prepare < self._end
         self._following = self._reader.submit(self._pass_planner.next) if ahead else None
         self._to_prepare += 1
 
     def _stage_next(self) -> None:
-        """Have the reader stage the visit that is prepared, and prepare the one behind it, in this order."""
+        """Have the reader stage the pass that is prepared, and prepare the one behind it, in this order."""
         self._prepared = prepared = self._following
         self._staging = None
         if prepared is not None:
             self._staging = self._reader.submit(lambda: self._stage(*prepared.result()))
             self._prepare_next()
 
-    def _stage(self, plan: VisitPlan, placements: list[Placement]) -> StagedLayout:
-        staged = self._prefetcher.stage(plan, placements)
+    def _stage(self, plan: PassPlan, assignments: list[SlotAssignment]) -> StagedLayout:
+        staged = self._prefetcher.stage(plan, assignments)
         try:
             return self._unpacker.lay_out_staged(staged)
         except BaseException:
@@ -352,7 +352,7 @@ class PassSwitcher:
         self.check()
         layout = self._staging.result()
         staged, plan = layout.staged, layout.staged.plan
-        self.report = report = VisitReport.of(plan, staged)
+        self.report = report = PassReport.of(plan, staged)
         report.wait_seconds["store"] = waited
         with report.timing("unpack"):
             slots_G = self._unpacker.unpack(layout, self._held_G, self._departed_G)
@@ -361,16 +361,16 @@ class PassSwitcher:
             self._unpacker.activate(staged, slots_G)
             self._prepared, self._staging, self._held_G, self._departed_G = None, None, [], []
             self._release(staged)
-        self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.visit - 1)
-        for placement in staged.placements:
-            placement.load_K = placement.load_K[:0].copy()
-        self.plan, self.placements = plan, staged.placements
+        self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.pass_index - 1)
+        for assignment in staged.assignments:
+            assignment.load_K = assignment.load_K[:0].copy()
+        self.plan, self.assignments = plan, staged.assignments
 
     def cached_piece(self, segment_id: int, group: int, piece: int) -> NDArray[np.uint8] | None:
         """Return the bytes of a piece that the host holds, or None."""
-        for visit, segment in self._segments.items():
+        for pass_index, segment in self._segments.items():
             if segment.id == segment_id and not segment.within:
-                return self.host.piece(visit, group, piece)
+                return self.host.piece(pass_index, group, piece)
         return None
 
     # -- small things -------------------------------------------------------------------------------------
@@ -385,14 +385,14 @@ class PassSwitcher:
             self.check()
             self._writing = None
 
-    def _plan_now(self) -> VisitPlan:
-        assert self.plan is not None, "no visit is being trained"
+    def _plan_now(self) -> PassPlan:
+        assert self.plan is not None, "no pass is being trained"
         return self.plan
 
     def _planner_now(self) -> Planner:
-        assert self._planner is not None, "no run of visits was begun"
+        assert self._planner is not None, "no run of passes was begun"
         return self._planner
 
-    def _report_now(self) -> VisitReport:
-        assert self.report is not None, "no visit is being trained"
+    def _report_now(self) -> PassReport:
+        assert self.report is not None, "no pass is being trained"
         return self.report

@@ -1,4 +1,4 @@
-"""What a run reports: rows, bytes and waits of each visit, planned and measured."""
+"""What a run reports: rows, bytes and waits of each pass, planned and measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.backends.base import Event
-    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.planning.pass_plan import PassPlan
     from tiercache.tiers.row_prefetcher import Staged
 
 
@@ -38,16 +38,16 @@ def seconds_of_waiting(future: Future[Any], trained: Event) -> float:
 
 
 @dataclass(slots=True, kw_only=True)
-class VisitReport:
-    """One visit.
+class PassReport:
+    """One pass.
 
     Seconds of ``wait_seconds`` and ``work_seconds`` are the training thread's, but those in which it waits for steps
     that a GPU has still to do: these are seconds of training.
     """
 
-    visit: int
-    epoch: int
     pass_index: int
+    epoch: int
+    sub_dataset: int
     rows: int
     rows_kept: int
     rows_generated: int
@@ -62,7 +62,7 @@ class VisitReport:
     """Rows written, as counted by the store block by block."""
     rows_written_planned: int = 0
     bytes_written: int = 0
-    """Bytes of rows written, as counted by the store; -1 until the visit is durable."""
+    """Bytes of rows written, as counted by the store; -1 until the pass is durable."""
     bytes_written_planned: int = 0
     host_bytes_planned: int = 0
     wait_seconds: dict[str, float] = field(default_factory=dict)
@@ -72,14 +72,14 @@ class VisitReport:
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By activity (``train``, ``read``, ``write``): begin and end on one clock, in seconds."""
     losses: list[float] = field(default_factory=list)
-    """What the training loop chose to add with ``Visit.note_loss``."""
+    """What the training loop chose to add with ``Pass.note_loss``."""
     durable: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def of(cls, plan: VisitPlan, staged: Staged) -> VisitReport:
-        """Begin the report of a visit whose rows were staged."""
+    def of(cls, plan: PassPlan, staged: Staged) -> PassReport:
+        """Begin the report of a pass whose rows were staged."""
         return cls(
-            visit=plan.visit, epoch=plan.epoch, pass_index=plan.pass_index,
+            pass_index=plan.pass_index, epoch=plan.epoch, sub_dataset=plan.sub_dataset,
             rows=sum(plan.rows_G), rows_kept=sum(plan.kept_G), rows_generated=sum(plan.generated_G),
             rows_from_host=plan.rows_from_host, rows_read=staged.rows_read, rows_read_planned=plan.rows_read,
             bytes_loaded=plan.bytes_loaded, bytes_read=staged.bytes_read, bytes_read_planned=plan.bytes_read,
@@ -94,7 +94,7 @@ class VisitReport:
         self.spans["train"] = now, now
 
     def end_training(self) -> None:
-        """Mark the moment the loop asked for the next visit."""
+        """Mark the moment the loop asked for the next pass."""
         self.spans["train"] = self.spans["train"][0], time.perf_counter()
 
     def wait(self, cause: str, future: Future[Any] | None, trained: Event) -> None:
@@ -112,7 +112,7 @@ class VisitReport:
             self.work_seconds[work] = self.work_seconds.get(work, 0.0) + time.perf_counter() - begun
 
     def wrote(self, begun: float, ended: float, *, rows: int, num_bytes: int) -> None:
-        """Take in, from the writer thread, that the visit is durable."""
+        """Take in, from the writer thread, that the pass is durable."""
         self.spans["write"] = begun, ended
         self.rows_written, self.bytes_written = rows, num_bytes
         self.durable.set()
@@ -154,26 +154,26 @@ class VisitReport:
         return record
 
 
-def write_json_lines(reports: Sequence[VisitReport], path: Path) -> None:
-    """Write one JSON object a line for each visit."""
+def write_json_lines(reports: Sequence[PassReport], path: Path) -> None:
+    """Write one JSON object a line for each pass."""
     path.write_text("".join(json.dumps(report.record()) + "\n" for report in reports))
 
 
-def visit_table(reports: Sequence[VisitReport]) -> Table:
-    """Return the table for people: one line a visit, 126 columns wide.
+def pass_table(reports: Sequence[PassReport]) -> Table:
+    """Return the table for people: one line a pass, 126 columns wide.
 
     ``load`` is what comes to the device from host and store, ``read`` and ``written`` are the store's.
     """
     table = Table(
-        title="visits: rows and bytes per tier, planned = measured", title_justify="left",
+        title="passes: rows and bytes per tier, planned = measured", title_justify="left",
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
-    for name in ("visit", "pass", "rows", "kept", "new", "host", "load", "MiB", "GB/s", "read", "MiB", "GB/s",
+    for name in ("pass", "data", "rows", "kept", "new", "host", "load", "MiB", "GB/s", "read", "MiB", "GB/s",
                  "written", "MiB", "GB/s", "switch ms", "wait ms", "plan"):  # fmt: skip
         table.add_column(name, justify="right")
     for r in reports:
         table.add_row(
-            f"{r.visit}", f"{r.pass_index}", f"{r.rows:,}", f"{r.rows_kept:,}", f"{r.rows_generated:,}",
+            f"{r.pass_index}", f"{r.sub_dataset}", f"{r.rows:,}", f"{r.rows_kept:,}", f"{r.rows_generated:,}",
             f"{r.rows_from_host:,}", f"{r.rows - r.rows_kept:,}", f"{r.bytes_loaded / _MIB:,.2f}",
             f"{r.rate('load') / 1e9:.2f}", f"{r.rows_read:,}", f"{r.bytes_read / _MIB:,.2f}",
             f"{r.rate('read') / 1e9:.2f}",

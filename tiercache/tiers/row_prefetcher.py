@@ -1,4 +1,4 @@
-"""Staging: the rows of the next visit, read and generated ahead of time by the reader thread."""
+"""Staging: the rows of the next pass, read and generated ahead of time by the reader thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.planning.host_plan import Held
+    from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.positions import Positions
-    from tiercache.planning.visit_plan import VisitPlan
     from tiercache.store import Segment, Store
     from tiercache.store.stream import Stream
     from tiercache.store.table import Table
-    from tiercache.tiers.device_tier import Placement
+    from tiercache.tiers.device_tier import SlotAssignment
     from tiercache.tiers.pinned_arena import PinnedArena
     from tiercache.tiers.pinned_region import PinnedRegion
 
@@ -46,7 +46,7 @@ class StagedPieces:
 
 @dataclass(frozen=True, slots=True)
 class StagedRows:
-    """Vectors of rows that no visit has used before; their optimizer state is the initial one."""
+    """Vectors of rows that no pass has used before; their optimizer state is the initial one."""
 
     group: int
     first_row: int
@@ -56,7 +56,7 @@ class StagedRows:
 
 @dataclass(frozen=True, slots=True)
 class StagedKeys:
-    """Keys of one table that no visit has used before, whose vectors the device makes itself."""
+    """Keys of one table that no pass has used before, whose vectors the device makes itself."""
 
     group: int
     first_row: int
@@ -66,10 +66,10 @@ class StagedKeys:
 
 @dataclass(slots=True)
 class Staged:
-    """All that the reader prepared for one visit."""
+    """All that the reader prepared for one pass."""
 
-    plan: VisitPlan
-    placements: list[Placement]
+    plan: PassPlan
+    assignments: list[SlotAssignment]
     pieces: list[StagedPieces] = field(default_factory=list)
     rows: list[StagedRows] = field(default_factory=list)
     keys: list[StagedKeys] = field(default_factory=list)
@@ -98,9 +98,9 @@ class RowPrefetcher:
         self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._wanted: list[Pieces] = []
 
-    def stage(self, plan: VisitPlan, placements: list[Placement]) -> Staged:
+    def stage(self, plan: PassPlan, assignments: list[SlotAssignment]) -> Staged:
         """Bring the rows of ``plan`` that neither device nor host holds into staging."""
-        staged = Staged(plan, placements, begun=time.perf_counter())
+        staged = Staged(plan, assignments, begun=time.perf_counter())
         try:
             self._fill(staged)
         except BaseException:
@@ -117,15 +117,15 @@ class RowPrefetcher:
         for load in plan.loads:
             first = first_G[load.group]
             first_G[load.group] += load.rows
-            self._want(staged, load.visit, load.group, load.store, first + load.rows - load.store_rows)
+            self._want(staged, load.pass_index, load.group, load.store, first + load.rows - load.store_rows)
         wanted, self._wanted = self._wanted, []
         self._store.load(wanted, at_once=1)  # each thread more takes the interpreter from the training more often
         staged.read_seconds = time.perf_counter() - staged.begun
         for group, rows in enumerate(plan.generated_G):
             if rows:
                 self._generate(staged, group, first_G[group])
-        for placement in staged.placements:
-            placement.settle()
+        for assignment in staged.assignments:
+            assignment.settle()
 
     def _take(self, staged: Staged, wanted: int, in_page: int | None = None) -> NDArray[np.uint8]:
         """Return what is left of the current region, or a new one where ``wanted`` bytes do not fit.
@@ -139,16 +139,16 @@ class RowPrefetcher:
             room = _from(region.data, in_page)
             if room.size < wanted:
                 raise StateError(
-                    f"visit {staged.plan.visit} reads a piece of {wanted:,} bytes into regions of "
+                    f"pass {staged.plan.pass_index} reads a piece of {wanted:,} bytes into regions of "
                     f"{self._memory.region_bytes:,}: open the training again, so that its plan knows all of the store"
                 )
         return room
 
-    def _want(self, staged: Staged, visit: int, group: int, held: Held, first_row: int) -> None:
+    def _want(self, staged: Staged, pass_index: int, group: int, held: Held, first_row: int) -> None:
         """Find room for pieces that are to be read."""
         if held.first >= held.last:
             return
-        segment = self._segments[visit]
+        segment = self._segments[pass_index]
         stream = segment.streams[group]
         offset = stream.piece_offset_P
         piece = held.first
@@ -177,13 +177,13 @@ class RowPrefetcher:
     def _generate(self, staged: Staged, group: int, first_row: int) -> None:
         plan, spec = staged.plan, self._positions.groups[group]
         width = spec.fields[0].words
-        starts = self._positions.table_starts(plan.pass_index, group)
-        order = staged.placements[group].load_K[first_row:]
+        starts = self._positions.table_starts(plan.sub_dataset, group)
+        order = staged.assignments[group].load_K[first_row:]
         first_table = self._positions.first_table(group)
         cuts = np.searchsorted(order, starts)  # generated rows stand in position order
         for i, table in enumerate(spec.tables):
             low, high = int(cuts[i]), int(cuts[i + 1])
-            keys = self._keys_of(plan.pass_index, first_table + i)
+            keys = self._keys_of(plan.sub_dataset, first_table + i)
             on_device = self._backend.generates(table) and 4 * width >= _KEY_BYTES + 4
             while low < high:
                 if on_device:

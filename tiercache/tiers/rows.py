@@ -78,7 +78,7 @@ def _vectors(words: Array, dim: int, dtype: str) -> Vectors:
 
 
 class RowView:
-    """The rows that batches of one visit look up, and where their gradients go (nowhere in an evaluation)."""
+    """The rows that batches of one pass look up, and where their gradients go (nowhere in an evaluation)."""
 
     def __init__(
         self,
@@ -88,20 +88,20 @@ class RowView:
         backend: Backend,
         bring: Callable[[], None] | None = None,
     ) -> None:
-        """bring: ends the visit before and shows the rows of this one, where that has to be waited for."""
+        """bring: ends the pass before and shows the rows of this one, where that has to be waited for."""
         self.groups: Sequence[GroupRows] = tuple(groups)
         self.backend = backend
         self.gradients = gradients
         self.name = name
         self.ended = self.is_left = False
         self.samples_trained = 0
-        """Samples of the visit up to the end of the last batch that a module looked up to train it."""
+        """Samples of the pass up to the end of the last batch that a module looked up to train it."""
         self._bring = bring
         self._users: list[Callable[[], None]] = []
         self._kept: list[object] = []
 
     def check(self) -> None:
-        """Raise RuntimeError where the visit has ended: its local ids mean other rows now."""
+        """Raise RuntimeError where the pass has ended: its local ids mean other rows now."""
         if self.ended:
             raise RuntimeError(self._has_ended)
 
@@ -119,14 +119,14 @@ class RowView:
         self.groups, self._bring = tuple(groups), None
 
     def bring(self) -> None:
-        """Have the rows brought, where they were not yet: the visit before ends then."""
+        """Have the rows brought, where they were not yet: the pass before ends then."""
         if self._bring is not None:
             self._bring()
 
     def look_up(self, end: int) -> None:
         """Check that a module finds the rows of a batch, which ends behind so many samples; brings them to train it.
 
-        Raises RuntimeError where the visit has ended, StateError where rows are not brought yet and none are trained.
+        Raises RuntimeError where the pass has ended, StateError where rows are not brought yet and none are trained.
         """
         self.check()
         if self.gradients is None:

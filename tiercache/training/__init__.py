@@ -1,1 +1,1 @@
-"""The training loop: caches, visits, batches, embedding modules, row optimizers, evaluation."""
+"""The training loop: caches, passes, batches, embedding modules, row optimizers, evaluation."""

@@ -30,7 +30,7 @@ Order = Callable[[int, int], "NDArray[np.int64]"]
 """Gives the samples at the places from the first up to the last, the latter left out; makes no others."""
 
 SHUFFLED_BY = "feistel"
-"""The permutation of shuffled samples: a commit inside a visit that was shuffled by another cannot be gone on from."""
+"""The permutation of shuffled samples: a commit inside a pass that was shuffled by another cannot be gone on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Batch:
     label: torch.Tensor
     dense: torch.Tensor
     ids: Mapping[str, FeatureIds | FoundIds]
-    """Local ids by feature. They mean rows only together with ``rows``, and only inside their visit."""
+    """Local ids by feature. They mean rows only together with ``rows``, and only inside their pass."""
     rows: RowView
     num_samples: int
     weight: float = 1.0
@@ -78,7 +78,7 @@ class Batch:
     pooled: Mapping[str, Pooled] = field(default_factory=dict)
     """By name, features that another rank pooled; ``ids`` has all others that some module looks up."""
     end: int = 0
-    """Samples of the visit up to the end of the batch, of all ranks."""
+    """Samples of the pass up to the end of the batch, of all ranks."""
     joins: Joins | None = field(default=None, repr=False)
     """Where it was made ahead: ids that are on the device already. To change ``ids`` give others by
     ``dataclasses.replace``; writes into their arrays may come too late."""
@@ -167,11 +167,11 @@ def in_order(first: int, last: int) -> NDArray[np.int64]:
     return np.arange(first, last, dtype=np.int64)
 
 
-def sample_order(num_samples: int, *, seed: int, epoch: int, pass_index: int, shuffle: bool) -> Order:
-    """Return the order of a visit's samples: as they are, or a permutation that (seed, epoch, pass) alone decide."""
+def sample_order(num_samples: int, *, seed: int, epoch: int, sub_dataset: int, shuffle: bool) -> Order:
+    """Return the order of a pass's samples: as they are, or permuted as (seed, epoch, sub-dataset) alone decide."""
     if not shuffle:
         return in_order
-    words = np.array([seed, epoch, pass_index], dtype=np.int64).view(np.uint64)
+    words = np.array([seed, epoch, sub_dataset], dtype=np.int64).view(np.uint64)
     salt = mix(words[:1])
     for word in words[1:]:
         salt = mix(salt ^ word)

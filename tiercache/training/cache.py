@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
+    from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.store_plan import StorePlan
-    from tiercache.planning.visit_plan import VisitPlan
-    from tiercache.ranks.placement import Placement
-    from tiercache.ranks.placement_rules import PlacementRules
+    from tiercache.ranks.sharding_plan import ShardingPlan
+    from tiercache.ranks.sharding_rules import ShardingRules
     from tiercache.store import Store
-    from tiercache.tiers.report import VisitReport
+    from tiercache.tiers.report import PassReport
     from tiercache.training.batch import Batch
     from tiercache.training.exchange import Exchange
-    from tiercache.training.rows_now import RowsNow
-    from tiercache.training.visit import Visit
+    from tiercache.training.live_rows import LiveRows
+    from tiercache.training.passes import Pass
 
 _COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,7 +75,7 @@ class TierCache(SteppedCache):
     def __init__(
         self,
         store: str | os.PathLike[str] | Store,
-        data: PassSet,
+        data: PassDataset,
         *,
         group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
@@ -85,7 +85,7 @@ class TierCache(SteppedCache):
         host_budget: int | str,
         eval_budget: int | str | None = None,
         store_budget: int | str | None = None,
-        sharding: Placement | PlacementRules | str | Mapping[str, str] = "auto",
+        sharding: ShardingPlan | ShardingRules | str | Mapping[str, str] = "auto",
         comm_dtype: str = "float32",
         shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
         engine: str | None = None,
@@ -101,34 +101,36 @@ class TierCache(SteppedCache):
         store: a path, where the cache makes a store if there is none, or a Store, which stays open. With one rank it is
         a plain store, unless a sharded one is there or ``shard_dirs`` asks for one; with several it is sharded. engine,
         retention: of a store that the cache opens, as in ``Store.open``; retention counts commits of all ranks.
-        reorganize: whether a store that was trained with other passes is put into the order of these first, as
-        `tiercache.reorganise` does; else that is refused.
+        reorganize: whether a store that was trained with other sub-datasets is put into the order of these first, as
+        `tiercache.reorganize` does; else that is refused.
 
         model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on; see
         ``register``. device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too. With several
         ranks "cuda" is the GPU of LOCAL_RANK, or the only one that this process sees.
         device_budget: bytes ("64MiB") there for rows and slot maps, and for an index of raw keys where they leave room.
         host_budget: bytes of anonymous memory for dump, staging, cached rows, one write transaction and evaluation.
-        eval_budget: bytes of it reserved for rows of evaluation passes; a sixteenth where not given. store_budget:
-        bytes that the store may come to take, checked here and, with the dense state, before training; it stops no
-        write, as Store.open's max_bytes does. Budgets are those of each rank.
-        commit_every: visits between commits. seed: of the shuffling of batches. order_seed: None trains the passes of
-        every epoch in their order, a number in a seeded one. progress: whether a bar shows; None: on a terminal.
+        eval_budget: bytes of it reserved for rows of evaluation sub-datasets; a sixteenth where not given.
+        store_budget: bytes that the store may come to take, checked here and, with the dense state, before training; it
+        stops no write, as Store.open's max_bytes does. Budgets are those of each rank.
+        commit_every: passes between commits. seed: of the shuffling of batches. order_seed: None trains the
+        sub-datasets of every epoch in their order, a number in a seeded one. progress: whether a bar shows; None: on a
+        terminal.
 
         group: a process group of torch.distributed; where not given the default one, and where there is none, this
         process is one rank. The ranks talk over process groups of their own, made like it. sharding: how tables are
         divided over ranks: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each
-        table ("row", "table", "column", "replicate"; tables not named are placed by cost), PlacementRules, or a
-        Placement. "auto" keeps that of the store, others are found anew for these passes; another than the store's, or
-        another number of ranks, writes its shards anew first. comm_dtype: of rows and gradients on their way between
+        table ("row", "table", "column", "replicate"; tables not named are sharded by cost), ShardingRules, or a
+        ShardingPlan. "auto" keeps that of the store, others are found anew for these sub-datasets; another than the
+        store's, or another number of ranks, writes its shards anew first. comm_dtype: of rows and gradients on their
+        way between
         ranks: "float32", "bfloat16" or "float16". shard_dirs: a folder for each rank's shard, on disks of their own
         perhaps; inside ``store`` where not given.
 
-        Raises BudgetError where the plan exceeds a budget or the device, PassSetError where passes and store do not
-        belong together, CudaError where the GPU cannot be used, ValueError for a commit_every below 1, RankError where
-        ranks disagree or one fails, and what Store.open raises.
+        Raises BudgetError where the plan exceeds a budget or the device, DatasetError where sub-datasets and store do
+        not belong together, CudaError where the GPU cannot be used, ValueError for a commit_every below 1, RankError
+        where ranks disagree or one fails, and what Store.open raises.
         """
-        self.pass_set, self._closed = data, False
+        self.dataset, self._closed = data, False
         self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
         options = StoreOptions(
             sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention, reorganize=reorganize,
@@ -170,24 +172,24 @@ class TierCache(SteppedCache):
             self._loop = PassLoop(
                 self._opened, self._rows, self._exchange, self._raw, self._pipeline, seed=seed, shown=shown
             )
-            self.reports: list[VisitReport] = self._loop.reports
-            """What this rank moved, a report for each visit trained by this object; the last one while it runs."""
+            self.reports: list[PassReport] = self._loop.reports
+            """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
             self.register(**named_objects(model=model, optimizer=optimizer))
 
     @staticmethod
-    def _facts(data: PassSet, budgets: Budgets) -> dict[str, Any]:
+    def _facts(data: PassDataset, budgets: Budgets) -> dict[str, Any]:
         """Return what has to be the same on all ranks of what is trained."""
         tables = [str(table) for table in data.tables]
-        return {"the schema": data.schema.digest, "the tables": tables, "the pass set": data.digest, **budgets.facts}
+        return {"the schema": data.schema.digest, "the tables": tables, "the dataset": data.digest, **budgets.facts}
 
     def _new_exchange(self, comm_dtype: torch.dtype) -> Exchange:
         ranks, backend, optimizer = self.communicator, self._backend, self.optimizer
         if ranks.size == 1:
-            return LocalExchange(ranks, backend, optimizer, self.rows_now)
+            return LocalExchange(ranks, backend, optimizer, self.live_rows)
         share = self._rows.source
         assert isinstance(share, Share)
         return RankExchange(
-            ranks, self._beside, share, backend, optimizer, self.rows_now, self._modules, comm_dtype=comm_dtype
+            ranks, self._beside, share, backend, optimizer, self.live_rows, self._modules, comm_dtype=comm_dtype
         )
 
     # -- before training ----------------------------------------------------------------------------------
@@ -213,26 +215,26 @@ class TierCache(SteppedCache):
         for module in table_modules(objects.values()):
             module.bind(weakref.WeakMethod(self._opened.named_commit))
 
-    def plan(self, *, visits: int | None = None) -> list[VisitPlan]:
-        """Plan the next visits of this rank (one epoch and one visit more where not said) without training them.
+    def plan(self, *, passes: int | None = None) -> list[PassPlan]:
+        """Plan the next passes of this rank (one epoch and one pass more where not said) without training them.
 
         Not collective.
         """
-        return self._rows.plans.visits(visits)
+        return self._rows.plans.passes(passes)
 
     # -- training -----------------------------------------------------------------------------------------
 
-    def passes(self, epochs: int) -> Iterator[Visit]:
-        """Yield the visits up to the end of epoch ``epochs``, from the last commit on.
+    def passes(self, epochs: int) -> Iterator[Pass]:
+        """Yield the passes up to the end of epoch ``epochs``, from the last commit on.
 
         First restores rows and tracked state from the last commit; a store without one gets a commit of the
-        state as it is now. A visit ends, and every ``commit_every``-th and the last commits, when the next one is
-        asked for, so what the loop's body does after its batches belongs to it. The commit of visit t is durable by
-        the end of visit t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
+        state as it is now. A pass ends, and every ``commit_every``-th and the last commits, when the next one is
+        asked for, so what the loop's body does after its batches belongs to it. The commit of pass t is durable by
+        the end of pass t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         On several ranks that is a commit of all: every shard is durable then, and a record names them.
 
-        With one rank a loop may fetch batches ahead of its training, up to those of the next visit: where a batch that
-        it took was not trained yet when the next visit is asked for, the visit ends at the first lookup that trains the
+        With one rank a loop may fetch batches ahead of its training, up to those of the next pass: where a batch that
+        it took was not trained yet when the next pass is asked for, the pass ends at the first lookup that trains the
         next one, and the last one with ``close``, ``commit`` or another loop. A batch is trained once a module has
         looked it up with gradients enabled.
         """
@@ -249,17 +251,17 @@ class TierCache(SteppedCache):
         self._loop.restore()
 
     def commit(self) -> None:
-        """Commit now, inside the visit, after the batches trained so far; returns when it is durable on all ranks.
+        """Commit now, inside the pass, after the batches trained so far; returns when it is durable on all ranks.
 
         With one rank those are the batches that modules have looked up, with several those that were yielded. Behind a
-        loop over ``passes`` it commits the last visit, where that waits for it. Raises StateError between a backward
-        and its step, and outside a visit.
+        loop over ``passes`` it commits the last pass, where that waits for it. Raises StateError between a backward
+        and its step, and outside a pass.
         """
         self._check_open()
         self._loop.commit()
 
     def drain(self, *, staged: bool = True) -> None:
-        """Wait until every dump is durable and, with ``staged``, the next visit's rows are staged.
+        """Wait until every dump is durable and, with ``staged``, the next pass's rows are staged.
 
         Training needs no such wait; measurements do. Raises what went wrong on either thread. Not collective.
         """
@@ -269,7 +271,7 @@ class TierCache(SteppedCache):
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
-    def evaluation(self, passes: PassSet) -> Iterator[Evaluation]:
+    def evaluation(self, passes: PassDataset) -> Iterator[Evaluation]:
         """Yield read-only slices of another dataset, at any moment between batches.
 
         Rows are as of now: from the device, the host or the store; keys never trained have the out-of-vocabulary
@@ -280,35 +282,35 @@ class TierCache(SteppedCache):
         self._check_open()
         self._exchange.rest()
         with self.communicator.raise_on_all("beginning an evaluation"):
-            check_features(self.pass_set, passes)
+            check_features(self.dataset, passes)
             view = self._opened.view(passes)
             check_tables(self.store, view)
         exchange = self._exchange.evaluating(view)
         try:
             yield from Evaluation.slices(
-                view, self._exchange.rows_now(), self.eval_bytes, exchange, self._pipeline, self._backend
+                view, self._exchange.live_rows(), self.eval_bytes, exchange, self._pipeline, self._backend
             )
         finally:
             exchange.rest()
 
     def evaluation_batch(self, keys: Mapping[str, Any] | None, **others: Any) -> Batch | None:
-        """Return a read-only batch of raw keys, as ``Visit.batch`` takes them, at any moment between batches.
+        """Return a read-only batch of raw keys, as ``Pass.batch`` takes them, at any moment between batches.
 
         Rows are as of now, as in ``evaluation``, read for this batch alone, by the ranks that own them. None in place
-        of keys as of ``Visit.batch``. Raises BudgetError where its unique keys have more rows than ``eval_budget``
+        of keys as of ``Pass.batch``. Raises BudgetError where its unique keys have more rows than ``eval_budget``
         holds, or a rank is to read more for the others.
         """
         self._check_open()
         return self._raw.evaluate(keys, self.eval_bytes, **others)
 
-    def rows_now(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> RowsNow:
+    def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
         """Return a reader of any rows of this rank as of now; used between batches, before the next one is trained.
 
         Waits until every dump is durable: a row that is on its way to the store is nowhere else. ``unknown``: fields
         of out-of-vocabulary rows that stand elsewhere. Not collective.
         """
         self._check_open()
-        return self._rows.now(self._loop.visit, unknown)
+        return self._rows.now(self._loop.current, unknown)
 
     # -- ending -------------------------------------------------------------------------------------------
 
@@ -357,12 +359,12 @@ class TierCache(SteppedCache):
     @property
     def schema(self) -> Any:
         """The schema of the dataset."""
-        return self.pass_set.schema
+        return self.dataset.schema
 
     @property
-    def sharding(self) -> Placement | None:
+    def sharding(self) -> ShardingPlan | None:
         """Where tables stand in the shards of the store; None of a plain store."""
-        return self._opened.placement
+        return self._opened.sharding
 
     @property
     def device(self) -> torch.device:
@@ -405,8 +407,8 @@ class TierCache(SteppedCache):
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _current(self) -> Visit | None:
-        return self._loop.visit
+    def _current(self) -> Pass | None:
+        return self._loop.current
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         super()._step(optimizer)

@@ -91,7 +91,7 @@ class DenseState:
         return found if there is None else found | {"device": there}
 
     def capture(self, random_states: RandomStates | None = None) -> Callable[[], bytes]:
-        """Clone the state as it is now; the returned function serialises the clone, on any thread.
+        """Clone the state as it is now; the returned function serializes the clone, on any thread.
 
         random_states: of an earlier moment, in place of those as they are now. Raises StateError for what cannot be
         stored: what an object keeps may have changed since ``register``.

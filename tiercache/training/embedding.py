@@ -75,7 +75,7 @@ class EmbeddingBagCollection(TableModule):
         """Look up all features of ``batch``: float32 (N, ``out_features``).
 
         weights: by feature, one float32 tensor (ids,), differentiable; they take the place of the data's own.
-        Raises IndexError for ids that are not of the visit, RuntimeError where the visit has ended.
+        Raises IndexError for ids that are not of the pass, RuntimeError where the pass has ended.
         """
         if torch.compiler.is_compiling():
             return look_up_bags(self, batch, dict(weights or {}))
@@ -292,7 +292,7 @@ def _batch_of(given: Any, offsets: object, feature: str) -> Batch:
         return given
     raise TypeError(
         f"a module that looks up {feature!r} was given a {type(given).__name__}: give it batch.features[{feature!r}] "
-        "or the batch; make one of your own keys with Visit.batch"
+        "or the batch; make one of your own keys with Pass.batch"
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiercache.training.batch_pipeline import BatchPipeline
     from tiercache.training.exchange import Exchange
     from tiercache.training.in_memory import InMemoryRows
-    from tiercache.training.rows_now import RowsNow
+    from tiercache.training.live_rows import LiveRows
 
 MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
 _SCRATCH_BYTES = 40  # for each row that is brought: its key, its place on the device, segment, row and slot
@@ -39,7 +39,7 @@ class Evaluation:
     def __init__(
         self, source: SubDatasetView, first: int, last: int, rows: RowView, exchange: Exchange, pipeline: BatchPipeline
     ) -> None:
-        self.pass_index = source.index
+        self.sub_dataset = source.index
         """The pass of the evaluation set."""
         self.num_samples = last - first
         """Samples of the slice, those of all ranks."""
@@ -47,7 +47,7 @@ class Evaluation:
         self._exchange, self._pipeline = exchange, pipeline
 
     def batches(self, size: int, *, prefetch: int | None = None, schedule: str = "interleaved") -> Iterator[Batch]:
-        """Yield batches of ``size`` samples in the order of the data; ``prefetch`` as of `Visit.batches`. Collective.
+        """Yield batches of ``size`` samples in the order of the data; ``prefetch`` as of `Pass.batches`. Collective.
 
         Rank r of W has samples [r * n // W, (r + 1) * n // W) of a batch of n; one without any gets the first of them
         with weight 0: leave such a batch out. "interleaved": rows of the next batch are exchanged while this one is
@@ -60,12 +60,12 @@ class Evaluation:
             self._exchange, requests, self._rows, prefetch=prefetch, before=self._rows.check,
             overlap=schedule == "interleaved",
         )  # fmt: skip
-        yield from map(itemgetter(1), made)  # no name here is a batch's, as in a visit
+        yield from map(itemgetter(1), made)  # no name here is a batch's, as in a pass
 
     @staticmethod
     def slices(
         passes: DatasetView,
-        rows_now: RowsNow | InMemoryRows,
+        live_rows: LiveRows | InMemoryRows,
         budget: int,
         exchange: Exchange,
         pipeline: BatchPipeline,
@@ -75,7 +75,7 @@ class Evaluation:
 
         Raises BudgetError where the rows of a handful of samples exceed ``budget`` bytes on some rank.
         """
-        positions, ranks = Positions.of(passes, rows_now.groups), exchange.ranks
+        positions, ranks = Positions.of(passes, live_rows.groups), exchange.ranks
         for source in passes.passes:
             with ranks.raise_on_all("beginning a pass of an evaluation"):
                 source.check_samples()
@@ -89,9 +89,9 @@ class Evaluation:
                     if last < mine:
                         wanted.end_at(first, last)
                     view = RowView(
-                        bring_rows(rows_now, source, positions, wanted.used, backend),
+                        bring_rows(live_rows, source, positions, wanted.used, backend),
                         None,
-                        f"samples {first:,} to {last:,} of evaluation pass {source.index}",
+                        f"samples {first:,} to {last:,} of evaluation sub-dataset {source.index}",
                         backend,
                     )
                 exchange.open(source.index, view)
@@ -135,8 +135,9 @@ class Wanted:
                 break
             else:
                 raise BudgetError(
-                    f"the rows of sample {last:,} of evaluation pass {source.index} take {format_bytes(wanted)}, but "
-                    f"eval_budget is {format_bytes(budget)}: raise eval_budget (and host_budget, which holds it)"
+                    f"the rows of sample {last:,} of evaluation sub-dataset {source.index} take "
+                    f"{format_bytes(wanted)}, but eval_budget is {format_bytes(budget)}: raise eval_budget (and "
+                    "host_budget, which holds it)"
                 )
             if num_bytes > 0 and step < MARK_SAMPLES and last - first >= 64 * step:
                 break  # nearly full: what single samples could still add is not worth their reads
@@ -162,8 +163,8 @@ class Wanted:
 
 
 def bring_rows(
-    rows_now: RowsNow | InMemoryRows, source: SubDatasetView, positions: Positions, used: dict[str, NDArray[np.bool_]],
-    backend: Backend,
+    live_rows: LiveRows | InMemoryRows, source: SubDatasetView, positions: Positions,
+    used: dict[str, NDArray[np.bool_]], backend: Backend,
 ) -> list[GroupRows]:  # fmt: skip
     """Fetch the vectors of all used ids, in float32 whatever their dtype."""
     groups = []
@@ -177,7 +178,7 @@ def bring_rows(
             local = np.nonzero(used[table.name])[0]
             if local.size:
                 keys = np.ascontiguousarray(source.keys(table.name)[local])
-                rows_now.fill(table.name, keys, (vectors[at : at + local.size],))
+                live_rows.fill(table.name, keys, (vectors[at : at + local.size],))
                 slots[starts[i] + local] = np.arange(at, at + local.size, dtype=np.int32)
                 at += local.size
         fields = (backend.to_device(vectors),)

@@ -58,11 +58,11 @@ class LocalExchange:
     bytes_sent = device_bytes = 0
 
     def __init__(
-        self, ranks: AnyCommunicator, backend: Backend, optimizer: RowOptimizer, rows_now: Callable[[], RowReader]
+        self, ranks: AnyCommunicator, backend: Backend, optimizer: RowOptimizer, live_rows: Callable[[], RowReader]
     ) -> None:
-        """rows_now: a method of the cache that has this, which it does not keep alive: a reader of rows as of now."""
+        """live_rows: a method of the cache that has this, which it does not keep alive: a reader of rows as of now."""
         self.ranks = ranks
-        self._backend, self._optimizer, self._rows_now = backend, optimizer, weakref.WeakMethod(rows_now)
+        self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
         self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
 
     @property
@@ -72,10 +72,10 @@ class LocalExchange:
 
     @property
     def ended_unstepped(self) -> str:
-        """What is said where a visit ends in between."""
+        """What is said where a pass ends in between."""
         return ended_unstepped(len(self._optimizer.gradients.unstepped))
 
-    def open(self, pass_index: int, rows: RowView) -> None:
+    def open(self, sub_dataset: int, rows: RowView) -> None:
         """Do nothing."""
 
     def end_pass(self) -> None:
@@ -140,15 +140,15 @@ class LocalExchange:
         """Return it: it lacks no feature."""
         return batch
 
-    def rows_now(self) -> Any:
+    def live_rows(self) -> Any:
         """Return a reader of any rows."""
-        rows_now = self._rows_now()
-        assert rows_now is not None, "rows were asked for of a cache that is gone"
-        return rows_now()
+        live_rows = self._live_rows()
+        assert live_rows is not None, "rows were asked for of a cache that is gone"
+        return live_rows()
 
     def load(self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None) -> RowReader:
         """Return a reader of any rows."""
-        return self.rows_now()  # type: ignore[no-any-return]
+        return self.live_rows()  # type: ignore[no-any-return]
 
     def evaluating(self, passes: DatasetView) -> LocalExchange:
         """Return this one."""

@@ -11,9 +11,9 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tiercache.tiers.report import VisitReport
+    from tiercache.tiers.report import PassReport
 
-__all__ = ["draw_visits"]
+__all__ = ["draw_passes"]
 
 _LANES = ("train", "switch", "reader", "writer")
 _BARS = {
@@ -24,7 +24,7 @@ _BARS = {
     "write": (3, "#4f9d69"),
 }
 """Name, lane and color."""
-_TIERS: tuple[tuple[str, str, Callable[[VisitReport], int]], ...] = (
+_TIERS: tuple[tuple[str, str, Callable[[PassReport], int]], ...] = (
     ("kept on the device", "#1f3f73", lambda r: r.rows_kept),
     ("from host memory", "#6fa8dc", lambda r: r.rows_from_host),
     ("read from the store", "#e8963a", lambda r: r.rows_read),
@@ -32,14 +32,14 @@ _TIERS: tuple[tuple[str, str, Callable[[VisitReport], int]], ...] = (
 )
 
 
-def draw_visits(reports: Sequence[VisitReport], path: str | Path, *, title: str = "") -> Path:
-    """Draw finished visits into the file ``path`` (its ending says which kind: png, svg, pdf) and return it.
+def draw_passes(reports: Sequence[PassReport], path: str | Path, *, title: str = "") -> Path:
+    """Draw finished passes into the file ``path`` (its ending says which kind: png, svg, pdf) and return it.
 
-    Three parts over the same seconds: what the training, reader and writer threads did; the rows of each visit by
-    the tier they came from, and how many were written; the loss of every batch that was noted. Visits that were
+    Three parts over the same seconds: what the training, reader and writer threads did; the rows of each pass by
+    the tier they came from, and how many were written; the loss of every batch that was noted. Passes that were
     never trained are left out.
 
-    Raises ModuleNotFoundError without matplotlib, ValueError where no visit was trained.
+    Raises ModuleNotFoundError without matplotlib, ValueError where no pass was trained.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -48,7 +48,7 @@ def draw_visits(reports: Sequence[VisitReport], path: str | Path, *, title: str 
         raise ModuleNotFoundError("the figure needs matplotlib: pip install tiercache[plots]") from error
     trained = [r for r in reports if r.spans.get("train", (0.0, 0.0))[1] > r.spans.get("train", (0.0, 0.0))[0]]
     if not trained:
-        raise ValueError("no visit was trained: there is nothing to draw")
+        raise ValueError("no pass was trained: there is nothing to draw")
     zero = min(span[0] for r in trained for span in r.spans.values())
     figure = Figure(figsize=(13, 9), layout="constrained")
     FigureCanvasAgg(figure)
@@ -72,8 +72,8 @@ def draw_visits(reports: Sequence[VisitReport], path: str | Path, *, title: str 
     return path
 
 
-def _draw_lanes(axes: Any, reports: list[VisitReport], zero: float) -> None:
-    """Draw a lane for each activity; pack and waits stand after their visit's training, load before it."""
+def _draw_lanes(axes: Any, reports: list[PassReport], zero: float) -> None:
+    """Draw a lane for each activity; pack and waits stand after their pass's training, load before it."""
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in _BARS}
     for r in reports:
         begun, ended = r.spans["train"]
@@ -96,7 +96,7 @@ def _draw_lanes(axes: Any, reports: list[VisitReport], zero: float) -> None:
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.invert_yaxis()
     axes.set_title(
-        f"{len(reports)} visits in {seconds:.1f} s; the training thread waited {waited:.2f} s and packed and "
+        f"{len(reports)} passes in {seconds:.1f} s; the training thread waited {waited:.2f} s and packed and "
         f"unpacked rows for {sum(r.switched for r in reports):.2f} s",
         fontsize=10,
         pad=16,
@@ -104,8 +104,8 @@ def _draw_lanes(axes: Any, reports: list[VisitReport], zero: float) -> None:
     _legend(axes)
 
 
-def _draw_rows(axes: Any, reports: list[VisitReport], zero: float) -> None:
-    """Stack the rows of each visit by where they came from."""
+def _draw_rows(axes: Any, reports: list[PassReport], zero: float) -> None:
+    """Stack the rows of each pass by where they came from."""
     begun = np.array([r.spans["train"][0] - zero for r in reports])
     width = np.array([r.spans["train"][1] - r.spans["train"][0] for r in reports])
     below = np.zeros(len(reports))
@@ -118,13 +118,13 @@ def _draw_rows(axes: Any, reports: list[VisitReport], zero: float) -> None:
     written = [r.rows_written for r in reports]
     axes.plot(begun + width / 2, written, linestyle="none", marker="_", color="black", label="written to the store")
     axes.set_ylim(0, 1.06 * max(r.rows for r in reports))
-    axes.set_ylabel("rows of the visit")
+    axes.set_ylabel("rows of the pass")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _legend(axes)
 
 
-def _draw_loss(axes: Any, reports: list[VisitReport], zero: float) -> None:
-    """Draw the noted losses, evenly over each visit's training, and their mean over each visit."""
+def _draw_loss(axes: Any, reports: list[PassReport], zero: float) -> None:
+    """Draw the noted losses, evenly over each pass's training, and their mean over each pass."""
     seconds: list[float] = []
     losses: list[float] = []
     for r in reports:
@@ -135,9 +135,7 @@ def _draw_loss(axes: Any, reports: list[VisitReport], zero: float) -> None:
     noted = [r for r in reports if r.losses]
     middle = [sum(r.spans["train"]) / 2 - zero for r in noted]
     axes.plot(seconds, losses, color="#9db8dc", linewidth=0.8, label="each batch")
-    axes.plot(
-        middle, [float(np.mean(r.losses)) for r in noted], color="#1f3f73", linewidth=1.6, label="mean of a visit"
-    )
+    axes.plot(middle, [float(np.mean(r.losses)) for r in noted], color="#1f3f73", linewidth=1.6, label="mean of a pass")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
     _legend(axes)

@@ -10,7 +10,7 @@ import numpy as np
 from tiercache.backends.base import Layout
 from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import LocalCommunicator
-from tiercache.errors import PassSetError, StateError
+from tiercache.errors import DatasetError, StateError
 from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
@@ -23,13 +23,13 @@ from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.held_keys import HeldKeys
 from tiercache.training.matching import check_features
+from tiercache.training.passes import Pass
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.step_hooks import StepHooks, named_objects
 from tiercache.training.stepped_cache import SteppedCache
 from tiercache.training.threads import share_threads
-from tiercache.training.visit import Visit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.passset import PassSet
+    from tiercache.passes.dataset import PassDataset
     from tiercache.store.table import Group, Table
 
 
@@ -52,7 +52,7 @@ class InMemoryCache(SteppedCache):
 
     def __init__(
         self,
-        passes: PassSet,
+        passes: PassDataset,
         *,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -63,11 +63,11 @@ class InMemoryCache(SteppedCache):
         self._backend = open_backend(device, passes.tables)
         prepare_kernels(passes.tables)
         share_threads()
-        self.pass_set = passes
+        self.dataset = passes
         self._seed = seed
         self._groups = group_tables(passes.tables)
         self._positions = Positions.of(passes, self._groups)
-        self._schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
+        self._schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order_seed=order_seed)
         self._keys: dict[str, NDArray[np.int64]] = {}
         self._first: dict[str, int] = {}
         self._held: dict[str, HeldKeys] = {}
@@ -93,10 +93,10 @@ class InMemoryCache(SteppedCache):
         self.optimizer = RowOptimizer(self._groups, self._backend)
         self._pipeline, self._hooks = BatchPipeline(self._backend), StepHooks(self)
         alone = LocalCommunicator(self._backend.device)
-        self._exchange = LocalExchange(alone, self._backend, self.optimizer, self.rows_now)
+        self._exchange = LocalExchange(alone, self._backend, self.optimizer, self.live_rows)
         self._raw = RawKeys(passes.schema, self._groups, self._exchange, self.optimizer, self._backend)
-        self._visit: Visit | None = None
-        self._ahead: Visit | None = None
+        self._pass: Pass | None = None
+        self._ahead: Pass | None = None
         """The next one, where the loop asked for it before that was trained to its end."""
         self._trained = 0
         self._closed = False
@@ -106,9 +106,9 @@ class InMemoryCache(SteppedCache):
         """Number the keys of a group over all passes and return how many there are."""
         group, rows = self._groups[g], 0
         for i, table in enumerate(group.tables):
-            most = sum(p.rows(table.name) for p in self.pass_set.passes)
+            most = sum(p.rows(table.name) for p in self.dataset.passes)
             names = KeyToIndex(max(1, most))
-            for p, source in enumerate(self.pass_set.passes):
+            for p, source in enumerate(self.dataset.passes):
                 starts = self._positions.table_starts(p, g)
                 numbers = self._slots_PG[p][g][starts[i] : starts[i + 1]]
                 names.insert(np.ascontiguousarray(source.keys(table.name)), numbers)
@@ -139,55 +139,55 @@ class InMemoryCache(SteppedCache):
         self._check_open()
         self._hooks.follow(objects.values())
 
-    def passes(self, epochs: int) -> Iterator[Visit]:
-        """Yield the visits up to the end of epoch ``epochs``, from the first not trained yet."""
+    def passes(self, epochs: int) -> Iterator[Pass]:
+        """Yield the passes up to the end of epoch ``epochs``, from the first not trained yet."""
         self._check_open()
         share_threads()
-        self._end_visit()
+        self._end_pass()
         end = epochs * self._schedule.num_passes
         try:
             while self._trained < end:
-                visit = self._ahead = self._make(self._trained)
-                if self._visit is None or self._visit.is_trained:
+                current = self._ahead = self._make(self._trained)
+                if self._pass is None or self._pass.is_trained:
                     self._bring()
-                yield visit
+                yield current
                 self._check_open()
-                if self._ahead is visit:  # no batch of it was looked up
+                if self._ahead is current:  # no batch of it was looked up
                     self._bring()
-                self.optimizer.check_stepped(f"visit {visit.index}")
-                visit.rows.leave()
+                self.optimizer.check_stepped(f"pass {current.index}")
+                current.rows.leave()
                 self._trained += 1
         finally:
             is_over = self._trained >= end
-            if not is_over or (self._visit is not None and self._visit.is_trained):
-                self._end_visit()
+            if not is_over or (self._pass is not None and self._pass.is_trained):
+                self._end_pass()
 
-    def _make(self, index: int) -> Visit:
-        """Return a visit whose rows are not shown yet."""
-        p = self._schedule.pass_of(index)
-        rows = RowView((), self.optimizer.gradients, f"visit {index}", self._backend, self._bring)
-        return Visit(
-            index=index, epoch=self._schedule.epoch_of(index), source=self.pass_set.passes[p], rows=rows,
+    def _make(self, index: int) -> Pass:
+        """Return a pass whose rows are not shown yet."""
+        p = self._schedule.sub_dataset_of(index)
+        rows = RowView((), self.optimizer.gradients, f"pass {index}", self._backend, self._bring)
+        return Pass(
+            index=index, epoch=self._schedule.epoch_of(index), source=self.dataset.passes[p], rows=rows,
             seed=self._seed, raw=self._raw, exchange=self._exchange, pipeline=self._pipeline,
         )  # fmt: skip
 
     def _bring(self) -> None:
-        """End the visit that was trained, and show the rows of the one that the loop has asked for."""
-        if self._visit is not None:
-            self.optimizer.check_stepped(f"visit {self._visit.index}")
-            self._visit.end()
-        self._visit, self._ahead = self._ahead, None
-        assert self._visit is not None
-        self._visit.rows.show(self._rows_of(self._visit.pass_index))
+        """End the pass that was trained, and show the rows of the one that the loop has asked for."""
+        if self._pass is not None:
+            self.optimizer.check_stepped(f"pass {self._pass.index}")
+            self._pass.end()
+        self._pass, self._ahead = self._ahead, None
+        assert self._pass is not None
+        self._pass.rows.show(self._rows_of(self._pass.sub_dataset))
 
-    def _current(self) -> Visit | None:
-        return self._visit
+    def _current(self) -> Pass | None:
+        return self._pass
 
-    def _end_visit(self) -> None:
-        for visit in (self._visit, self._ahead):
-            if visit is not None:
-                visit.end()
-        self._visit = self._ahead = None
+    def _end_pass(self) -> None:
+        for one in (self._pass, self._ahead):
+            if one is not None:
+                one.end()
+        self._pass = self._ahead = None
         self.optimizer.discard()
 
     def _rows_of(self, p: int) -> list[GroupRows]:
@@ -209,7 +209,7 @@ class InMemoryCache(SteppedCache):
         A cache that nobody refers to any more lets go of it without.
         """
         self._closed = True
-        self._end_visit()
+        self._end_pass()
         self._hooks.remove()
         self._raw.close()
         self._backend.drop_scratch()
@@ -268,31 +268,33 @@ class InMemoryCache(SteppedCache):
         """Where rows are trained."""
         return self._backend.device
 
-    def evaluation(self, passes: PassSet) -> Iterator[Evaluation]:
+    def evaluation(self, passes: PassDataset) -> Iterator[Evaluation]:
         """Yield read-only slices of another dataset, at any moment between batches, as `TierCache.evaluation` does.
 
-        A slice is a pass: no budget cuts it. Raises PassSetError for a dataset of other tables or features.
+        A slice is a pass: no budget cuts it. Raises DatasetError for a dataset of other tables or features.
         """
         self._check_open()
-        check_features(self.pass_set, passes)
+        check_features(self.dataset, passes)
         if different := {table.name for table in {*passes.tables} ^ {*self.tables}}:
-            raise PassSetError(
-                f"the pass set {passes.path} was extracted for other tables than those trained here (they differ in "
-                f"{', '.join(sorted(different))}): extract it with the schema of {self.pass_set.path}"
+            raise DatasetError(
+                f"the dataset {passes.path} was extracted for other tables than those trained here (they differ in "
+                f"{', '.join(sorted(different))}): extract it with the schema of {self.dataset.path}"
             )
         yield from Evaluation.slices(
-            passes, self.rows_now(), sys.maxsize, self._exchange, self._pipeline, self._backend
+            passes, self.live_rows(), sys.maxsize, self._exchange, self._pipeline, self._backend
         )
 
-    def rows_now(self) -> InMemoryRows:
+    def live_rows(self) -> InMemoryRows:
         """Return a reader of any rows as of now."""
         self._check_open()
-        return InMemoryRows(self.groups, self._held_keys, self._read, self._visited())
+        return InMemoryRows(self.groups, self._held_keys, self._read, self._trained_sub_datasets())
 
-    def _visited(self) -> list[int]:
-        """Return the passes trained so far, that of the visit included."""
-        last = self._trained if self._visit is None else self._visit.index + 1
-        return sorted({self._schedule.pass_of(index) for index in range(min(last, 2 * self._schedule.num_passes))})
+    def _trained_sub_datasets(self) -> list[int]:
+        """Return the sub-datasets trained so far, that of the pass included."""
+        last = self._trained if self._pass is None else self._pass.index + 1
+        return sorted(
+            {self._schedule.sub_dataset_of(index) for index in range(min(last, 2 * self._schedule.num_passes))}
+        )
 
     @property
     def tables(self) -> tuple[Any, ...]:
@@ -306,28 +308,28 @@ class InMemoryCache(SteppedCache):
 
     @property
     def schema(self) -> Any:
-        """The schema of the pass set."""
-        return self.pass_set.schema
+        """The schema of the dataset."""
+        return self.dataset.schema
 
 
 class InMemoryRows:
-    """Reads rows as of now, with the promises of RowsNow: a key that was not trained yet has no row of its own."""
+    """Reads rows as of now, with the promises of LiveRows: a key that was not trained yet has no row of its own."""
 
     def __init__(
         self,
         groups: tuple[Group, ...],
         held: Callable[[str], HeldKeys],
         read: Callable[[str, NDArray[np.int64], int], tuple[NDArray[np.float32], ...]],
-        visited: list[int],
+        trained: list[int],
     ) -> None:
         self.groups = groups
         self._tables = {table.name: table for group in groups for table in group.tables}
-        self._held, self._read, self._visited = held, read, visited
+        self._held, self._read, self._trained_sub_datasets = held, read, trained
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
         """Write the first fields of ``keys`` to the arrays of ``out``, (n, width) each; no other row is read."""
         table = self._tables[table_name]
-        at, found = self._held(table_name).find(keys, self._visited)
+        at, found = self._held(table_name).find(keys, self._trained_sub_datasets)
         if found.any():
             for to, have in zip(out, self._read(table_name, at[found], len(out)), strict=True):
                 to[found] = have

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend, KeyIndex
     from tiercache.backends.jagged import Found
+    from tiercache.passes.dataset import SubDataset
     from tiercache.passes.keybatch import FeatureKeys
-    from tiercache.passes.passset import Pass
     from tiercache.store.table import Table
 
 _SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun
@@ -30,7 +30,7 @@ _SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun
 class KeyFinder:
     """Local ids of raw keys; on the training thread.
 
-    The backend's index is built at the first batch of a visit, in the place of the last visit's. Without room for it
+    The backend's index is built at the first batch of a pass, in the place of the last pass's. Without room for it
     keys are searched on the CPU in the mapped key set, which takes no memory: keys stand in hash order, so a search is
     an interpolation. It takes 4 to 9 times as long as the CPU's index.
     """
@@ -40,7 +40,7 @@ class KeyFinder:
         self._tables, self._backend, self._room_bytes = tuple(tables), backend, room_bytes
         self._place = {table.name: t for t, table in enumerate(self._tables)}
         self._index: KeyIndex | None = None
-        self._seen: Pass | None = None
+        self._seen: SubDataset | None = None
 
     @property
     def index_bytes(self) -> int:
@@ -52,7 +52,7 @@ class KeyFinder:
         self._index = self._seen = None
 
     def find(
-        self, source: Pass, features: dict[str, FeatureKeys], table_of: dict[str, str]
+        self, source: SubDataset, features: dict[str, FeatureKeys], table_of: dict[str, str]
     ) -> tuple[Found, dict[str, FoundIds]]:
         """Return the local id of every key, of all features one behind the other and by feature."""
         tables = np.array([self._place[table_of[name]] for name in features], np.int64)
@@ -67,7 +67,7 @@ class KeyFinder:
             for (name, feature), first, last in zip(features.items(), cuts[:-1], cuts[1:], strict=True)
         }
 
-    def _index_of(self, source: Pass) -> KeyIndex | None:
+    def _index_of(self, source: SubDataset) -> KeyIndex | None:
         """Return an index of the pass; None where it takes more than there is room for."""
         if self._seen is source:
             return self._index
@@ -86,7 +86,11 @@ class KeyFinder:
         return self._index
 
     def _search(
-        self, source: Pass, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]
+        self,
+        source: SubDataset,
+        keys: Sequence[NDArray[np.int64]],
+        starts: NDArray[np.int64],
+        tables: NDArray[np.int64],
     ) -> Found:
         found = np.empty(int(starts[-1]), np.int32)
         threads = torch.get_num_threads() if found.size >= _SHARED_KEYS else 1

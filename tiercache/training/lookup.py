@@ -102,7 +102,7 @@ class PooledLookup:
         gradients, e = self.batch.rows.gradients, self.entries
         if gradients is None or e.starts[-1] == 0:
             return
-        self.batch.rows.check()  # slots mean other rows in the next visit
+        self.batch.rows.check()  # slots mean other rows in the next pass
         gradients.wait(
             self.part.group,
             SavedGradient(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 
 if TYPE_CHECKING:
     from tiercache.passes.view import DatasetView
@@ -14,45 +14,45 @@ if TYPE_CHECKING:
 
 
 def check_tables(store: Store, passes: DatasetView) -> None:
-    """Raise PassSetError unless ``passes`` was extracted for the tables of ``store``."""
+    """Raise DatasetError unless ``passes`` was extracted for the tables of ``store``."""
     theirs = {table.name: table for table in passes.tables}
     ours = {table.name: table for table in store.tables}
     if theirs != ours:
         different = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-        raise PassSetError(
-            f"the pass set {passes.path} was extracted for other tables than those of the store {store.path} "
+        raise DatasetError(
+            f"the dataset {passes.path} was extracted for other tables than those of the store {store.path} "
             f"(they differ in {', '.join(different)}): extract again with the store's schema, or open another store"
         )
 
 
 def check_features(trained: DatasetView, passes: DatasetView) -> None:
-    """Raise PassSetError unless the model finds its features in ``passes``; labels and dense columns are its own."""
+    """Raise DatasetError unless the model finds its features in ``passes``; labels and dense columns are its own."""
     theirs = {feature.name: feature for feature in passes.schema.features}
     for feature in trained.schema.features:
         if theirs.get(feature.name) != feature:
             seen = "describes it otherwise" if feature.name in theirs else "lacks it"
-            raise PassSetError(
-                f"feature {feature.name!r} is trained from {trained.path}, and the pass set {passes.path} {seen}: "
+            raise DatasetError(
+                f"feature {feature.name!r} is trained from {trained.path}, and the dataset {passes.path} {seen}: "
                 "extract it with the features of the schema that was trained"
             )
 
 
 def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> None:
-    """Raise PassSetError where the store's rows do not stand in the order of ``schedule``."""
+    """Raise DatasetError where the store's rows do not stand in the order of ``schedule``."""
     commit = store.commit
     empty = commit is not None and not commit.segment_ids and not commit.schedule_digest and not any(commit.cursor)
     if commit is None or empty or commit.schedule_digest == schedule.digest:
         return
     if commit.schedule_digest:
-        raise PassSetError(
-            f"the pass set {passes.path} in this order is not the one that {store.label} was trained "
+        raise DatasetError(
+            f"the dataset {passes.path} in this order is not the one that {store.label} was trained "
             f"with up to commit {commit.id} (schedule {schedule.digest[:12]}, the commit's is "
-            f"{commit.schedule_digest[:12]}): open the pass set it was trained with, call "
-            "tiercache.reorganise(store, passes) to go on with this one, or begin a new store"
+            f"{commit.schedule_digest[:12]}): open the dataset it was trained with, call "
+            "tiercache.reorganize(store, passes) to go on with this one, or begin a new store"
         )
-    raise PassSetError(
+    raise DatasetError(
         f"the rows of {store.label} stand in no order of training at commit {commit.id}, as after an import or a "
-        "compaction: call tiercache.reorganise(store, passes) first"
+        "compaction: call tiercache.reorganize(store, passes) first"
     )
 
 
@@ -66,7 +66,7 @@ def check_environment(commit: Commit, here: dict[str, Any]) -> None:
         )
 
 
-def check_commit_every(visits: int) -> None:
-    """Raise ValueError where there are not visits between commits."""
-    if visits < 1:
-        raise ValueError(f"commit_every is {visits}: it must be at least 1 visit")
+def check_commit_every(passes: int) -> None:
+    """Raise ValueError where there are not passes between commits."""
+    if passes < 1:
+        raise ValueError(f"commit_every is {passes}: it must be at least 1 pass")

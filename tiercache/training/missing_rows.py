@@ -1,6 +1,6 @@
-"""Rows of a batch's own for keys that the pass lacks: looked up beside those of the visit, and never trained.
+"""Rows of a batch's own for keys that the sub-dataset lacks: looked up beside those of the pass, and never trained.
 
-Legend: of a group in a batch: R rows of the visit that it looks up, M rows for keys that are missing, D dim.
+Legend: of a group in a batch: R rows of the pass that it looks up, M rows for keys that are missing, D dim.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MISSING = ("error", "zero", "init", "load")
 
 
 class RowReader(Protocol):
-    """Reads rows as of now, of any keys: RowsNow has it."""
+    """Reads rows as of now, of any keys: LiveRows has it."""
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
         """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
@@ -136,23 +136,23 @@ class MissingRows:
 
 
 class _GatheredRows:
-    """The vectors that one batch looks up in one group, in float32: those of the visit, then those of missing keys.
+    """The vectors that one batch looks up in one group, in float32: those of the pass, then those of missing keys.
 
-    What the visit's rows are is read again after each step, when it is asked for: a batch may wait for its turn.
+    What the pass's rows are is read again after each step, when it is asked for: a batch may wait for its turn.
     """
 
     def __init__(
-        self, group: Group, visit: RowView, index: int, positions_R: NDArray[np.int32],
+        self, group: Group, trained: RowView, index: int, positions_R: NDArray[np.int32],
         missing_MD: NDArray[np.float32], optimizer: RowOptimizer,
     ) -> None:  # fmt: skip
         self._optimizer, self._read_at, self.num_held = optimizer, -1, positions_R.size
-        self._backend = backend = visit.backend
+        self._backend = backend = trained.backend
         count = positions_R.size + missing_MD.shape[0]
         vectors = backend.empty((count, group.dim), np.float32)
         backend.tensor(vectors)[self.num_held :] = backend.tensor(backend.to_device(missing_MD))
         self.slots_R = backend.empty(positions_R.shape, np.int32)
-        """The slot of each row of the visit, on the device, once ``now`` was called."""
-        self._visit, self._index = visit, index  # not its rows: they go when the visit ends
+        """The slot of each row of the pass, on the device, once ``now`` was called."""
+        self._trained, self._index = trained, index  # not its rows: they go when the pass ends
         self._held = backend.to_device(positions_R), self.slots_R, vectors[: self.num_held]
         starts, locals_ = np.zeros(len(group.tables) + 1, np.int64), np.arange(count, dtype=np.int32)
         view = GroupRows.of(group, (vectors,), backend.to_device(locals_), starts, dtype="float32")
@@ -161,57 +161,57 @@ class _GatheredRows:
     def now(self) -> GroupRows:
         """Return them as they are now."""
         if self.num_held and self._read_at != self._optimizer.steps:
-            self._backend.find([RowRequest(self._visit.groups[self._index], *self._held)])
+            self._backend.find([RowRequest(self._trained.groups[self._index], *self._held)])
             self._read_at = self._optimizer.steps
         return self._view
 
 
 class _RawRows(RowView):
-    """What a batch with missing keys looks up: the visit's rows, but for groups where rows were gathered for it."""
+    """What a batch with missing keys looks up: the pass's rows, but for groups where rows were gathered for it."""
 
-    def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
-        gradients = None if visit.gradients is None else _HeldGradients(visit.gradients, added, visit.backend)
-        super().__init__((), gradients, visit.name, visit.backend)
-        self.groups = _Groups(visit, added)
-        self._visit = visit
+    def __init__(self, trained: RowView, added: dict[int, _GatheredRows]) -> None:
+        gradients = None if trained.gradients is None else _HeldGradients(trained.gradients, added, trained.backend)
+        super().__init__((), gradients, trained.name, trained.backend)
+        self.groups = _Groups(trained, added)
+        self._trained = trained
 
     def check(self) -> None:
-        """Raise RuntimeError where the visit has ended."""
-        self._visit.check()
+        """Raise RuntimeError where the pass has ended."""
+        self._trained.check()
 
     def look_up(self, end: int) -> None:
-        """Look rows of the visit up."""
-        self._visit.look_up(end)
+        """Look rows of the pass up."""
+        self._trained.look_up(end)
 
 
 class _Groups(Sequence[GroupRows]):
     """The rows of each group, those that were gathered as of now; not to be sliced."""
 
-    def __init__(self, visit: RowView, added: dict[int, _GatheredRows]) -> None:
-        self._visit, self._added = visit, added
+    def __init__(self, trained: RowView, added: dict[int, _GatheredRows]) -> None:
+        self._trained, self._added = trained, added
 
     def __len__(self) -> int:
-        return len(self._visit.groups)
+        return len(self._trained.groups)
 
     def __getitem__(self, g: int) -> GroupRows:  # type: ignore[override]
-        return self._added[g].now() if g in self._added else self._visit.groups[g]
+        return self._added[g].now() if g in self._added else self._trained.groups[g]
 
 
 class _HeldGradients(RowGradients):
-    """Passes the gradients of rows of the visit on, under their slots; those of missing keys go nowhere."""
+    """Passes the gradients of rows of the pass on, under their slots; those of missing keys go nowhere."""
 
-    def __init__(self, visit: RowGradients, added: dict[int, _GatheredRows], backend: Backend) -> None:
-        super().__init__(0, visit.tracers)
-        self._visit, self._added, self._backend = visit, added, backend
+    def __init__(self, trained: RowGradients, added: dict[int, _GatheredRows], backend: Backend) -> None:
+        super().__init__(0, trained.tracers)
+        self._trained, self._added, self._backend = trained, added, backend
 
     def keep(self, context: object) -> None:
-        """Keep what a backward needs until the step of the visit's rows."""
-        self._visit.keep(context)
+        """Keep what a backward needs until the step of the pass's rows."""
+        self._trained.keep(context)
 
     def wait(self, group: int, pending: SavedGradient, mark: Mark) -> None:
         """Add the gradient of one lookup. Waits for a GPU."""
         if group not in self._added:
-            self._visit.wait(group, pending, mark)
+            self._trained.wait(group, pending, mark)
             return
         added = self._added[group]
         seen, given = self._backend.tensor, self._backend.array
@@ -221,7 +221,7 @@ class _HeldGradients(RowGradients):
             return
         slots = given(seen(added.slots_R)[numbers[kept]])
         if len(kept) == len(numbers):
-            self._visit.wait(group, replace(pending, slots=slots), mark)
+            self._trained.wait(group, replace(pending, slots=slots), mark)
             return
         argmax, scales = pending.argmax, pending.scales
         if argmax.shape[0]:  # it names entries by their numbers, which change; without a maximum it is anything
@@ -233,4 +233,4 @@ class _HeldGradients(RowGradients):
         if scales.shape[0]:
             scales = given(seen(scales)[kept])
         places = given(seen(places_of(self._backend, pending))[kept])
-        self._visit.wait(group, replace(pending, slots=slots, places=places, scales=scales, argmax=argmax), mark)
+        self._trained.wait(group, replace(pending, slots=slots, places=places, scales=scales, argmax=argmax), mark)

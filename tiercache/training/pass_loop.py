@@ -1,8 +1,8 @@
-"""PassLoop: which visit is trained, and where one ends.
+"""PassLoop: which pass is trained, and where one ends.
 
-Rows move at the switch from one visit to the next. That is when the loop asks for the next one and all batches that it
+Rows move at the switch from one pass to the next. That is when the loop asks for the next one and all batches that it
 took of the last were trained; where it fetches ahead of its training they were not, and the switch waits for the first
-lookup that trains a batch of the next visit.
+lookup that trains a batch of the next pass.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import StateError
 from tiercache.tiers.rows import RowView
+from tiercache.training.passes import Pass
 from tiercache.training.progress import TrainingProgress
 from tiercache.training.threads import share_threads
-from tiercache.training.visit import Visit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tiercache.ranks.training_store import TrainingStore
-    from tiercache.tiers.report import VisitReport
+    from tiercache.tiers.report import PassReport
     from tiercache.training.batch_pipeline import BatchPipeline
     from tiercache.training.dense_state import RandomStates
     from tiercache.training.exchange import Exchange
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tiercache.training.raw_batch import RawKeys
 
 CLOSED = "this cache is closed: open another one on its store to go on"
-_SWITCHING = "changing the rows of the visit"
+_SWITCHING = "changing the rows of the pass"
 
 
 class PassLoop:
@@ -46,21 +46,21 @@ class PassLoop:
     ) -> None:
         self._opened, self._rows, self._exchange, self._ranks = opened, rows, exchange, exchange.ranks
         self._raw, self._pipeline, self._seed, self._shown = raw, pipeline, seed, shown
-        self.visit: Visit | None = None
+        self.current: Pass | None = None
         """The one whose rows are on the device."""
-        self._ahead: Visit | None = None
+        self._ahead: Pass | None = None
         """The next one, where the loop asked for it before that was trained to its end."""
         self._is_over = False
         """Whether the loop has ended before the last one was trained to its end."""
         self._random: RandomStates | None = None
-        """Of the end of the visit, where the loop has gone on before."""
+        """Of the end of the pass, where the loop has gone on before."""
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
-        self.reports: list[VisitReport] = []
+        self.reports: list[PassReport] = []
 
-    def passes(self, epochs: int) -> Iterator[Visit]:
-        """Yield the visits up to the end of epoch ``epochs``: ``TierCache.passes`` promises it."""
+    def passes(self, epochs: int) -> Iterator[Pass]:
+        """Yield the passes up to the end of epoch ``epochs``: ``TierCache.passes`` promises it."""
         ranks, rows = self._ranks, self._rows
         first, first_sample = self.restore()
         run = self._run = object()
@@ -73,36 +73,36 @@ class PassLoop:
         progress = self._progress = TrainingProgress(total, shown=self._shown)
         try:
             with ranks.raise_on_all(_SWITCHING):
-                visit = self._enter(self._make(first, first_sample))
+                current = self._enter(self._make(first, first_sample))
             for index in range(first, end):
-                yield visit
+                yield current
                 if self._closed:
                     raise StateError(CLOSED)
                 if self._run is not run:
                     raise StateError(
                         "this loop over passes() was replaced by a newer one, or by restore(): use one loop at a time"
                     )
-                if self._ahead is visit:  # no batch of it was looked up
+                if self._ahead is current:  # no batch of it was looked up
                     self._bring()
                 is_last = index + 1 == end
-                if ranks.size > 1 or visit.is_trained:
+                if ranks.size > 1 or current.is_trained:
                     self._leave(last=is_last)
                     if not is_last:
                         with ranks.raise_on_all(_SWITCHING):
-                            visit = self._enter(self._make(index + 1))
+                            current = self._enter(self._make(index + 1))
                 else:
-                    visit.rows.leave()
+                    current.rows.leave()
                     self._is_over = is_last
                     if not is_last:
-                        visit = self._ahead = self._make(index + 1)
+                        current = self._ahead = self._make(index + 1)
         finally:
             progress.stop()
             if self._run is run and not self._is_over:
-                self._end_visit()
+                self._end_pass()
                 rows.stop()
 
     def restore(self) -> tuple[int, int]:
-        """End a loop and go back to the last commit; returns the visit and the sample where it stands."""
+        """End a loop and go back to the last commit; returns the pass and the sample where it stands."""
         self.finish()
         self.end()
         self._rows.stop()
@@ -115,36 +115,36 @@ class PassLoop:
         return first, first_sample
 
     def commit(self) -> None:
-        """Commit inside the visit, or the visit itself where the loop has ended: ``TierCache.commit`` promises it."""
-        visit = self.visit
-        if visit is None:
-            raise StateError("commit() was called outside a visit: each visit commits by itself when it ends")
-        if self._is_over and visit.is_trained:
+        """Commit inside the pass, or the pass itself where the loop has ended: ``TierCache.commit`` promises it."""
+        current = self.current
+        if current is None:
+            raise StateError("commit() was called outside a pass: each pass commits by itself when it ends")
+        if self._is_over and current.is_trained:
             self.finish()
             return
         self._settle(
             "commit() was called between backward and step: step the optimizer first, or drop the gradients with "
             "zero_grad()",
-            left=f"visit {visit.index} before its commit",
+            left=f"pass {current.index} before its commit",
         )
-        with self._ranks.raise_on_all("committing inside a visit"):
-            if not (sample := visit.samples_trained):
-                raise StateError("nothing to commit: no batch of this visit has been trained")
+        with self._ranks.raise_on_all("committing inside a pass"):
+            if not (sample := current.samples_trained):
+                raise StateError("nothing to commit: no batch of this pass has been trained")
             state, settings = self._rows.state.capture(self._random)
-            self._rows.transfer.commit_within(sample, (state, settings | {"order": visit.order}))
+            self._rows.transfer.commit_within(sample, (state, settings | {"order": current.order}))
         self._opened.publish()
 
     def finish(self) -> None:
-        """Commit the last visit of a loop that has ended before it was trained to its end; else do nothing.
+        """Commit the last pass of a loop that has ended before it was trained to its end; else do nothing.
 
         A batch that was yielded and not trained is not counted.
         """
-        visit = self.visit
-        if not self._is_over or visit is None:
+        current = self.current
+        if not self._is_over or current is None:
             return
-        if visit.is_trained:
+        if current.is_trained:
             self._leave(last=True)
-        elif visit.samples_trained > visit.start_sample:
+        elif current.samples_trained > current.start_sample:
             self.commit()
         self.end()
         self._rows.stop()
@@ -152,7 +152,7 @@ class PassLoop:
     def end(self) -> None:
         """End it, wherever it is; nothing is committed."""
         self._run = None  # an iterator that was left open finds nothing to end when it is collected
-        self._end_visit()
+        self._end_pass()
 
     def close(self) -> None:
         """End it for good."""
@@ -160,57 +160,57 @@ class PassLoop:
         self.end()
 
     def note_step(self) -> None:
-        """Take note of the generators where the step was the last one of the visit, and the loop is further."""
+        """Take note of the generators where the step was the last one of the pass, and the loop is further."""
         late = self._ahead is not None or self._is_over
-        if late and self._random is None and self.visit is not None and self.visit.is_trained:
+        if late and self._random is None and self.current is not None and self.current.is_trained:
             self._random = self._rows.state.dense.random_states()
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _make(self, index: int, first_sample: int = 0) -> Visit:
-        """Return a visit whose rows are not on the device yet."""
+    def _make(self, index: int, first_sample: int = 0) -> Pass:
+        """Return a pass whose rows are not on the device yet."""
         rows, schedule = self._rows, self._rows.schedule
         commit, gradients = rows.store.commit, rows.state.optimizer.gradients
-        return Visit(
-            index=index, epoch=schedule.epoch_of(index), source=rows.source.passes[schedule.pass_of(index)],
-            rows=RowView((), gradients, f"visit {index}", rows.backend, self._bring), seed=self._seed, raw=self._raw,
+        return Pass(
+            index=index, epoch=schedule.epoch_of(index), source=rows.source.passes[schedule.sub_dataset_of(index)],
+            rows=RowView((), gradients, f"pass {index}", rows.backend, self._bring), seed=self._seed, raw=self._raw,
             exchange=self._exchange, pipeline=self._pipeline, first_sample=first_sample,
             order=commit.settings.get("order") if first_sample and commit else None,
             before_batch=self._before_batch,
         )  # fmt: skip
 
-    def _enter(self, visit: Visit) -> Visit:
-        """Begin a visit whose rows were brought to the device, and return it."""
-        plan, report, groups = self._rows.brought(visit.index)
-        visit.rows.show(groups)
-        self._exchange.open(plan.pass_index, visit.rows)
-        self.visit, report.losses = visit, visit.losses
+    def _enter(self, current: Pass) -> Pass:
+        """Begin a pass whose rows were brought to the device, and return it."""
+        plan, report, groups = self._rows.brought(current.index)
+        current.rows.show(groups)
+        self._exchange.open(plan.sub_dataset, current.rows)
+        self.current, report.losses = current, current.losses
         self.reports.append(report)
         report.begin_training()
-        return visit
+        return current
 
     def _bring(self) -> None:
-        """End the visit that was trained, and begin the one that the loop has fetched ahead of it."""
+        """End the pass that was trained, and begin the one that the loop has fetched ahead of it."""
         ahead = self._ahead
-        assert ahead is not None, "rows were asked for of no visit that was fetched ahead"
+        assert ahead is not None, "rows were asked for of no pass that was fetched ahead"
         self._leave(last=False)
         self._ahead = None
         self._enter(ahead)
 
     def _leave(self, *, last: bool) -> None:
-        """End the visit that was trained and bring the rows of the next one, or write those of the last."""
-        visit, transfer = self.visit, self._rows.transfer
-        assert visit is not None
+        """End the pass that was trained and bring the rows of the next one, or write those of the last."""
+        current, transfer = self.current, self._rows.transfer
+        assert current is not None
         self._settle(
-            f"visit {visit.index} {self._exchange.ended_unstepped}",
-            left=f"visit {visit.index}",
+            f"pass {current.index} {self._exchange.ended_unstepped}",
+            left=f"pass {current.index}",
         )
         with self._ranks.raise_on_all(_SWITCHING):
             report = self.reports[-1]
             with report.timing("commit"):
                 state = self._rows.state.capture(self._random)
             self._end_trained()
-            self._progress.visit_done(visit.num_samples, report)
+            self._progress.pass_done(current.num_samples, report)
             if last:
                 transfer.finish(state)
             else:
@@ -224,7 +224,7 @@ class PassLoop:
         Raises StateError, ``unstepped``, between a backward and its step.
         """
         self._exchange.rest()
-        with self._ranks.raise_on_all("writing the rows of the visit before"):
+        with self._ranks.raise_on_all("writing the rows of the pass before"):
             if self._exchange.pending:
                 raise StateError(unstepped)
             self._exchange.leave(left)
@@ -233,20 +233,20 @@ class PassLoop:
                 self._rows.transfer.drain()
         self._opened.publish()
 
-    def _before_batch(self, visit: Visit) -> None:
-        """Raise what went wrong on a thread, and show how far the visit is."""
+    def _before_batch(self, current: Pass) -> None:
+        """Raise what went wrong on a thread, and show how far the pass is."""
         self._rows.transfer.check()
-        if visit is self.visit:
-            self._progress.batch(visit.index, visit.samples_done)
+        if current is self.current:
+            self._progress.batch(current.index, current.samples_done)
 
     def _end_trained(self) -> None:
-        if self.visit is not None:
-            self.visit.end()
-            self.visit = self._random = None
+        if self.current is not None:
+            self.current.end()
+            self.current = self._random = None
             self.reports[-1].end_training()
         self._exchange.discard()
 
-    def _end_visit(self) -> None:
+    def _end_pass(self) -> None:
         self._end_trained()
         if self._ahead is not None:
             self._ahead.end()

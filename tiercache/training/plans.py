@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tiercache.planning.pass_plan import PassPlan, Planner
 from tiercache.planning.reuse_counts import ReuseCounts
-from tiercache.planning.visit_plan import Planner, VisitPlan
 from tiercache.store.history import manifest_of
-from tiercache.tiers.segments import segments_by_visit
+from tiercache.tiers.segments import segments_by_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,16 +40,16 @@ class Plans:
 
     @property
     def cursor(self) -> tuple[int, int]:
-        """The visit and the sample at which the store stands."""
+        """The pass and the sample at which the store stands."""
         commit = self._store.commit
-        return (0, 0) if commit is None else (commit.cursor.visit, commit.cursor.sample)
+        return (0, 0) if commit is None else (commit.cursor.pass_index, commit.cursor.sample)
 
     def planner(self, end: int | None = None) -> Planner:
-        """Return the planner of a training up to visit ``end``."""
+        """Return the planner of a training up to pass ``end``."""
         return self._planner(end)
 
-    def visits(self, count: int | None) -> list[VisitPlan]:
-        """Plan the next visits, one epoch and one visit more where not said; beside a training too."""
+    def passes(self, count: int | None) -> list[PassPlan]:
+        """Plan the next passes, one epoch and one pass more where not said; beside a training too."""
         planner = self._planner(None)
         return [planner.plan_next() for _ in range(self._schedule.num_passes + 1 if count is None else count)]
 
@@ -64,9 +64,9 @@ class Plans:
             self.store_plan(state_bytes()).check(self._store_budget)
 
     def _planner(self, end: int | None) -> Planner:
-        visit, sample = self.cursor
-        stored = {v: segment.streams for v, segment in segments_by_visit(self._store).items()}
+        pass_index, sample = self.cursor
+        stored = {v: segment.streams for v, segment in segments_by_pass(self._store).items()}
         return Planner(
-            self._schedule, self._positions, self._uses_of, self._budget, start=visit, within=sample > 0,
+            self._schedule, self._positions, self._uses_of, self._budget, start=pass_index, within=sample > 0,
             commit_every=self._commit_every, end=end, stored=stored, counts=self._counts,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a person sees while training runs: one bar over all visits, and the first compilation of kernels."""
+"""What a person sees while training runs: one bar over all passes, and the first compilation of kernels."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from tiercache.store.table import Table
-    from tiercache.tiers.report import VisitReport
+    from tiercache.tiers.report import PassReport
 
 REFRESH_SECONDS = 0.2
 _STAGES = {"sort": "sorting keys", "read": "reading", "write": "writing"}
 
 
 class TrainingProgress:
-    """A bar with samples per second, time left, visits so far and seconds waited; nothing where ``shown`` is false."""
+    """A bar with samples per second, time left, passes so far and seconds waited; nothing where ``shown`` is false."""
 
     def __init__(self, total_samples: int, *, shown: bool) -> None:
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %  visit {task.fields[visit]}  {task.fields[rate]} samples/s"),
+            TextColumn("{task.percentage:>3.0f} %  pass {task.fields[pass_index]}  {task.fields[rate]} samples/s"),
             TimeRemainingColumn(),
             TextColumn("waited {task.fields[waited]:.2f} s"),
             console=Console(stderr=True),
@@ -35,24 +35,26 @@ class TrainingProgress:
             transient=True,
         )
         self._shown = shown
-        self._task = self._progress.add_task("training", total=total_samples, visit="-", rate="-", waited=0.0)
+        self._task = self._progress.add_task("training", total=total_samples, pass_index="-", rate="-", waited=0.0)
         self._before = 0
         self._waited = 0.0
         self._begun = time.perf_counter()
         self._next = 0.0
         self._progress.start()
 
-    def batch(self, visit: int, samples_in_visit: int) -> None:
-        """Show how far a visit has come; cheap enough for every batch."""
+    def batch(self, pass_index: int, samples_in_pass: int) -> None:
+        """Show how far a pass has come; cheap enough for every batch."""
         now = time.perf_counter()
         if self._shown and now >= self._next:
             self._next = now + REFRESH_SECONDS
-            done = self._before + samples_in_visit
+            done = self._before + samples_in_pass
             rate = done / max(1e-9, now - self._begun)
-            self._progress.update(self._task, completed=done, visit=visit, rate=f"{rate:,.0f}", waited=self._waited)
+            self._progress.update(
+                self._task, completed=done, pass_index=pass_index, rate=f"{rate:,.0f}", waited=self._waited
+            )
 
-    def visit_done(self, samples: int, report: VisitReport) -> None:
-        """Take in a visit that ended."""
+    def pass_done(self, samples: int, report: PassReport) -> None:
+        """Take in a pass that ended."""
         self._before += samples
         self._waited += report.waited
         self._next = 0.0

@@ -15,9 +15,9 @@ from tiercache.tiers.pinned_arena import PinnedArena
 from tiercache.tiers.segments import waiting_streams
 from tiercache.tiers.use_files import UseFiles
 from tiercache.training.commit_state import CommitState
+from tiercache.training.live_rows import LiveRows
 from tiercache.training.matching import check_schedule, check_tables
 from tiercache.training.plans import Plans
-from tiercache.training.rows_now import RowsNow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.passes.view import DatasetView
-    from tiercache.planning.visit_plan import VisitPlan
+    from tiercache.planning.pass_plan import PassPlan
     from tiercache.ranks.budgets import Budgets
     from tiercache.store import Store
-    from tiercache.tiers.report import VisitReport
+    from tiercache.tiers.report import PassReport
     from tiercache.tiers.rows import GroupRows
-    from tiercache.training.visit import Visit
+    from tiercache.training.passes import Pass
 
 _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.WeakKeyDictionary()
 """What is in a loop over its passes, by the store that it commits to."""
@@ -53,13 +53,13 @@ class RankRows:
     ) -> None:
         """Plan, and take the memory. device_bytes: of the device's budget, for rows and slot maps.
 
-        Raises BudgetError where the plan exceeds a budget or the device, PassSetError where passes and store do not
+        Raises BudgetError where the plan exceeds a budget or the device, DatasetError where passes and store do not
         belong together, StateError where the store is being trained.
         """
         self.store, self.source, self.backend = store, source, backend
         self.check_alone()
         check_tables(store, source)
-        self.schedule = Schedule(num_passes=len(source.passes), pass_set_digest=source.digest, order_seed=order_seed)
+        self.schedule = Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order_seed=order_seed)
         check_schedule(store, source, self.schedule)
         self.positions = positions = Positions.of(source, store.groups)
         self.device = DeviceTier(positions, device_bytes, backend)
@@ -76,7 +76,7 @@ class RankRows:
             store, self.device, backend, self.memory, self.budget, positions, self._keys_of, self._uses.of,
             schedule_digest=self.schedule.digest, environment=self.state.environment,
         )  # fmt: skip
-        self.plans.visits(None)  # a budget that cannot hold says so here, not in the middle of a run
+        self.plans.passes(None)  # a budget that cannot hold says so here, not in the middle of a run
         self.plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
 
     def restore(self) -> tuple[int, int]:
@@ -91,19 +91,19 @@ class RankRows:
         return self.plans.cursor
 
     def begin(self, end: int) -> None:
-        """Begin with the next visit, on to ``end``; nobody else trains the store until ``stop``."""
+        """Begin with the next pass, on to ``end``; nobody else trains the store until ``stop``."""
         if self.store.mode != "a":
             raise StateError(f"{self.store.label} is open for reading: open it with mode='a' to train")
         _TRAINED_BY[self.store] = weakref.ref(self)
         self.transfer.begin(self.plans.planner(end), end=end)
 
-    def brought(self, index: int) -> tuple[VisitPlan, VisitReport, Sequence[GroupRows]]:
-        """Return the visit that was brought: its plan, its report and its rows."""
+    def brought(self, index: int) -> tuple[PassPlan, PassReport, Sequence[GroupRows]]:
+        """Return the pass that was brought: its plan, its report and its rows."""
         plan, report = self.transfer.plan, self.transfer.report
         assert plan is not None
         assert report is not None
-        assert plan.visit == index
-        return plan, report, self.device.rows_of(plan.pass_index)
+        assert plan.pass_index == index
+        return plan, report, self.device.rows_of(plan.sub_dataset)
 
     def stop(self) -> None:
         """End a loop over the passes, wherever it is."""
@@ -111,16 +111,16 @@ class RankRows:
         if self._trained_by() is self:
             del _TRAINED_BY[self.store]
 
-    def now(self, visit: Visit | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> RowsNow:
-        """Return a reader of any rows as of now, amid ``visit`` or outside; waits until every dump is durable.
+    def now(self, current: Pass | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> LiveRows:
+        """Return a reader of any rows as of now, amid ``current`` or outside; waits until every dump is durable.
 
         ``unknown``: fields of out-of-vocabulary rows that stand elsewhere.
         """
         self.transfer.drain()
-        return RowsNow(
-            store=self.store, device=self.device if visit else None, placements=self.transfer.placements,
-            pass_now=visit.pass_index if visit else None, positions=self.positions, keys_of=self._keys_of,
-            after=visit.index if visit else self.plans.cursor[0] - 1, cached=self.transfer.cached_piece,
+        return LiveRows(
+            store=self.store, device=self.device if current else None, assignments=self.transfer.assignments,
+            sub_dataset=current.sub_dataset if current else None, positions=self.positions, keys_of=self._keys_of,
+            after=current.index if current else self.plans.cursor[0] - 1, cached=self.transfer.cached_piece,
             trained=self.source, unknown=unknown,
         )  # fmt: skip
 

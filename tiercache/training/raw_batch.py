@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.passset import Pass
+    from tiercache.passes.dataset import SubDataset
     from tiercache.schema import Schema
     from tiercache.store.table import Group
     from tiercache.training.exchange import Exchange
     from tiercache.training.missing_rows import Missing, RowReader
+    from tiercache.training.passes import Pass
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
-    from tiercache.training.visit import Visit
 
 
 class _Turn(NamedTuple):
@@ -71,18 +71,18 @@ class RawKeys:
         """Let go of the index."""
         self._reader.close()
 
-    def batch(self, visit: Visit, keys: Mapping[str, Any] | None, *, missing: Missing, **given: Any) -> Batch | None:
-        """Return this rank's part of the next batch of a visit: ``Visit.batch`` promises it.
+    def batch(self, current: Pass, keys: Mapping[str, Any] | None, *, missing: Missing, **given: Any) -> Batch | None:
+        """Return this rank's part of the next batch of a pass: ``Pass.batch`` promises it.
 
         given: as of ``RawReader.read``.
         """
-        source, number = visit.source.whole, visit.batches_done
+        source, number = current.source.whole, current.batches_done
         mine, error = None, None
-        name = f"batch {number} of visit {visit.index}"
+        name = f"batch {number} of pass {current.index}"
         try:
-            visit.begin_raw()
+            current.begin_raw()
             if keys is not None:
-                mine = self._reader.read(source, visit.rows.name, keys, number=number, missing=missing, **given)
+                mine = self._reader.read(source, current.rows.name, keys, number=number, missing=missing, **given)
                 self._dense_columns = mine.dense.shape[1]
         except Exception as caught:  # told to all ranks
             error = caught
@@ -99,14 +99,14 @@ class RawKeys:
         if any(turn.loads for turn in turns):
             lacking = mine if missing == "load" else None
             reader = self._exchange.load(lambda: {} if lacking is None else self._reader.keys_of(lacking))
-        made, ids = self._exchange.raw(mine, visit.rows, name, self._weight(sizes))
+        made, ids = self._exchange.raw(mine, current.rows, name, self._weight(sizes))
         if ids is not None:
             made = self._exchange.named(self._missing.add(made, mine.features, ids, missing, reader))
-        visit.count_raw(sum(sizes))
-        return replace(made, end=visit.samples_done)
+        current.count_raw(sum(sizes))
+        return replace(made, end=current.samples_done)
 
     def evaluate(self, keys: Mapping[str, Any] | None, budget: int, **given: Any) -> Batch | None:
-        """Return a batch outside any visit: ``TierCache.evaluation_batch`` promises it."""
+        """Return a batch outside any pass: ``TierCache.evaluation_batch`` promises it."""
         what, mine, error, wanted = "an evaluation of raw keys", None, None, dict[str, Any]()
         try:
             if keys is not None:
@@ -138,7 +138,7 @@ class RawKeys:
         return self._ranks.size * (sizes[self._ranks.rank] / max(1, sum(sizes))) if len(sizes) > 1 else 1.0
 
     def _borrowed(
-        self, source: Pass, mine: RawSamples | None, missing: Missing, sizes: Sequence[int]
+        self, source: SubDataset, mine: RawSamples | None, missing: Missing, sizes: Sequence[int]
     ) -> tuple[RawSamples, Missing]:
         """Return this rank's samples; the first one of the first rank that has some in place of none."""
         lender = next(rank for rank, size in enumerate(sizes) if size)
@@ -173,7 +173,7 @@ class RawKeys:
             "missing": missing,
         }
 
-    def _nothing(self, source: Pass | None) -> RawSamples:
+    def _nothing(self, source: SubDataset | None) -> RawSamples:
         """Return no samples, with as many dense columns as those before."""
         keys: dict[str, Any] = {}
         for feature in self._schema.features:

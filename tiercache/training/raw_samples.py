@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import FoundIds
+    from tiercache.passes.dataset import SubDataset
     from tiercache.passes.keybatch import FeatureKeys
-    from tiercache.passes.passset import Pass
     from tiercache.schema import Schema
     from tiercache.store.table import Table
     from tiercache.training.missing_rows import Missing
@@ -73,8 +73,8 @@ class RawReader:
 
     def read(
         self,
-        source: Pass | None,
-        visit: str,
+        source: SubDataset | None,
+        pass_name: str,
         keys: Mapping[str, Any],
         *,
         number: int = 0,
@@ -83,9 +83,9 @@ class RawReader:
         label: Any = None,
         dense: Any = None,
     ) -> RawSamples:
-        """Return the samples of batch ``number`` of a visit, by its name, that trains ``source``; None: of no visit.
+        """Return the samples of batch ``number`` of a pass, by its name, that trains ``source``; None: of no pass.
 
-        Raises KeyNotInPassError where ``missing`` is "error" and a key is, and what ``Visit.batch`` promises.
+        Raises KeyNotInPassError where ``missing`` is "error" and a key is, and what ``Pass.batch`` promises.
         """
         if missing not in MISSING:
             raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
@@ -95,7 +95,7 @@ class RawReader:
         columns = self._bring("dense", dense, torch.empty(num_samples, 0), (num_samples, -1))
         lost = None if found is None else found.missing()  # all is on its way: what is waited for is the search
         if lost is not None and lost.count and missing == "error":
-            self._refuse(lost.first, features, ids, visit, number)
+            self._refuse(lost.first, features, ids, pass_name, number)
         return RawSamples(num_samples, features, brought, columns, ids, lost is None or lost.count > 0)
 
     def keys_of(self, samples: RawSamples) -> dict[str, NDArray[np.int64]]:
@@ -123,14 +123,14 @@ class RawReader:
         return self._backend.tensor(self._backend.to_device(found.numpy()))
 
     def _refuse(
-        self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], visit: str, number: int
+        self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], pass_name: str, number: int
     ) -> NoReturn:
         """Raise KeyNotInPassError of an entry, counted over all features."""
         name, found = next((name, found) for name, found in ids.items() if found.first <= entry < found.last)
         at, table = entry - found.first, self._table_of[name]
         key = int(features[name].keys[at])
         raise KeyNotInPassError(
-            f"batch {number} of {visit} has the key {key} of table {table!r} at entry {at} of feature "
+            f"batch {number} of {pass_name} has the key {key} of table {table!r} at entry {at} of feature "
             f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
             "all keys, or choose missing='load', 'init' or 'zero', which train no row for it",
             table=table,

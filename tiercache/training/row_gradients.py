@@ -114,7 +114,7 @@ class RowGradients:
 
 
 def ended_unstepped(num_batches: int) -> str:
-    """Say of a visit that gradients of its last batches wait for a step."""
+    """Say of a pass that gradients of its last batches wait for a step."""
     return (
         f"ended between backward and step, and the row gradients of its last {num_batches} batches would be lost: step "
         "the optimizer after its last batch, or drop them with zero_grad()"

@@ -107,11 +107,11 @@ class RowOptimizer(torch.optim.Optimizer):
         """Whether a backward was not stepped yet."""
         return self.gradients.is_pending
 
-    def check_stepped(self, visit: str) -> None:
-        """Raise StateError where gradients are pending though ``visit`` ends."""
+    def check_stepped(self, pass_name: str) -> None:
+        """Raise StateError where gradients are pending though ``pass_name`` ends."""
         if self.pending:
-            raise StateError(f"{visit} {ended_unstepped(len(self.gradients.unstepped))}")
-        self.gradients.leave(visit)
+            raise StateError(f"{pass_name} {ended_unstepped(len(self.gradients.unstepped))}")
+        self.gradients.leave(pass_name)
 
     def discard(self) -> None:
         """Drop the pending gradients."""

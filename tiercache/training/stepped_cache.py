@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
     from tiercache.training.exchange import Exchange
+    from tiercache.training.passes import Pass
     from tiercache.training.row_optimizer import RowOptimizer
-    from tiercache.training.visit import Visit
 
 
 class SteppedCache:
@@ -34,8 +34,8 @@ class SteppedCache:
         """
         return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
 
-    def _current(self) -> Visit | None:
-        """Return the visit whose rows are trained."""
+    def _current(self) -> Pass | None:
+        """Return the pass whose rows are trained."""
         raise NotImplementedError
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -43,10 +43,10 @@ class SteppedCache:
 
         Of several ranks duplicates are added in the order of batches, in each by rank.
         """
-        visit = self._current()
-        if visit is None:
-            raise StateError("rows were stepped outside a visit: step inside the loop over passes()")
-        self._exchange.step(visit.rows.groups, optimizer)
+        current = self._current()
+        if current is None:
+            raise StateError("rows were stepped outside a pass: step inside the loop over passes()")
+        self._exchange.step(current.rows.groups, optimizer)
 
     def _discard(self) -> None:
         """Drop the pending row gradients."""

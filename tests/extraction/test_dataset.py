@@ -1,4 +1,4 @@
-"""Pass sets: what they hold, and how they notice that they are not whole."""
+"""Datasets: what they hold, and how they notice that they are not whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 import tiercache as tc
 from tests.extraction.cases import key_batch, plain_schema, reference, rich_columns, rich_schema, table
-from tiercache.errors import PassSetError
-from tiercache.passes.handmade import write_pass_set
+from tiercache.errors import DatasetError
+from tiercache.passes.dataset import PassDataset
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import KeyBatch
-from tiercache.passes.passset import PassSet
 from tiercache.store.hashing import hash_keys
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> PassSet:
+def small(tmp_path: Path) -> PassDataset:
     """Return a set of two passes of the rich schema."""
     return reference(tmp_path / "passes", rich_schema(), rich_columns(300), [0, 100, 300])
 
 
-def test_local_ids_are_positions_in_the_key_set(small: PassSet) -> None:
+def test_local_ids_are_positions_in_the_key_set(small: PassDataset) -> None:
     """Looking local ids up in the key set gives the keys of the data, sample by sample."""
     schema, columns = rich_schema(), rich_columns(300)
     for p, (low, high) in zip(small, [(0, 100), (100, 300)], strict=True):
@@ -44,7 +44,7 @@ def test_local_ids_are_positions_in_the_key_set(small: PassSet) -> None:
                 np.testing.assert_array_equal(keys, np.concatenate(rows))
 
 
-def test_key_sets_are_in_hash_order_with_counts(small: PassSet) -> None:
+def test_key_sets_are_in_hash_order_with_counts(small: PassDataset) -> None:
     """Keys of a table are distinct, ordered by the unsigned hash, and counted over all features that share it."""
     schema, columns = rich_schema(), rich_columns(300)
     for p, (low, high) in zip(small, [(0, 100), (100, 300)], strict=True):
@@ -61,7 +61,7 @@ def test_key_sets_are_in_hash_order_with_counts(small: PassSet) -> None:
             assert p.rows(spec.name) == keys.size
 
 
-def test_the_digest_is_about_content(tmp_path: Path, small: PassSet) -> None:
+def test_the_digest_is_about_content(tmp_path: Path, small: PassDataset) -> None:
     """The same samples have the same digest anywhere; another sample, pass cut or meaning changes it."""
     schema, columns = rich_schema(), rich_columns(300)
     assert reference(tmp_path / "same", schema, columns, [0, 100, 300]).digest == small.digest
@@ -74,7 +74,7 @@ def test_the_digest_is_about_content(tmp_path: Path, small: PassSet) -> None:
     assert reference(tmp_path / "adam", trained, columns, [0, 100, 300]).digest == small.digest
 
 
-def test_a_pass_can_be_closed_and_read_again(small: PassSet) -> None:
+def test_a_pass_can_be_closed_and_read_again(small: PassDataset) -> None:
     """Close lets go of the maps; arrays that look into them stay valid, and the next use opens them again."""
     p = small.passes[0]
     keys, before = p.keys("a"), p.read(np.arange(5)).singles.copy()
@@ -84,7 +84,7 @@ def test_a_pass_can_be_closed_and_read_again(small: PassSet) -> None:
     p.prefetch()
 
 
-def test_a_whole_set_verifies_and_a_changed_byte_is_found(small: PassSet) -> None:
+def test_a_whole_set_verifies_and_a_changed_byte_is_found(small: PassDataset) -> None:
     """Verify reads everything and names the pass whose content changed."""
     small.verify()
     path = small.path / "pass-00001.samples.arrow"
@@ -92,8 +92,8 @@ def test_a_whole_set_verifies_and_a_changed_byte_is_found(small: PassSet) -> Non
     region = next(small.passes[1].samples_file.regions())
     data[region.offset] ^= 1
     path.write_bytes(data)
-    with pytest.raises(PassSetError, match=r"pass 1 of .* was changed"):
-        PassSet.open(small.path).verify()
+    with pytest.raises(DatasetError, match=r"sub-dataset 1 of .* was changed"):
+        PassDataset.open(small.path).verify()
 
 
 def change(path: Path, at: int, value: int, size: int = 8) -> None:
@@ -105,47 +105,49 @@ def change(path: Path, at: int, value: int, size: int = 8) -> None:
 
 
 @pytest.mark.parametrize("has_digest", [True, False])
-def test_a_changed_key_set_is_named_when_it_is_first_opened(small: PassSet, has_digest: bool) -> None:
+def test_a_changed_key_set_is_named_when_it_is_first_opened(small: PassDataset, has_digest: bool) -> None:
     """By its digest alone, or with the samples where the set was made without theirs: that one opens when whole."""
     if not has_digest:
         record = json.loads((small.path / "passes.json").read_text())
         for one in record["passes"]:
             del one["samples_digest"]
         (small.path / "passes.json").write_text(json.dumps(record))
-    passes, path = PassSet.open(small.path), small.path / "pass-00001.keys.arrow"
+    passes, path = PassDataset.open(small.path), small.path / "pass-00001.keys.arrow"
     count = int(passes.passes[1].counts("a")[0])
     at = path.read_bytes().index(passes.passes[1].counts("a").tobytes())
     change(path, at, count + 1)
-    where = "pass-00001.keys.arrow" + ("" if has_digest else " or its sub-dataset")
-    with pytest.raises(PassSetError, match=f"pass 1: the key set .*{where} is not what was extracted .*: extract"):
-        PassSet.open(small.path).passes[1].keys("b")
+    where = "pass-00001.keys.arrow" + ("" if has_digest else " or its samples")
+    with pytest.raises(
+        DatasetError, match=f"sub-dataset 1: the key set .*{where} is not what was extracted .*: extract"
+    ):
+        PassDataset.open(small.path).passes[1].keys("b")
     change(path, at, count)
-    assert PassSet.open(small.path).passes[1].keys("b").tolist() == passes.passes[1].keys("b").tolist()
+    assert PassDataset.open(small.path).passes[1].keys("b").tolist() == passes.passes[1].keys("b").tolist()
 
 
-def test_numbers_of_the_manifest_are_those_of_the_files(small: PassSet) -> None:
+def test_numbers_of_the_manifest_are_those_of_the_files(small: PassDataset) -> None:
     """Rows and samples of a pass are in no digest of the manifest: whoever opens the file that has others says so."""
     path = small.path / "passes.json"
     record = json.loads(path.read_text())
     record["passes"][0]["samples"] += 1
     record["passes"][1]["rows"]["a"] -= 1
     path.write_text(json.dumps(record))
-    passes = PassSet.open(small.path).passes
+    passes = PassDataset.open(small.path).passes
     with pytest.raises(
-        PassSetError, match=r"pass 0: .*samples.arrow has 100 samples, and passes.json says 101: extract"
+        DatasetError, match=r"sub-dataset 0: .*samples.arrow has 100 samples, and passes.json says 101: extract"
     ):
         passes[0].check_samples()
     with pytest.raises(
-        PassSetError, match=r"pass 1: .*keys.arrow has (\d+) keys of table 'a', and .* says \d+: extract"
+        DatasetError, match=r"sub-dataset 1: .*keys.arrow has (\d+) keys of table 'a', and .* says \d+: extract"
     ):
         passes[1].keys("b")
     del record["passes"][1]["rows"]["unused"]
     path.write_text(json.dumps(record))
-    with pytest.raises(PassSetError, match="the rows of a pass are of the tables b, a: extract"):
-        PassSet.open(small.path)
+    with pytest.raises(DatasetError, match="the rows of a pass are of the tables b, a: extract"):
+        PassDataset.open(small.path)
 
 
-def test_an_id_outside_its_key_set_is_named(small: PassSet) -> None:
+def test_an_id_outside_its_key_set_is_named(small: PassDataset) -> None:
     """Negative or too large, of features with one id and of lists; others are read without the feature."""
     file, rows = small.passes[0].samples_file, {name: small.passes[0].rows(name) for name in "ab"}
     regions = {part.column.name: part.offset for part in file.regions() if not part.is_offsets}
@@ -158,16 +160,18 @@ def test_an_id_outside_its_key_set_is_named(small: PassSet) -> None:
         whole = file.path.read_bytes()
         for bad in (-1, rows[name], (1 << 31) - 1):
             change(file.path, at, bad, size)
-            one = PassSet.open(small.path).passes[0]
-            said = f"pass 0: feature '{feature}' has the id {bad} in {file.path}, and table '{name}' has ids 0 to "
-            with pytest.raises(PassSetError, match=f"{said}{rows[name] - 1}: extract"):
+            one = PassDataset.open(small.path).passes[0]
+            said = (
+                f"sub-dataset 0: feature '{feature}' has the id {bad} in {file.path}, and table '{name}' has ids 0 to "
+            )
+            with pytest.raises(DatasetError, match=f"{said}{rows[name] - 1}: extract"):
                 one.read(np.arange(100))
             others = {f.name for f in small.schema.features} - {feature}
             assert one.read(np.arange(100), features=others).ids.keys() == others
         file.path.write_bytes(whole)
 
 
-def test_a_list_outside_its_record_batch_is_named(small: PassSet) -> None:
+def test_a_list_outside_its_record_batch_is_named(small: PassDataset) -> None:
     """One that ends before it begins, begins below 0 or ends behind the values; samples beside it are read."""
     file = small.passes[0].samples_file
     part = next(part for part in file.regions() if part.is_offsets)
@@ -176,57 +180,58 @@ def test_a_list_outside_its_record_batch_is_named(small: PassSet) -> None:
     size = int(offsets[-1])
     for bad in (-1, int(offsets[9]) + size, 1 << 62, -(1 << 63)):
         change(file.path, part.offset + 8 * 10, bad)
-        one = PassSet.open(small.path).passes[0]
+        one = PassDataset.open(small.path).passes[0]
         said = (
-            f"pass 0: feature 'tags' of sample 9 in {file.path} has the values {offsets[9]} to {bad}, and its record "
+            f"sub-dataset 0: feature 'tags' of sample 9 in {file.path} has the values {offsets[9]} to {bad}, and its "
+            "record "
         )
-        with pytest.raises(PassSetError, match=f"{said}batch has {size}: extract"):
+        with pytest.raises(DatasetError, match=f"{said}batch has {size}: extract"):
             one.read(np.array([3, 9, 4]))
-        with pytest.raises(PassSetError, match=f"of sample 10 .* has the values {bad} to {offsets[11]},"):
+        with pytest.raises(DatasetError, match=f"of sample 10 .* has the values {bad} to {offsets[11]},"):
             one.read(np.arange(10, 12))
         assert one.read(np.array([8, 11])).num_samples == 2
     change(file.path, part.offset + 8 * 100, size + 1)
     with pytest.raises(
-        PassSetError, match=f"pass 0: the samples in {file.path} cannot be read: weights:tags has other"
+        DatasetError, match=f"sub-dataset 0: the samples in {file.path} cannot be read: weights:tags has other"
     ):
-        PassSet.open(small.path).passes[0].check_samples()
+        PassDataset.open(small.path).passes[0].check_samples()
 
 
 @pytest.mark.parametrize("name", ["pass-00000.samples.arrow", "pass-00001.keys.arrow"])
-def test_a_truncated_or_missing_file_is_named_on_open(small: PassSet, name: str) -> None:
+def test_a_truncated_or_missing_file_is_named_on_open(small: PassDataset, name: str) -> None:
     """Open checks the size of every file before anything is read."""
     path = small.path / name
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(PassSetError, match=f"{name} has {size - 1} bytes, not {size}"):
-        PassSet.open(small.path)
+    with pytest.raises(DatasetError, match=f"{name} has {size - 1} bytes, not {size}"):
+        PassDataset.open(small.path)
     path.unlink()
-    with pytest.raises(PassSetError, match=f"lacks {name}"):
-        PassSet.open(small.path)
+    with pytest.raises(DatasetError, match=f"lacks {name}"):
+        PassDataset.open(small.path)
 
 
-def test_what_is_no_pass_set_is_refused(tmp_path: Path, small: PassSet) -> None:
+def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> None:
     """A directory without a manifest, or with one that was edited, is named with what to do."""
-    with pytest.raises(PassSetError, match=r"there is no pass set in .*: extract it first"):
-        PassSet.open(tmp_path)
+    with pytest.raises(DatasetError, match=r"there is no dataset in .*: extract it first"):
+        PassDataset.open(tmp_path)
     (tmp_path / "half" / "unfinished").mkdir(parents=True)
-    with pytest.raises(PassSetError, match=r"is unfinished: run the same extraction again"):
-        PassSet.open(tmp_path / "half")
+    with pytest.raises(DatasetError, match=r"is unfinished: run the same extraction again"):
+        PassDataset.open(tmp_path / "half")
     manifest = small.path / "passes.json"
     record = json.loads(manifest.read_text())
     record["passes"][0]["digest"] = "0" * 64
     manifest.write_text(json.dumps(record))
-    with pytest.raises(PassSetError, match="does not match its own digest"):
-        PassSet.open(small.path)
+    with pytest.raises(DatasetError, match="does not match its own digest"):
+        PassDataset.open(small.path)
     manifest.write_text(json.dumps({**record, "version": 99}))
-    with pytest.raises(PassSetError, match="version 99, this tiercache reads 1"):
-        PassSet.open(small.path)
+    with pytest.raises(DatasetError, match="version 99, this tiercache reads 1"):
+        PassDataset.open(small.path)
     manifest.write_text("{")
-    with pytest.raises(PassSetError, match=r"passes.json cannot be read"):
-        PassSet.open(small.path)
+    with pytest.raises(DatasetError, match=r"passes.json cannot be read"):
+        PassDataset.open(small.path)
 
 
-def test_a_pass_set_of_another_schema_is_refused(small: PassSet) -> None:
+def test_a_dataset_of_another_schema_is_refused(small: PassDataset) -> None:
     """check_schema accepts other training parameters and names what else differs."""
     schema = rich_schema()
     small.check_schema(replace(schema, tables=tuple(replace(t, dim=7) for t in schema.tables)))
@@ -240,13 +245,13 @@ def test_a_pass_set_of_another_schema_is_refused(small: PassSet) -> None:
             "feature 'a' is described otherwise",
         ),
     ):
-        with pytest.raises(PassSetError, match=f"another schema \\({what}\\)"):
+        with pytest.raises(DatasetError, match=f"another schema \\({what}\\)"):
             small.check_schema(other)
 
 
-def test_a_hand_made_set_is_never_overwritten(tmp_path: Path, small: PassSet) -> None:
-    """Writing where a pass set is already is refused."""
+def test_a_hand_made_set_is_never_overwritten(tmp_path: Path, small: PassDataset) -> None:
+    """Writing where a dataset is already is refused."""
     batch = KeyBatch.of(plain_schema(), {"a": [1, 2]}, label=[0, 1])
-    with pytest.raises(PassSetError, match="holds a pass set already"):
-        write_pass_set(small.path, plain_schema(), [batch])
-    assert len(write_pass_set(tmp_path / "new", plain_schema(), [batch])) == 1
+    with pytest.raises(DatasetError, match="holds a dataset already"):
+        write_dataset(small.path, plain_schema(), [batch])
+    assert len(write_dataset(tmp_path / "new", plain_schema(), [batch])) == 1

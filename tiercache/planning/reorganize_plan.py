@@ -28,7 +28,7 @@ _MOST_GROWTH = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReorganisePlan:
+class ReorganizePlan:
     """What a store takes at most while it is put in the order of other passes; all in bytes."""
 
     standing: int
@@ -52,7 +52,7 @@ class ReorganisePlan:
         *,
         standing: int | None,
         use_bytes: int,
-    ) -> ReorganisePlan:
+    ) -> ReorganizePlan:
         """Count what may move where passes use so many different keys of each table, with those that are new.
 
         ``layout`` cuts the new segment into blocks. The rows that are used are written, and unused ones that have
@@ -113,7 +113,7 @@ class _Rows:
     """Live rows of the store, stale ones among them."""
     stale: int
     within: int
-    """Live rows of segments that a commit inside a visit wrote: they do not settle."""
+    """Live rows of segments that a commit inside a pass wrote: they do not settle."""
 
     @classmethod
     def of(
@@ -128,7 +128,7 @@ class _Rows:
             for segment in segments:
                 ranges = segment.streams[group.index].ranges[life.first_range(segment, group.index) :]
                 rows = sum(rows.table_rows[place] for rows in ranges)
-                live, within = live + rows, within + rows * (segment.within and segment.visit >= 0)
+                live, within = live + rows, within + rows * (segment.within and segment.pass_index >= 0)
         return cls(
             group=group.index, row_bytes=group.row_bytes, used=used[table.name], live=live, stale=stale, within=within
         )

@@ -1,4 +1,4 @@
-"""The plan of visits: what every switch loads, keeps and dumps, in rows and bytes, before anything moves."""
+"""The plan of passes: what every switch loads, keeps and dumps, in rows and bytes, before anything moves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.errors import BudgetError, PassSetError
+from tiercache.errors import BudgetError, DatasetError
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.planning.host_plan import Held, HostContent
 from tiercache.planning.reuse_counts import ReuseCounts
 from tiercache.planning.segment_ranges import SegmentRanges
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
-from tiercache.store.segment import base_visit
+from tiercache.store.segment import base_pass
 from tiercache.store.stream import Range, Stream, compressed_rows
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Load:
     """Rows that come from one earlier segment stream: first those in host memory, the rest from the store."""
 
-    visit: int
-    """The visit that dumped the segment; below 0: the base with which the schedule was entered."""
+    pass_index: int
+    """The pass that dumped the segment; below 0: the base with which the schedule was entered."""
     group: int
     rows: int
     host: Held
@@ -46,32 +46,32 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisitPlan:
-    """One visit: the rows it trains, where they come from, and what leaves when it ends."""
+class PassPlan:
+    """One pass: the rows it trains, where they come from, and what leaves when it ends."""
 
-    visit: int
-    epoch: int
     pass_index: int
+    epoch: int
+    sub_dataset: int
     first: bool
     """Whether the plan begins here, with empty device and host."""
     within: bool
-    """Whether the rows come from a commit inside this visit."""
+    """Whether the rows come from a commit inside this pass."""
     longest_wait: int
-    """Visits since the first whose dump a load may come from: rows with a longer gap were not used since the schedule
+    """Passes since the first whose dump a load may come from: rows with a longer gap were not used since the schedule
     was entered."""
     commits: bool
-    """Whether the visit ends with a commit: then kept rows are written too."""
+    """Whether the pass ends with a commit: then kept rows are written too."""
     rows_G: tuple[int, ...]
     kept_G: tuple[int, ...]
     generated_G: tuple[int, ...]
     loads: tuple[Load, ...]
     """By group, then by gap, rows of first uses last: the order of ``stable_order_by_gap`` over the previous gaps."""
     dump_ranges: tuple[SegmentRanges, ...]
-    """By group: what is packed and written when the visit ends."""
+    """By group: what is packed and written when the pass ends."""
     retained: Mapping[tuple[int, int], Held]
-    """What the host holds of earlier dumps from the moment this visit's rows are wanted."""
+    """What the host holds of earlier dumps from the moment this pass's rows are wanted."""
     host_bytes: int
-    """Bytes of dump, staging and cached rows at the fullest moment of the visit."""
+    """Bytes of dump, staging and cached rows at the fullest moment of the pass."""
     capacity: int
     """Bytes that cached rows may take: what decided ``retained``."""
     row_bytes_G: tuple[int, ...]
@@ -98,12 +98,12 @@ class VisitPlan:
 
     @property
     def rows_written(self) -> int:
-        """Rows written to the store when the visit ends."""
+        """Rows written to the store when the pass ends."""
         return sum(ranges.rows for ranges in self.dump_ranges)
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of rows written when the visit ends; their keys add 8 bytes a row."""
+        """Bytes of rows written when the pass ends; their keys add 8 bytes a row."""
         return sum(ranges.rows * ranges.row_bytes for ranges in self.dump_ranges)
 
     @property
@@ -115,7 +115,7 @@ class VisitPlan:
 
 
 class Planner:
-    """Plans visit after visit from ``start``; deciding only, from sizes."""
+    """Plans pass after pass from ``start``; deciding only, from sizes."""
 
     def __init__(
         self,
@@ -131,17 +131,17 @@ class Planner:
         stored: Mapping[int, tuple[Stream, ...]],
         counts: ReuseCounts | None = None,
     ) -> None:
-        """Begin at visit ``start``; ``stored`` holds the streams of the store's segments by visit.
+        """Begin at pass ``start``; ``stored`` holds the streams of the store's segments by pass.
 
-        Every ``commit_every``-th visit ends with a commit, and so does the one before ``end``. ``counts`` are those
-        of ``uses_of``, where planners share them. Raises BudgetError where a visit's reserve exceeds the
+        Every ``commit_every``-th pass ends with a commit, and so does the one before ``end``. ``counts`` are those
+        of ``uses_of``, where planners share them. Raises BudgetError where a pass's reserve exceeds the
         host budget.
         """
         self._end = end
         self._schedule, self._positions, self._budget = schedule, positions, budget
         self._start, self._within, self._commit_every = start, within, commit_every
-        self._ranges = {visit: tuple(map(SegmentRanges.of, streams)) for visit, streams in stored.items()}
-        self._base = min([0, *self._ranges])  # below 0: the visit of the rows that the schedule was entered with
+        self._ranges = {pass_index: tuple(map(SegmentRanges.of, streams)) for pass_index, streams in stored.items()}
+        self._base = min([0, *self._ranges])  # below 0: the pass of the rows that the schedule was entered with
         self._content = HostContent()
         self._counts = counts or ReuseCounts(schedule, positions, uses_of)
         self._next = start
@@ -149,19 +149,19 @@ class Planner:
         self._check_budget()
 
     @property
-    def next_visit(self) -> int:
-        """The visit that `plan_next` plans."""
+    def next_pass(self) -> int:
+        """The pass that `plan_next` plans."""
         return self._next
 
-    def dump_ranges(self, visit: int, *, with_kept: bool) -> tuple[SegmentRanges, ...]:
-        """Lay out the dump of ``visit``: ranges by next use, kept rows first where they are written too."""
+    def dump_ranges(self, pass_index: int, *, with_kept: bool) -> tuple[SegmentRanges, ...]:
+        """Lay out the dump of ``pass_index``: ranges by next use, kept rows first where they are written too."""
         dumps = []
-        for group, (gap_N, rows_NT) in zip(self._positions.groups, self._counts.of(visit).next_G, strict=True):
+        for group, (gap_N, rows_NT) in zip(self._positions.groups, self._counts.of(pass_index).next_G, strict=True):
             first = 0 if with_kept else int(gap_N.searchsorted(2))
             piece_rows, block_bytes = self._cut(group, self._budget)
             dumps.append(
                 SegmentRanges.cut(
-                    gap_N[first:].astype(np.int64) + visit, rows_NT[first:],
+                    gap_N[first:].astype(np.int64) + pass_index, rows_NT[first:],
                     row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=block_bytes,
                 )
             )  # fmt: skip
@@ -170,10 +170,10 @@ class Planner:
     def store_plan(self, stored: Manifest, *, commits: int, state_bytes: int) -> StorePlan:
         """Say what a store that has this takes at its fullest, where it keeps so many commits of such a state."""
         first = self._schedule.epoch_of(self._start) * self._schedule.num_passes
-        visits = range(first, first + self._schedule.num_passes)
+        passes = range(first, first + self._schedule.num_passes)
         return StorePlan.of(
             self._positions.groups,
-            {visit: self.dump_ranges(visit, with_kept=True) for visit in visits},
+            {pass_index: self.dump_ranges(pass_index, with_kept=True) for pass_index in passes},
             stored,
             commits=commits,
             commit_every=self._commit_every,
@@ -197,111 +197,115 @@ class Planner:
             block_bytes -= block_bytes % (row_bytes * compressed_rows(row_bytes, piece_rows))
         return piece_rows, block_bytes
 
-    def plan_next(self) -> VisitPlan:
-        """Plan the next visit."""
-        visit, self._next = self._next, self._next + 1
-        first = visit == self._start
-        pass_index = self._schedule.pass_of(visit)
+    def plan_next(self) -> PassPlan:
+        """Plan the next pass."""
+        pass_index, self._next = self._next, self._next + 1
+        first = pass_index == self._start
+        sub_dataset = self._schedule.sub_dataset_of(pass_index)
         groups = self._positions.groups
-        rows_G = tuple(self._positions.num_rows(pass_index, g) for g in range(len(groups)))
+        rows_G = tuple(self._positions.num_rows(sub_dataset, g) for g in range(len(groups)))
         kept_G, generated_G, loads = [], [], []
-        oldest = visit - base_visit(self._base) if self._base < 0 else visit
-        for g, (gap_N, rows_N1) in enumerate(self._counts.of(visit).prev_G):
+        oldest = pass_index - base_pass(self._base) if self._base < 0 else pass_index
+        for g, (gap_N, rows_N1) in enumerate(self._counts.of(pass_index).prev_G):
             gaps = list(zip(gap_N.tolist(), rows_N1[:, 0].tolist(), strict=True))
             kept_G.append(gaps[0][1] if gaps and gaps[0][0] == 1 and not first else 0)
             if first and self._within:
                 generated_G.append(0)
                 if rows_G[g]:
-                    source = visit if visit in self._ranges else self._base
-                    loads.append(self._load(source, g, visit, rows_G[g]))
+                    source = pass_index if pass_index in self._ranges else self._base
+                    loads.append(self._load(source, g, pass_index, rows_G[g]))
                 continue
             loads += [
-                self._load(visit - gap, g, visit, rows) for gap, rows in gaps if gap <= oldest and (first or gap > 1)
+                self._load(pass_index - gap, g, pass_index, rows)
+                for gap, rows in gaps
+                if gap <= oldest and (first or gap > 1)
             ]
             fresh = sum(rows for gap, rows in gaps if gap > oldest)
             if fresh and self._base < 0:  # the store was put in order with the rows of all first uses
-                loads.append(self._load(self._base, g, visit, fresh))
+                loads.append(self._load(self._base, g, pass_index, fresh))
                 fresh = 0
             generated_G.append(fresh)
-        commits = (visit + 1) % self._commit_every == 0 or visit + 1 == self._end
-        dumps = self.dump_ranges(visit, with_kept=commits)
-        retained, cached, capacity = self._advance_host(visit)
-        reserve = self._reserve(visit)
-        plan = VisitPlan(
-            visit=visit, epoch=self._schedule.epoch_of(visit), pass_index=pass_index,
+        commits = (pass_index + 1) % self._commit_every == 0 or pass_index + 1 == self._end
+        dumps = self.dump_ranges(pass_index, with_kept=commits)
+        retained, cached, capacity = self._advance_host(pass_index)
+        reserve = self._reserve(pass_index)
+        plan = PassPlan(
+            pass_index=pass_index, epoch=self._schedule.epoch_of(pass_index), sub_dataset=sub_dataset,
             first=first, within=first and self._within, longest_wait=oldest, commits=commits,
             rows_G=rows_G, kept_G=tuple(kept_G), generated_G=tuple(generated_G), loads=tuple(loads),
             dump_ranges=dumps, retained=retained, host_bytes=cached + reserve, capacity=capacity,
             row_bytes_G=tuple(group.row_bytes for group in groups),
         )  # fmt: skip
-        self._ranges[visit] = dumps
-        for old in [v for v in self._ranges if 0 <= v < visit - self._schedule.longest_gap]:
+        self._ranges[pass_index] = dumps
+        for old in [v for v in self._ranges if 0 <= v < pass_index - self._schedule.longest_gap]:
             del self._ranges[old]
         return plan
 
-    def _load(self, source: int, group: int, visit: int, rows: int) -> Load:
+    def _load(self, source: int, group: int, pass_index: int, rows: int) -> Load:
         ranges = self._ranges[source][group] if source in self._ranges else None
-        index = ranges.find(visit) if ranges else None
+        index = ranges.find(pass_index) if ranges else None
         if ranges is None or index is None or ranges.rows_in(index) != rows:
-            raise PassSetError(
-                f"visit {visit} needs {rows:,} rows that visit {source} should have dumped for it, and the store "
-                "has no such range: the pass set or its order is not the one the store was trained with"
+            raise DatasetError(
+                f"pass {pass_index} needs {rows:,} rows that pass {source} should have dumped for it, and the store "
+                "has no such range: the dataset or its order is not the one the store was trained with"
             )
         low, high = ranges.first_piece_R.item(index), ranges.first_piece_R.item(index + 1)
         held = self._content.find(source, group)
-        if source == visit - 2 and source >= self._start:
+        if source == pass_index - 2 and source >= self._start:
             held = Held(0, ranges.num_pieces)  # the dump itself, not yet thinned out
         middle = min(max(held.last, low), high) if held.first <= low < held.last else low
         store_rows = rows if middle == low else ranges.row_of(high) - ranges.row_of(middle)
         return Load(
-            visit=source, group=group, rows=rows, host=Held(low, middle), store=Held(middle, high),
+            pass_index=source, group=group, rows=rows, host=Held(low, middle), store=Held(middle, high),
             store_rows=store_rows, store_bytes=store_rows * ranges.row_bytes,
         )  # fmt: skip
 
-    def _advance_host(self, visit: int) -> tuple[dict[tuple[int, int], Held], int, int]:
-        """Let the dump of the visit before last join what is cached, and thin that out for ``visit``."""
-        old = visit - 2
+    def _advance_host(self, pass_index: int) -> tuple[dict[tuple[int, int], Held], int, int]:
+        """Let the dump of the pass before last join what is cached, and thin that out for ``pass_index``."""
+        old = pass_index - 2
         if old >= self._start:
             for g, ranges in enumerate(self._ranges[old]):
                 self._content.enter(old, g, ranges)
-        capacity = self._budget.rows - self._reserve(visit)
-        assert capacity >= 0, f"visit {visit} needs {-capacity} bytes more than was checked"
+        capacity = self._budget.rows - self._reserve(pass_index)
+        assert capacity >= 0, f"pass {pass_index} needs {-capacity} bytes more than was checked"
         if self._last_capacity is not None:
             capacity, self._last_capacity = min(capacity, self._last_capacity), capacity
         else:
             self._last_capacity = capacity
-        cached = self._content.keep(after=visit, capacity=capacity)
+        cached = self._content.keep(after=pass_index, capacity=capacity)
         return dict(self._content.held), cached, capacity
 
-    def _reserve(self, visit: int) -> int:
-        """Bytes that dump and staging may take while ``visit`` is trained (design, section 4)."""
-        dumps = [self._dump_bytes(self._schedule.pass_of(v)) for v in (visit - 1, visit) if v >= self._start]
-        return max(dumps) + self._staging_bytes(visit + 1, first=False)
+    def _reserve(self, pass_index: int) -> int:
+        """Bytes that dump and staging may take while ``pass_index`` is trained (design, section 4)."""
+        dumps = [
+            self._dump_bytes(self._schedule.sub_dataset_of(v)) for v in (pass_index - 1, pass_index) if v >= self._start
+        ]
+        return max(dumps) + self._staging_bytes(pass_index + 1, first=False)
 
-    def _dump_bytes(self, pass_index: int) -> int:
+    def _dump_bytes(self, sub_dataset: int) -> int:
         """All rows of a pass, in the pages of its blocks, which do not depend on the ranges."""
         total = 0
         for g, group in enumerate(self._positions.groups):
             rows, block_rows = (
-                self._positions.num_rows(pass_index, g),
+                self._positions.num_rows(sub_dataset, g),
                 self._cut(group, self._budget)[1] // group.row_bytes,
             )
             full, rest = divmod(rows, block_rows)
             total += full * paged(block_rows * group.row_bytes) + paged(rest * group.row_bytes)
         return total
 
-    def _staging_bytes(self, visit: int, *, first: bool) -> int:
-        """All rows of the visit that are not kept; with ``first`` those too."""
-        prev_G = self._counts.of(visit).prev_G
+    def _staging_bytes(self, pass_index: int, *, first: bool) -> int:
+        """All rows of the pass that are not kept; with ``first`` those too."""
+        prev_G = self._counts.of(pass_index).prev_G
         runs_G = [rows_N1[0 if first else int(gap_N.searchsorted(2)) :, 0] for gap_N, rows_N1 in prev_G]
         return self._loaded_bytes(runs_G, [runs.size for runs in runs_G])
 
-    def _most_staging_bytes(self, pass_index: int) -> int:
-        """The most that staging a pass takes in any order: none of its rows kept, and as many gaps as can be.
+    def _most_staging_bytes(self, sub_dataset: int) -> int:
+        """The most that staging a sub-dataset takes in any order: none of its rows kept, and as many gaps as can be.
 
-        A row was used last in the newest visit of some pass, or never: one gap for each pass and one more.
+        A row was used last in the newest pass of some sub-dataset, or never: one gap for each sub-dataset and one more.
         """
-        rows_G = [self._positions.num_rows(pass_index, g) for g in range(len(self._positions.groups))]
+        rows_G = [self._positions.num_rows(sub_dataset, g) for g in range(len(self._positions.groups))]
         return self._loaded_bytes(
             [np.array([n]) for n in rows_G], [min(n, self._schedule.num_passes + 1) for n in rows_G]
         )
@@ -326,22 +330,24 @@ class Planner:
         )
 
     def _check_budget(self) -> None:
-        """Raise BudgetError where the reserve of some visit exceeds the host budget.
+        """Raise BudgetError where the reserve of some pass exceeds the host budget.
 
         What is checked does not depend on where the run begins: a run that may begin may also go on. In a seeded
-        order any two passes may follow each other: then the largest dump and the largest load count.
+        order any two sub-datasets may follow each other: then the largest dump and the largest load count.
         """
         if self._schedule.repeats:
-            visits = range(self._start, self._start + self._schedule.num_passes + 1)
-            rows = max(self._reserve(v) for v in visits)
-            rows = max(rows, *(self._staging_bytes(v, first=True) for v in visits))  # a run may begin with any of them
+            upcoming = range(self._start, self._start + self._schedule.num_passes + 1)
+            rows = max(self._reserve(v) for v in upcoming)
+            rows = max(
+                rows, *(self._staging_bytes(v, first=True) for v in upcoming)
+            )  # a run may begin with any of them
         else:
             passes = range(self._schedule.num_passes)
             rows = max(map(self._dump_bytes, passes)) + max(map(self._most_staging_bytes, passes))
         if rows > self._budget.rows:
             smallest, fixed = self._budget.smallest(rows), self._budget.total - self._budget.rows
             raise BudgetError(
-                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one visit and the rows of the "
+                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one pass and the rows of the "
                 f"next need {format_bytes(rows)} beside {format_bytes(fixed)} for a write transaction and evaluation: "
                 f"raise host_budget to {smallest} bytes ({format_bytes(smallest)}) or extract smaller passes"
             )

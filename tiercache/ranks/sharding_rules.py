@@ -1,4 +1,4 @@
-"""Placement rules: what a user says of where tables stand, short of saying it of each."""
+"""Sharding rules: what a user says of how tables are divided, short of saying it of each."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tiercache.errors import BudgetError
-from tiercache.ranks.placement import Placement
+from tiercache.ranks.sharding_plan import ShardingPlan
 from tiercache.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["STRATEGIES", "PlacementCosts", "PlacementRules", "Strategy", "asked_words", "check_strategy", "listed"]
+__all__ = ["STRATEGIES", "CostModel", "ShardingRules", "Strategy", "asked_words", "check_strategy", "listed"]
 
 Strategy = Literal["auto", "basic", "memory_balanced", "memory_optimized", "cost"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacementCosts:
-    """What the strategy "cost" counts with. Raises ValueError for what is not above 0."""
+class CostModel:
+    """What the strategy "cost" counts with. Raises ValueError for a number that is not above 0."""
 
     samples: int = 8192
     """Of a batch of all ranks together."""
@@ -46,12 +46,12 @@ class PlacementCosts:
             if number is None and one.name == "number_bytes":
                 continue
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-                raise ValueError(f"{one.name} of the costs of a placement is {number!r}: it must be a number above 0")
+                raise ValueError(f"{one.name} of the cost model is {number!r}: it must be a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacementRules:
-    """How to place tables on ranks; the first that speaks of a table decides: kinds, thresholds, the strategy.
+class ShardingRules:
+    """How to divide tables over ranks; the first that speaks of a table decides: kinds, thresholds, the strategy.
 
     Thresholds are bytes ("64MiB") of the rows of a table in its largest pass, with their optimizer state. Raises
     ValueError for an unknown strategy, and for thresholds that are no sizes or of which one leaves another no table.
@@ -59,7 +59,7 @@ class PlacementRules:
 
     strategy: str = "auto"
     """ "basic": whole tables go to one rank after the other; "memory_balanced": the largest first, to the rank with the
-    fewest bytes; "memory_optimized": the same, with tables above a rank's fair share placed by row; "cost", which
+    fewest bytes; "memory_optimized": the same, with tables above a rank's fair share sharded by row; "cost", which
     "auto" stands for: as it keeps the busiest rank least busy."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """ "row", "table", "column" or "replicate", by name of the table."""
@@ -68,8 +68,8 @@ class PlacementRules:
     column_threshold: int | str | None = None
     """Larger ones are cut into 2, 4, 8 ... slices of columns, until each is within it."""
     row_threshold: int | str | None = None
-    """Larger ones are placed by row."""
-    costs: PlacementCosts = PlacementCosts()
+    """Larger ones are sharded by row."""
+    costs: CostModel = CostModel()
     """What the strategy "cost" counts with."""
 
     def __post_init__(self) -> None:
@@ -92,14 +92,14 @@ class PlacementRules:
 def check_strategy(strategy: str) -> None:
     """Raise ValueError for an unknown one."""
     if strategy not in STRATEGIES:
-        raise ValueError(f"the strategy of placement is {strategy!r}: it must be one of {listed(STRATEGIES)}")
+        raise ValueError(f"the strategy of sharding is {strategy!r}: it must be one of {listed(STRATEGIES)}")
 
 
-def asked_words(asked: Placement | PlacementRules | str | Mapping[str, str]) -> Any:
+def asked_words(asked: ShardingPlan | ShardingRules | str | Mapping[str, str]) -> Any:
     """Return what a user asks for as JSON can say it, so that ranks can compare it. Raises ValueError for no such."""
-    if isinstance(asked, Placement):
+    if isinstance(asked, ShardingPlan):
         return asked.to_record()
-    if isinstance(asked, PlacementRules):
+    if isinstance(asked, ShardingRules):
         return {
             "strategy": asked.strategy,
             "kinds": _words(asked.kinds),
@@ -107,7 +107,7 @@ def asked_words(asked: Placement | PlacementRules | str | Mapping[str, str]) -> 
         } | asked.thresholds
     if not isinstance(asked, str | Mapping):
         raise ValueError(  # noqa: TRY004 - as for a word that there is not
-            f"sharding is {asked!r:.60}: it must be a strategy, kinds by table, PlacementRules or a Placement"
+            f"sharding is {asked!r:.60}: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"
         )
     return asked if isinstance(asked, str) else _words(asked)
 
@@ -125,4 +125,4 @@ def _size(name: str, given: int | str | None) -> int | None:
     try:
         return None if given is None else parse_bytes(given)
     except BudgetError as error:
-        raise ValueError(f"{name} of a placement: {error}") from error
+        raise ValueError(f"{name} of the sharding rules: {error}") from error

@@ -26,12 +26,12 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import FeatureKeys, KeyBatch
 from tiercache.store import MemoryEngine, fill, verify
 from tiercache.store.base_segment import base_stream
-from tiercache.store.segment import BASE_VISIT
-from tiercache.tiers.segments import segments_by_visit
+from tiercache.store.segment import BASE_PASS
+from tiercache.tiers.segments import segments_by_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,12 +65,12 @@ def cuts_of(case: Case, drift: int) -> list[KeyBatch]:
 
 def day_by_day(
     case: Case, cuts: list[KeyBatch], days: int, path: Path, store: tc.Store, **options: Any
-) -> Iterator[tuple[int, Net, tc.PassSet]]:
-    """Train one pass set after another into one store, each with a model of its own that the commit restores."""
+) -> Iterator[tuple[int, Net, tc.PassDataset]]:
+    """Train one dataset after another into one store, each with a model of its own that the commit restores."""
     each = len(cuts) // days
     for day in range(days):
-        passes = write_pass_set(path / f"day{day}", case.schema, cuts[day * each : (day + 1) * each])
-        tc.reorganise(store, passes, order_seed=case.order_seed, progress=False)
+        passes = write_dataset(path / f"day{day}", case.schema, cuts[day * each : (day + 1) * each])
+        tc.reorganize(store, passes, order_seed=case.order_seed, progress=False)
         with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
             yield day, train(cache, case, seed=1 if day == 0 else 1000 + day), passes
 
@@ -83,7 +83,7 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
     """
     case = one_case(tc.Adam(learning_rate=0.01), num_samples=20 * 32, pass_rows=32, num_keys=60)
     cuts = cuts_of(case, drift=7)
-    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    whole = write_dataset(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
         settled = 0
         for _, model, _ in day_by_day(case, cuts, 10, tmp_path, store):
@@ -93,7 +93,7 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
         assert store.commit.id == 10 * 2 + 9
         trained = {
-            (spec.table, key): 3 * (number // 2) + 1 + number % 2  # a day is a new schedule and two visits
+            (spec.table, key): 3 * (number // 2) + 1 + number % 2  # a day is a new schedule and two passes
             for number, cut in enumerate(cuts)
             for spec in case.specs
             for key in cut.features[spec.name].keys.tolist()
@@ -129,7 +129,7 @@ def test_days_equal_memory_for_any_cut_and_budget(
     path = tmp_path_factory.mktemp("days")
     case = one_case(num_samples=days * each * 16, pass_rows=16, num_keys=40, data_seed=seed, batch=8)
     cuts = cuts_of(case, drift)
-    whole = write_pass_set(path / "whole", case.schema, cuts)
+    whole = write_dataset(path / "whole", case.schema, cuts)
     with open_store(path / "s.tc", case, "memory") as store:
         options: dict[str, Any] = {"commit_every": commit_every}
         if small:
@@ -148,7 +148,7 @@ def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Pa
     for few in (*cuts[2:4], *cuts[6:]):
         for part in few.features.values():
             part.keys[:] %= 7
-    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    whole = write_dataset(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
         settled, written = [], []
         for _, model, _ in day_by_day(case, cuts, 4, tmp_path, store):
@@ -164,27 +164,27 @@ def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Pa
         assert verify(tmp_path / "s.tc")["problems"] == []
 
 
-def test_settled_segments_are_of_no_visit_of_the_new_schedule(tmp_path: Path) -> None:
-    """Their visits were those of another: a load of the same number is not from them."""
+def test_settled_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) -> None:
+    """Their passes were those of another: a load of the same number is not from them."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=300)
     cuts = cuts_of(case, drift=0)
-    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:])))
+    one, two = (write_dataset(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:])))
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         with tiered(store, one) as cache:
             train(cache, case)
-        tc.reorganise(store, two, progress=False)
-        assert {segment.visit for segment in store.segments if segment.id in store.commit.settled_ids} == {0, 1, 2}
-        assert segments_by_visit(store).keys() == {BASE_VISIT}
+        tc.reorganize(store, two, progress=False)
+        assert {segment.pass_index for segment in store.segments if segment.id in store.commit.settled_ids} == {0, 1, 2}
+        assert segments_by_pass(store).keys() == {BASE_PASS}
         with tiered(store, two) as cache:
             train(cache, case)
-        assert segments_by_visit(store).keys() == {0}
+        assert segments_by_pass(store).keys() == {0}
 
 
-def test_a_day_can_be_taken_back_to_before_the_store_was_reorganised(tmp_path: Path) -> None:
+def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: Path) -> None:
     """Rolled back to the end of the day before and trained again: the bits of a training that never left."""
     case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=90)
     cuts = cuts_of(case, drift=25)
-    whole = write_pass_set(tmp_path / "whole", case.schema, cuts)
+    whole = write_dataset(tmp_path / "whole", case.schema, cuts)
     with tc.Store.open(tmp_path / "s.tc", tables=case.tables, retention=9) as store:
         for day, model, _ in day_by_day(case, cuts, 3, tmp_path / "first", store):
             last = model
@@ -192,8 +192,8 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganised(tmp_path: P
                 end = store.commit.id
         assert store.commit.settled
         store.rollback(end)
-        passes = tc.PassSet.open(tmp_path / "first" / "day2")
-        tc.reorganise(store, passes, progress=False)
+        passes = tc.PassDataset.open(tmp_path / "first" / "day2")
+        tc.reorganize(store, passes, progress=False)
         with tiered(store, passes) as cache:
             last = train(cache, case, seed=77)
         assert store.commit.settled
@@ -201,16 +201,16 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganised(tmp_path: P
     assert verify(tmp_path / "s.tc")["problems"] == []
 
 
-def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganised(tmp_path: Path) -> None:
+def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganized(tmp_path: Path) -> None:
     """Two epochs of one day, then the day before again: rows equal a training in memory of that order of batches."""
     case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=50)
     cuts = cuts_of(case, drift=9)
     order = [*cuts[:3], *cuts[:3], *cuts[3:], *cuts[:3]]
-    whole = write_pass_set(tmp_path / "whole", case.schema, order)
-    days = [write_pass_set(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:]))]
+    whole = write_dataset(tmp_path / "whole", case.schema, order)
+    days = [write_dataset(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:]))]
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         for passes, epochs in ((days[0], 2), (days[1], 1), (days[0], 1)):
-            tc.reorganise(store, passes, progress=False)
+            tc.reorganize(store, passes, progress=False)
             with tiered(store, passes) as cache:
                 model = train(cache, case, epochs=epochs)
         assert_same_bits(resident_result(case, whole), result_of(store, whole, model))
@@ -220,65 +220,65 @@ def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> N
     """So a loop over days that was killed may begin its day again; a store without a commit follows any schedule."""
     case = one_case(num_samples=4 * 32, pass_rows=32)
     cuts = cuts_of(case, drift=3)
-    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+    one, two = (write_dataset(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
     with open_store(tmp_path / "s.tc", case, "memory") as store:
-        assert tc.reorganise(store, one, progress=False) is None
+        assert tc.reorganize(store, one, progress=False) is None
         with tiered(store, one) as cache:
             train(cache, case)
         commit = store.commit
-        assert tc.reorganise(store, one, progress=False) is commit
-        moved = tc.reorganise(store, two, progress=False)
+        assert tc.reorganize(store, one, progress=False) is commit
+        moved = tc.reorganize(store, two, progress=False)
         assert (moved.id, moved.cursor) == (commit.id + 1, (0, 0))
-        assert tc.reorganise(store, two, progress=False) is moved
+        assert tc.reorganize(store, two, progress=False) is moved
         assert store.state() != b""
 
 
-def test_training_in_another_order_is_refused_until_the_store_was_reorganised(tmp_path: Path) -> None:
-    """The sentence says what to call: for another pass set, another order, and a compacted store."""
+def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tmp_path: Path) -> None:
+    """The sentence says what to call: for another dataset, another order, and a compacted store."""
     case = one_case(num_samples=4 * 32, pass_rows=32)
     cuts = cuts_of(case, drift=3)
-    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+    one, two = (write_dataset(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         with tiered(store, one) as cache:
             train(cache, case)
         for passes, seed in ((two, None), (one, 5)):
-            with pytest.raises(tc.TierCacheError, match=r"tiercache\.reorganise\(store, passes\) to go on"):
+            with pytest.raises(tc.TierCacheError, match=r"tiercache\.reorganize\(store, passes\) to go on"):
                 tiered(store, passes, order_seed=seed)
         before = result_of(store, one, None)
         store.compact()
-        with pytest.raises(tc.TierCacheError, match=r"in no order of training .*\.reorganise\(store, passes\) first"):
+        with pytest.raises(tc.TierCacheError, match=r"in no order of training .*\.reorganize\(store, passes\) first"):
             tiered(store, one)
         assert_same_bits(before, result_of(store, one, None))
-        tc.reorganise(store, one, order_seed=5, progress=False)
+        tc.reorganize(store, one, order_seed=5, progress=False)
         with tiered(store, one, order_seed=5) as cache:
             train(cache, case)
 
 
-def test_a_store_inside_a_visit_is_not_reorganised(tmp_path: Path) -> None:
-    """The rest of the visit would never be trained."""
+def test_a_store_inside_a_pass_is_not_reorganized(tmp_path: Path) -> None:
+    """The rest of the pass would never be trained."""
     case = one_case(num_samples=4 * 32, pass_rows=32)
     cuts = cuts_of(case, drift=3)
-    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+    one, two = (write_dataset(tmp_path / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         with tiered(store, one) as cache:
             torch.manual_seed(1)
             model = Net(cache, case).to(cache.device)
             cache.register(model=model)
-            for visit in cache.passes(epochs=1):
-                batch = next(iter(visit.batches(8)))
+            for p in cache.passes(epochs=1):
+                batch = next(iter(p.batches(8)))
                 nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
                 cache.optimizer.step()
                 cache.commit()
                 break
-        with pytest.raises(ValueError, match="stands inside visit 0: train to the end of a visit"):
-            tc.reorganise(store, two, progress=False)
+        with pytest.raises(ValueError, match="stands inside pass 0: train to the end of a pass"):
+            tc.reorganize(store, two, progress=False)
 
 
 @pytest.mark.parametrize("engine", ["memory", "zarr"])
 def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine: str) -> None:
-    """A filled store, put in order for a pass set, trains to the bits of a training in memory with the same rows."""
+    """A filled store, put in order for a dataset, trains to the bits of a training in memory with the same rows."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40)
-    passes = write_pass_set(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
+    passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
     cache = tc.InMemoryCache(passes)
     given: dict[str, dict[int, list[np.ndarray]]] = {}
     rng = np.random.default_rng(4)
@@ -295,7 +295,7 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
         fill(store, chunks)
         with pytest.raises(tc.TierCacheError, match="in no order of training at commit 0, as after an import"):
             tiered(store, passes)
-        tc.reorganise(store, passes, progress=False)
+        tc.reorganize(store, passes, progress=False)
         with tiered(store, passes) as tiers:
             model = train(tiers, case)
         assert_same_bits(result_of_resident(cache, train(cache, case)), result_of(store, passes, model))
@@ -305,7 +305,7 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
 
 @pytest.mark.parametrize("pass_rows", [256, 2048])
 @pytest.mark.parametrize("large_pieces", [False, True])
-def test_a_reorganised_store_trains_at_the_smallest_host_budget(
+def test_a_reorganized_store_trains_at_the_smallest_host_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_rows: int, large_pieces: bool
 ) -> None:
     """Ranges of first uses are longer than a region of host memory, whose peak stays within the plan.
@@ -323,9 +323,9 @@ def test_a_reorganised_store_trains_at_the_smallest_host_budget(
         with tiered(store, passes) as cache:
             train(cache, case)
         if large_pieces:
-            monkeypatch.setattr("tiercache.training.reorganise.partial", lambda *_, **__: base_stream)
-        tc.reorganise(store, passes, order_seed=5, progress=False)
-        (base,) = segments_by_visit(store).values()
+            monkeypatch.setattr("tiercache.training.reorganize.partial", lambda *_, **__: base_stream)
+        tc.reorganize(store, passes, order_seed=5, progress=False)
+        (base,) = segments_by_pass(store).values()
         smallest = smallest_host_budget(store, passes, device_budget="64MiB", order_seed=5)
         with tiered(store, passes, order_seed=5, host_budget=smallest) as cache:
             first = base.streams[0].pieces_of(0)
@@ -339,11 +339,11 @@ def test_a_reorganised_store_trains_at_the_smallest_host_budget(
 def test_a_piece_that_no_region_holds_is_said(tmp_path: Path) -> None:
     """A plan that does not know of the store's pieces ends in a sentence, not in a loop."""
     case = one_case(num_samples=4 * 4096, pass_rows=4096, num_keys=9000)
-    one, two = (write_pass_set(tmp_path / f"d{i}", case.schema, cuts_of(case, drift=3)[2 * i :][:2]) for i in range(2))
+    one, two = (write_dataset(tmp_path / f"d{i}", case.schema, cuts_of(case, drift=3)[2 * i :][:2]) for i in range(2))
     with open_store(tmp_path / "s", case, "memory") as store:
         with tiered(store, one) as cache:
             train(cache, case)
-        tc.reorganise(store, two, progress=False)
+        tc.reorganize(store, two, progress=False)
         with tiered(store, two) as cache:
             cache._rows.memory.region_bytes = 1024
             with pytest.raises(tc.TierCacheError, match=r"reads a piece of [\d,]+ bytes into regions of 1,024"):

@@ -1,4 +1,4 @@
-"""Placements as values, and their records."""
+"""Sharding plans as values, and their records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.cases import table
-from tiercache.ranks.placement import HASHES, Placement, Slice, TablePlacement, hash_bounds, slice_widths, sliced
+from tiercache.ranks.sharding_plan import HASHES, ShardingPlan, Slice, TableSharding, hash_bounds, slice_widths, sliced
 
 USUAL = {
     "num_ranks": 3,
@@ -33,10 +33,10 @@ def test_fifteen_columns_on_eight_ranks_are_seven_slices_of_two_and_one_of_one()
         slice_widths(3, 4)
 
 
-def test_slices_of_one_rank_become_neighbours_and_one() -> None:
+def test_slices_of_one_rank_become_neighbors_and_one() -> None:
     """So a rank has one slice of a table, and a rank alone the whole table."""
-    assert sliced(8, [2, 0, 2, 1]) == TablePlacement("column", (Slice(2, 0, 4), Slice(0, 4, 6), Slice(1, 6, 8)))
-    assert sliced(8, [1, 1]) == TablePlacement("table", (Slice(1, 0, 8),))
+    assert sliced(8, [2, 0, 2, 1]) == TableSharding("column", (Slice(2, 0, 4), Slice(0, 4, 6), Slice(1, 6, 8)))
+    assert sliced(8, [1, 1]) == TableSharding("table", (Slice(1, 0, 8),))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 1024])
@@ -53,24 +53,24 @@ def test_ranges_of_hashes_follow_one_another_and_are_alike(num_ranks: int) -> No
     ranks=st.integers(1, 6),
     kinds=st.dictionaries(st.text(max_size=5), st.sampled_from(["row", "replicate"]) | st.lists(st.integers(0, 5))),
 )
-def test_a_record_gives_the_same_placement_back(ranks: int, kinds: dict[str, Any]) -> None:
+def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]) -> None:
     """Through JSON, with the same digest, whatever the order of tables."""
     tables = {}
     for name, how in kinds.items():
         owners = [rank % ranks for rank in how] if isinstance(how, list) else []
-        tables[name] = sliced(9, owners[:9] or [0]) if isinstance(how, list) else TablePlacement(how)
-    placement = Placement(ranks, tables)
-    again = Placement.from_record(json.loads(json.dumps(placement.to_record())))
-    assert again == placement
-    assert hash(again) == hash(placement)
-    assert Placement(ranks, dict(reversed(tables.items()))).digest == placement.digest
-    assert Placement(ranks + 1, tables).digest != placement.digest
+        tables[name] = sliced(9, owners[:9] or [0]) if isinstance(how, list) else TableSharding(how)
+    sharding = ShardingPlan(ranks, tables)
+    again = ShardingPlan.from_record(json.loads(json.dumps(sharding.to_record())))
+    assert again == sharding
+    assert hash(again) == hash(sharding)
+    assert ShardingPlan(ranks, dict(reversed(tables.items()))).digest == sharding.digest
+    assert ShardingPlan(ranks + 1, tables).digest != sharding.digest
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("row", "a placement's record is 'row': it must be an object"),
+        ("row", "a sharding plan's record is 'row': it must be an object"),
         ({"num_ranks": 0}, "for 0 ranks: it must be a whole number >= 1"),
         ({"num_ranks": True}, "for True ranks"),
         ({"num_ranks": "2"}, "for '2' ranks"),
@@ -96,9 +96,9 @@ def test_a_record_gives_the_same_placement_back(ranks: int, kinds: dict[str, Any
 )
 def test_a_record_of_something_else_is_refused(change: Any, words: str) -> None:
     """With a sentence that names the table."""
-    Placement.from_record(USUAL)
+    ShardingPlan.from_record(USUAL)
     with pytest.raises(ValueError, match=words):
-        Placement.from_record({**USUAL, **change} if isinstance(change, dict) else change)
+        ShardingPlan.from_record({**USUAL, **change} if isinstance(change, dict) else change)
 
 
 JSON = st.recursive(
@@ -120,17 +120,17 @@ JSON = st.recursive(
 def test_any_record_is_read_or_refused(record: Any) -> None:
     """Nothing else is raised, and what is read has a record that says the same."""
     try:
-        placement = Placement.from_record(record)
+        sharding = ShardingPlan.from_record(record)
     except ValueError:
         return
-    assert Placement.from_record(placement.to_record()) == placement
+    assert ShardingPlan.from_record(sharding.to_record()) == sharding
 
 
-def test_a_placement_of_other_tables_or_columns_is_refused() -> None:
+def test_a_sharding_of_other_tables_or_columns_is_refused() -> None:
     """It says which."""
-    placement = Placement(2, {"a": sliced(4, [0, 1])})
-    placement.check([table("a", 4)])
+    sharding = ShardingPlan(2, {"a": sliced(4, [0, 1])})
+    sharding.check([table("a", 4)])
     with pytest.raises(ValueError, match="differ in b"):
-        placement.check([table("a", 4), table("b", 4)])
+        sharding.check([table("a", 4), table("b", 4)])
     with pytest.raises(ValueError, match="has 4 columns and the table 5"):
-        placement.check([table("a", 5)])
+        sharding.check([table("a", 5)])

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.passes.passset import PassSet
+from tiercache.passes.dataset import PassDataset
 from tiercache.passes.splitting import split_cursor, split_source
 from tiercache.planning.budget import HostBudget, gap_bytes
 from tiercache.planning.first_use import FirstUses, count_keys
+from tiercache.planning.pass_plan import Planner
 from tiercache.planning.positions import Positions
-from tiercache.planning.reorganise_plan import ReorganisePlan
+from tiercache.planning.reorganize_plan import ReorganizePlan
 from tiercache.planning.schedule import Schedule
-from tiercache.planning.visit_plan import Planner
 from tiercache.sizes import parse_bytes
 from tiercache.store import Cursor
 from tiercache.store.history import manifest_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tiercache.store.base_segment import Layout
 
 
-def reorganise(
+def reorganize(
     store: Store,
     passes: DatasetView,
     *,
@@ -45,26 +45,26 @@ def reorganise(
 ) -> Commit | None:
     """Put the rows of ``store`` in the order in which ``passes`` will use them, and return the commit that does so.
 
-    Training then begins at epoch 0 of the new schedule, or where ``start`` says (next visit, samples of it that are
-    trained already); with passes that were split from those trained so far it goes on where it stands. Rows, dense
-    state and learning rates are as they were. Keys that the store does not have get their first row; rows of keys that
-    ``passes`` does not have stay where they are, but for segments of which they are less than half: those are written
-    anew, so that no segment takes more than twice the bytes that are needed of it. A store that follows this schedule
-    already is left as it is, so a loop over days may call this before each training, also after a crash; with ``start``
-    only where it stands there. Returns None for a store without a commit, which any schedule may begin.
+    Training then begins at epoch 0 of the new schedule, or where ``start`` says (next pass, samples of it that are
+    trained already); with sub-datasets that were split from those trained so far it goes on where it stands. Rows,
+    dense state and learning rates are as they were. Keys that the store does not have get their first row; rows of keys
+    that ``passes`` does not have stay where they are, but for segments of which they are less than half: those are
+    written anew, so that no segment takes more than twice the bytes that are needed of it. A store that follows this
+    schedule already is left as it is, so a loop over days may call this before each training, also after a crash; with
+    ``start`` only where it stands there. Returns None for a store without a commit, which any schedule may begin.
 
     One sweep of all keys, then one streaming read and write of the rows that move, in about 300 MiB of memory and
     temporary files as large as what moves; itself one commit: killed at any moment, the store stands before or after.
     ``order_seed`` as in ``TierCache``. ``store_budget``: bytes that the store may come to take meanwhile, with its
-    temporary files; it is checked, by ``reorganise_plan``, before anything is written. ``progress``: whether bars are
+    temporary files; it is checked, by ``reorganize_plan``, before anything is written. ``progress``: whether bars are
     shown; None: on a terminal.
 
-    Raises BudgetError for a budget that may not be enough, PassSetError for passes of other tables, ValueError for a
-    store that stands inside a visit where ``start`` is not given and for a ``start`` that is no place of the schedule,
-    StoreFullError.
+    Raises BudgetError for a budget that may not be enough, DatasetError for sub-datasets of other tables, ValueError
+    for a store that stands inside a pass where ``start`` is not given and for a ``start`` that is no place of the
+    schedule, StoreFullError.
     """
     check_tables(store, passes)
-    schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
+    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order_seed=order_seed)
     commit = store.commit
     if start is None and commit is not None:
         start = _continued(commit, passes, order_seed)
@@ -75,7 +75,7 @@ def reorganise(
     if commit.schedule_digest == schedule.digest and (start is None or commit.cursor == begin):
         return commit
     if store_budget is not None:
-        reorganise_plan(store, passes, order_seed=order_seed).check(parse_bytes(store_budget))
+        reorganize_plan(store, passes, order_seed=order_seed).check(parse_bytes(store_budget))
     first, layout = first_uses(store, passes, schedule, begin)
     shown = sys.stderr.isatty() if progress is None else progress
     prepare_kernels()
@@ -86,16 +86,16 @@ def reorganise(
         )  # fmt: skip
 
 
-def reorganise_plan(store: Store, passes: DatasetView, *, order_seed: int | None = None) -> ReorganisePlan:
+def reorganize_plan(store: Store, passes: DatasetView, *, order_seed: int | None = None) -> ReorganizePlan:
     """Return the most that ``store`` takes on disk while it is put in the order of ``passes``; writes nothing.
 
     Reads the keys of all passes once, and no row. Of a store that follows them already: what it would take.
     """
     check_tables(store, passes)
     positions = Positions.of(passes, store.groups)
-    schedule = Schedule(num_passes=len(passes.passes), pass_set_digest=passes.digest, order_seed=order_seed)
+    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order_seed=order_seed)
     files = 1 if schedule.repeats else 2  # an epoch that is entered in its midst needs the next one's uses, too
-    return ReorganisePlan.of(
+    return ReorganizePlan.of(
         store.groups,
         manifest_of(store),
         count_keys(positions, positions.keys_of(passes)),
@@ -107,9 +107,9 @@ def reorganise_plan(store: Store, passes: DatasetView, *, order_seed: int | None
 
 def _continued(commit: Commit, passes: DatasetView, order_seed: int | None) -> Cursor | None:
     """Return where training goes on with the parts of the passes that it had; None where these are others."""
-    if not isinstance(passes, PassSet) or (source := split_source(passes)) is None:
+    if not isinstance(passes, PassDataset) or (source := split_source(passes)) is None:
         return None
-    before = Schedule(num_passes=len(source.parts), pass_set_digest=source.digest, order_seed=order_seed)
+    before = Schedule(num_passes=len(source.parts), dataset_digest=source.digest, order_seed=order_seed)
     if commit.schedule_digest != before.digest:
         return None
     return Cursor(*split_cursor(passes, commit.cursor, order=commit.settings.get("order"), order_seed=order_seed))
@@ -120,7 +120,7 @@ def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cur
     positions = Positions.of(passes, store.groups)
     keys_of = positions.keys_of(passes)
     uses = UseFiles(schedule, positions, keys_of, store.path)
-    return FirstUses(schedule, positions, keys_of, uses.of, start=start.visit), _layout(positions)
+    return FirstUses(schedule, positions, keys_of, uses.of, start=start.pass_index), _layout(positions)
 
 
 def _layout(positions: Positions) -> Layout:
@@ -131,12 +131,12 @@ def _layout(positions: Positions) -> Layout:
 def _check_start(start: Cursor, schedule: Schedule, passes: DatasetView) -> None:
     """Raise ValueError where a schedule has no such place."""
     if min(start) < 0:
-        raise ValueError(f"start is {tuple(start)}: visits and samples count from 0")
-    samples = passes.passes[schedule.pass_of(start.visit)].samples
+        raise ValueError(f"start is {tuple(start)}: passes and samples count from 0")
+    samples = passes.passes[schedule.sub_dataset_of(start.pass_index)].samples
     if samples and start.sample > samples:
         raise ValueError(
-            f"start is sample {start.sample:,} of visit {start.visit}, whose pass has {samples:,}: give a place of "
-            "the new schedule"
+            f"start is sample {start.sample:,} of pass {start.pass_index}, whose sub-dataset has {samples:,}: give a "
+            "place of the new schedule"
         )
 
 

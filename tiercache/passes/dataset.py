@@ -1,4 +1,4 @@
-"""A pass set: the sub-datasets and key sets that an extraction made, ready for training."""
+"""A dataset: the sub-datasets and key sets that an extraction made, ready for training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.passes.keyset import KeySet
-from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, PassRecord, keys_name, samples_name
+from tiercache.passes.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, keys_name, samples_name
 from tiercache.passes.sample_layout import SampleLayout
 from tiercache.passes.samples_file import SamplesFile
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
-__all__ = ["NO_SAMPLES", "Pass", "PassSet", "record_pass"]
+__all__ = ["NO_SAMPLES", "PassDataset", "SubDataset", "record_sub_dataset"]
 
 NO_SAMPLES = ""
-"""What stands for the digest of the sub-dataset of a pass that has a key set alone."""
+"""What stands for the digest of the samples of a sub-dataset that has a key set alone."""
 
 
-class Pass:
-    """One pass: a mapped sub-dataset and its key set, each opened at first use and held until ``close``.
+class SubDataset:
+    """A sub-dataset: its samples and its key set, mapped, each opened at first use and held until ``close``.
 
-    A pass of ``write_key_sets`` has a key set alone. Damaged files raise PassSetError: a key set by its digest, when it
-    is first opened; samples by their number, when they are opened, and by the offsets and ids of each read.
+    A sub-dataset of ``write_key_sets`` has a key set alone. Damaged files raise DatasetError: a key set by its digest,
+    when it is first opened; samples by their number, when they are opened, and by the offsets and ids of each read.
     """
 
-    def __init__(self, directory: Path, index: int, record: PassRecord, layout: SampleLayout) -> None:
+    def __init__(self, directory: Path, index: int, record: SubDatasetRecord, layout: SampleLayout) -> None:
         self.index = index
-        """Its place in the pass set."""
+        """Its place in the dataset."""
         self.samples = record.samples
         """How many samples it has."""
         self.digest = record.digest
@@ -67,25 +67,25 @@ class Pass:
 
     @property
     def samples_file(self) -> SamplesFile:
-        """Its sub-dataset, mapped. Raises PassSetError where there is none."""
+        """Its samples, mapped. Raises DatasetError where there is none."""
         if not self.has_samples:
-            raise PassSetError(
-                f"pass {self.index} of {self._directory} has a key set and no samples: give the keys of each batch to "
-                "Visit.batch"
+            raise DatasetError(
+                f"sub-dataset {self.index} of {self._directory} has a key set and no samples: give the keys of each "
+                "batch to Pass.batch"
             )
         if self._samples_file is None:
             with self._named():
                 file = SamplesFile(self._directory / samples_name(self.index), self._layout)
             if file.num_samples != self.samples:
-                raise PassSetError(
-                    f"pass {self.index}: {file.path} has {file.num_samples:,} samples, and {MANIFEST} says "
-                    f"{self.samples:,}: extract the pass set again"
+                raise DatasetError(
+                    f"sub-dataset {self.index}: {file.path} has {file.num_samples:,} samples, and {MANIFEST} says "
+                    f"{self.samples:,}: extract the dataset again"
                 )
             self._samples_file = file
         return self._samples_file
 
     @property
-    def whole(self) -> Pass:
+    def whole(self) -> SubDataset:
         """Itself: it has all keys."""
         return self
 
@@ -95,11 +95,11 @@ class Pass:
 
     @property
     def has_samples(self) -> bool:
-        """Whether it has a sub-dataset; opens nothing."""
+        """Whether it has samples; opens nothing."""
         return samples_name(self.index) in self._record.sizes
 
     def check_samples(self) -> None:
-        """Raise PassSetError where it has a key set alone, or a sub-dataset that cannot be read."""
+        """Raise DatasetError where it has a key set alone, or samples that cannot be read."""
         _ = self.samples_file
 
     def rows(self, table: str) -> int:
@@ -111,7 +111,7 @@ class Pass:
         return self.key_set.keys(table)
 
     def counts(self, table: str) -> NDArray[np.int64]:
-        """Return how often each of ``keys(table)`` occurs in the pass: mapped, read-only."""
+        """Return how often each of ``keys(table)`` occurs in the sub-dataset: mapped, read-only."""
         return self.key_set.counts(table)
 
     def read(
@@ -123,7 +123,7 @@ class Pass:
     ) -> Samples:
         """Read the samples at ``indices``, in their order (``SamplesFile.read``).
 
-        Raises PassSetError for an id that is no place in the key set of its table.
+        Raises DatasetError for an id that is no place in the key set of its table.
         """
         file = self.samples_file
         with self._named():
@@ -132,7 +132,7 @@ class Pass:
         return samples
 
     def prefetch(self) -> None:
-        """Ask the kernel to read the sub-dataset ahead; returns at once."""
+        """Ask the kernel to read the samples ahead; returns at once."""
         self.samples_file.prefetch()
 
     def close(self) -> None:
@@ -148,24 +148,24 @@ class Pass:
         """Have errors of its files begin with its name."""
         try:
             yield
-        except PassSetError as error:
-            raise PassSetError(f"pass {self.index}: {error}") from error
+        except DatasetError as error:
+            raise DatasetError(f"sub-dataset {self.index}: {error}") from error
 
     def _check(self, key_set: KeySet) -> None:
-        """Raise PassSetError for a key set that is not what was extracted."""
+        """Raise DatasetError for a key set that is not what was extracted."""
         for table, rows in self._record.rows.items():
             if key_set.rows(table) != rows:
-                raise PassSetError(
-                    f"pass {self.index}: the key set {key_set.path} has {key_set.rows(table):,} keys of table "
-                    f"{table!r}, and {MANIFEST} says {rows:,}: extract the pass set again"
+                raise DatasetError(
+                    f"sub-dataset {self.index}: the key set {key_set.path} has {key_set.rows(table):,} keys of table "
+                    f"{table!r}, and {MANIFEST} says {rows:,}: extract the dataset again"
                 )
         samples = self._record.samples_digest if self.has_samples else NO_SAMPLES
-        seen = _pass_digest(self.samples_file.digest() if samples is None else samples, key_set)
+        seen = _sub_dataset_digest(self.samples_file.digest() if samples is None else samples, key_set)
         if seen != self.digest:
-            either = "" if samples is not None else " or its sub-dataset"
-            raise PassSetError(
-                f"pass {self.index}: the key set {key_set.path}{either} is not what was extracted (the digest of the "
-                f"pass is {seen[:8]}, and {self.digest[:8]} was written): extract the pass set again"
+            either = "" if samples is not None else " or its samples"
+            raise DatasetError(
+                f"sub-dataset {self.index}: the key set {key_set.path}{either} is not what was extracted (the digest "
+                f"of the sub-dataset is {seen[:8]}, and {self.digest[:8]} was written): extract the dataset again"
             )
 
     def _check_ids(self, samples: Samples, path: Path) -> None:
@@ -179,14 +179,14 @@ class Pass:
             bad = check_ids(ids, np.arange(limits.size + 1) * each, limits)
             if bad >= 0:
                 feature, limit = features[bad // each], int(limits[bad // each])
-                raise PassSetError(
-                    f"pass {self.index}: feature {feature.name!r} has the id {ids[bad]} in {path}, and table "
-                    f"{feature.table!r} has ids 0 to {limit - 1}: extract the pass set again"
+                raise DatasetError(
+                    f"sub-dataset {self.index}: feature {feature.name!r} has the id {ids[bad]} in {path}, and table "
+                    f"{feature.table!r} has ids 0 to {limit - 1}: extract the dataset again"
                 )
 
 
-class PassSet:
-    """A finished pass set. It is never changed; equal digests mean equal content."""
+class PassDataset:
+    """A finished dataset. It is never changed; equal digests mean equal content."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.path = directory
@@ -194,13 +194,13 @@ class PassSet:
         self.schema = manifest.schema
         self.layout = SampleLayout(manifest.schema)
         """The order of columns; ``layout.singles`` is that of ``Samples.singles``."""
-        self.passes = tuple(Pass(directory, i, record, self.layout) for i, record in enumerate(manifest.passes))
+        self.passes = tuple(SubDataset(directory, i, record, self.layout) for i, record in enumerate(manifest.passes))
 
     @classmethod
-    def open(cls, path: str | Path) -> PassSet:
-        """Open the pass set in a directory.
+    def open(cls, path: str | Path) -> PassDataset:
+        """Open the dataset in a directory.
 
-        Checks that every file is there with its size, and reads no content. Raises PassSetError.
+        Checks that every file is there with its size, and reads no content. Raises DatasetError.
         """
         directory = Path(path)
         manifest = Manifest.read(directory)
@@ -210,9 +210,9 @@ class PassSet:
         for name, size in sizes.items():
             file = directory / name
             if not file.exists():
-                raise PassSetError(f"the pass set {directory} lacks {name}: extract it again")
+                raise DatasetError(f"the dataset {directory} lacks {name}: extract it again")
             if file.stat().st_size != size:
-                raise PassSetError(f"{file} has {file.stat().st_size} bytes, not {size}: extract the pass set again")
+                raise DatasetError(f"{file} has {file.stat().st_size} bytes, not {size}: extract the dataset again")
         return cls(directory, manifest)
 
     @cached_property
@@ -227,7 +227,7 @@ class PassSet:
 
     @property
     def samples(self) -> int:
-        """Samples of all passes."""
+        """Samples of all sub-datasets."""
         return sum(p.samples for p in self.passes)
 
     def rare_keys(self) -> KeySet | None:
@@ -235,45 +235,45 @@ class PassSet:
         return None if self.manifest.rare_bytes is None else KeySet(self.path / RARE_KEYS, self.tables)
 
     def check_schema(self, schema: Schema) -> None:
-        """Raise PassSetError unless the set was extracted with a schema of the same meaning.
+        """Raise DatasetError unless the set was extracted with a schema of the same meaning.
 
         Dims, optimizers, initializers and seeds of tables may differ.
         """
         if schema.digest != self.schema.digest:
-            raise PassSetError(
-                f"the pass set {self.path} was extracted with another schema{_difference(self.schema, schema)}: "
+            raise DatasetError(
+                f"the dataset {self.path} was extracted with another schema{_difference(self.schema, schema)}: "
                 "extract again with this schema, or use the one it was extracted with"
             )
 
     def verify(self) -> None:
-        """Read everything and raise PassSetError for the first pass whose content is not what was extracted."""
+        """Read everything and raise DatasetError for the first sub-dataset whose content is not what was extracted."""
         for item in self.passes:
             samples = item.samples_file.digest() if item.has_samples else NO_SAMPLES
-            if _pass_digest(samples, item.key_set) != item.digest:
-                raise PassSetError(f"pass {item.index} of {self.path} was changed: extract the pass set again")
+            if _sub_dataset_digest(samples, item.key_set) != item.digest:
+                raise DatasetError(f"sub-dataset {item.index} of {self.path} was changed: extract the dataset again")
 
-    def __iter__(self) -> Iterator[Pass]:
+    def __iter__(self) -> Iterator[SubDataset]:
         return iter(self.passes)
 
     def __len__(self) -> int:
         return len(self.passes)
 
     def __repr__(self) -> str:
-        return f"PassSet({str(self.path)!r}, {len(self)} passes, {self.samples:,} samples)"
+        return f"PassDataset({str(self.path)!r}, {len(self)} sub-datasets, {self.samples:,} samples)"
 
 
-def record_pass(samples: int, samples_digest: str, key_set: KeySet, *paths: Path) -> PassRecord:
-    """Return what a manifest says of a pass whose sub-dataset has this digest, and whose files are at ``paths``."""
-    return PassRecord(
+def record_sub_dataset(samples: int, samples_digest: str, key_set: KeySet, *paths: Path) -> SubDatasetRecord:
+    """Return what a manifest says of a sub-dataset whose samples have this digest and whose files are ``paths``."""
+    return SubDatasetRecord(
         samples=samples,
         rows={table.name: key_set.rows(table.name) for table in key_set.tables},
-        digest=_pass_digest(samples_digest, key_set),
+        digest=_sub_dataset_digest(samples_digest, key_set),
         sizes={path.name: path.stat().st_size for path in paths},
         samples_digest=samples_digest,
     )
 
 
-def _pass_digest(samples_digest: str, key_set: KeySet) -> str:
+def _sub_dataset_digest(samples_digest: str, key_set: KeySet) -> str:
     return hashlib.sha256(f"{samples_digest}\0{key_set.digest()}".encode()).hexdigest()
 
 

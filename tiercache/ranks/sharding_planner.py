@@ -1,4 +1,6 @@
-"""Placing: strategies that choose where the rows of each table stand. Deciding only, from sizes; nothing moves."""
+"""The sharding planner: strategies that choose which ranks own the rows of each table. Deciding only, from sizes;
+nothing moves.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.ranks.loads import loads_of
-from tiercache.ranks.placement import KINDS, Placement, TablePlacement, slice_widths, sliced
-from tiercache.ranks.placement_rules import PlacementCosts, PlacementRules, check_strategy, listed
+from tiercache.ranks.sharding_plan import KINDS, ShardingPlan, TableSharding, slice_widths, sliced
+from tiercache.ranks.sharding_rules import CostModel, ShardingRules, check_strategy, listed
+from tiercache.ranks.table_stats import stats_of
 from tiercache.store.table import RowWiseAdagrad
 
 if TYPE_CHECKING:
@@ -18,20 +20,20 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import PassSet
-    from tiercache.ranks.loads import Load
-    from tiercache.ranks.placement import Kind
+    from tiercache.passes.dataset import PassDataset
+    from tiercache.ranks.sharding_plan import Kind
+    from tiercache.ranks.table_stats import TableStats
     from tiercache.store.table import Table
 
-__all__ = ["place", "placement_of"]
+__all__ = ["plan_sharding", "sharding_of"]
 
 _COLUMNS_SAVE = 1.01
 """Columns must be so much better than all else: the ranks of a table make each of its new rows once for each slice."""
 
 
-def place(
+def plan_sharding(
     tables: Sequence[Table],
-    loads: Mapping[str, Load],
+    table_stats: Mapping[str, TableStats],
     num_ranks: int,
     *,
     strategy: str = "auto",
@@ -39,9 +41,9 @@ def place(
     replicate_threshold: int | None = None,
     column_threshold: int | None = None,
     row_threshold: int | None = None,
-    costs: PlacementCosts | None = None,
-) -> Placement:
-    """Place every table on so many ranks. Equal arguments give equal placements; on one rank every table is "row".
+    costs: CostModel | None = None,
+) -> ShardingPlan:
+    """Divide every table over so many ranks. Equal arguments give equal plans; on one rank every table is "row".
 
     What decides a table's kind, the first that speaks: ``kinds`` ("row", "table", "column", "replicate", by name of the
     table); the thresholds, in bytes of the rows of its largest pass with their optimizer state: replicated where it has
@@ -51,7 +53,7 @@ def place(
 
     "basic": whole tables and slices go to one rank after the other, in the order given. "memory_balanced": the largest
     goes first, each to the rank with the fewest bytes so far. "memory_optimized": the same, and tables that are larger
-    than a rank's fair share of all bytes are placed by row where no threshold was given. "cost", which "auto" stands
+    than a rank's fair share of all bytes are sharded by row where no threshold was given. "cost", which "auto" stands
     for: the kind and ranks for which the busiest rank spends the least seconds on a batch (``_Busy``).
 
     Raises ValueError for an unknown strategy, kind or name.
@@ -59,8 +61,8 @@ def place(
     check_strategy(strategy)
     asked = _asked(tables, kinds or {})
     if num_ranks == 1:
-        return Placement(1, {table.name: TablePlacement("row") for table in tables})
-    num_bytes = {table.name: loads[table.name].rows * table.row_bytes for table in tables}
+        return ShardingPlan(1, {table.name: TableSharding("row") for table in tables})
+    num_bytes = {table.name: table_stats[table.name].rows * table.row_bytes for table in tables}
     if strategy == "memory_optimized" and row_threshold is None and column_threshold is None:
         row_threshold = sum(num_bytes.values()) // num_ranks
     wanted: dict[str, tuple[Kind | None, int]] = {}
@@ -74,35 +76,35 @@ def place(
             kind, slices = "column", min(slices, 1 << (-(-size // max(1, column_threshold)) - 1).bit_length())
         wanted[table.name] = kind, slices
     if strategy in {"auto", "cost"}:
-        return _by_cost(tables, loads, num_ranks, wanted, costs or PlacementCosts())
+        return _by_cost(tables, table_stats, num_ranks, wanted, costs or CostModel())
     return _by_bytes(tables, num_bytes, num_ranks, wanted, in_turn=strategy == "basic")
 
 
-def placement_of(
-    passes: PassSet,
+def sharding_of(
+    passes: PassDataset,
     num_ranks: int,
-    how: Placement | PlacementRules | str | Mapping[str, str],
+    how: ShardingPlan | ShardingRules | str | Mapping[str, str],
     *,
     number_bytes: int = 4,
-) -> Placement:
-    """Return the placement of the tables of a pass set that a user asks for.
+) -> ShardingPlan:
+    """Return the sharding of the tables of a dataset that a user asks for.
 
-    ``how``: a strategy, kinds by table, rules, or the placement itself. number_bytes: of a number on the wire, where
+    ``how``: a strategy, kinds by table, rules, or the sharding itself. number_bytes: of a number on the wire, where
     the costs of rules say nothing of it. Reads counts of keys. Raises ValueError where it is not for these tables or so
     many ranks.
     """
-    if isinstance(how, Placement):
+    if isinstance(how, ShardingPlan):
         how.check(passes.tables)
         if how.num_ranks != num_ranks:
-            raise ValueError(f"the placement is for {how.num_ranks} ranks and there are {num_ranks}: make another")
+            raise ValueError(f"the sharding is for {how.num_ranks} ranks and there are {num_ranks}: make another")
         return how
-    if isinstance(how, PlacementRules):
+    if isinstance(how, ShardingRules):
         rules = how
     else:
-        rules = PlacementRules(strategy=how) if isinstance(how, str) else PlacementRules(kinds=how)
+        rules = ShardingRules(strategy=how) if isinstance(how, str) else ShardingRules(kinds=how)
     costs = rules.costs if rules.costs.number_bytes else replace(rules.costs, number_bytes=number_bytes)
-    return place(
-        passes.schema.tables, loads_of(passes), num_ranks, strategy=rules.strategy, kinds=rules.kinds, costs=costs,
+    return plan_sharding(
+        passes.schema.tables, stats_of(passes), num_ranks, strategy=rules.strategy, kinds=rules.kinds, costs=costs,
         **rules.thresholds,
     )  # fmt: skip
 
@@ -113,12 +115,12 @@ def _asked(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]
     found: dict[str, Kind] = {}
     for name, asked in kinds.items():
         if name not in names:
-            raise ValueError(f"a placement is asked for the unknown table {name!r}: the tables are {listed(names)}")
+            raise ValueError(f"a sharding is asked for the unknown table {name!r}: the tables are {listed(names)}")
         for kind in KINDS:
             if kind == asked:
                 found[name] = kind
         if name not in found:
-            raise ValueError(f"table {name!r} is to be placed by {asked!r}: it must be one of {listed(KINDS)}")
+            raise ValueError(f"table {name!r} is to be sharded by {asked!r}: it must be one of {listed(KINDS)}")
     return found
 
 
@@ -129,15 +131,15 @@ def _by_bytes(
     wanted: Mapping[str, tuple[Kind | None, int]],
     *,
     in_turn: bool,
-) -> Placement:
+) -> ShardingPlan:
     """Give whole tables and slices to ranks in turn, or the largest first to the rank with the fewest bytes."""
-    placed: dict[str, TablePlacement] = {}
+    shardings: dict[str, TableSharding] = {}
     held = [0.0] * num_ranks
     pieces: list[tuple[float, Table]] = []
     for table in tables:
         kind, slices = wanted[table.name]
         if kind in {"row", "replicate"}:
-            placed[table.name] = TablePlacement(kind)
+            shardings[table.name] = TableSharding(kind)
             held = [some + num_bytes[table.name] / num_ranks for some in held]
         else:
             widths = slice_widths(table.dim, slices if kind == "column" else 1)
@@ -150,22 +152,22 @@ def _by_bytes(
         held[rank] += size
         ranks.setdefault(table.name, []).append(rank)
     dims = {table.name: table.dim for table in tables}
-    return Placement(num_ranks, placed | {name: sliced(dims[name], some) for name, some in ranks.items()})
+    return ShardingPlan(num_ranks, shardings | {name: sliced(dims[name], some) for name, some in ranks.items()})
 
 
 def _by_cost(
     tables: Sequence[Table],
-    loads: Mapping[str, Load],
+    table_stats: Mapping[str, TableStats],
     num_ranks: int,
     wanted: Mapping[str, tuple[Kind | None, int]],
-    costs: PlacementCosts,
-) -> Placement:
-    """Place the table that keeps ranks busiest first, each as it keeps the busiest rank least busy."""
-    models = [_Busy(table, loads[table.name], num_ranks, costs) for table in tables]
-    busy, chance, placed = np.zeros(num_ranks), 0.0, {}
-    for model in sorted(models, key=lambda model: -model.of(TablePlacement("row"))[0][0]):
+    costs: CostModel,
+) -> ShardingPlan:
+    """Shard the table that keeps ranks busiest first, each as it keeps the busiest rank least busy."""
+    models = [_Busy(table, table_stats[table.name], num_ranks, costs) for table in tables]
+    busy, chance, shardings = np.zeros(num_ranks), 0.0, {}
+    for model in sorted(models, key=lambda model: -model.of(TableSharding("row"))[0][0]):
         kind, slices = wanted[model.table.name]
-        best: tuple[tuple[float, float], TablePlacement, NDArray[np.float64], float] | None = None
+        best: tuple[tuple[float, float], TableSharding, NDArray[np.float64], float] | None = None
         for choice in _choices(model.table, kind, slices, busy, all_ranks=len(tables) < num_ranks):
             seconds, variance = model.of(choice)
             after, risk = busy + seconds, chance + variance
@@ -176,17 +178,17 @@ def _by_cost(
             if best is None or score < best[0]:
                 best = score, choice, after, risk
         assert best is not None
-        _, placed[model.table.name], busy, chance = best
-    return Placement(num_ranks, placed)
+        _, shardings[model.table.name], busy, chance = best
+    return ShardingPlan(num_ranks, shardings)
 
 
 def _choices(
     table: Table, kind: Kind | None, slices: int, busy: NDArray[np.float64], *, all_ranks: bool
-) -> Iterator[TablePlacement]:
-    """Yield the placements of a table among which cost decides; the least busy ranks get slices."""
+) -> Iterator[TableSharding]:
+    """Yield the ways to shard a table among which cost decides; the least busy ranks get slices."""
     order = np.argsort(busy, kind="stable").tolist()
     if kind in {None, "row"}:
-        yield TablePlacement("row")
+        yield TableSharding("row")
     if kind == "table" or (kind is None and not all_ranks):
         yield sliced(table.dim, order[:1])
     if kind == "column":
@@ -197,7 +199,7 @@ def _choices(
             if count <= table.dim:
                 yield sliced(table.dim, order[:count])
     if kind in {None, "replicate"}:
-        yield TablePlacement("replicate")
+        yield TableSharding("replicate")
 
 
 class _Busy:
@@ -217,38 +219,38 @@ class _Busy:
 
     These bytes are divided by those a second of the link. Owning all rows costs ``W u 4 D + 2 U row_bytes / a`` bytes
     of memory, gathered and stepped, and ``2 rows row_bytes / (batches of the pass)`` bytes of the store, loaded and
-    dumped; a share of them that share. To these come the copies of replicated vectors, which a visit begins with, and
+    dumped; a share of them that share. To these come the copies of replicated vectors, which a pass begins with, and
     the seconds of a piece for each other rank asked and served.
     """
 
-    def __init__(self, table: Table, load: Load, num_ranks: int, costs: PlacementCosts) -> None:
-        self.table, self._load, self._ranks, self._costs = table, load, num_ranks, costs
+    def __init__(self, table: Table, stats: TableStats, num_ranks: int, costs: CostModel) -> None:
+        self.table, self._stats, self._ranks, self._costs = table, stats, num_ranks, costs
         self._number_bytes = costs.number_bytes or 4
-        self._batches = max(1.0, load.samples / costs.samples)
-        self._asked = load.unique(costs.samples / num_ranks)
-        self._stepped = load.unique(costs.samples * costs.batches_per_step) / costs.batches_per_step
+        self._batches = max(1.0, stats.samples / costs.samples)
+        self._asked = stats.unique(costs.samples / num_ranks)
+        self._stepped = stats.unique(costs.samples * costs.batches_per_step) / costs.batches_per_step
         moved = num_ranks * self._asked * 4 * table.dim + 2 * self._stepped * table.row_bytes
-        stored = 2 * load.rows * table.row_bytes / self._batches
+        stored = 2 * stats.rows * table.row_bytes / self._batches
         self._owner_seconds = moved / costs.memory_bytes_per_second + stored / costs.store_bytes_per_second
 
-    def of(self, placed: TablePlacement) -> tuple[NDArray[np.float64], float]:
+    def of(self, table_sharding: TableSharding) -> tuple[NDArray[np.float64], float]:
         """Return the mean seconds of every rank (W,), and the variance that hashes add to those of each."""
-        if not placed.by_hash:
-            return self._of_slices(placed), 0.0
+        if not table_sharding.by_hash:
+            return self._of_slices(table_sharding), 0.0
         ranks, dim, link = self._ranks, self.table.dim, self._costs.link_bytes_per_second
-        ways = 1 if placed.kind == "replicate" else 2
+        ways = 1 if table_sharding.kind == "replicate" else 2
         seconds = self._traffic(dim, 1 / ranks, ways) + self._owner_seconds / ranks
-        if placed.kind == "replicate":
+        if table_sharding.kind == "replicate":
             vector = self._number_bytes * dim
             updates = 2 * self._stepped * vector * (ranks - 1) / ranks
-            seconds += (updates + self._load.rows * 4 * dim / self._batches) / link
+            seconds += (updates + self._stats.rows * 4 * dim / self._batches) / link
         per_share = self._asked * self._row_bytes(dim, ways) * (ranks - 2) / link
         return np.full(ranks, seconds), per_share**2 * (1 - 1 / ranks) / (ranks * max(1, self._asked))
 
-    def _of_slices(self, placed: TablePlacement) -> NDArray[np.float64]:
+    def _of_slices(self, table_sharding: TableSharding) -> NDArray[np.float64]:
         total = np.zeros(self._ranks)
-        squares = 2 * 4 * self._stepped * (len(placed.slices) - 1) / self._costs.link_bytes_per_second
-        for part in placed.slices:
+        squares = 2 * 4 * self._stepped * (len(table_sharding.slices) - 1) / self._costs.link_bytes_per_second
+        for part in table_sharding.slices:
             width = part.last - part.first
             asking = self._traffic(width, 0.0)
             total += asking

@@ -1,4 +1,4 @@
-"""Loads: how large a table is and how often it is looked up, as placing it on ranks needs to know."""
+"""Table statistics: how large a table is and how often it is looked up, as the sharding planner needs to know."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.passset import Pass, PassSet
+    from tiercache.passes.dataset import PassDataset, SubDataset
 
-__all__ = ["Load", "loads_of"]
+__all__ = ["TableStats", "stats_of"]
 
 COUNTED_KEYS = 1 << 22
 """Keys of a table whose counts are looked at: in hash order, so the first are a fair sample of all."""
@@ -26,7 +26,7 @@ _STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class TableStats:
     """What one pass asks of a table."""
 
     rows: int
@@ -50,26 +50,26 @@ class Load:
         return round(sum(keys * -math.expm1(-ids * count / total) for keys, count in self.uses))
 
 
-def loads_of(passes: PassSet) -> Mapping[str, Load]:
-    """Return the load of every table, by name, from the counts of its largest pass: of 4,194,304 keys at most.
+def stats_of(passes: PassDataset) -> Mapping[str, TableStats]:
+    """Return the statistics of every table, by name, from the counts of its largest pass: of 4,194,304 keys at most.
 
     A pass of key sets alone is taken to have as many samples as the keys that were given for its tables make: as many
     as they had where each table's keys were given as often as they occur, and fewer where each was given once.
     """
-    loads = {}
+    table_stats = {}
     for table in passes.tables:
         largest = max(passes.passes, key=lambda p: p.rows(table.name), default=None)
         if largest is None or largest.rows(table.name) == 0:
-            loads[table.name] = Load(rows=0, hotness=0.0)
+            table_stats[table.name] = TableStats(rows=0, hotness=0.0)
             continue
         rows, samples = largest.rows(table.name), max(1, largest.samples or _least_samples(passes, largest))
         uses = _uses(largest.counts(table.name)[:COUNTED_KEYS], rows)
         ids = sum(keys * count for keys, count in uses)
-        loads[table.name] = Load(rows=rows, samples=samples, hotness=ids / samples, uses=uses)
-    return loads
+        table_stats[table.name] = TableStats(rows=rows, samples=samples, hotness=ids / samples, uses=uses)
+    return table_stats
 
 
-def _least_samples(passes: PassSet, source: Pass) -> int:
+def _least_samples(passes: PassDataset, source: SubDataset) -> int:
     """Return how many samples the keys of a pass make at least, lists of any length taken for one key."""
     keys = dict.fromkeys((table.name for table in passes.tables), 0)
     for feature in passes.schema.features:

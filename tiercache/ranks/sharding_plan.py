@@ -1,4 +1,6 @@
-"""Placement: which rank owns which columns of which rows of every table. Plain values; knows no passes and no torch."""
+"""A sharding plan: which rank owns which columns of which rows of every table. Plain values; knows no passes and no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-__all__ = ["HASHES", "KINDS", "Kind", "Placement", "Slice", "TablePlacement", "hash_bounds", "slice_widths", "sliced"]
+__all__ = ["HASHES", "KINDS", "Kind", "ShardingPlan", "Slice", "TableSharding", "hash_bounds", "slice_widths", "sliced"]
 
 Kind = Literal["row", "table", "column", "replicate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -24,7 +26,7 @@ _WAYS = "'row', 'table', 'column' or 'replicate'"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Neighbouring columns of a table, which one rank owns for all keys."""
+    """Neighboring columns of a table, which one rank owns for all keys."""
 
     rank: int
     first: int
@@ -34,7 +36,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class TablePlacement:
+class TableSharding:
     """How the rows of one table are divided among ranks.
 
     "row": each rank owns the keys of its range of hashes (``hash_bounds``). "replicate": the same, and every rank holds
@@ -58,65 +60,65 @@ class TablePlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """The placement of every table on so many ranks."""
+class ShardingPlan:
+    """The sharding of every table over so many ranks."""
 
     num_ranks: int
-    tables: Mapping[str, TablePlacement]
+    tables: Mapping[str, TableSharding]
     """By name of the table, in the order of names."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_ranks, bool) or not isinstance(self.num_ranks, int) or self.num_ranks < 1:
-            raise ValueError(f"a placement is for {self.num_ranks!r} ranks: it must be a whole number >= 1")
+            raise ValueError(f"a sharding is for {self.num_ranks!r} ranks: it must be a whole number >= 1")
         object.__setattr__(self, "tables", dict(sorted(self.tables.items())))
-        for name, placed in self.tables.items():
-            _check_table(name, placed, self.num_ranks)
+        for name, table_sharding in self.tables.items():
+            _check_table(name, table_sharding, self.num_ranks)
 
     def __hash__(self) -> int:
         return hash((self.num_ranks, tuple(self.tables.items())))
 
     def check(self, tables: Iterable[Table]) -> None:
-        """Raise ValueError unless exactly these tables are placed, each with all its columns."""
+        """Raise ValueError unless exactly these tables are sharded, each with all its columns."""
         dims = {table.name: table.dim for table in tables}
         if dims.keys() != self.tables.keys():
             different = ", ".join(sorted(dims.keys() ^ self.tables.keys()))
-            raise ValueError(f"the placement is of other tables (they differ in {different}): place all tables")
-        for name, placed in self.tables.items():
-            if placed.slices and placed.slices[-1].last != dims[name]:
+            raise ValueError(f"the sharding is of other tables (they differ in {different}): shard all tables")
+        for name, table_sharding in self.tables.items():
+            if table_sharding.slices and table_sharding.slices[-1].last != dims[name]:
                 raise ValueError(
-                    f"the placement of table {name!r} has {placed.slices[-1].last} columns and the table "
+                    f"the sharding of table {name!r} has {table_sharding.slices[-1].last} columns and the table "
                     f"{dims[name]}: slices must have every column once"
                 )
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest: equal where ranks and tables are placed alike."""
+        """Hexadecimal digest: equal where ranks and tables are divided alike."""
         return hashlib.sha256(json.dumps(self.to_record(), sort_keys=True).encode()).hexdigest()
 
     def to_record(self) -> dict[str, Any]:
-        """Return the placement as plain JSON values; ``from_record`` reads them."""
+        """Return the sharding as plain JSON values; ``from_record`` reads them."""
         tables = {
-            name: {"kind": placed.kind}
-            | ({"slices": [[s.rank, s.first, s.last] for s in placed.slices]} if placed.slices else {})
-            for name, placed in self.tables.items()
+            name: {"kind": table_sharding.kind}
+            | ({"slices": [[s.rank, s.first, s.last] for s in table_sharding.slices]} if table_sharding.slices else {})
+            for name, table_sharding in self.tables.items()
         }
         return {"num_ranks": self.num_ranks, "tables": tables}
 
     @classmethod
-    def from_record(cls, record: Any) -> Placement:
+    def from_record(cls, record: Any) -> ShardingPlan:
         """Read what ``to_record`` returned. Raises ValueError for anything else."""
-        fields = _fields(record, "a placement's record", {"num_ranks", "tables"}, set())
+        fields = _fields(record, "a sharding plan's record", {"num_ranks", "tables"}, set())
         tables = {}
-        for name, one in _object(fields["tables"], "what a placement's record says of tables").items():
-            what = f"the placement of table {name!r}"
-            placed = _fields(one, what, {"kind"}, {"slices"})
-            slices = placed.get("slices", [])
+        for name, one in _object(fields["tables"], "what a sharding plan's record says of tables").items():
+            what = f"the sharding of table {name!r}"
+            table_sharding = _fields(one, what, {"kind"}, {"slices"})
+            slices = table_sharding.get("slices", [])
             if not isinstance(slices, list) or not all(
                 isinstance(part, list) and len(part) == 3 and all(type(number) is int for number in part)
                 for part in slices
             ):
                 raise ValueError(f"{what} has the slices {_shown(slices)}: each is [rank, first column, column behind]")
-            tables[name] = TablePlacement(placed["kind"], tuple(Slice(*part) for part in slices))
+            tables[name] = TableSharding(table_sharding["kind"], tuple(Slice(*part) for part in slices))
         return cls(fields["num_ranks"], tables)
 
 
@@ -136,8 +138,8 @@ def slice_widths(dim: int, num_slices: int) -> tuple[int, ...]:
     return tuple(width + (i < wider) for i in range(num_slices))
 
 
-def sliced(dim: int, ranks: Sequence[int]) -> TablePlacement:
-    """Return the placement of ``dim`` columns in equal slices for these ranks; those of one rank become neighbours.
+def sliced(dim: int, ranks: Sequence[int]) -> TableSharding:
+    """Return the sharding of ``dim`` columns in equal slices for these ranks; those of one rank become neighbors.
 
     A rank may stand there several times. One rank alone owns the whole table.
     """
@@ -148,17 +150,17 @@ def sliced(dim: int, ranks: Sequence[int]) -> TablePlacement:
     for rank, width in widths.items():
         slices.append(Slice(rank, first, first + width))
         first += width
-    return TablePlacement("table" if len(slices) == 1 else "column", tuple(slices))
+    return TableSharding("table" if len(slices) == 1 else "column", tuple(slices))
 
 
-def _check_table(name: str, placed: TablePlacement, num_ranks: int) -> None:
-    """Raise ValueError where the placement of a table contradicts itself."""
-    what, slices = f"the placement of table {name!r}", placed.slices
-    if placed.kind not in KINDS:
-        raise ValueError(f"{what} is {_shown(placed.kind)}: it must be {_WAYS}")
-    allowed = {"table": "1 slice", "column": "2 or more slices"}.get(placed.kind, "no slices")
-    if (min(len(slices), 2)) != {"table": 1, "column": 2}.get(placed.kind, 0):
-        raise ValueError(f"{what} is {placed.kind!r} with {len(slices)} slices: it has {allowed}")
+def _check_table(name: str, table_sharding: TableSharding, num_ranks: int) -> None:
+    """Raise ValueError where the sharding of a table contradicts itself."""
+    what, slices = f"the sharding of table {name!r}", table_sharding.slices
+    if table_sharding.kind not in KINDS:
+        raise ValueError(f"{what} is {_shown(table_sharding.kind)}: it must be {_WAYS}")
+    allowed = {"table": "1 slice", "column": "2 or more slices"}.get(table_sharding.kind, "no slices")
+    if (min(len(slices), 2)) != {"table": 1, "column": 2}.get(table_sharding.kind, 0):
+        raise ValueError(f"{what} is {table_sharding.kind!r} with {len(slices)} slices: it has {allowed}")
     if not slices:
         return
     for part in slices:
@@ -183,9 +185,9 @@ def _fields(record: Any, what: str, needed: set[str], allowed: set[str]) -> dict
     """Return an object of a record. Raises ValueError where it is none, lacks a field or has an unknown one."""
     fields = _object(record, what)
     for name in sorted(needed - fields.keys()):
-        raise ValueError(f"{what} lacks {name!r}: it must be what a placement wrote")
+        raise ValueError(f"{what} lacks {name!r}: it must be what a sharding plan wrote")
     for name in sorted(map(str, fields.keys() - needed - allowed)):
-        raise ValueError(f"{what} has the unknown {name!r}: it must be what a placement wrote")
+        raise ValueError(f"{what} has the unknown {name!r}: it must be what a sharding plan wrote")
     return fields
 
 

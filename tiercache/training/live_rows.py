@@ -1,4 +1,4 @@
-"""RowsNow: rows of any keys as of now."""
+"""LiveRows: rows of any keys as of now."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from tiercache.planning.positions import Positions
     from tiercache.store import Store
     from tiercache.store.table import Group
-    from tiercache.tiers.device_tier import DeviceTier, Placement
+    from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
 
 _CHUNK_BYTES = 1 << 20  # rows on their way, with all their fields
 
 
-class RowsNow:
+class LiveRows:
     """Reads rows as of now: device, then host, then store, then the initial row. Writes nothing."""
 
     def __init__(
@@ -34,8 +34,8 @@ class RowsNow:
         store: Store,
         positions: Positions,
         device: DeviceTier | None = None,
-        placements: list[Placement] | None = None,
-        pass_now: int | None = None,
+        assignments: list[SlotAssignment] | None = None,
+        sub_dataset: int | None = None,
         keys_of: Callable[[int, int], NDArray[np.int64]],
         after: int,
         cached: Callable[[int, int, int], NDArray[np.uint8] | None] | None = None,
@@ -44,7 +44,7 @@ class RowsNow:
     ) -> None:
         """``unknown``: by table the fields, (1, width) each, of an out-of-vocabulary row that stands elsewhere."""
         self._store, self._positions, self._device = store, positions, device
-        self._placements, self._pass_now = placements or [], pass_now
+        self._assignments, self._sub_dataset = assignments or [], sub_dataset
         self._keys_of, self._after, self._cached, self._trained = keys_of, after, cached, trained
         self._shared: dict[str, bool] = {}
         self._unknown = unknown or {}
@@ -74,13 +74,13 @@ class RowsNow:
         g, table, i = self._place[table_name]
         spec = self._positions.tables[table]
         missing = np.ones(keys.size, dtype=bool)
-        if self._device is not None and self._pass_now is not None:
+        if self._device is not None and self._sub_dataset is not None:
             places = np.empty(keys.size, dtype=np.int64)
-            mine = self._keys_of(self._pass_now, table)
+            mine = self._keys_of(self._sub_dataset, table)
             search_keys(np.asarray(mine), spec.table_id, keys, places)
             found = np.nonzero(places >= 0)[0]
-            first = int(self._positions.table_starts(self._pass_now, g)[i])
-            slots = self._placements[g].slots_K[places[found] + first]
+            first = int(self._positions.table_starts(self._sub_dataset, g)[i])
+            slots = self._assignments[g].slots_K[places[found] + first]
             for f, (field, to) in enumerate(zip(spec.fields, out, strict=False)):
                 for part in _chunks(found.size, 4 * field.width):
                     (to[found[part]],) = from_words((field,), (self._device.read(g, f, slots[part]),))

@@ -10,10 +10,10 @@ import pytest
 import tiercache as tc
 from tests.ranks.trainings import ONE, open_sharded
 from tests.training.cases import table
-from tiercache.passes.handmade import write_pass_set
+from tiercache.passes.from_arrays import write_dataset
 from tiercache.passes.keybatch import KeyBatch
-from tiercache.ranks.placement import Placement, TablePlacement
-from tiercache.ranks.placing import placement_of
+from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding
+from tiercache.ranks.sharding_planner import sharding_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool
     from tiercache.dist.communicator import AnyCommunicator
 
-OPEN = "tests.ranks.test_placement_rules:placed"
+OPEN = "tests.ranks.test_sharding_rules:chosen"
 
 
-def placed(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any) -> dict[str, str]:
+def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any) -> dict[str, str]:
     """Open a store as each rank asks, and return the kind of each table."""
     one = asked[ranks.rank % len(asked)]
     if isinstance(one, dict) and "rules" in one:
-        costs = tc.PlacementCosts(**one.pop("costs", {}))
-        one = tc.PlacementRules(**one["rules"], costs=costs)
-    if isinstance(one, dict) and "placement" in one:
-        one = Placement(ranks.size, {name: TablePlacement(kind) for name, kind in one["placement"].items()})
+        costs = tc.CostModel(**one.pop("costs", {}))
+        one = tc.ShardingRules(**one["rules"], costs=costs)
+    if isinstance(one, dict) and "plan" in one:
+        one = ShardingPlan(ranks.size, {name: TableSharding(kind) for name, kind in one["plan"].items()})
     with open_sharded(ONE, folder, sharding=one, **options) as cache:
-        return {name: placement.kind for name, placement in cache.sharding.tables.items()}
+        return {name: sharding.kind for name, sharding in cache.sharding.tables.items()}
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def placed(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any
         ([{"rules": {}}, {"rules": {"row_threshold": 1}}], "sharding (digest "),
         ([{"rules": {}}, {"rules": {}, "costs": {"samples": 1}}], "sharding (digest "),
         (
-            [{"placement": {"users": "row", "items": "row"}}, {"placement": {"users": "replicate", "items": "row"}}],
+            [{"plan": {"users": "row", "items": "row"}}, {"plan": {"users": "replicate", "items": "row"}}],
             "sharding (digest ",
         ),
     ],
 )
-def test_ranks_that_ask_for_different_placements_are_refused(
+def test_ranks_that_ask_for_different_shardings_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, asked: list[Any], words: str
 ) -> None:
     """What each asks for is compared, and not what comes of it; nothing is made."""
@@ -97,12 +97,12 @@ def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> 
 def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> None:
     """Where the costs say nothing of them."""
     schema = tc.Schema(tables=(table("t", 64),), features=(tc.Feature(name="f", table="t"),))
-    passes = write_pass_set(tmp_path, schema, [KeyBatch.of(schema, {"f": np.arange(4096) % 500})])
+    passes = write_dataset(tmp_path, schema, [KeyBatch.of(schema, {"f": np.arange(4096) % 500})])
     rules = [
-        tc.PlacementRules(costs=tc.PlacementCosts(link_bytes_per_second=link, number_bytes=number))
+        tc.ShardingRules(costs=tc.CostModel(link_bytes_per_second=link, number_bytes=number))
         for link in np.geomspace(1e6, 1e13, 60).tolist() for number in (None, 4)
     ]  # fmt: skip
-    wide, narrow = ([placement_of(passes, 4, rule, number_bytes=n) for rule in rules] for n in (4, 1))
+    wide, narrow = ([sharding_of(passes, 4, rule, number_bytes=n) for rule in rules] for n in (4, 1))
     assert wide[::2] != narrow[::2]
     assert wide[1::2] == narrow[1::2] == wide[::2]
 
@@ -110,9 +110,9 @@ def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"strategy": "best"}, "the strategy of placement is 'best': it must be one of 'auto', 'basic'"),
-        ({"row_threshold": "much"}, "row_threshold of a placement: 'much' is no size"),
-        ({"column_threshold": 0}, "column_threshold of a placement: 0 is no size"),
+        ({"strategy": "best"}, "the strategy of sharding is 'best': it must be one of 'auto', 'basic'"),
+        ({"row_threshold": "much"}, "row_threshold of the sharding rules: 'much' is no size"),
+        ({"column_threshold": 0}, "column_threshold of the sharding rules: 0 is no size"),
         (
             {"replicate_threshold": "2MiB", "row_threshold": "1MiB"},
             "replicate_threshold is 2 MiB and row_threshold 1 MiB: they must not fall from replicate_threshold to",
@@ -123,25 +123,23 @@ def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> No
 def test_rules_that_make_no_sense_are_refused(rules: dict[str, Any], words: str) -> None:
     """When they are made."""
     with pytest.raises(ValueError, match=words):
-        tc.PlacementRules(**rules)
+        tc.ShardingRules(**rules)
 
 
 @pytest.mark.parametrize("number", [0, -1, float("nan"), float("inf"), "fast", True, None])
 def test_costs_are_numbers_above_0(number: Any) -> None:
     """Only the bytes of a number may be left to the cache."""
-    with pytest.raises(
-        ValueError, match=r"link_bytes_per_second of the costs of a placement is .*: it must be a number"
-    ):
-        tc.PlacementCosts(link_bytes_per_second=number)
-    assert tc.PlacementCosts(number_bytes=None).number_bytes is None
+    with pytest.raises(ValueError, match=r"link_bytes_per_second of the cost model is .*: it must be a number"):
+        tc.CostModel(link_bytes_per_second=number)
+    assert tc.CostModel(number_bytes=None).number_bytes is None
 
 
-def test_what_is_no_placement_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
+def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """On every rank, with what it may be; also kinds and tables that there are not, in rules."""
     ONE.cut(tmp_path / "passes")
     for asked, words in (
-        (5, "sharding is 5: it must be a strategy, kinds by table, PlacementRules or a Placement"),
-        ({"rules": {"kinds": {"users": "rows"}}}, "to be placed by 'rows': it must be one of 'row', 'table'"),
+        (5, "sharding is 5: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"),
+        ({"rules": {"kinds": {"users": "rows"}}}, "to be sharded by 'rows': it must be one of 'row', 'table'"),
         ({"rules": {"kinds": {"user": "row"}}}, "unknown table 'user': the tables are"),
     ):
         errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=[asked])

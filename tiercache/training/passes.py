@@ -1,4 +1,4 @@
-"""A visit: one training of one pass, as the training loop sees it."""
+"""A pass: one training of one sub-dataset, as the training loop sees it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tiercache.training.raw_batch import RawKeys
 
 
-class Visit:
+class Pass:
     """What ``passes()`` yields. It ends when the loop asks for the next one."""
 
     def __init__(
@@ -43,20 +43,20 @@ class Visit:
         pipeline: BatchPipeline,
         first_sample: int = 0,
         order: Mapping[str, object] | None = None,
-        before_batch: Callable[[Visit], None] | None = None,
+        before_batch: Callable[[Pass], None] | None = None,
     ) -> None:
         self.index = index
-        """The visit's number, counted from 0 over all epochs."""
+        """The pass's number, counted from 0 over all epochs."""
         self.epoch = epoch
         """The epoch it belongs to, counted from 0."""
-        self.pass_index = source.index
+        self.sub_dataset = source.index
         """The pass it trains."""
         self.num_samples = source.samples
         """Samples of the pass, those of all ranks."""
         self.samples_done = first_sample
-        """Samples of all ranks whose batches were yielded, those before the last commit inside the visit included."""
+        """Samples of all ranks whose batches were yielded, those before the last commit inside the pass included."""
         self.start_sample = first_sample
-        """Samples of all ranks that a commit inside this visit has behind it: 0 but where training goes on from one.
+        """Samples of all ranks that a commit inside this pass has behind it: 0 but where training goes on from one.
         Loaders of one's own begin after so many; ``batches`` does by itself."""
         self.start_batch = int(str((order or {}).get("raw_batches", 0)))
         """Batches of raw keys that such a commit has behind it: the same number on every rank."""
@@ -71,7 +71,7 @@ class Visit:
         self._seed, self._raw, self._exchange, self._pipeline = seed, raw, exchange, pipeline
         self._before_batch = before_batch or _nothing
         self.losses: list[float] = []
-        """What ``note_loss`` was given; the visit's report has it too."""
+        """What ``note_loss`` was given; the pass's report has it too."""
 
     def batches(
         self,
@@ -81,9 +81,9 @@ class Visit:
         prefetch: int | None = None,
         input: str = "data",  # noqa: A002 - what is said of each rank's input
     ) -> Iterator[Batch]:
-        """Yield this rank's part of batches of ``size`` samples, from where the visit stands; the last may be short.
+        """Yield this rank's part of batches of ``size`` samples, from where the pass stands; the last may be short.
 
-        Shuffling is seeded by (seed, epoch, pass). After a commit inside the visit the rest follows in the same
+        Shuffling is seeded by (seed, epoch, sub-dataset). After a commit inside the pass the rest follows in the same
         order, in batches of any size.
 
         On W ranks the size is that of all their parts, and all take the same batches. Multiply the mean loss by
@@ -95,7 +95,7 @@ class Visit:
         prefetch: how many batches are read, on as many threads, before they are asked for; rows wait for their step.
         None: 0 where rows are trained on a CPU; 2 on a GPU, and 4 beside 8 or more cores. They are the same batches,
         and count when they are yielded; what goes wrong in making one is raised in its place. Threads end with the
-        iterator or the visit.
+        iterator or the pass.
 
         input: what each rank reads. "data": its own samples, with all features. "model": of features that are pooled
         by sum or mean, those whose tables it owns, whole or in columns, for the samples of all ranks, so that their ids
@@ -103,9 +103,9 @@ class Visit:
         of additions. All ranks have the same embedding modules then.
 
         Raises, on all ranks, with its cause, what went wrong on a reader or a writer thread; RuntimeError where the
-        visit has ended; StateError where a commit inside it stands in another order, and in a fork of this process;
-        PassSetError where the pass has a key set alone; ValueError for a size below 1, a ``prefetch`` below 0 or an
-        unknown ``input``.
+        pass has ended; StateError where a commit inside it stands in another order, and in a fork of this process;
+        DatasetError where the sub-dataset has a key set alone; ValueError for a size below 1, a ``prefetch`` below 0 or
+        an unknown ``input``.
         """
 
         def counted(made: tuple[int, Batch]) -> Batch:
@@ -164,20 +164,20 @@ class Visit:
             yield map(itemgetter(1), made)
 
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield the samples behind each batch and its places, from where the visit stands at the first."""
+        """Yield the samples behind each batch and its places, from where the pass stands at the first."""
         self.source.check_samples()
         mine: dict[str, object] = {"seed": self._seed, "shuffle": shuffle}
         if shuffle:
             mine["by"] = SHUFFLED_BY
         if self.samples_done and self.order is not None and self.order != mine:
             raise StateError(
-                f"visit {self.index} stands after {self.samples_done:,} samples in the order {dict(self.order)}, and "
+                f"pass {self.index} stands after {self.samples_done:,} samples in the order {dict(self.order)}, and "
                 f"batches were asked for in {mine}: some samples would be trained twice and some never, so ask for "
                 "the same order"
             )
         self.order = mine
         order = sample_order(
-            self.num_samples, seed=self._seed, epoch=self.epoch, pass_index=self.pass_index, shuffle=shuffle
+            self.num_samples, seed=self._seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle
         )
         yield from cut_batches(order, size, first=self.samples_done, last=self.num_samples)
 
@@ -233,7 +233,7 @@ class Visit:
         (N + 1,)). weights: by feature, in the shape of its keys or values; without a gradient: the embedding module
         takes those with one. label (N,) and dense (N, columns) are handed through as float32. None in place of keys
         where the loader has ended: the batch is None where that of every rank has, so a loop of any number of ranks is
-        ``while (batch := visit.batch(next(loader, None))) is not None``.
+        ``while (batch := pass_index.batch(next(loader, None))) is not None``.
 
         Each rank gives its own samples, of which it may have any number, and none; one whose loader has ended takes
         part as one without. Multiply the mean loss by ``batch.weight``, as of ``batches``: what is trained is one
@@ -241,32 +241,32 @@ class Visit:
         another rank with weight 0. Where no rank has any, the batch is empty on all. If a rank leaves the loop before
         the others, these raise RankError after torch's time-out.
 
-        missing: what a key is that the key set of the pass lacks. "error": KeyNotInPassError, which names table, key
-        and batch; the batch does not count, and all ranks may go on with another one. The others read a row that is
-        **not trained**: no gradient goes to it and nothing is stored for it, for only rows of the pass are on the
-        device. "zero": zeros. "init": the key's initial row. "load": its row as of now, from host or store, read by the
-        rank that owns the key, else what an evaluation would see; the first such batch of a visit waits until the last
-        dump is durable. Such keys count in means, and their vectors in maxima. A batch with missing keys has in their
-        group ids of its own in place of local ids, and a float32 copy of the vectors that it looks up there, made anew
-        after each step.
+        missing: what a key is that the key set of the sub-dataset lacks. "error": KeyNotInPassError, which names table,
+        key and batch; the batch does not count, and all ranks may go on with another one. The others read a row that is
+        **not trained**: no gradient goes to it and nothing is stored for it, for only rows of the sub-dataset are on
+        the device. "zero": zeros. "init": the key's initial row. "load": its row as of now, from host or store, read by
+        the rank that owns the key, else what an evaluation would see; the first such batch of a pass waits until the
+        last dump is durable. Such keys count in means, and their vectors in maxima. A batch with missing keys has in
+        their group ids of its own in place of local ids, and a float32 copy of the vectors that it looks up there, made
+        anew after each step.
 
-        The batch counts when it is made, with the samples of all ranks: a commit inside the visit has them behind it,
+        The batch counts when it is made, with the samples of all ranks: a commit inside the pass has them behind it,
         so make it right before it is trained. Training goes on after ``start_sample`` samples and ``start_batch``
         batches. On the training thread. What goes wrong on a rank is raised on all, RankError on the others: ValueError
         for keys, offsets or weights that do not fit each other or the schema, and for INT64_MIN and INT64_MIN + 1;
-        RuntimeError where the visit has ended; StateError in a visit that takes its samples from ``batches``; and, with
+        RuntimeError where the pass has ended; StateError in a pass that takes its samples from ``batches``; and, with
         its cause, what went wrong on the reader or the writer thread.
         """
         return self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
 
     def begin_raw(self) -> None:
-        """Raise what ``batch`` raises of the visit, before a batch of raw keys is made: it needs the visit's rows."""
+        """Raise what ``batch`` raises of the pass, before a batch of raw keys is made: it needs the pass's rows."""
         self.rows.check_made()
         self.rows.bring()
         if self.order is not None and "raw_batches" not in self.order:
             raise StateError(
-                f"visit {self.index} takes its samples from batches(), so batch() would count them twice: use one of "
-                "them in a visit"
+                f"pass {self.index} takes its samples from batches(), so batch() would count them twice: use one of "
+                "them in a pass"
             )
         self._before_batch(self)
 
@@ -277,14 +277,14 @@ class Visit:
         self.order = {"raw_batches": self.batches_done}
 
     def note_loss(self, loss: float) -> None:
-        """Add a loss of this rank to the visit's report."""
+        """Add a loss of this rank to the pass's report."""
         self.losses.append(loss)
 
     def __repr__(self) -> str:
-        return f"Visit({self.index}, epoch={self.epoch}, pass={self.pass_index}, samples={self.num_samples:,})"
+        return f"Pass({self.index}, epoch={self.epoch}, sub_dataset={self.sub_dataset}, samples={self.num_samples:,})"
 
 
-def _nothing(_: Visit) -> None:
+def _nothing(_: Pass) -> None:
     """Of a cache that wants to know nothing."""
 
 

@@ -1,4 +1,4 @@
-"""The bytes that a reorganisation takes are predicted: what is said is enough, and less is refused before it begins."""
+"""The bytes that a reorganization takes are predicted: what is said is enough, and less is refused before it begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiercache.planning.first_use import count_keys
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine, rewrite, settling
 from tiercache.store.scratch_file import ScratchFile
-from tiercache.training.reorganise import reorganise_plan
+from tiercache.training.reorganize import reorganize_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ DAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassSet:
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     """What a store was trained with before."""
     return CASE.cut(tmp_path_factory.mktemp("before") / "p")
 
@@ -40,7 +40,7 @@ def unnamed_bytes(folder: Path, *, temporary: bool = False) -> int:
     """Return what the disk keeps for files of this process in ``folder`` that have no name.
 
     Next uses of a schedule that is over lose theirs while they are mapped: they were there before, and are none that
-    a reorganisation made as ``temporary`` ones.
+    a reorganization made as ``temporary`` ones.
     """
     found = 0
     for link in Path("/proc/self/fd").iterdir():
@@ -95,8 +95,8 @@ LITTLE = 1 << 16
         *(pytest.param(day, LITTLE, marks=pytest.mark.long) for day in DAYS if day != "a small day"),
     ],
 )
-def test_a_reorganisation_takes_no_more_than_was_said(
-    day: str, engine: str, retention: int, memory: int | None, tmp_path: Path, passes: tc.PassSet, monkeypatch: Any
+def test_a_reorganization_takes_no_more_than_was_said(
+    day: str, engine: str, retention: int, memory: int | None, tmp_path: Path, passes: tc.PassDataset, monkeypatch: Any
 ) -> None:
     """Files of the store and temporary ones, at their most; what is said is at most three times what it takes."""
     if memory is not None:
@@ -107,10 +107,10 @@ def test_a_reorganisation_takes_no_more_than_was_said(
         with tiered(store, passes) as cache:
             train(cache, CASE, epochs=1)
         before = held(path, store)
-        plan = reorganise_plan(store, cut)
+        plan = reorganize_plan(store, cut)
         assert plan.standing == before
         watched = Watched(monkeypatch, path, store)
-        tc.reorganise(store, cut, store_budget=plan.needed, progress=False)
+        tc.reorganize(store, cut, store_budget=plan.needed, progress=False)
         peak = max(watched.sizes)
         assert before < peak <= plan.needed
         assert plan.needed < 3 * peak + (2 << 20)
@@ -120,7 +120,7 @@ def test_a_reorganisation_takes_no_more_than_was_said(
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_too_small_a_budget_is_refused_before_anything_is_written(
-    engine: str, tmp_path: Path, passes: tc.PassSet
+    engine: str, tmp_path: Path, passes: tc.PassDataset
 ) -> None:
     """With the numbers, of which one is the budget that is enough; no file is touched."""
     day, path = dataclasses.replace(CASE, **DAYS["a small day"]).cut(tmp_path / "day"), tmp_path / "s"
@@ -130,22 +130,22 @@ def test_too_small_a_budget_is_refused_before_anything_is_written(
         held(path, store)
         commit = store.commit
         files = {file: (file.stat().st_size, file.stat().st_mtime_ns) for file in path.rglob("*")}
-        plan = reorganise_plan(store, day)
+        plan = reorganize_plan(store, day)
         words = (
             r"that it takes now, .* of temporary files .* to write them to the store, .*: raise store_budget to (\d+)"
         )
         with pytest.raises(BudgetError, match=words) as caught:
-            tc.reorganise(store, day, store_budget=plan.needed - 1, progress=False)
+            tc.reorganize(store, day, store_budget=plan.needed - 1, progress=False)
         assert store.commit is commit
         assert {file: (file.stat().st_size, file.stat().st_mtime_ns) for file in path.rglob("*")} == files
         enough = int(re.search(words, str(caught.value))[1])  # type: ignore[index]
         assert enough == plan.needed
-        assert tc.reorganise(store, day, store_budget=enough, progress=False) is not commit
-        assert tc.reorganise(store, day, store_budget=1, progress=False) is store.commit  # nothing is to be done
+        assert tc.reorganize(store, day, store_budget=enough, progress=False) is not commit
+        assert tc.reorganize(store, day, store_budget=1, progress=False) is store.commit  # nothing is to be done
 
 
 @pytest.mark.parametrize("keys_per_slice", [1 << 20, 50])
-def test_different_keys_are_counted_over_all_passes(passes: tc.PassSet, keys_per_slice: int) -> None:
+def test_different_keys_are_counted_over_all_passes(passes: tc.PassDataset, keys_per_slice: int) -> None:
     """As a set of them all has them, whatever is in memory at once."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         positions = Positions.of(passes, store.groups)

@@ -1,4 +1,4 @@
-"""Pass sets from arrays in memory: for tests, notebooks and small data. Not for data larger than memory."""
+"""Datasets from arrays in memory: for tests, notebooks and small data. Not for data larger than memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.errors import PassSetError
+from tiercache.errors import DatasetError
+from tiercache.passes.dataset import PassDataset, record_sub_dataset
 from tiercache.passes.keyset import KeySet, in_hash_order, write_key_set
 from tiercache.passes.manifest import MANIFEST, Manifest, keys_name, samples_name
-from tiercache.passes.passset import PassSet, record_pass
 from tiercache.passes.sample_layout import SampleLayout
 from tiercache.passes.samples import FeatureIds, Samples
 from tiercache.passes.samples_file import SamplesFile
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.passes.keybatch import KeyBatch
-    from tiercache.passes.manifest import PassRecord
+    from tiercache.passes.manifest import SubDatasetRecord
     from tiercache.schema import Schema
 
-__all__ = ["write_pass", "write_pass_set"]
+__all__ = ["write_dataset", "write_sub_dataset"]
 
 
-def write_pass_set(
+def write_dataset(
     out: str | Path, schema: Schema, passes: Iterable[KeyBatch], options: dict[str, Any] | None = None
-) -> PassSet:
+) -> PassDataset:
     """Write one pass per batch, as given: nothing is closed early, no key is too rare, no budget is checked.
 
     The slow and obvious definition of an extraction's result. ``out`` is made where it does not exist.
@@ -38,14 +38,14 @@ def write_pass_set(
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():
-        raise PassSetError(f"{directory} holds a pass set already: choose another directory")
-    records = [write_pass(directory, index, schema, batch) for index, batch in enumerate(passes)]
+        raise DatasetError(f"{directory} holds a dataset already: choose another directory")
+    records = [write_sub_dataset(directory, index, schema, batch) for index, batch in enumerate(passes)]
     manifest = Manifest(schema=schema, passes=tuple(records), options=options or {}, inputs=())
     manifest.write(directory)
-    return PassSet.open(directory)
+    return PassDataset.open(directory)
 
 
-def write_pass(directory: Path, index: int, schema: Schema, batch: KeyBatch) -> PassRecord:
+def write_sub_dataset(directory: Path, index: int, schema: Schema, batch: KeyBatch) -> SubDatasetRecord:
     """Write the two files of one pass and return its record; the manifest is the caller's."""
     layout = SampleLayout(schema)
     columns: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
@@ -67,4 +67,6 @@ def write_pass(directory: Path, index: int, schema: Schema, batch: KeyBatch) -> 
     writer.finish()
     write_key_set(keys_path, schema.ordered_tables, columns)
     key_set = KeySet(keys_path, schema.ordered_tables)
-    return record_pass(batch.num_samples, SamplesFile(samples_path, layout).digest(), key_set, samples_path, keys_path)
+    return record_sub_dataset(
+        batch.num_samples, SamplesFile(samples_path, layout).digest(), key_set, samples_path, keys_path
+    )

@@ -1,4 +1,4 @@
-"""What a reorganisation may move is no less than what it does move, whatever the days of a store are."""
+"""What a reorganization may move is no less than what it does move, whatever the days of a store are."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from tests.store.conftest import small_tables
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
-from tiercache.planning.reorganise_plan import ReorganisePlan
+from tiercache.planning.reorganize_plan import ReorganizePlan
 from tiercache.store import MemoryEngine, Store, settling
 from tiercache.store.base_segment import base_stream
 from tiercache.store.history import manifest_of
 from tiercache.store.testing.world import World
 
 
-def plan_of(store: Store, world: World) -> ReorganisePlan:
+def plan_of(store: Store, world: World) -> ReorganizePlan:
     """Return what is said before the passes of a world are followed."""
     used = {
         table.name: len({key for keys in world.passes for key in keys[table.name].tolist()}) for table in world.tables
     }
-    return ReorganisePlan.of(store.groups, manifest_of(store), used, base_stream, standing=None, use_bytes=0)
+    return ReorganizePlan.of(store.groups, manifest_of(store), used, base_stream, standing=None, use_bytes=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -51,12 +51,12 @@ def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, 
 
 def test_a_budget_that_is_met_says_nothing() -> None:
     """And one byte less is refused with the sum and its parts; the dearer of both times counts."""
-    plan = ReorganisePlan(standing=1 << 20, sorting=1 << 12, ordered=1 << 14, segment=1 << 13, beside=1 << 11)
+    plan = ReorganizePlan(standing=1 << 20, sorting=1 << 12, ordered=1 << 14, segment=1 << 13, beside=1 << 11)
     assert plan.needed == (1 << 20) + (1 << 14) + (1 << 13) + (1 << 11)
     plan.check(plan.needed)
     words = "1 MiB that it takes now, 16 KiB of temporary .* 8 KiB to write them to the store, and 2 KiB .* to {} bytes"
     with pytest.raises(BudgetError, match=words.format(plan.needed)):
         plan.check(plan.needed - 1)
-    other = ReorganisePlan(standing=0, sorting=1 << 13, ordered=0, segment=1 << 12, beside=0)
+    other = ReorganizePlan(standing=0, sorting=1 << 13, ordered=0, segment=1 << 12, beside=0)
     with pytest.raises(BudgetError, match="8 KiB to sort them"):
         other.check(other.needed - 1)
