@@ -23,7 +23,7 @@ KERNELS = "tests/kernels"
 WITH_CUDA = (KERNELS, "-k", "cuda")
 TRAINING = [f"tests/training/test_{name}.py" for name in (
     "cuda_training", "parity", "oracle", "evaluation", "dtypes", "cuda_raw_keys", "raw_keys", "missing_keys",
-    "prefetch", "row_gradients", "adoption", "store_given", "single_modules",
+    "prefetch", "fetch_ahead", "row_gradients", "adoption", "store_given", "single_modules",
     "batch_memory", "closing", "locked_pages", "two_ways",
 )]  # fmt: skip
 # On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
@@ -45,6 +45,8 @@ CPU_ALONE = {
     "damaged_passes": "what reads files, before a device has a part in it",
     "sample_order": "the order of samples, which the host makes",
     "scaled_loss": "what is refused, with models on the CPU",
+    "registered": "what a cache is given beside tables, with models on the CPU",
+    "compiled": "operators and graphs, with models on the CPU",
 }
 """The other files of tests/training, and why a GPU would show nothing there."""
 NOT_ON_GPU = (

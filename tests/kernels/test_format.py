@@ -135,5 +135,5 @@ def test_digests_are_those_of_the_page(tmp_path: Path) -> None:
     plain = b"item\0003\000" + np.array([0, 2, 1, 5, 1, 2], "<i8").tobytes()
     assert KeySet(tmp_path / "keys.arrow", tables).digest() == hashlib.sha256(plain).hexdigest() == wanted[keys]
     schedule = Schedule(num_passes=6, dataset_digest="00").digest
-    plain = b'{"order_seed": null, "dataset": "00", "version": 1}'
+    plain = b'{"order_seed": null, "pass_set": "00", "version": 1}'
     assert schedule == hashlib.sha256(plain).hexdigest() == wanted["schedule of the dataset `00` without an order seed"]

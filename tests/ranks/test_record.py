@@ -162,7 +162,7 @@ def test_records_count_commits_and_keep_the_newest() -> None:
         (changed(commits=[ONE, OTHER | {"parts": [21, 20]}]), CorruptStoreError, "20 and 22 do not stand in the order"),
         (changed(first_commit=-1), CorruptStoreError, "the first commit of a record is -1"),
         (changed(generation=1.0), CorruptStoreError, "the generation of a record is 1.0"),
-        (changed(sharding=[]), CorruptStoreError, r"its sharding is \[\]"),
+        (changed(placement=[]), CorruptStoreError, r"its sharding is \[\]"),
         (changed(tables=[]), CorruptStoreError, "there are no tables"),
         (changed(tables=[{}]), CorruptStoreError, "a table's record lacks"),
     ],

@@ -54,7 +54,7 @@ def test_a_flipped_byte_is_refused_or_means_nothing(tmp_path: Path, flips: int) 
             elif not found.startswith(REFUSED):
                 problems[f"{what} with another key set"] += ".keys." in line["file"] and found != whole[what]
             else:
-                problems["refused without a name"] += "pass " not in found or line["file"] not in found
+                problems["refused without a name"] += "sub-dataset " not in found or line["file"] not in found
                 for kind in refused:
                     refused[kind] += kind in found
     assert not +problems, problems
