@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import tiercache as tc
 from tests.training.cases import SPECS, Case, assert_same_bits, result_of_resident, table
+from tiercache.training import lookup_ops
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,13 +88,66 @@ def test_operators_keep_what_torch_asks_of_them(passes: tc.PassDataset, *, train
         of_module = model.bags.number, model.bags.out_features, trained
         bags = torch.ops.tiercache.embedding_bags.default
         torch.library.opcheck(bags, (model.bags.handle, batch.number, [], "", *of_module))
-        torch.library.opcheck(
-            bags, (model.bags.handle, batch.number, [weight], "f", *of_module),
-            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-        )  # fmt: skip  # compilation copies weights, whose gradients have another number then
+        torch.library.opcheck(bags, (model.bags.handle, batch.number, [weight], "f", *of_module))
         dims, lengths = model.rows.dims, [model.rows.length_of(name) for name in model.rows.features]
         rows = (model.rows.handle, batch.number, dims, lengths, model.rows.number, trained)
         torch.library.opcheck(torch.ops.tiercache.embedding_rows.default, rows)
+
+
+def test_a_batch_is_looked_up_again_after_a_step(passes: tc.PassDataset) -> None:
+    """Maxima and weights are those of each lookup, and a backward comes when it likes: after another table's step."""
+    assert train_again(passes, compiled=True) == train_again(passes, compiled=False)
+
+
+def train_again(passes: tc.PassDataset, *, compiled: bool) -> list[float]:
+    """Return losses, weights and sums of rows of a training of two optimizers on one batch."""
+    torch.compiler.reset()
+    with tc.InMemoryCache(passes) as cache:
+        modules = [
+            tc.EmbeddingBagCollection(passes.schema, ["f", "g"], mode={"g": "max"}, weighted=["f"]),
+            tc.EmbeddingBag(passes.schema, "h", mode="sum"),
+        ]
+        first, second = (
+            torch.compile(one, backend="aot_eager", fullgraph=True) if compiled else one for one in modules
+        )
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        weight, losses = nn.Parameter(torch.ones(16)), []
+        of_first = torch.optim.SGD([*modules[0].parameters(), weight], lr=0.5)
+        of_second = torch.optim.SGD(modules[1].parameters(), lr=0.5)
+        cache.register(first=of_first, second=of_second)
+        for _ in range(4):
+            loss = first(batch, {"f": weight}).square().sum()
+            second(batch).square().sum().backward()
+            of_second.step()
+            loss.backward()
+            of_first.step()
+            of_first.zero_grad()
+            of_second.zero_grad()
+            losses.append(loss.item())
+        rows = [float(field.sum()) for table in cache.tables for field in cache.fields(table.name)]
+        return [*losses, *weight.tolist(), *rows]
+
+
+def test_what_backward_needs_is_gone_with_its_graph(passes: tc.PassDataset) -> None:
+    """Without a step, and without a backward: no lookup is kept."""
+    with tc.InMemoryCache(passes) as cache:
+        bag: Any = torch.compile(tc.EmbeddingBag(passes.schema, "f"), backend="aot_eager", fullgraph=True)
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        bag(batch)  # compiles it
+        kept, begun = weakref.WeakSet[Any](), lookup_ops.Context.__init__
+
+        def note(self: Any, *arguments: Any) -> None:
+            begun(self, *arguments)
+            kept.add(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lookup_ops.Context, "__init__", note)
+            out = bag(batch)
+            assert len(kept) == 1
+            del out
+            assert not kept
 
 
 def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:

@@ -98,7 +98,6 @@ class RowView:
         """Samples of the pass up to the end of the last batch that a module looked up to train it."""
         self._bring = bring
         self._users: list[Callable[[], None]] = []
-        self._kept: list[object] = []
 
     def check(self) -> None:
         """Raise RuntimeError where the pass has ended: its local ids mean other rows now."""
@@ -142,13 +141,6 @@ class RowView:
                 "brought with the first batch that is trained, so evaluate batches behind it, or use evaluation()"
             )
 
-    def keep(self, context: object) -> None:
-        """Keep what a backward needs, until the step or, where none comes, until rows end."""
-        if self.gradients is not None:
-            self.gradients.keep(context)
-        else:
-            self._kept.append(context)
-
     def leave(self) -> None:
         """Make no more batches of it; those there are may be looked up on."""
         self.is_left = True
@@ -163,7 +155,6 @@ class RowView:
         self.ended = True
         self.leave()
         self.groups, self._bring = (), None
-        self._kept.clear()
 
     @contextmanager
     def in_use(self, close: Callable[[], None]) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -86,7 +85,7 @@ class EmbeddingBagCollection(TableModule):
     def run(self, context: Any, batch: Batch, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         """Look up for an operator, whose backward needs ``context``."""
         out = _PooledFunction.forward(context, self.handle, *self._prepare(batch, weights))
-        context.backward = partial(_pooled_backward, context)
+        context.run_backward = _pooled_backward
         return out
 
     def _prepare(self, batch: Batch, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
@@ -195,7 +194,7 @@ class EmbeddingCollection(TableModule):
         outs = self._by_name(batch, names, _RowFunction.forward(context, self.handle, *found))
         by_name = dict(zip(names, context.features, strict=True))
         context.features = [by_name[name] for name in self.features]
-        context.backward = partial(_row_backward, context)
+        context.run_backward = _row_backward
         return [*outs.values()]
 
     def length_of(self, name: str) -> int:

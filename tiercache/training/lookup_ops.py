@@ -1,7 +1,8 @@
 """Lookups as operators of torch: what a compiled model calls in place of Python, without a break of its graph.
 
-An operator takes tensors and numbers. So it knows a batch and a module by a number, and what its backward needs too,
-which is kept until the step. It reads another batch at each call: a CUDA graph, which repeats one, must not hold it.
+An operator takes tensors and numbers, so it finds a batch and a module by a number. What its backward needs is an
+attribute of its second result, a tensor that autograd saves: it lives as long as the graph. An operator reads another
+batch at each call, so a CUDA graph, which repeats one, must not hold it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tiercache.training.batch import Batch
     from tiercache.training.table_module import TableModule
 
@@ -22,17 +25,18 @@ __all__ = ["look_up_bags", "look_up_rows", "number_batch", "number_module"]
 _numbers = itertools.count(1)
 _batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
 _modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_contexts: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
-_same: weakref.WeakValueDictionary[tuple[object, ...], Context] = weakref.WeakValueDictionary()
-"""By what was looked up: an operator gives equal results for the same arguments, its second one included."""
+
+
+_CONTEXT = "tiercache_context"
 
 
 class Context:
     """What the backward of one lookup needs: in place of the ``ctx`` of an `torch.autograd.Function`."""
 
-    def __init__(self, handle: torch.Tensor, given: Any) -> None:
+    def __init__(self, handle: torch.Tensor) -> None:
         self.needs_input_grad = (handle.requires_grad,)
-        self.token, self._given = 0, given  # which has its memory as long as this is there
+        self.run_backward: Callable[[Any, Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, dict[str, Any]]]
+        """Given this and the gradients of the outputs: that of the handle, and those of weights by feature."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """Do nothing."""
@@ -83,8 +87,7 @@ def _bags(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     given = dict(zip(names.split(","), weights, strict=True)) if names else {}
     with torch.set_grad_enabled(trained):
-        out, token = _run(handle, number, module, given)
-    return out, token
+        return _run(handle, number, module, given)
 
 
 @torch.library.custom_op("tiercache::embedding_rows", mutates_args=())
@@ -101,8 +104,10 @@ def _backward(
     grads: Sequence[Optional[torch.Tensor]],  # noqa: UP045 - schemas are made of this spelling
     token: torch.Tensor, handle: torch.Tensor, weights: Sequence[torch.Tensor], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    context: Any = _contexts[int(token)] if int(token) else None
-    tracer, by_name = (None, {}) if context is None else context.backward(grads)
+    context = getattr(token, _CONTEXT, None)
+    if int(token) and context is None:
+        raise RuntimeError("a lookup's backward was called with a copy of what its forward returned")
+    tracer, by_name = (None, {}) if context is None else context.run_backward(context, grads)
     named = names.split(",") if names else []
     found = [by_name.get(name) for name in named]
     zero = torch.zeros_like(handle)
@@ -112,18 +117,13 @@ def _backward(
 
 
 def _run(handle: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -> tuple[Any, torch.Tensor]:
-    """Return what a module looks up, and the number of what backward needs; 0 where there is none."""
-    batch, context = _batches[_number_of(number)], Context(handle, given)
-    out = _modules[module].run(context, batch, *given)
+    """Return what a module looks up, and what backward is given: 1 with its context, 0 where there is no backward."""
+    context = Context(handle)
+    out = _modules[module].run(context, _batches[_number_of(number)], *given)
+    token = torch.full((), int(torch.is_grad_enabled()))
     if torch.is_grad_enabled():
-        weights = (weight.data_ptr() for by_name in given for weight in by_name.values())
-        key = (_number_of(number), module, *weights)
-        context = _same.setdefault(key, context)
-        if not context.token:
-            context.token = next(_numbers)
-            _contexts[context.token] = context
-            batch.rows.keep(context)
-    return out, torch.full((), context.token)
+        setattr(token, _CONTEXT, context)
+    return out, token
 
 
 @_bags.register_fake

@@ -204,10 +204,6 @@ class _HeldGradients(RowGradients):
         super().__init__(0, trained.tracers)
         self._trained, self._added, self._backend = trained, added, backend
 
-    def keep(self, context: object) -> None:
-        """Keep what a backward needs until the step of the pass's rows."""
-        self._trained.keep(context)
-
     def wait(self, group: int, pending: SavedGradient, mark: Mark) -> None:
         """Add the gradient of one lookup. Waits for a GPU."""
         if group not in self._added:

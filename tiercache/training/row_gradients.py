@@ -39,15 +39,10 @@ class RowGradients:
         self.pending: list[list[SavedGradient]] = [[] for _ in range(num_groups)]
         """What the step applies, by group."""
         self._waiting: list[_Waiting] = []
-        self._kept: list[object] = []
         self.is_awaited = False
         """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
         self.unstepped: set[int] = set()
         """The ends of the batches whose rows were looked up to be trained since the last step."""
-
-    def keep(self, context: object) -> None:
-        """Keep what a backward needs until the step."""
-        self._kept.append(context)
 
     def add(self, group: int, pending: SavedGradient) -> None:
         """Add a gradient that the next step applies, whatever became of a handle."""
@@ -82,7 +77,6 @@ class RowGradients:
         """Move to ``pending`` what a step applies, multiplied by what `Tracers.factors` said."""
         self.is_awaited = False
         self.unstepped.clear()
-        self._kept.clear()
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             factor = factor_of(one.mark, factors)
@@ -108,7 +102,6 @@ class RowGradients:
         """Drop everything."""
         self.is_awaited = False
         self.unstepped.clear()
-        self._kept.clear()
         self._waiting.clear()
         self.clear_settled()
 
