@@ -91,8 +91,24 @@ def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     return CASE.cut(tmp_path_factory.mktemp("passes"))
 
 
+Plain = tuple[Result, dict[tuple[int, int], float]]
+
+
+def go_on(
+    store: tc.Store, passes: tc.PassDataset, losses: dict[tuple[int, int], float], plain: Plain, *, at: tuple[int, int]
+) -> None:
+    """Train to the end from the last commit, which is ``at`` a pass and a sample, and compare with the plain loop."""
+    assert store.commit is not None
+    assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == at
+    with opened(passes, store) as cache:
+        training = Training(cache)
+        training.run(2)
+    assert losses | training.losses == plain[1]
+    assert_same_bits(result_of(store, passes, training.model), plain[0])
+
+
 @pytest.fixture(scope="module")
-def plain(passes: tc.PassDataset) -> tuple[Result, dict[tuple[int, int], float]]:
+def plain(passes: tc.PassDataset) -> Plain:
     """What the loop without fetching ahead ends with."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
@@ -106,7 +122,7 @@ def plain(passes: tc.PassDataset) -> tuple[Result, dict[tuple[int, int], float]]
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
-    passes: tc.PassDataset, plain: tuple[Result, Any], depth: int, prefetch: int, device: str
+    passes: tc.PassDataset, plain: Plain, depth: int, prefetch: int, device: str
 ) -> None:
     """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
     with store_of(passes) as store:
@@ -122,7 +138,7 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
         assert store.commit.cursor.pass_index == 8
 
 
-def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain: tuple[Result, Any]) -> None:
+def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain: Plain) -> None:
     """Its loop may fetch ahead too."""
     with tc.InMemoryCache(passes) as cache:
         training = Training(cache)
@@ -132,49 +148,32 @@ def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain
 
 
 @pytest.mark.parametrize("steps", range(1, STEPS, 3))
-def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(
-    passes: tc.PassDataset, plain: tuple[Result, Any], steps: int
-) -> None:
+def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDataset, plain: Plain, steps: int) -> None:
     """With random numbers in every step and a rate that changes: what was fetched and not trained is fetched again."""
 
     class GivenUpError(Exception):
         pass
 
-    losses = {}
     with store_of(passes) as store:
         with pytest.raises(GivenUpError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
             training = Training(cache)
             training.run(2, steps=steps)
-            losses |= training.losses
             cache.drain(staged=False)
             raise GivenUpError
-        assert store.commit is not None
-        assert store.commit.cursor.pass_index == max(0, (steps - 1) // 4)
-        with opened(passes, store) as cache:
-            training = Training(cache)
-            training.run(2)
-        assert losses | training.losses == plain[1]
-        assert_same_bits(result_of(store, passes, training.model), plain[0])
+        go_on(store, passes, training.losses, plain, at=(max(0, (steps - 1) // 4), 0))
 
 
-def test_a_commit_inside_counts_what_was_trained(passes: tc.PassDataset, plain: tuple[Result, Any]) -> None:
+def test_a_commit_inside_counts_what_was_trained(passes: tc.PassDataset, plain: Plain) -> None:
     """Not what was fetched: a training goes on behind the last batch that it stepped."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
             training = Training(cache)
             training.run(1, steps=6)
             cache.commit()
-            losses = training.losses
-        assert store.commit is not None
-        assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == (1, 2 * CASE.batch)
-        with opened(passes, store) as cache:
-            training = Training(cache)
-            training.run(1)
-        assert losses | training.losses == plain[1]
-        assert_same_bits(result_of(store, passes, training.model), plain[0])
+        go_on(store, passes, training.losses, plain, at=(1, 2 * CASE.batch))
 
 
-def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset, plain: tuple[Result, Any]) -> None:
+def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset, plain: Plain) -> None:
     """A loop that stops a batch before its loader: close commits behind the batches trained."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
@@ -184,14 +183,7 @@ def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset
             while (following := next(fetched, None)) is not None:
                 training.step(*held)
                 held = following
-            losses = training.losses
-        assert store.commit is not None
-        assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == (7, 3 * CASE.batch)
-        with opened(passes, store) as cache:
-            training = Training(cache)
-            training.run(0)
-        assert losses | training.losses == plain[1]
-        assert_same_bits(result_of(store, passes, training.model), plain[0])
+        go_on(store, passes, training.losses, plain, at=(7, 3 * CASE.batch))
 
 
 def test_a_loop_behind_one_that_fetched_ahead_commits_its_last_pass_first(passes: tc.PassDataset) -> None:
@@ -243,10 +235,13 @@ def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(pass
         training = Training(cache)
         fetched = training.fetched()
         held = [next(fetched) for _ in range(5)]
-        for one in held[:3]:
+        for one in held[:2]:
             training.step(*one)
-        training.model(held[3][2]).sum().backward()
-        with pytest.raises(StateError, match="pass 0 ended between backward and step"):
+        for _, _, batch in held[2:4]:
+            training.model(batch).sum().backward()
+        with pytest.raises(
+            StateError, match=r"pass 0 ended between backward and step, and .* its last 2 batches would"
+        ):
             training.model(held[4][2])
         training.optimizer.step()
         training.step(*held[4])

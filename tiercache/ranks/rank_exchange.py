@@ -407,7 +407,7 @@ class RankExchange:
         self.rest()
         flags = self._beside.all_gather(found.view(1), [1] * self.ranks.size, "looking for gradients that overflow")
         found.copy_(flags.max())
-        self._optimizer.tracers.spoil(optimizer, found)
+        self._optimizer.tracers.drop_overflowed(optimizer, found)
 
     def leave(self, where: str) -> None:
         """Give up the gradients that the step of another optimizer left, as ``where`` ends."""

@@ -50,9 +50,9 @@ class Pass:
         self.epoch = epoch
         """The epoch it belongs to, counted from 0."""
         self.sub_dataset = source.index
-        """The pass it trains."""
+        """The number of the sub-dataset that it trains."""
         self.num_samples = source.samples
-        """Samples of the pass, those of all ranks."""
+        """Samples of the sub-dataset, those of all ranks."""
         self.samples_done = first_sample
         """Samples of all ranks whose batches were yielded, those before the last commit inside the pass included."""
         self.start_sample = first_sample
@@ -67,7 +67,7 @@ class Pass:
         self.order = order
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
         self.source = source
-        """The pass, with its samples and the keys that this rank trains."""
+        """The sub-dataset, with its samples and the keys that this rank trains."""
         self._seed, self._raw, self._exchange, self._pipeline = seed, raw, exchange, pipeline
         self._before_batch = before_batch or _nothing
         self.losses: list[float] = []

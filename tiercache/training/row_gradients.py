@@ -108,9 +108,10 @@ class RowGradients:
 
 def ended_unstepped(num_batches: int) -> str:
     """Say of a pass that gradients of its last batches wait for a step."""
+    batches = "batch" if num_batches == 1 else f"{num_batches} batches"
     return (
-        f"ended between backward and step, and the row gradients of its last {num_batches} batches would be lost: step "
-        "the optimizer after its last batch, or drop them with zero_grad()"
+        f"ended between backward and step, and the row gradients of its last {batches} would be lost: step the "
+        "optimizer after its last batch, or drop them with zero_grad()"
     )
 
 

@@ -39,7 +39,7 @@ def watch_scalers() -> None:
             if "scale" in vars(scaler):
                 _watch(scaler)
             if "unscale_" in vars(scaler):
-                _have_agree(scaler)
+                _watch_unscale(scaler)
 
 
 def agree_on_overflow(optimizer: torch.optim.Optimizer, agree: Agree) -> None:
@@ -72,7 +72,7 @@ def _watch(scaler: type[GradScaler]) -> None:
     scaler.scale = watched  # type: ignore[method-assign]
 
 
-def _have_agree(scaler: type[GradScaler]) -> None:
+def _watch_unscale(scaler: type[GradScaler]) -> None:
     unscale: Any = scaler.unscale_
 
     @wraps(unscale)

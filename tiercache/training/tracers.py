@@ -239,7 +239,7 @@ class Tracers:
                 "train its rows: give an optimizer the module's parameters, or freeze it with requires_grad_(False)"
             )
 
-    def spoil(self, optimizer: torch.optim.Optimizer, overflow: torch.Tensor) -> None:
+    def drop_overflowed(self, optimizer: torch.optim.Optimizer, overflow: torch.Tensor) -> None:
         """Drop the gradients that wait for ``optimizer`` where ``overflow``, 0-dim, is not 0; waits for no GPU."""
         owned = parameter_ids(optimizer)
         for handle in self._tracers:
