@@ -90,9 +90,9 @@ class Training:
 
 
 TRAININGS = (
-    Training(name="Adagrad, a commit each pass", optimizer=tc.Adagrad(learning_rate=0.05), host_budget="6MiB"),
-    Training(name="Adam, a commit each third pass", optimizer=tc.Adam(), host_budget="8MiB", commit_every=3),
-    Training(name="SGD, a new order each epoch", optimizer=tc.SGD(learning_rate=0.1), host_budget="5MiB", order_seed=5),
+    Training(name="Adagrad, a commit each pass", optimizer=tc.Adagrad(learning_rate=0.05), host_budget="9MiB"),
+    Training(name="Adam, a commit each third pass", optimizer=tc.Adam(), host_budget="12MiB", commit_every=3),
+    Training(name="SGD, a new order each epoch", optimizer=tc.SGD(learning_rate=0.1), host_budget="9MiB", order_seed=5),
 )
 
 

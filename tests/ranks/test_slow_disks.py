@@ -74,7 +74,7 @@ def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, 
 
     with impatient(TIMEOUT if slow else 60.0) as patch:
         patch.setattr(shard_folder, "open_engine", opened)
-        with open_sharded(case, folder, host_budget="100KiB") as cache:
+        with open_sharded(case, folder, host_budget="212KiB") as cache:
             model, optimizer = model_of(cache, case)
             for p in cache.passes(epochs=case.epochs):
                 if slow and p.index == (3 if slow == "commit" else 2) and ranks.rank == 1:

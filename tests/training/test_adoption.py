@@ -2,11 +2,15 @@
 
 Both sides run the loop that people write, and the same variants of it: loss scaling, clipping, schedulers,
 accumulation, two optimizers, batches fetched ahead. The rows are out of core: the device holds a quarter of them, and
-in the middle the training is given up and goes on with new objects from its last commit.
+in the middle the process that trains is killed; another one goes on from its last commit.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import signal
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,7 +42,10 @@ SAMPLES = BATCH * BATCHES - 5
 """Of a pass: its last batch is smaller, and is not divided by two."""
 STEPS = PASSES * BATCHES * EPOCHS
 GIVEN_UP = STEPS // 2 + 2
-"""The step where a training is given up, to go on from its last commit."""
+"""The step where a training ends, to go on from its last commit."""
+FORKED = multiprocessing.get_context("forkserver")
+"""Makes processes that have imported everything, and have no threads yet."""
+FORKED.set_forkserver_preload(["tests.training.test_adoption"])
 DENSE_RATE, ROW_RATE = 0.05, 0.2
 ROW_OPTIMIZERS = {
     "SGD": tc.SGD(learning_rate=ROW_RATE),
@@ -197,20 +204,33 @@ def torch_batch(part: KeyBatch) -> tuple[Any, ...]:
 
 
 class GivenUpError(Exception):
-    """The process is gone."""
+    """A rank leaves its training: processes of the pool are not killed (tests/ranks/test_torchrun.py kills ranks)."""
 
 
-def ours(optimizer: str, folder: Path, passes: tc.PassDataset, loop: Loop, *, gan: bool) -> Side:
-    """Train out of core; the second time from the last commit, with new objects."""
-    losses: dict[int, float] = {}
-    for stop in (GIVEN_UP, None):
-        with tc.Store.open(folder, tables=passes.tables, mode="a") as store:
-            try:
-                side = ours_until(optimizer, store, passes, loop, losses, stop, gan=gan)
-            except GivenUpError:
-                continue
-            side.rows = rows_of(store)
+def ours(optimizer: str, folder: Path, passes: tc.PassDataset, name: str) -> Side:
+    """Train out of core: first in a process that is killed, then from the last commit."""
+    first = FORKED.Process(target=killed, args=(optimizer, folder, name))
+    first.start()
+    first.join(120)
+    assert first.exitcode == -signal.SIGKILL
+    losses = {int(step): loss for step, loss in json.loads(folder.with_suffix(".json").read_text()).items()}
+    with tc.Store.open(folder, tables=passes.tables) as store:
+        assert store.commit is not None
+        side = ours_until(optimizer, store, passes, LOOPS[name], losses, None, gan=name == "two optimizers")
+        side.rows = rows_of(store)
     return side
+
+
+def killed(optimizer: str, folder: Path, name: str) -> None:
+    """Train up to the step where the process is killed."""
+    losses: dict[int, float] = {}
+
+    def kill() -> None:
+        folder.with_suffix(".json").write_text(json.dumps(losses))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    passes = tc.PassDataset.open(folder.with_name("passes"))
+    ours_until(optimizer, folder, passes, LOOPS[name], losses, GIVEN_UP, kill, gan=name == "two optimizers")
 
 
 def on_ranks(
@@ -229,6 +249,11 @@ def on_ranks(
     return {"losses": {str(step): loss for step, loss in losses.items()}}
 
 
+def give_up() -> None:
+    """Leave the training."""
+    raise GivenUpError
+
+
 def rows_of(store: tc.Store | tc.ShardedStore) -> list[Any]:
     """Return the vectors of all tables."""
     return [store.lookup(f"f{t}", np.arange(ROWS), missing="initial")["vector"] for t in range(TABLES)]
@@ -236,9 +261,9 @@ def rows_of(store: tc.Store | tc.ShardedStore) -> list[Any]:
 
 def ours_until(
     optimizer: str, store: tc.Store | Path, passes: tc.PassDataset, loop: Loop, losses: dict[int, float],
-    stop: int | None, *, gan: bool, rank: int = 0, size: int = 1,
+    stop: int | None, end: Callable[[], None] = give_up, *, gan: bool, rank: int = 0, size: int = 1,
 ) -> Side:  # fmt: skip
-    """Train up to a step."""
+    """Train up to a step, where ``end`` is called."""
     torch.manual_seed(1)
     model: Any = DLRM([tc.EmbeddingBag(passes.schema, f"f{t}", mode="sum") for t in range(TABLES)])
     parts: list[Any] = [model.parameters()]
@@ -257,18 +282,18 @@ def ours_until(
         )
         state: dict[str, Any] = {}
         loop.begin(side, state)
-        passes_of = by_pass(cache, stop)
+        passes_of = by_pass(cache, stop, end)
         for batches in [one_ahead(chain.from_iterable(passes_of))] if loop.fetches_ahead else passes_of:
             loop.run(side, state, batches)
     return side
 
 
-def by_pass(cache: tc.TierCache, stop: int | None) -> Iterator[Batches]:
+def by_pass(cache: tc.TierCache, stop: int | None, end: Callable[[], None]) -> Iterator[Batches]:
     """Yield the batches of each pass."""
     for p in cache.passes(epochs=EPOCHS):
         yield (
             (p.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
-            for b, batch in enumerate(checked(p, stop))
+            for b, batch in enumerate(checked(p, stop, end))
         )
 
 
@@ -281,11 +306,11 @@ def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
     yield held
 
 
-def checked(p: Any, stop: int | None) -> Iterator[Any]:
-    """Yield batches up to the one where the process is gone."""
+def checked(p: Any, stop: int | None, end: Callable[[], None]) -> Iterator[Any]:
+    """Yield batches up to the one where the process ends."""
     for b, batch in enumerate(p.batches(BATCH)):
         if p.index * BATCHES + b == stop:
-            raise GivenUpError
+            end()
         yield batch
 
 
@@ -425,11 +450,11 @@ LOOPS = {
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer: str) -> None:
-    """Every loss, the dense weights and every row, through a resume in the middle."""
+    """Every loss, the dense weights and every row, through a kill and a resume in the middle."""
     data, gan = samples(), name == "two optimizers"
     passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     reference = theirs(optimizer, data, LOOPS[name], gan=gan)
-    side = ours(optimizer, tmp_path / "model.tc", passes, LOOPS[name], gan=gan)
+    side = ours(optimizer, tmp_path / "model.tc", passes, name)
     assert isinstance(side.model, DLRM)
     compare(side.losses, side.model.dense_parameters(), side.rows, reference)
 

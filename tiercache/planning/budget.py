@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,6 +21,18 @@ CHECKED_BYTES = 4 << 20
 """Bytes of a file of next uses for each checksum in it."""
 MAX_BLOCK_BYTES = 16 << 20
 MAX_TRANSACTION_BYTES = 64 << 20
+MAX_OVERHEAD_BYTES = 12 << 20
+MAX_SWEEP_BYTES = 512 << 20
+SWEPT_KEY_BYTES = 128
+"""The most bytes that finding the uses of a key takes while its hash range is gone through."""
+_RANGE_BYTES, _RANGE_TABLE_BYTES = 288, 48
+"""Of a range, and of each table in it: its counts, where it lies, and what the store keeps of it while it is live."""
+_PIECE_BYTES = 56
+"""Of a piece: where it lies, and its checksum."""
+_PASS_BYTES = 8 << 10
+"""Of a pass and of each of its groups: its key set, its report, and the arrays of its segment."""
+_INDEX_BYTES = 48
+"""Of a row of the pass on the device: slots and orders of three visits, and its key while it is written."""
 
 
 def gap_bytes(num_positions: int) -> tuple[int, int]:
@@ -32,7 +46,7 @@ class HostBudget:
     """Shares of the host budget that do not change from pass to pass; all in bytes."""
 
     total: int
-    """What the user allows: anonymous and pinned memory of rows on the host."""
+    """What the user allows: anonymous and pinned memory on the host."""
     evaluation: int
     """Reserved for rows of evaluation passes."""
     transaction: int
@@ -45,6 +59,10 @@ class HostBudget:
     """The most bytes of a piece that is read: one of a store that was put in order otherwise may be larger."""
     evaluation_given: bool = False
     """Whether the user said how much evaluation may have."""
+    planning: int = 0
+    """What planner and store keep of ranges, pieces and passes, and the slots and orders of rows."""
+    seeded: bool = False
+    """Whether each epoch has its own order, so that uses are found while others are trained."""
 
     @classmethod
     def plan(
@@ -71,9 +89,20 @@ class HostBudget:
         )
 
     @classmethod
-    def of(cls, positions: Positions, total: int, evaluation: int | None, stored: Iterable[Stream] = ()) -> HostBudget:
-        """Share out ``total`` for these passes, of which rows wait in the segment streams ``stored``."""
-        return cls.plan(
+    def of(
+        cls,
+        positions: Positions,
+        total: int,
+        evaluation: int | None,
+        stored: Iterable[Stream] = (),
+        *,
+        seeded: bool = False,
+    ) -> HostBudget:
+        """Share out ``total`` for these passes, of which rows wait in the segment streams ``stored``.
+
+        ``seeded``: whether each epoch has its own order.
+        """
+        budget = cls.plan(
             total,
             evaluation=evaluation,
             largest_row=max(group.row_bytes for group in positions.groups),
@@ -82,15 +111,36 @@ class HostBudget:
                 (int(stream.piece_rows_P.max(initial=0)) * stream.row_bytes for stream in stored), default=0
             ),
         )
+        return replace(budget, planning=_planning_bytes(positions, budget, seeded=seeded), seeded=seeded)
 
     def smallest(self, rows: int) -> int:
         """Return the smallest total that leaves ``rows`` bytes for rows: the shares grow with the total."""
         total, before = rows, -1
         while total != before:
-            evaluation = self.evaluation if self.evaluation_given else total // 16
-            transaction = _clamp(total // 16, 2 * paged(self.block), MAX_TRANSACTION_BYTES)
-            total, before = rows + evaluation + transaction, total
+            one = replace(
+                self,
+                total=total,
+                evaluation=self.evaluation if self.evaluation_given else total // 16,
+                transaction=_clamp(total // 16, 2 * paged(self.block), MAX_TRANSACTION_BYTES),
+            )
+            total, before = rows + one.total - one.rows, total
         return total
+
+    @property
+    def overhead(self) -> int:
+        """Bytes for batches, and for what threads and the allocator keep: 12 MiB, of small budgets an eighth."""
+        return min(self.total // 8, MAX_OVERHEAD_BYTES)
+
+    @property
+    def sweep(self) -> int:
+        """Bytes for finding the uses of an epoch: where the order repeats that is done before rows are held."""
+        return min(self.total // 16, MAX_SWEEP_BYTES) if self.seeded else 0
+
+    @property
+    def keys_per_sweep(self) -> int:
+        """Keys of all passes whose uses are found at once."""
+        num_bytes = self.sweep if self.seeded else min(self.total // 4, MAX_SWEEP_BYTES)
+        return max(4096, num_bytes // SWEPT_KEY_BYTES)
 
     @property
     def region(self) -> int:
@@ -101,7 +151,24 @@ class HostBudget:
     @property
     def rows(self) -> int:
         """Bytes left for dumps, staging and cached rows."""
-        return self.total - self.evaluation - self.transaction
+        return self.total - self.evaluation - self.transaction - self.overhead - self.sweep - self.planning
+
+
+def _planning_bytes(positions: Positions, budget: HostBudget, *, seeded: bool) -> int:
+    """Return the most that planning keeps of these passes: a row of a pass has one of so many next uses as gaps exist.
+
+    A seeded order has gaps of up to two epochs, and what it dumped is needed as long.
+    """
+    epochs = 2 if seeded else 1
+    total = 0
+    for g, group in enumerate(positions.groups):
+        rows_P = np.array([positions.num_rows(p, g) for p in range(positions.num_passes)])
+        ranges_P = np.minimum(rows_P, epochs * positions.num_passes)
+        cuts_P = rows_P // max(1, budget.piece // group.row_bytes) + rows_P // max(1, budget.block // group.row_bytes)
+        total += int(ranges_P.sum()) * (_RANGE_BYTES + _RANGE_TABLE_BYTES * len(group.tables))
+        total += int((ranges_P + cuts_P).sum()) * _PIECE_BYTES
+    total += positions.num_passes * (1 + len(positions.groups)) * _PASS_BYTES
+    return epochs * total + _INDEX_BYTES * max(positions.num_rows(p) for p in range(positions.num_passes))
 
 
 def paged(num_bytes: int) -> int:

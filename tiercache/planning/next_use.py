@@ -57,7 +57,7 @@ def find_uses(
 
     keys_of(pass, table): int64 keys in hash order, ``table`` an index into ``positions.tables``.
     out: int32 (2, all positions of all passes); the returned arrays are views of it.
-    Memory: about ``keys_per_range`` keys of one table at a time, about 48 bytes for each. Decides only;
+    Memory: about ``keys_per_range`` keys of one table at a time, at most ``SWEPT_KEY_BYTES`` for each. Decides only;
     does no I/O but what ``keys_of`` and ``out`` do themselves.
     """
     orders = [schedule.order(epoch + step) for step in (-1, 0, 1)]

@@ -345,9 +345,11 @@ class Planner:
             passes = range(self._schedule.num_passes)
             rows = max(map(self._dump_bytes, passes)) + max(map(self._most_staging_bytes, passes))
         if rows > self._budget.rows:
-            smallest, fixed = self._budget.smallest(rows), self._budget.total - self._budget.rows
+            budget, smallest = self._budget, self._budget.smallest(rows)
+            fixed, planning = budget.total - budget.rows - budget.planning, budget.planning
             raise BudgetError(
-                f"host_budget is {format_bytes(self._budget.total)}, but the dump of one pass and the rows of the "
-                f"next need {format_bytes(rows)} beside {format_bytes(fixed)} for a write transaction and evaluation: "
-                f"raise host_budget to {smallest} bytes ({format_bytes(smallest)}) or extract smaller passes"
+                f"host_budget is {format_bytes(budget.total)}, but the dump of one pass and the rows of the next need "
+                f"{format_bytes(rows)} beside {format_bytes(planning)} for planning and {format_bytes(fixed)} for a "
+                f"write transaction, batches and evaluation: raise host_budget to {smallest} bytes "
+                f"({format_bytes(smallest)}) or extract smaller passes"
             )

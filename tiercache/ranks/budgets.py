@@ -111,7 +111,7 @@ class Budgets:
         """
         positions, num_passes = _positions(share), len(share)
         schedule = _schedule(share, order_seed)
-        budget = HostBudget.of(positions, self.host_budget, self.eval_budget)
+        budget = HostBudget.of(positions, self.host_budget, self.eval_budget, seeded=not schedule.repeats)
         prepare_kernels(share.tables)
         with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
 
@@ -120,7 +120,10 @@ class Budgets:
                 total = sum(positions.num_rows(p) for p in range(num_passes))
                 gaps = scratch.map(gap_bytes(total)[0]) if total else np.empty(0, np.uint8)
                 keys_of = positions.keys_of(share)
-                return find_uses(schedule, epoch, positions, keys_of, gaps.view(np.int32).reshape(2, total))
+                return find_uses(
+                    schedule, epoch, positions, keys_of, gaps.view(np.int32).reshape(2, total),
+                    keys_per_range=budget.keys_per_sweep,
+                )  # fmt: skip
 
             planner = Planner(
                 schedule, positions, uses_of, budget,
@@ -135,8 +138,10 @@ class Budgets:
         if self.store_budget is None:
             return
         positions, schedule = _positions(share), _schedule(share, order_seed)
-        budget = HostBudget.of(positions, self.host_budget, self.eval_budget, waiting_streams(store))
-        uses = UseFiles(schedule, positions, positions.keys_of(share), store.path)
+        budget = HostBudget.of(
+            positions, self.host_budget, self.eval_budget, waiting_streams(store), seeded=not schedule.repeats
+        )
+        uses = UseFiles(schedule, positions, positions.keys_of(share), store.path, keys_per_range=budget.keys_per_sweep)
         plans = Plans(
             store, schedule, positions, uses.of, budget, commit_every=self.commit_every, store_budget=self.store_budget
         )

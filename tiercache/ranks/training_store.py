@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,8 @@ class TrainingStore:
         self.sharding: ShardingPlan | None = None
         """Where tables stand in shards; None in a plain store."""
         self._store: Store | None = None
+        self._is_new = False
+        """Whether ``open`` made the folder of ``_store``."""
         self._shards: Parts | None = None
 
     def choose(self, *, number_bytes: int) -> DatasetView:
@@ -123,6 +126,7 @@ class TrainingStore:
         if isinstance(self._place, Store):
             store = self._place
         else:
+            self._is_new = not Path(self._place).exists()
             store = self._store = Store.open(
                 self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention
             )
@@ -131,6 +135,13 @@ class TrainingStore:
                 store, self._passes, order_seed=options.order_seed, store_budget=budgets.store_budget, progress=progress
             )
         return store
+
+    def discard_new(self) -> None:
+        """Remove a plain store that ``open`` made and nobody committed to: its budgets were refused."""
+        if self._store is not None and self._is_new and self._store.commit is None:
+            assert not isinstance(self._place, Store)
+            self._store.close()
+            shutil.rmtree(self._place, ignore_errors=True)
 
     def named_commit(self) -> dict[str, object]:
         """Return which rows there are: the name of the folder, the same on all ranks, and its newest commit."""

@@ -11,7 +11,7 @@ import numpy as np
 from tiercache.errors import TierCacheError
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budget import CHECKED_BYTES, gap_bytes
-from tiercache.planning.next_use import Uses, find_uses, views_of
+from tiercache.planning.next_use import KEYS_PER_RANGE, Uses, find_uses, views_of
 from tiercache.sizes import format_bytes
 from tiercache.store.blocks import piece_checksums
 
@@ -42,7 +42,12 @@ class UseFiles:
         positions: Positions,
         keys_of: Callable[[int, int], NDArray[np.int64]],
         folder: Path | None,
+        *,
+        keys_per_range: int = KEYS_PER_RANGE,
     ) -> None:
+        """``keys_per_range``: keys of all passes that are gone through at once where uses are found."""
+        self._keys_per_range = keys_per_range
+        self._written: list[Path] = []
         self._schedule, self._positions, self._keys_of = schedule, positions, keys_of
         self._folder = None if folder is None else folder / FOLDER
         self._lock = threading.Lock()
@@ -60,11 +65,26 @@ class UseFiles:
                         self._path(old).unlink(missing_ok=True)
             return self._found[name]
 
+    def discard(self) -> None:
+        """Remove the files that were written here, and their folder where it is empty then: the plan was refused."""
+        with self._lock:
+            for path in self._written:
+                path.unlink(missing_ok=True)
+            if self._written and not any(self._written[0].parent.iterdir()):
+                self._written[0].parent.rmdir()
+            self._written.clear()
+            self._found.clear()
+
+    def _find(self, epoch: int, out: NDArray[np.int32]) -> Uses:
+        return find_uses(
+            self._schedule, epoch, self._positions, self._keys_of, out, keys_per_range=self._keys_per_range
+        )
+
     def _open(self, epoch: int) -> Uses:
         total = sum(self._positions.num_rows(p) for p in range(self._positions.num_passes))
         if self._folder is None or total == 0:
             out = np.empty((2, total), dtype=np.int32)
-            return find_uses(self._schedule, epoch, self._positions, self._keys_of, out)
+            return self._find(epoch, out)
         path = self._path(epoch)
         if not path.exists() or not _is_whole(path, total):
             self._write(path, epoch, total)
@@ -92,10 +112,11 @@ class UseFiles:
             ) from error
         out = np.memmap(temporary, dtype=np.uint8, mode="r+", shape=(gaps + sums,))
         found = out[:gaps].view(np.int32).reshape(2, total)
-        find_uses(self._schedule, epoch, self._positions, self._keys_of, found)
+        self._find(epoch, found)
         out[gaps:].view("<u4")[:] = _checksums(out[:gaps])
         out.flush()
         temporary.rename(path)
+        self._written.append(path)
 
 
 def _is_whole(path: Path, total: int) -> bool:

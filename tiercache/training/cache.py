@@ -14,7 +14,7 @@ from torch import nn
 from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.consistency import check_same
-from tiercache.errors import StateError
+from tiercache.errors import BudgetError, StateError
 from tiercache.ranks.budgets import Budgets
 from tiercache.ranks.opening import closed_on_error
 from tiercache.ranks.rank_exchange import RankExchange
@@ -108,7 +108,8 @@ class TierCache(SteppedCache):
         ``register``. device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too. With several
         ranks "cuda" is the GPU of LOCAL_RANK, or the only one that this process sees.
         device_budget: bytes ("64MiB") there for rows and slot maps, and for an index of raw keys where they leave room.
-        host_budget: bytes of anonymous memory for dump, staging, cached rows, one write transaction and evaluation.
+        host_budget: bytes of anonymous memory for planning, batches, dump, staging, cached rows, one write transaction
+        and evaluation.
         eval_budget: bytes of it reserved for rows of evaluation sub-datasets; a sixteenth where not given.
         store_budget: bytes that the store may come to take, checked here and, with the dense state, before training; it
         stops no write, as Store.open's max_bytes does. Budgets are those of each rank.
@@ -156,9 +157,13 @@ class TierCache(SteppedCache):
             self.store = self._opened.open(source, budgets, progress=progress)
             self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
             with ranks.raise_on_all("planning the budgets"):
-                self._rows = RankRows(
-                    self.store, source, backend, budgets, device_bytes=device_bytes, order_seed=order_seed
-                )
+                try:
+                    self._rows = RankRows(
+                        self.store, source, backend, budgets, device_bytes=device_bytes, order_seed=order_seed
+                    )
+                except BudgetError:
+                    self._opened.discard_new()
+                    raise
             self.dense, self.optimizer = self._rows.state.dense, self._rows.state.optimizer
             self._opened.drop_older()  # nothing is refused any more
             self._groups = group_tables(data.tables)

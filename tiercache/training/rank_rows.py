@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from tiercache.errors import StateError
+from tiercache.errors import BudgetError, StateError
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
@@ -63,21 +63,36 @@ class RankRows:
         check_schedule(store, source, self.schedule)
         self.positions = positions = Positions.of(source, store.groups)
         self.device = DeviceTier(positions, device_bytes, backend)
-        self.budget = HostBudget.of(positions, budgets.host_budget, budgets.eval_budget, waiting_streams(store))
+        self.budget = HostBudget.of(
+            positions, budgets.host_budget, budgets.eval_budget, waiting_streams(store),
+            seeded=not self.schedule.repeats,
+        )  # fmt: skip
         self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
-        self._uses = UseFiles(self.schedule, positions, self._keys_of, store.path if store.mode == "a" else None)
+        self._uses = UseFiles(
+            self.schedule, positions, self._keys_of, store.path if store.mode == "a" else None,
+            keys_per_range=self.budget.keys_per_sweep,
+        )  # fmt: skip
         self.plans = Plans(
             store, self.schedule, positions, self._uses.of, self.budget, commit_every=budgets.commit_every,
             store_budget=budgets.store_budget,
         )  # fmt: skip
+        self._check_plans()  # a budget that cannot hold says so here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend)
         self.state = CommitState(store.groups, backend)
         self.transfer = PassSwitcher(
             store, self.device, backend, self.memory, self.budget, positions, self._keys_of, self._uses.of,
             schedule_digest=self.schedule.digest, environment=self.state.environment,
         )  # fmt: skip
-        self.plans.passes(None)  # a budget that cannot hold says so here, not in the middle of a run
-        self.plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
+
+    def _check_plans(self) -> None:
+        """Plan an epoch. Raises BudgetError where a budget does not hold it, and leaves no file of it then."""
+        commit = self.store.commit
+        try:
+            self.plans.passes(None)
+            self.plans.check_store(lambda: 0 if commit is None else commit.state_bytes)
+        except BudgetError:
+            self._uses.discard()
+            raise
 
     def restore(self) -> tuple[int, int]:
         """Go back to the last commit, with tracked state, and return where it stands; without one, make one."""

@@ -1,0 +1,64 @@
+"""What many passes take to be planned is part of the host budget, which a whole process stays within."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.planning.memory_child import DEVICE_BYTES, TABLES
+from tiercache.errors import BudgetError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PASSES, KEYS, UNIVERSE = 500, 70, 7000
+
+
+@pytest.mark.parametrize("order_seed", [None, pytest.param(3, marks=pytest.mark.long)])
+def test_a_process_stays_within_the_smallest_budget_for_many_passes(tmp_path: Path, order_seed: int | None) -> None:
+    """Beside what it had before: an epoch and more. With a tenth less it is refused, and nothing is written."""
+    rng = np.random.default_rng(0)
+    for name, count in (("few", 3), ("many", PASSES)):
+        tc.write_key_sets(
+            tmp_path / name, TABLES, ({"a": rng.choice(UNIVERSE, KEYS, replace=False)} for _ in range(count))
+        )
+    before = contents(tmp_path)
+    smallest = refused(tmp_path, 1, order_seed)
+    assert refused(tmp_path, 9 * smallest // 10, order_seed) == smallest
+    assert contents(tmp_path) == before
+    with tc.Store.open(tmp_path / "given.tc", tables=TABLES) as store:
+        before = contents(tmp_path)
+        assert refused(tmp_path, 9 * smallest // 10, order_seed, store=store) == smallest
+        assert store.commit is None
+        assert contents(tmp_path) == before
+    passes = str(PASSES + 20)
+    options = [] if order_seed is None else [str(order_seed)]
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.planning.memory_child", str(tmp_path), str(smallest), passes, *options],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split()[-1] == passes
+
+
+def refused(folder: Path, host_bytes: int, order_seed: int | None, store: tc.Store | None = None) -> int:
+    """Return the budget that the error of too small a one asks for."""
+    with pytest.raises(BudgetError, match="for planning") as caught:
+        tc.TierCache(
+            store or folder / "s.tc", tc.PassDataset.open(folder / "many"), device_budget=DEVICE_BYTES,
+            host_budget=host_bytes, order_seed=order_seed,
+        )  # fmt: skip
+    found = re.search(r"raise host_budget to (\d+) bytes", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return all files below a folder."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
