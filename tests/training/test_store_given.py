@@ -52,7 +52,9 @@ def test_a_store_that_was_given_stays_open_and_reading_is_all_that_one_for_readi
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
         with tc.TierCache(store, passes, **BUDGETS) as cache:
             found = [bag(batch) for piece in cache.evaluation(passes) for batch in piece.batches(50)]
-            with pytest.raises(StateError, match="is open for reading: open it with mode='a' to train"):
+            with pytest.raises(
+                StateError, match="is open for reading: to train, give a path, or a Store opened with mode='a'"
+            ):
                 next(cache.passes(epochs=2))
         assert torch.cat(found).shape[0] == 200
         assert store.lookup("a", passes.passes[0].keys("a")[:1])

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.dist.consistency import check_same
 from tiercache.ranks.opening import choose_sharding, open_parts
 from tiercache.ranks.record import RECORD
+from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.ranks.sharding_planner import sharding_of
 from tiercache.ranks.sharding_rules import asked_words
 from tiercache.ranks.shares import Share
@@ -58,15 +60,17 @@ class StoreOptions:
 class TrainingStore:
     """The store of one cache. ``choose`` says what is trained, and writes nothing; ``open`` opens the store for it."""
 
-    def __init__(self, place: str | os.PathLike[str] | Store, passes: PassDataset, ranks: AnyCommunicator,
-                 options: StoreOptions) -> None:  # fmt: skip
-        self._place, self._ranks, self._options = place, ranks, options
-        self._passes = passes
+    def __init__(self, place: str | os.PathLike[str] | Store | ShardedStore, passes: PassDataset,
+                 ranks: AnyCommunicator, options: StoreOptions) -> None:  # fmt: skip
+        self._given = place if isinstance(place, Store | ShardedStore) else None
+        self._path = place.path if isinstance(place, Store | ShardedStore) else Path(place)
+        self._passes, self._ranks, self._options = passes, ranks, options
         self.sharding: ShardingPlan | None = None
         """Where tables stand in shards; None in a plain store."""
         self._store: Store | None = None
+        """What ``open`` returned."""
         self._is_new = False
-        """Whether ``open`` made the folder of ``_store``."""
+        """Whether ``open`` made the folder of a plain store."""
         self._shards: Parts | None = None
 
     def choose(self, *, number_bytes: int) -> DatasetView:
@@ -74,35 +78,52 @@ class TrainingStore:
 
         number_bytes: of a number on the wire. Raises ValueError for a sharding or a store that make no sense.
         """
+        asked = self._options.sharding
         with self._ranks.raise_on_all("looking for the store"):
-            is_sharded = self._is_sharded()
-        if is_sharded:
-            assert not isinstance(self._place, Store)
+            self._check_given()
+            is_sharded = self._ranks.size > 1 or self._options.shard_dirs is not None
+            is_sharded = is_sharded or (self._given is None and (self._place / RECORD).exists())
+        if isinstance(self._given, ShardedStore):
+            check_same(self._ranks, {"the commit of the store": self._given.commit.id})
+            self.sharding = self._given.sharding
+        elif is_sharded:
             self.sharding = choose_sharding(
-                self._place, self._passes, self._ranks, self._options.sharding, number_bytes=number_bytes
-            )
+                self._place, self._passes, self._ranks, asked, number_bytes=number_bytes
+            )  # fmt: skip
         else:
-            if isinstance(self._place, Store):
-                check_tables(self._place, self._passes)
-            if self._options.sharding != "auto":  # one rank has everything, but a mistake is one
-                sharding_of(self._passes, 1, self._options.sharding, number_bytes=number_bytes)
+            if self._given is not None:
+                check_tables(self._given, self._passes)
+            if asked != "auto":  # one rank has everything, but a mistake is one
+                sharding_of(self._passes, 1, asked, number_bytes=number_bytes)
         return self.view(self._passes)
 
-    def _is_sharded(self) -> bool:
-        """Whether the store has shards: with several ranks always, with one where it has some or is asked to."""
-        if isinstance(self._place, Store):
-            given = self._options
-            if self._ranks.size > 1:
+    def _check_given(self) -> None:
+        """Raise ValueError where a store was opened by the caller, and not for this."""
+        given, options, ranks = self._given, self._options, self._ranks.size
+        if given is None:
+            return
+        if options.engine is not None or options.retention is not None or options.shard_dirs is not None:
+            raise ValueError(
+                "engine, retention and shard_dirs are of a store that the cache opens: give its path, or open the "
+                "Store with them"
+            )
+        if isinstance(given, ShardedStore):
+            if given.sharding.num_ranks != ranks or options.sharding != "auto":
                 raise ValueError(
-                    f"a Store was given to {self._ranks.size} ranks: give the path of a sharded store, which they open"
+                    f"{given.label} was opened for reading, as it was sharded over {given.sharding.num_ranks} ranks: "
+                    f"give it to as many ranks without sharding=, or give its path to {ranks}"
                 )
-            if given.engine is not None or given.retention is not None or given.shard_dirs is not None:
-                raise ValueError(
-                    "engine, retention and shard_dirs are of a store that the cache opens: give its path, or open the "
-                    "Store with them"
-                )
-            return False
-        return self._ranks.size > 1 or self._options.shard_dirs is not None or (Path(self._place) / RECORD).exists()
+        elif ranks > 1:
+            raise ValueError(
+                f"a Store was given to {ranks} ranks: give the path of a sharded store, which they open, or a "
+                "ShardedStore, which they read"
+            )
+
+    @property
+    def _place(self) -> Path:
+        """The folder of the store."""
+        assert self._path is not None, "only stores that were given are in no folder"
+        return self._path
 
     def view(self, passes: PassDataset) -> DatasetView:
         """Return what this rank trains of passes: all, or its share. Raises ValueError where the tables are others."""
@@ -114,19 +135,22 @@ class TrainingStore:
         Rows of other ranks, or of another sharding, are written anew. Collective.
         """
         options = self._options
+        if isinstance(self._given, ShardedStore):
+            self._store = self._given.parts[self._ranks.rank]
+            return self._store
         if self.sharding is not None:
             assert isinstance(source, Share)
-            assert not isinstance(self._place, Store)
             self._shards = open_parts(
                 self._place, source, self._ranks, engine=options.engine, parts=options.shard_dirs,
                 retention=options.retention, reorganized=options.reorganize, order_seed=options.order_seed,
                 budgets=budgets,
             )  # fmt: skip
-            return self._shards.store
-        if isinstance(self._place, Store):
-            store = self._place
+            self._store = self._shards.store
+            return self._store
+        if self._given is not None:
+            store = self._store = self._given
         else:
-            self._is_new = not Path(self._place).exists()
+            self._is_new = not self._place.exists()
             store = self._store = Store.open(
                 self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention
             )
@@ -139,16 +163,13 @@ class TrainingStore:
     def discard_new(self) -> None:
         """Remove a plain store that ``open`` made and nobody committed to: its budgets were refused."""
         if self._store is not None and self._is_new and self._store.commit is None:
-            assert not isinstance(self._place, Store)
             self._store.close()
             shutil.rmtree(self._place, ignore_errors=True)
 
     def named_commit(self) -> dict[str, object]:
         """Return which rows there are: the name of the folder, the same on all ranks, and its newest commit."""
-        path = self._place.path if isinstance(self._place, Store) else self._place
-        store = self._place if isinstance(self._place, Store) else self._shards.store if self._shards else self._store
-        commit = None if store is None else store.commit
-        return {"store": "" if path is None else Path(path).name, "commit": -1 if commit is None else commit.id}
+        commit = None if self._store is None else self._store.commit
+        return {"store": "" if self._path is None else self._path.name, "commit": -1 if commit is None else commit.id}
 
     @property
     def is_sharded(self) -> bool:
@@ -174,5 +195,5 @@ class TrainingStore:
         """Close what was opened here. Not collective."""
         if self._shards is not None:
             self._shards.close()
-        if self._store is not None:
+        if self._store is not None and self._given is None:
             self._store.close()

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tiercache.passes.dataset import PassDataset
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.store_plan import StorePlan
+    from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.ranks.sharding_rules import ShardingRules
     from tiercache.store import Store
@@ -74,7 +75,7 @@ class TierCache(SteppedCache):
 
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store | ShardedStore,
         data: PassDataset,
         *,
         group: ProcessGroup | None = None,
@@ -98,7 +99,8 @@ class TierCache(SteppedCache):
     ) -> None:
         """Plan the budgets.
 
-        store: a path, where the cache makes a store if there is none, or a Store, which stays open. With one rank it is
+        store: a path, where the cache makes a store if there is none, or a Store, which stays open, as does a
+        ShardedStore, which is only read: by as many ranks as it was sharded over. With one rank a path is that of
         a plain store, unless a sharded one is there or ``shard_dirs`` asks for one; with several it is sharded. engine,
         retention: of a store that the cache opens, as in ``Store.open``; retention counts commits of all ranks.
         reorganize: whether a store that was trained with other sub-datasets is put into the order of these first, as

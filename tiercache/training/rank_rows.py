@@ -108,7 +108,9 @@ class RankRows:
     def begin(self, end: int) -> None:
         """Begin with the next pass, on to ``end``; nobody else trains the store until ``stop``."""
         if self.store.mode != "a":
-            raise StateError(f"{self.store.label} is open for reading: open it with mode='a' to train")
+            raise StateError(
+                f"{self.store.label} is open for reading: to train, give a path, or a Store opened with mode='a'"
+            )
         _TRAINED_BY[self.store] = weakref.ref(self)
         self.transfer.begin(self.plans.planner(end), end=end)
 
