@@ -61,10 +61,10 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Batch:
-    """Some samples: ``label`` (N,), ``dense`` (N, dense features), both float32, and ids for the embedding modules.
+    """Samples of one pass, and the ids that modules look up.
 
-    Label and dense are on the device of the training; ids are in host memory until a module looks them up, and those of
-    raw keys, found on a GPU, are copied there when somebody reads them.
+    ``label`` (N,) and ``dense`` (N, dense features) are float32 on the training device. Ids stay in host memory until
+    a module looks them up; ids of raw keys that were found on a GPU are copied to the host when you read them.
     """
 
     label: torch.Tensor
@@ -94,19 +94,19 @@ class Batch:
 
     @property
     def features(self) -> Mapping[str, JaggedIds]:
-        """By name, what a module of one feature looks up."""
+        """The features by name: what an `EmbeddingBag` or `Embedding` of one feature takes."""
         return _Features(self)
 
     def __repr__(self) -> str:
         return f"Batch({self.num_samples} samples of {self.rows.name}: {', '.join([*self.ids, *self.pooled])})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return it with ``label`` and ``dense`` on a device; ids go where the rows are by themselves."""
+        """Return the batch with ``label`` and ``dense`` on ``device``. Ids move by themselves."""
         label, dense = (one.to(device, non_blocking=non_blocking) for one in (self.label, self.dense))
         return self if label is self.label and dense is self.dense else replace(self, label=label, dense=dense)
 
     def pin_memory(self) -> Batch:
-        """Return it with ``label`` and ``dense`` in pinned memory, where there is a GPU that copies from it."""
+        """Return the batch with ``label`` and ``dense`` in pinned memory, if there is a GPU."""
         if self.label.device.type != "cpu" or not torch.cuda.is_available():
             return self
         return replace(self, label=self.label.pin_memory(), dense=self.dense.pin_memory())
@@ -114,28 +114,28 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class JaggedIds:
-    """The ids of one feature of a batch: local ids, which mean rows only together with it."""
+    """The ids of one feature of a batch: local ids, which have a meaning only together with their batch."""
 
     batch: Batch
     feature: str
 
     @property
     def values(self) -> NDArray[np.int32]:
-        """(ids,) all samples' one behind the other, in host memory."""
+        """All ids, sample after sample: int32 (ids,), in host memory."""
         return self.batch.ids[self.feature].ids
 
     @property
     def offsets(self) -> NDArray[np.int64] | None:
-        """(N + 1,) where each sample's ids begin; None: one id per sample."""
+        """Where the ids of each sample begin: int64 (N + 1,); None if each sample has one id."""
         return self.batch.ids[self.feature].offsets
 
     @property
     def weights(self) -> NDArray[np.float32] | None:
-        """(ids,) one per id; None: all 1."""
+        """A weight for each id: float32 (ids,); None if all are 1."""
         return self.batch.ids[self.feature].weights
 
     def to(self, *_: object, **__: object) -> JaggedIds:
-        """Return it: ids go where the rows are by themselves."""
+        """Return it unchanged: ids move by themselves."""
         return self
 
     def __repr__(self) -> str:

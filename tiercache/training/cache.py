@@ -60,17 +60,17 @@ _COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class TierCache(SteppedCache):
-    """Device tier and host tier over a store, for the passes of one dataset.
+    """Trains a dataset's passes with rows on the device, in host memory and in a store, and commits.
 
-    Rows are trained on the device; at each switch of passes they move as planned. Host and device bytes are
-    planned before the first batch and held. Use it from one thread; it owns a reader and a writer thread until
-    ``close``. Not for tables that fit: ``InMemoryCache`` trains those without a store.
+    Rows are trained on the device. At each switch of passes they move between the tiers as planned; host and device
+    bytes are planned before the first batch and never exceeded. Use a cache from one thread. It runs a reader thread
+    and a writer thread until ``close``. If your tables fit into memory, use ``InMemoryCache``: it needs no store.
 
-    Where torch.distributed is initialized it trains on all ranks, one process for each device. A pass holds what all
-    devices together hold; each rank loads, trains and dumps its own rows, from its own shard of the store, and looks up
-    the rows of others by an exchange for each batch. Every method is collective then, unless it says otherwise: all
-    ranks call it, in the same order. An error on one rank is raised on all; but one in the user's own code, or amid an
-    exchange, ends the others when the process ends, as torchrun does too.
+    If torch.distributed is initialized, the cache trains on all ranks, one process for each device. A pass then holds
+    what all devices together hold. Each rank loads, trains and dumps its own rows from its own shard of the store, and
+    exchanges rows with the other ranks for each batch. Every method is collective unless its documentation says
+    otherwise: all ranks call it, in the same order. An error on one rank is raised on all ranks. An error in your own
+    code, or during an exchange, ends the other ranks when the process ends, as with torchrun.
     """
 
     def __init__(
@@ -97,41 +97,50 @@ class TierCache(SteppedCache):
         order_seed: int | None = None,
         progress: bool | None = None,
     ) -> None:
-        """Plan the budgets.
+        """Plan the budgets and open the store.
 
-        store: a path, where the cache makes a store if there is none, or a Store, which stays open, as does a
-        ShardedStore, which is only read: by as many ranks as it was sharded over. With one rank a path is that of
-        a plain store, unless a sharded one is there or ``shard_dirs`` asks for one; with several it is sharded. engine,
-        retention: of a store that the cache opens, as in ``Store.open``; retention counts commits of all ranks.
-        reorganize: whether a store that was trained with other sub-datasets is put into the order of these first, as
-        `tiercache.reorganize` does; else that is refused.
+        Args:
+            store: the path of a store, which is created if it does not exist, or a Store, which stays open. With one
+                rank the store at a path is a plain one, unless it is sharded already or ``shard_dirs`` is given; with
+                several ranks it is sharded. A ShardedStore is only read, by as many ranks as it has shards.
+            data: what `extract` or `write_key_sets` wrote.
+            group: a process group. Default: torch's default group if there is one, else this process is the only rank.
+                The cache makes process groups of its own from it.
+            model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on:
+                see ``register``.
+            device: where rows are trained: "cpu", "cuda" or "cuda:1". The model belongs there too. With several ranks,
+                "cuda" is the GPU of LOCAL_RANK, or the only visible one.
+            device_budget: bytes (or "64MiB") on the device for rows and slot maps, and for the index of raw keys if it
+                fits.
+            host_budget: bytes of anonymous memory for planning, batches, dump, prefetched and cached rows, one write
+                transaction and evaluation.
+            eval_budget: the part of ``host_budget`` that is reserved for evaluation; default: a sixteenth.
+            store_budget: the most bytes that the store may ever need. It is checked here and, with the dense state,
+                before training. It does not stop writes; for that, open a Store with ``max_bytes``. All budgets count
+                for each rank.
+            sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
+                "memory_optimized", "cost"), a kind for each table ("row", "table", "column", "replicate"; other tables
+                are sharded by cost), ShardingRules, or a ShardingPlan. "auto" keeps the sharding of the store. If the
+                sharding or the number of ranks differs from the store's, its shards are rewritten first.
+            comm_dtype: the dtype in which rows and gradients travel between ranks: "float32", "bfloat16" or "float16".
+            shard_dirs: a folder for each rank's shard, for example on different disks; default: inside ``store``.
+            engine, retention: as in ``Store.open``, if the cache opens the store. With several ranks retention counts
+                the commits of all ranks.
+            reorganize: whether a store that was trained on another dataset is reorganized for this one first, as by
+                `tiercache.reorganize`. If not, it is refused.
+            commit_every: passes between commits.
+            seed: the seed of shuffled batches.
+            order_seed: None trains the sub-datasets in the same order in every epoch; a number shuffles them in each
+                epoch.
+            progress: whether to show a progress bar; None: on a terminal.
 
-        model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on; see
-        ``register``. device: where rows are trained: "cpu", "cuda" or "cuda:1"; the model goes there too. With several
-        ranks "cuda" is the GPU of LOCAL_RANK, or the only one that this process sees.
-        device_budget: bytes ("64MiB") there for rows and slot maps, and for an index of raw keys where they leave room.
-        host_budget: bytes of anonymous memory for planning, batches, dump, staging, cached rows, one write transaction
-        and evaluation.
-        eval_budget: bytes of it reserved for rows of evaluation sub-datasets; a sixteenth where not given.
-        store_budget: bytes that the store may come to take, checked here and, with the dense state, before training; it
-        stops no write, as Store.open's max_bytes does. Budgets are those of each rank.
-        commit_every: passes between commits. seed: of the shuffling of batches. order_seed: None trains the
-        sub-datasets of every epoch in their order, a number in a seeded one. progress: whether a bar shows; None: on a
-        terminal.
-
-        group: a process group of torch.distributed; where not given the default one, and where there is none, this
-        process is one rank. The ranks talk over process groups of their own, made like it. sharding: how tables are
-        divided over ranks: a strategy ("auto", "basic", "memory_balanced", "memory_optimized", "cost"), a kind for each
-        table ("row", "table", "column", "replicate"; tables not named are sharded by cost), ShardingRules, or a
-        ShardingPlan. "auto" keeps that of the store, others are found anew for these sub-datasets; another than the
-        store's, or another number of ranks, writes its shards anew first. comm_dtype: of rows and gradients on their
-        way between
-        ranks: "float32", "bfloat16" or "float16". shard_dirs: a folder for each rank's shard, on disks of their own
-        perhaps; inside ``store`` where not given.
-
-        Raises BudgetError where the plan exceeds a budget or the device, DatasetError where sub-datasets and store do
-        not belong together, CudaError where the GPU cannot be used, ValueError for a commit_every below 1, RankError
-        where ranks disagree or one fails, and what Store.open raises.
+        Raises:
+            BudgetError: the plan exceeds a budget or the device's memory. Nothing was written.
+            DatasetError: the store does not belong to this dataset.
+            CudaError: the GPU cannot be used.
+            RankError: ranks were given different arguments, or one of them failed.
+            ValueError: an argument makes no sense.
+            StoreError: what ``Store.open`` raises.
         """
         self.dataset, self._closed = data, False
         self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
@@ -202,14 +211,15 @@ class TierCache(SteppedCache):
     # -- before training ----------------------------------------------------------------------------------
 
     def register(self, **objects: Any) -> None:
-        """Commit the state of these objects with the rows, and step rows when an optimizer among them steps.
+        """Commit the state of these objects with the rows, and step rows when a registered optimizer steps.
 
-        Objects have ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers. A registered torch
-        optimizer's ``step()`` applies the pending row gradients after its own work; without one call ``step``
-        yourself. Random generators of torch, numpy and random are part of every commit. Of a model in a
-        DistributedDataParallel, or that was compiled, the model itself is kept, so that a training without, or with
-        another number of ranks, goes on from the commit. Not collective: every rank's shard keeps the state; what
-        modules look up is brought with each batch, and nothing else. Raises StateError for state that cannot be stored.
+        Objects need ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers, scalers. ``step()`` of a
+        registered torch optimizer also applies the pending gradients of rows; without any, call
+        ``cache.optimizer.step()``. The random generators of torch, numpy and random are always committed. A model that
+        is compiled or wrapped in DistributedDataParallel is stored under its own names, so you can resume without the
+        wrapper or with another number of ranks. With several ranks, register a model before you ask for batches: they
+        bring what its modules look up. Not collective; every shard keeps the state. Raises StateError for state that
+        cannot be stored.
         """
         self._check_open()
         objects = {name: unwrapped(value) for name, value in objects.items()}
@@ -223,7 +233,7 @@ class TierCache(SteppedCache):
             module.bind(weakref.WeakMethod(self._opened.named_commit))
 
     def plan(self, *, passes: int | None = None) -> list[PassPlan]:
-        """Plan the next passes of this rank (one epoch and one pass more where not said) without training them.
+        """Return the plans of this rank's next passes without training them; default: one epoch and one pass.
 
         Not collective.
         """
@@ -232,45 +242,45 @@ class TierCache(SteppedCache):
     # -- training -----------------------------------------------------------------------------------------
 
     def passes(self, epochs: int) -> Iterator[Pass]:
-        """Yield the passes up to the end of epoch ``epochs``, from the last commit on.
+        """Yield the passes from the last commit to the end of epoch ``epochs``.
 
-        First restores rows and tracked state from the last commit; a store without one gets a commit of the
-        state as it is now. A pass ends, and every ``commit_every``-th and the last commits, when the next one is
-        asked for, so what the loop's body does after its batches belongs to it. The commit of pass t is durable by
-        the end of pass t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
-        On several ranks that is a commit of all: every shard is durable then, and a record names them.
+        First restores rows and registered state from the last commit; a store without a commit gets one of the current
+        state. A pass ends when the next one is asked for, so what your loop does after the last batch belongs to the
+        pass. Every ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is
+        durable by the end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop
+        early, nothing more is committed. With several ranks a commit is made on all ranks or on none.
 
-        With one rank a loop may fetch batches ahead of its training, up to those of the next pass: where a batch that
-        it took was not trained yet when the next pass is asked for, the pass ends at the first lookup that trains the
-        next one, and the last one with ``close``, ``commit`` or another loop. A batch is trained once a module has
-        looked it up with gradients enabled.
+        With one rank your loop may fetch batches ahead, also those of the next pass. If a batch of a pass has not been
+        trained yet when the next pass is asked for, the pass ends at the first lookup that trains the next one; the
+        last pass ends with ``close``, ``commit`` or another loop. A batch counts as trained when a module has looked
+        it up with gradients enabled.
         """
         self._check_open()
         yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
 
     def restore(self) -> None:
-        """Go back to the last commit: rows, and the state of all that was registered. Ends a loop over ``passes``.
+        """Load the last commit: rows and the state of all registered objects. Ends a loop over ``passes``.
 
-        ``passes`` does so by itself; call it to evaluate before. A store without a commit gets one of the state as it
-        is now. Raises StateError where other objects are registered than the commit has.
+        ``passes`` does this by itself; call it to evaluate without training. A store without a commit gets one of the
+        current state. Raises StateError if the registered objects are not those of the commit.
         """
         self._check_open()
         self._loop.restore()
 
     def commit(self) -> None:
-        """Commit now, inside the pass, after the batches trained so far; returns when it is durable on all ranks.
+        """Commit now, inside a pass, after the batches trained so far. Returns when it is durable on all ranks.
 
-        With one rank those are the batches that modules have looked up, with several those that were yielded. Behind a
-        loop over ``passes`` it commits the last pass, where that waits for it. Raises StateError between a backward
-        and its step, and outside a pass.
+        With one rank a batch counts when a module has looked it up, with several ranks when it was yielded. After a
+        loop over ``passes``, this commits the last pass if it is still waiting. Raises StateError between backward and
+        step, and outside a pass.
         """
         self._check_open()
         self._loop.commit()
 
     def drain(self, *, staged: bool = True) -> None:
-        """Wait until every dump is durable and, with ``staged``, the next pass's rows are staged.
+        """Wait until every dump is durable and, with ``staged``, the rows of the next pass are prefetched.
 
-        Training needs no such wait; measurements do. Raises what went wrong on either thread. Not collective.
+        You need this only for measurements. Raises errors of the reader and writer threads. Not collective.
         """
         self._rows.transfer.drain()
         if staged:
@@ -281,10 +291,10 @@ class TierCache(SteppedCache):
     def evaluation(self, passes: PassDataset) -> Iterator[Evaluation]:
         """Yield read-only slices of another dataset, at any moment between batches.
 
-        Rows are as of now: from the device, the host or the store; keys never trained have the out-of-vocabulary
-        row where their table was trained with one, else their initial row. Nothing is written. A slice is as
-        many samples as ``eval_budget`` holds rows for, on every rank; each rank gets its part of every batch. Lookups
-        in it leave no gradients.
+        Rows have their current values, wherever they are. A key that was never trained has its table's
+        out-of-vocabulary row if there is one, else its initial row. Nothing is written. A slice has as many samples as
+        ``eval_budget`` holds rows for. With several ranks each rank gets its part of every batch. Lookups make no
+        gradients.
         """
         self._check_open()
         self._exchange.rest()
@@ -301,20 +311,20 @@ class TierCache(SteppedCache):
             exchange.rest()
 
     def evaluation_batch(self, keys: Mapping[str, Any] | None, **others: Any) -> Batch | None:
-        """Return a read-only batch of raw keys, as ``Pass.batch`` takes them, at any moment between batches.
+        """Return a read-only batch of raw keys, given as in ``Pass.batch``, at any moment between batches.
 
-        Rows are as of now, as in ``evaluation``, read for this batch alone, by the ranks that own them. None in place
-        of keys as of ``Pass.batch``. Raises BudgetError where its unique keys have more rows than ``eval_budget``
-        holds, or a rank is to read more for the others.
+        Rows have their current values, as in ``evaluation``, and are read for this batch alone, by the ranks that own
+        them. Raises BudgetError if the rows of its unique keys exceed ``eval_budget`` on this rank or on one that
+        reads them.
         """
         self._check_open()
         return self._raw.evaluate(keys, self.eval_bytes, **others)
 
     def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
-        """Return a reader of any rows of this rank as of now; used between batches, before the next one is trained.
+        """Return a reader of the current values of this rank's rows; valid until the next batch is trained.
 
-        Waits until every dump is durable: a row that is on its way to the store is nowhere else. ``unknown``: fields
-        of out-of-vocabulary rows that stand elsewhere. Not collective.
+        Waits until every dump is durable, because rows on their way to the store are nowhere else. ``unknown``: the
+        fields of out-of-vocabulary rows, if they are kept elsewhere. Not collective.
         """
         self._check_open()
         return self._rows.now(self._loop.current, unknown)
@@ -322,9 +332,10 @@ class TierCache(SteppedCache):
     # -- ending -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the threads and let go of all memory. What is not committed is not kept; a Store given stays open.
+        """Stop the threads and free all memory; commit the last pass if it is complete.
 
-        Whatever asks the cache for rows from then on raises StateError; reports can be read. Not collective.
+        A Store that you gave stays open. After this, anything that asks the cache for rows raises StateError;
+        ``reports`` stays readable. Not collective.
         """
         self._close(failed=False)
 
@@ -355,12 +366,12 @@ class TierCache(SteppedCache):
 
     @property
     def tables(self) -> tuple[Any, ...]:
-        """The tables trained, whole, in the store's order."""
+        """All tables, whole, in the order of table ids."""
         return tuple(table for group in self._groups for table in group.tables)
 
     @property
     def groups(self) -> tuple[Any, ...]:
-        """The groups of tables with the same row layout."""
+        """The tables in groups of the same row layout."""
         return self._groups
 
     @property
@@ -370,46 +381,46 @@ class TierCache(SteppedCache):
 
     @property
     def sharding(self) -> ShardingPlan | None:
-        """Where tables stand in the shards of the store; None of a plain store."""
+        """How the tables are sharded; None for a plain store."""
         return self._opened.sharding
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's rows are trained."""
+        """The device on which this rank's rows are trained."""
         return self._backend.device
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device of rows, slot maps, mirrors and, once raw keys were looked up, of the index of keys."""
+        """Bytes on the device of rows, slot maps, replicated tables and, after raw keys, the index of keys."""
         return self._rows.device.num_bytes + self._exchange.device_bytes + self._raw.index_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes kept on the device from batch to batch, beside ``device_bytes``: batches made ahead included."""
+        """Bytes on the device beside ``device_bytes`` that stay from batch to batch, prefetched batches included."""
         return self._backend.scratch_bytes + self._pipeline.device_bytes
 
     @property
     def pinned_batch_bytes(self) -> int:
-        """Bytes of pinned memory that batches made ahead take now, beside ``host_budget``; 0 on a CPU."""
+        """Bytes of pinned memory of prefetched batches, beside ``host_budget``; 0 on a CPU."""
         return self._pipeline.host_bytes
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that left this rank for others so far, for batches of trainings and their steps."""
+        """Bytes that this rank has sent to other ranks so far, for batches and steps."""
         return self._exchange.bytes_sent
 
     @property
     def eval_bytes(self) -> int:
-        """Bytes of host memory for the rows of an evaluation."""
+        """Bytes of host memory that are reserved for the rows of an evaluation."""
         return self._rows.budget.evaluation
 
     @property
     def host_bytes_peak(self) -> int:
-        """The most bytes of rows the host held so far."""
+        """The most bytes of rows that the host has held so far."""
         return self._rows.memory.peak_bytes
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
-        """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
+        """Return what the store needs at its fullest, if each commit has ``state_bytes`` of dense state."""
         return self._rows.plans.store_plan(state_bytes)
 
     # -- inside -------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Pass:
-    """What ``passes()`` yields. It ends when the loop asks for the next one."""
+    """One training of one sub-dataset, yielded by ``passes()``. It ends when the loop asks for the next pass."""
 
     def __init__(
         self,
@@ -81,31 +81,36 @@ class Pass:
         prefetch: int | None = None,
         input: str = "data",  # noqa: A002 - what is said of each rank's input
     ) -> Iterator[Batch]:
-        """Yield this rank's part of batches of ``size`` samples, from where the pass stands; the last may be short.
+        """Yield batches of ``size`` samples from where the pass stands; the last one may be smaller.
 
-        Shuffling is seeded by (seed, epoch, sub-dataset). After a commit inside the pass the rest follows in the same
-        order, in batches of any size.
+        The shuffle is seeded by (seed, epoch, sub-dataset). After a commit inside the pass the remaining samples
+        follow in the same order, in batches of any size.
 
-        On W ranks the size is that of all their parts, and all take the same batches. Multiply the mean loss by
-        ``batch.weight``: with DistributedDataParallel's averaging the step is then that of one process on the whole
-        batch, on ranks with more and with fewer samples. A rank without samples of a batch gets one of another rank's
-        with weight 0. A batch's rows are as of when it was yielded: it can be looked up until the next step. What
-        embedding modules look up is brought: give them to the cache before.
+        With W ranks ``size`` is the size of the global batch, of which each rank gets its part. Multiply the mean loss
+        by ``batch.weight``: together with the averaging of DistributedDataParallel, the step is then that of one
+        process on the global batch, however unevenly the samples are divided. If a batch has no sample for a rank, the
+        rank gets a sample of another rank with weight 0. Register the model before you ask for batches: they bring
+        what its modules look up. A batch has the rows of the moment at which it was yielded, so look it up before the
+        next step.
 
-        prefetch: how many batches are read, on as many threads, before they are asked for; rows wait for their step.
-        None: 0 where rows are trained on a CPU; 2 on a GPU, and 4 beside 8 or more cores. They are the same batches,
-        and count when they are yielded; what goes wrong in making one is raised in its place. Threads end with the
-        iterator or the pass.
+        Args:
+            size: samples of a batch, of all ranks together.
+            shuffle: whether samples are shuffled within the pass.
+            prefetch: how many batches are read ahead, each on a thread of its own; their rows wait for their step.
+                Default: 0 on a CPU; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when
+                they are yielded; an error in reading one is raised in its place. Threads end with the iterator or the
+                pass.
+            input: "data": each rank reads its own samples with all features. "model": each rank reads the features
+                that are pooled by sum or mean for the tables it owns, whole or in columns, of all samples, so that
+                their ids do not travel, and everything else for its own samples. The result is the same, up to the
+                order of additions. All ranks need the same embedding modules for this.
 
-        input: what each rank reads. "data": its own samples, with all features. "model": of features that are pooled
-        by sum or mean, those whose tables it owns, whole or in columns, for the samples of all ranks, so that their ids
-        do not travel; all other features, dense and label of its own samples. The result is the same, but for the order
-        of additions. All ranks have the same embedding modules then.
-
-        Raises, on all ranks, with its cause, what went wrong on a reader or a writer thread; RuntimeError where the
-        pass has ended; StateError where a commit inside it stands in another order, and in a fork of this process;
-        DatasetError where the sub-dataset has a key set alone; ValueError for a size below 1, a ``prefetch`` below 0 or
-        an unknown ``input``.
+        Raises, on all ranks:
+            StateError: a commit inside the pass has another order; or this is a fork of the process.
+            DatasetError: the sub-dataset has a key set and no samples.
+            RuntimeError: the pass has ended.
+            ValueError: ``size`` is below 1, ``prefetch`` below 0, or ``input`` is unknown.
+            Exception: errors of the reader and writer threads, with their cause.
         """
 
         def counted(made: tuple[int, Batch]) -> Batch:
@@ -130,13 +135,15 @@ class Pass:
         schedule: str = "interleaved",
         input: str = "data",  # noqa: A002 - as above
     ) -> Iterator[Iterator[Batch]]:
-        """Yield each batch as an iterator over its micro-batches; step once behind all of them.
+        """Yield each batch as an iterator over its micro-batches. Step once after all of them.
 
-        Multiply the mean loss of each by its ``weight``: they add up to those of one batch. All see rows as before the
-        step, so the result is one batch's, but for the order of additions. "interleaved": on several ranks the rows of
-        the next micro-batch are exchanged while the one yielded is trained, on another thread or, on a GPU, on another
-        stream; "simple": one thing after the other. A batch with fewer samples than ``micro_batches`` has fewer of
-        them. input: as of ``batches``. Raises as ``batches`` does; ValueError for less than 1 micro-batch.
+        Multiply the mean loss of each micro-batch by its ``weight``: the sum is the loss of the whole batch. All
+        micro-batches see the rows before the step, so the result is that of the whole batch, up to the order of
+        additions. A batch with fewer samples than ``micro_batches`` has fewer micro-batches.
+
+        ``schedule``: with several ranks, "interleaved" exchanges the rows of the next micro-batch while you train the
+        current one, on another thread or, on a GPU, on another stream; "simple" does one after the other. ``input`` is
+        that of ``batches``. Raises what ``batches`` raises, and ValueError if ``micro_batches`` is below 1.
         """
         by_owner = _read_by_owner(input)
         check_exchange_schedule(schedule)
@@ -183,22 +190,22 @@ class Pass:
 
     @property
     def samples_trained(self) -> int:
-        """Samples of all ranks that a commit made now has behind it.
+        """Samples of all ranks that a commit would count now.
 
-        With one rank those of the batches that modules have looked up; with several, or of raw keys, of those that were
-        yielded or made.
+        With one rank these are the samples of batches that modules have looked up. With several ranks, or with raw
+        keys, they are the samples of batches that were yielded or made.
         """
         counts_made = self._exchange.ranks.size > 1 or "raw_batches" in (self.order or {})
         return self.samples_done if counts_made else self.rows.samples_trained
 
     @property
     def is_trained(self) -> bool:
-        """Whether all batches that were yielded or made were looked up, and their backward was done."""
+        """Whether every batch that was yielded or made has been looked up, and its backward has run."""
         gradients = self.rows.gradients
         return self.rows.samples_trained >= self.samples_done and not (gradients and gradients.is_awaited)
 
     def end(self) -> None:
-        """End it and its rows. Whoever still refers to it does not keep its cache."""
+        """End the pass and give up its rows. A reference to the pass does not keep the cache alive."""
         self.rows.end()
         self._before_batch = _nothing
 
@@ -227,40 +234,44 @@ class Pass:
         dense: Any = None,
         missing: Missing = "error",
     ) -> Batch | None:
-        """Return the batch of raw int64 keys that a loader of one's own gave; modules look it up as any other.
+        """Return a batch of raw int64 keys from a loader of your own. Modules look it up like any other batch.
 
-        keys: of every feature, NumPy or torch: (N,), (N, L) for lists of one length, or a pair (values (E,), offsets
-        (N + 1,)). weights: by feature, in the shape of its keys or values; without a gradient: the embedding module
-        takes those with one. label (N,) and dense (N, columns) are handed through as float32. None in place of keys
-        where the loader has ended: the batch is None where that of every rank has, so a loop of any number of ranks is
-        ``while (batch := pass_index.batch(next(loader, None))) is not None``.
+        Each rank gives its own samples: any number of them, or none. If your loader has ended on this rank, give None:
+        the rank takes part without samples, and when the loaders of all ranks have ended, the batch is None. So this
+        loop works on any number of ranks: ``while (batch := p.batch(next(loader, None))) is not None``. Multiply the
+        mean loss by ``batch.weight``, as for ``batches``. A rank without samples gets the first sample of another rank
+        with weight 0. If a rank leaves the loop early, the others raise RankError after torch's time-out.
 
-        Each rank gives its own samples, of which it may have any number, and none; one whose loader has ended takes
-        part as one without. Multiply the mean loss by ``batch.weight``, as of ``batches``: what is trained is one
-        process's batch of the samples of all ranks, in their order. A rank without samples gets the first one of
-        another rank with weight 0. Where no rank has any, the batch is empty on all. If a rank leaves the loop before
-        the others, these raise RankError after torch's time-out.
+        The batch counts when it is made, so make it right before you train it. After a commit inside the pass,
+        training goes on after ``start_sample`` samples and ``start_batch`` batches. Call this on the training thread.
 
-        missing: what a key is that the key set of the sub-dataset lacks. "error": KeyNotInPassError, which names table,
-        key and batch; the batch does not count, and all ranks may go on with another one. The others read a row that is
-        **not trained**: no gradient goes to it and nothing is stored for it, for only rows of the sub-dataset are on
-        the device. "zero": zeros. "init": the key's initial row. "load": its row as of now, from host or store, read by
-        the rank that owns the key, else what an evaluation would see; the first such batch of a pass waits until the
-        last dump is durable. Such keys count in means, and their vectors in maxima. A batch with missing keys has in
-        their group ids of its own in place of local ids, and a float32 copy of the vectors that it looks up there, made
-        anew after each step.
+        Args:
+            keys: by feature, NumPy or torch: (N,), (N, L) for lists of one length, or a pair (values (E,), offsets (N
+                + 1,)).
+            weights: by feature, in the shape of its keys or values. They get no gradient; for that, give them to the
+                module.
+            label: (N,), returned as float32.
+            dense: (N, columns), returned as float32.
+            missing: what happens to a key that is not in the sub-dataset's key set. "error" raises KeyNotInPassError,
+                which names table, key and batch; the batch does not count. The other choices read a row that is **not
+                trained**: it gets no gradient and is not stored, because only rows of the sub-dataset are on the
+                device. "zero" reads zeros, "init" the key's initial row, "load" its current row from host or store, as
+                an evaluation would; the first such batch of a pass waits until the last dump is durable. Such keys
+                count in means, and their vectors in maxima. Their batch has a float32 copy of the vectors of each
+                group that they are in.
 
-        The batch counts when it is made, with the samples of all ranks: a commit inside the pass has them behind it,
-        so make it right before it is trained. Training goes on after ``start_sample`` samples and ``start_batch``
-        batches. On the training thread. What goes wrong on a rank is raised on all, RankError on the others: ValueError
-        for keys, offsets or weights that do not fit each other or the schema, and for INT64_MIN and INT64_MIN + 1;
-        RuntimeError where the pass has ended; StateError in a pass that takes its samples from ``batches``; and, with
-        its cause, what went wrong on the reader or the writer thread.
+        Raises, on all ranks (RankError on those without the mistake):
+            ValueError: keys, offsets or weights do not fit each other or the schema, or a key is INT64_MIN or
+                INT64_MIN + 1.
+            KeyNotInPassError: a key is missing and ``missing`` is "error".
+            StateError: the pass takes its samples from ``batches``.
+            RuntimeError: the pass has ended.
+            Exception: errors of the reader and writer threads, with their cause.
         """
         return self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
 
     def begin_raw(self) -> None:
-        """Raise what ``batch`` raises of the pass, before a batch of raw keys is made: it needs the pass's rows."""
+        """Check that a batch of raw keys can be made now, and bring the rows of the pass."""
         self.rows.check_made()
         self.rows.bring()
         if self.order is not None and "raw_batches" not in self.order:
@@ -271,13 +282,13 @@ class Pass:
         self._before_batch(self)
 
     def count_raw(self, num_samples: int) -> None:
-        """Count a batch of raw keys that was made."""
+        """Count a batch of raw keys."""
         self.batches_done += 1
         self.samples_done += num_samples
         self.order = {"raw_batches": self.batches_done}
 
     def note_loss(self, loss: float) -> None:
-        """Add a loss of this rank to the pass's report."""
+        """Add a loss of this rank to the report of the pass."""
         self.losses.append(loss)
 
     def __repr__(self) -> str:

@@ -24,13 +24,13 @@ class SteppedCache:
     def clip_grad_norm_(
         self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the gradients of rows and of dense parameters by their common 2-norm, which is returned.
+        """Clip the gradients of rows and dense parameters by their common 2-norm, and return the norm.
 
-        In place of `torch.nn.utils.clip_grad_norm_`, which sees no rows: dense parameters are those of ``optimizer``,
-        or of all that the cache was given, and the rows those that step with it. Call it between backward and step,
-        and with a GradScaler behind ``unscale_``. Raises RuntimeError for a norm that is not finite, where that is
-        asked for. With several ranks all call it, and the norm is that of one process on the whole batch, if
-        dense gradients were averaged before, as DistributedDataParallel does.
+        Use this in place of `torch.nn.utils.clip_grad_norm_`, which does not see rows. It clips the parameters of
+        ``optimizer``, or of all registered optimizers, and the rows that step with them. Call it between backward and
+        step; with a GradScaler, after ``unscale_``. Raises RuntimeError if the norm is not finite and
+        ``error_if_nonfinite``. With several ranks all call it. The norm is then that of one process on the whole
+        batch, provided that dense gradients are already averaged, as DistributedDataParallel does.
         """
         return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
 
