@@ -26,19 +26,22 @@ if TYPE_CHECKING:
 
 
 class EmbeddingBagCollection(TableModule):
-    """Looks up features and pools each: (N, sum of dims), features side by side in the order given.
+    """Looks up features and pools each one: (N, sum of dims), the features side by side.
 
-    schema: that of the dataset. The module exists without a cache, and is bound to one by being given to it.
+    The module exists without a cache; a cache that is given the model binds it. It has no rows and no gradient of a
+    table: its only parameter is a handle, see `TableModule`. Outputs are float32. Their memory is reused when you no
+    longer refer to them.
 
-    mode: "sum", "mean" or "max", for all features or by feature name. Per-id weights multiply the vectors before
-    pooling ("mean" still divides by the number of ids; "max" takes none); an empty bag is zeros. No gradient of a table
-    ever exists: the only parameter is a handle, see `TableModule`. Outputs are float32 and come from a pool: they are
-    yours as long as you refer to them.
+    Args:
+        schema: the schema of the dataset.
+        features: names of the features, in the order of the output; default: all.
+        mode: "sum", "mean" or "max", for all features or by name. Weights multiply the vectors before pooling; "mean"
+            still divides by the number of ids, and "max" takes no weights. An empty bag gives zeros.
+        weighted: features whose weights you will give to ``forward``. With several ranks this must be known before:
+            other features may be pooled by the rank that owns them.
 
-    weighted: the features whose weights ``forward`` will be given. On several ranks it has to be known before: their
-    rows are brought, and other features may be pooled by the rank that owns them.
-
-    Raises ValueError for an unknown feature or mode.
+    Raises:
+        ValueError: a feature or a mode is unknown.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class EmbeddingBagCollection(TableModule):
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Look up all features of ``batch``: float32 (N, ``out_features``).
 
-        weights: by feature, one float32 tensor (ids,), differentiable; they take the place of the data's own.
-        Raises IndexError for ids that are not of the pass, RuntimeError where the pass has ended.
+        ``weights``: by feature, a differentiable float32 tensor (ids,) in place of the weights in the data. Raises
+        IndexError if an id is not in the pass, RuntimeError if the pass has ended.
         """
         if torch.compiler.is_compiling():
             return look_up_bags(self, batch, dict(weights or {}))
@@ -83,7 +86,7 @@ class EmbeddingBagCollection(TableModule):
         return result
 
     def run(self, context: Any, batch: Batch, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Look up for an operator, whose backward needs ``context``."""
+        """Look up for the custom operator; ``context`` keeps what its backward needs."""
         out = _PooledFunction.forward(context, self.handle, *self._prepare(batch, weights))
         context.run_backward = _pooled_backward
         return out
@@ -124,7 +127,7 @@ class EmbeddingBagCollection(TableModule):
         return marker, backend, lookups, list(ready.values()), shape, names, *given.values()
 
     def split(self, out: torch.Tensor) -> list[torch.Tensor]:
-        """Cut an output into one (N, dim) view for each feature."""
+        """Split an output into one view (N, dim) for each feature."""
         return list(torch.split(out, self.dims, dim=1))
 
     def _ready(self, batch: Batch, given: Mapping[str, torch.Tensor]) -> dict[str, ReadyLookup]:
@@ -169,9 +172,9 @@ class EmbeddingBagCollection(TableModule):
 class EmbeddingCollection(TableModule):
     """Looks up one vector for each id, without pooling.
 
-    The output is a dictionary by feature: (N, dim) where a sample has one id, (N, length, dim) for a fixed list,
-    (ids, dim) for a ragged one, whose offsets are in ``batch.ids[feature].offsets``. Weights of the data are not
-    applied. Not for sums over many ids: EmbeddingBagCollection never makes the single vectors.
+    The output is a dict by feature: (N, dim) if each sample has one id, (N, length, dim) for a list of fixed length,
+    and (ids, dim) for a ragged list, whose offsets are ``batch.features[name].offsets``. Weights in the data are not
+    applied. To sum over many ids, use EmbeddingBagCollection, which never makes the single vectors.
     """
 
     def __init__(self, schema: Schema, features: Sequence[str] | None = None) -> None:
@@ -189,7 +192,7 @@ class EmbeddingCollection(TableModule):
         return self._by_name(batch, names, outs)
 
     def run(self, context: Any, batch: Batch) -> list[torch.Tensor]:
-        """Look up for an operator, whose backward needs ``context``."""
+        """Look up for the custom operator; ``context`` keeps what its backward needs."""
         names, found = self._prepare(batch)
         outs = self._by_name(batch, names, _RowFunction.forward(context, self.handle, *found))
         by_name = dict(zip(names, context.features, strict=True))
@@ -198,7 +201,7 @@ class EmbeddingCollection(TableModule):
         return [*outs.values()]
 
     def length_of(self, name: str) -> int:
-        """Return how many ids a sample has where that is fixed, 0 for one, -1 for any number."""
+        """Return how many ids each sample has: the fixed length, 0 for a single id, -1 for a ragged list."""
         spec = self._specs[name]
         return {"one": 0, "fixed": spec.length or 0}.get(spec.hotness, -1)
 
@@ -244,7 +247,7 @@ class EmbeddingCollection(TableModule):
 
 
 class EmbeddingBag(EmbeddingBagCollection):
-    """Looks up and pools one feature, in place of an `nn.EmbeddingBag`: (N, dim)."""
+    """Looks up and pools one feature: (N, dim). Takes the place of an `nn.EmbeddingBag`."""
 
     def __init__(self, schema: Schema, feature: str, *, mode: str = "mean") -> None:
         super().__init__(schema, [feature], mode=mode)
@@ -255,10 +258,11 @@ class EmbeddingBag(EmbeddingBagCollection):
         offsets: None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Look up ``batch.features[name]``, or its feature of a batch.
+        """Look up ``batch.features[name]``; a batch stands for its feature of that name.
 
-        per_sample_weights: float32 (ids,), differentiable; they take the place of the data's own. offsets: those of the
-        batch; give none. Raises ValueError for another feature, TypeError for what is no feature of a batch.
+        ``per_sample_weights``: a differentiable float32 tensor (ids,) in place of the weights in the data. ``offsets``
+        must be None, because a batch has its own. Raises ValueError for another feature, TypeError for anything but a
+        batch or its feature.
         """
         batch = _batch_of(input, offsets, self.features[0])
         weights = None if per_sample_weights is None else {self.features[0]: per_sample_weights}
@@ -266,7 +270,7 @@ class EmbeddingBag(EmbeddingBagCollection):
 
 
 class Embedding(EmbeddingCollection):
-    """Looks up one vector for each id of one feature, in place of an `nn.Embedding`."""
+    """Looks up one vector for each id of one feature. Takes the place of an `nn.Embedding`."""
 
     def __init__(self, schema: Schema, feature: str) -> None:
         super().__init__(schema, [feature])
@@ -275,7 +279,7 @@ class Embedding(EmbeddingCollection):
         self,
         input: Batch | JaggedIds,  # noqa: A002 - torch's name
     ) -> torch.Tensor:
-        """Look up ``batch.features[name]``, or its feature of a batch: as `EmbeddingCollection` does."""
+        """Look up ``batch.features[name]``, or the feature of that name in a batch, as `EmbeddingCollection` does."""
         return super().forward(_batch_of(input, None, self.features[0]))[self.features[0]]
 
 

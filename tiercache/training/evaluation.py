@@ -34,7 +34,7 @@ SCHEDULES = ("interleaved", "simple")
 
 
 class Evaluation:
-    """A slice of an evaluation pass whose rows fit the evaluation budget of every rank."""
+    """A slice of a dataset under evaluation, whose rows fit the evaluation budget of every rank."""
 
     def __init__(
         self, source: SubDatasetView, first: int, last: int, rows: RowView, exchange: Exchange, pipeline: BatchPipeline

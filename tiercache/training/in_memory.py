@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 
 class InMemoryCache(SteppedCache):
-    """Rows of all passes in arrays on the device: no store, no budgets, no commits.
+    """Trains a dataset with all rows in arrays on the device: no store, no budgets, no commits.
 
-    Trains the same batches as a TierCache with the same seeds, to the same bits. For tables that fit, and to
-    measure what the tiers cost. ``register`` and ``passes`` work as there, but nothing is saved.
+    With the same seeds it trains the same batches as a TierCache, to the same bits. Use it if your tables fit, or to
+    measure what the tiers cost. ``register`` and ``passes`` work as in TierCache, but nothing is saved.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class InMemoryCache(SteppedCache):
                 )
                 for rows, group in zip(rows_G, self._groups, strict=True)
             ],
-            "a InMemoryCache holds all rows of all passes, which",
+            "an InMemoryCache holds all rows of all passes, which",
         )
         for g in range(len(self._groups)):
             self._fill(g)
@@ -204,9 +204,9 @@ class InMemoryCache(SteppedCache):
         ]
 
     def close(self) -> None:
-        """Let go of all memory, on the device and beside it; whatever asks for rows from then on raises StateError.
+        """Free all memory. After this, anything that asks the cache for rows raises StateError.
 
-        A cache that nobody refers to any more lets go of it without.
+        A cache that is no longer referred to frees its memory without this.
         """
         self._closed = True
         self._end_pass()
@@ -231,9 +231,9 @@ class InMemoryCache(SteppedCache):
         return self._keys[table_name]
 
     def fields(self, table_name: str) -> tuple[NDArray[np.float32], ...]:
-        """Return vectors and every optimizer state of a table, float32 (rows, width).
+        """Return the vectors and each optimizer state of a table, float32 (rows, width).
 
-        Views on a CPU, but of 16-bit vectors; copies from a GPU.
+        They are views on a CPU, except for 16-bit vectors, and copies from a GPU.
         """
         return self._read(table_name, None, None)
 
@@ -265,13 +265,13 @@ class InMemoryCache(SteppedCache):
 
     @property
     def device(self) -> torch.device:
-        """Where rows are trained."""
+        """The device on which rows are trained."""
         return self._backend.device
 
     def evaluation(self, passes: PassDataset) -> Iterator[Evaluation]:
         """Yield read-only slices of another dataset, at any moment between batches, as `TierCache.evaluation` does.
 
-        A slice is a pass: no budget cuts it. Raises DatasetError for a dataset of other tables or features.
+        A slice is a whole sub-dataset, because there is no budget. Raises DatasetError for other tables or features.
         """
         self._check_open()
         check_features(self.dataset, passes)

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Updates rows by the optimizer that their table was made with.
+    """The optimizer of rows: each table is updated by the optimizer in its specification.
 
-    ``param_groups`` are the tables: ``lr``, ``weight_decay`` (L2, of the rows that a step touches) and, as the table's
-    optimizer has them, ``eps`` and ``betas``. They are read at each step, so schedulers of `torch.optim.lr_scheduler`
-    work on it. Tables with the same row layout share them. All gradients of a row since the last step are summed in the
-    order of the backward calls, in each by feature and sample, and the row is updated once.
+    ``param_groups`` are the tables, with ``lr``, ``weight_decay`` (L2, for the rows that a step touches) and, if the
+    table's optimizer has them, ``eps`` and ``betas``. They are read at each step, so the schedulers of
+    `torch.optim.lr_scheduler` work. Tables with the same row layout share them. All gradients of a row since the last
+    step are summed, in the order of the backward calls, then of features and samples; then the row is updated once.
 
-    Rows step behind the optimizers that the cache was given, or by ``step()`` of this one.
+    Rows step after the optimizers that the cache was given, or by ``step()`` of this one.
     """
 
     def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
@@ -69,9 +69,9 @@ class RowOptimizer(torch.optim.Optimizer):
             self._of[tables[0]]["params"].append(handle)
 
     def step(self, closure: Callable[[], Any] | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Update the rows of all tables that have gradients; those dropped since backward are not applied.
+        """Update the rows that have gradients. Gradients that were dropped since backward are not applied.
 
-        optimizer: of those tables alone that step with it; the cache calls it so behind each step of that.
+        ``optimizer``: update only the tables that step with it; the cache passes it after each of its steps.
         """
         loss = None
         if closure is not None:
@@ -83,17 +83,17 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the row gradients of all tables."""
+        """Drop the gradients of all rows."""
         super().zero_grad(set_to_none)
         self._discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings of all tables; what rows keep is in the store."""
+        """Return the settings of all tables. The state of rows is in the store."""
         groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         return {"state": {}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back. Raises StateError where the tables are others."""
+        """Load the settings of all tables. Raises StateError if the tables differ."""
         stored, mine = [group.get("table") for group in state_dict["param_groups"]], [*self._of]
         if sorted(stored, key=str) != sorted(mine):
             raise StateError(f"the state is of tables {stored} and the cache has {mine}: use the same tables")

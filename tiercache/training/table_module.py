@@ -21,11 +21,12 @@ __all__ = ["TableModule", "handle_ids", "handle_names", "poolings", "table_modul
 
 
 class TableModule(nn.Module):
-    """A module that looks tables up.
+    """A module that looks up tables.
 
-    It has no rows: it has a 0-dim parameter, by which rows follow what a loop does to gradients (see `tracers`). The
-    optimizer that owns it steps the rows that the module looks up; ``requires_grad_(False)`` freezes them. Its value
-    means nothing, and it is not part of the module's state.
+    It has no rows. It has a 0-dim parameter, the handle, through which rows follow what a training loop does to
+    gradients (see `tracers`). The optimizer that owns the handle steps the rows that the module looks up;
+    ``requires_grad_(False)`` freezes them. The value of the handle means nothing and is not part of the module's
+    state.
     """
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
@@ -58,9 +59,11 @@ class TableModule(nn.Module):
         self.number = number_module(self)
 
     def bind(self, rows: Callable[[], Callable[[], dict[str, Any]] | None]) -> None:
-        """Belong to the rows of a cache: a reference to what names their store and commit, None once that is gone.
+        """Bind the module to a cache.
 
-        Raises StateError where a state was loaded that belongs to others.
+        ``rows`` refers to what names the store and the commit of the cache; it gives None once that is gone.
+
+        Raises StateError if a state was loaded that belongs to other rows.
         """
         self._rows = rows
         self._check_rows()
@@ -77,7 +80,7 @@ class TableModule(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state: no rows and no handle; its metadata say to which commit of which store it belongs."""
+        """Return a state without rows and handle; its metadata name the store and the commit that it belongs to."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         found.pop(f"{prefix}handle", None)
