@@ -271,6 +271,7 @@ def tiered(store: tc.Store, passes: tc.PassDataset, **options: Any) -> TierCache
     options.setdefault("device_budget", "64MiB")
     options.setdefault("host_budget", "64MiB")
     options.setdefault("device", device_of_tests())
+    options.setdefault("reorganize", False)
     return tc.TierCache(store, passes, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,16 +73,18 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
             tc.TierCache(store, passes, **BUDGETS, sharding={"t9": "row"})
 
 
-def test_a_store_of_other_passes_is_put_into_their_order_where_that_is_asked_for(
-    tmp_path: Path, passes: tc.PassDataset
+def test_a_store_of_other_passes_is_put_into_their_order(
+    tmp_path: Path, passes: tc.PassDataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else it is refused, as `tiercache.reorganize` would have to be called."""
+    """And says what may move; where that is not wanted, it is refused."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         train(cache, CASE)
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=80, pass_rows=40, data_seed=5).cut(tmp_path / "others")
     with pytest.raises(DatasetError, match="is not the one that"):
-        tc.TierCache(tmp_path / "model.tc", others, **BUDGETS)
-    with tc.TierCache(tmp_path / "model.tc", others, reorganize=True, **BUDGETS) as cache:
+        tc.TierCache(tmp_path / "model.tc", others, reorganize=False, **BUDGETS)
+    assert "reorganizing" not in capsys.readouterr().err
+    with tc.TierCache(tmp_path / "model.tc", others, **BUDGETS) as cache:
+        assert re.search(r"at most [\d.]+ KiB of rows are read", re.sub(r"\s+", " ", capsys.readouterr().err))
         assert cache.store.commit is not None
         assert cache.store.commit.cursor == (0, 0)
         train(cache, CASE, epochs=1)

@@ -91,7 +91,7 @@ class TierCache(SteppedCache):
         shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
         engine: str | None = None,
         retention: int | None = None,
-        reorganize: bool = False,
+        reorganize: bool = True,
         commit_every: int = 1,
         seed: int = 0,
         order_seed: int | None = None,
@@ -126,8 +126,8 @@ class TierCache(SteppedCache):
             shard_dirs: a folder for each rank's shard, for example on different disks; default: inside ``store``.
             engine, retention: as in ``Store.open``, if the cache opens the store. With several ranks retention counts
                 the commits of all ranks.
-            reorganize: whether a store that was trained on another dataset is reorganized for this one first, as by
-                `tiercache.reorganize`. If not, it is refused.
+            reorganize: whether a store that was trained on another dataset, or in another order, is reorganized for
+                this one first, as by `tiercache.reorganize`. If not, it is refused.
             commit_every: passes between commits.
             seed: the seed of shuffled batches.
             order_seed: None trains the sub-datasets in the same order in every epoch; a number shuffles them in each

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Console
 
 from tiercache.passes.dataset import PassDataset
 from tiercache.passes.splitting import split_cursor, split_source
@@ -16,7 +17,7 @@ from tiercache.planning.pass_plan import Planner
 from tiercache.planning.positions import Positions
 from tiercache.planning.reorganize_plan import ReorganizePlan
 from tiercache.planning.schedule import Schedule
-from tiercache.sizes import parse_bytes
+from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store import Cursor
 from tiercache.store.history import manifest_of
 from tiercache.store.inspect import file_bytes_of
@@ -57,7 +58,7 @@ def reorganize(
     temporary files as large as what moves; itself one commit: killed at any moment, the store stands before or after.
     ``order_seed`` as in ``TierCache``. ``store_budget``: bytes that the store may come to take meanwhile, with its
     temporary files; it is checked, by ``reorganize_plan``, before anything is written. ``progress``: whether bars are
-    shown; None: on a terminal.
+    shown; None: on a terminal. Unless it is False, a line on stderr says what may move.
 
     Raises BudgetError for a budget that may not be enough, DatasetError for sub-datasets of other tables, ValueError
     for a store that stands inside a pass where ``start`` is not given and for a ``start`` that is no place of the
@@ -79,7 +80,15 @@ def reorganize(
     first, layout = first_uses(store, passes, schedule, begin)
     shown = sys.stderr.isatty() if progress is None else progress
     prepare_kernels()
-    with RewriteProgress(sum(live_rows(store, table.name) for table in store.tables), shown=shown) as bar:
+    rows = {table: live_rows(store, table.name) for table in store.tables}
+    if progress is not False:
+        most = sum(count * table.row_bytes for table, count in rows.items())
+        Console(stderr=True).print(
+            f"reorganizing {store.label} for {passes.path}: at most {format_bytes(most)} of rows are read, and as many "
+            "written",
+            markup=False,
+        )
+    with RewriteProgress(sum(rows.values()), shown=shown) as bar:
         return store.rewrite(
             first, schedule_digest=schedule.digest, first_rows=make_first_rows, progress=bar.advance, layout=layout,
             start=None if start is None else begin,
