@@ -51,8 +51,8 @@ def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> Non
             "tiercache.reorganize(store, passes) to go on with this one, or begin a new store"
         )
     raise DatasetError(
-        f"the rows of {store.label} stand in no order of training at commit {commit.id}, as after an import or a "
-        "compaction: call tiercache.reorganize(store, passes) first"
+        f"{store.label} has no training schedule at commit {commit.id} (it was imported or compacted): call "
+        "tiercache.reorganize(store, passes) first, or do not give reorganize=False"
     )
 
 
