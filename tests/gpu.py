@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 KERNELS = "tests/kernels"
 WITH_CUDA = (KERNELS, "-k", "cuda")
 TRAINING = [f"tests/training/test_{name}.py" for name in (
-    "cuda_training", "parity", "oracle", "evaluation", "dtypes", "cuda_raw_keys", "raw_keys", "missing_keys",
+    "cuda_training", "parity", "oracle", "evaluation", "cuda_raw_keys", "raw_keys", "missing_keys",
     "prefetch", "fetch_ahead", "row_gradients", "adoption", "store_given", "single_modules",
     "batch_memory", "closing", "locked_pages", "two_ways",
 )]  # fmt: skip

@@ -38,15 +38,6 @@ def trained(seed: int, passes: int, *, commit: bool = True) -> tuple[Store, Worl
     return store, world
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1000), st.integers(0, 6), st.booleans())
-def test_every_row_is_found_where_it_was_last_written(seed: int, passes: int, commit: bool) -> None:
-    """Committed or not, for pieces and blocks of any size; keys that no pass trained are not found."""
-    store, world = trained(seed, passes, commit=commit)
-    world.check(store, after=passes - 1)
-    world.check(store, after=passes)
-
-
 def test_a_lookup_of_one_table_is_that_of_many(home: Home, tables: list[Table]) -> None:
     """``Store.locate`` gives what one sweep for several tables gives, in the order of the keys that were asked for."""
     store, world = home.open(tables), World(tables)

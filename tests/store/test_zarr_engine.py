@@ -69,9 +69,12 @@ def newest(path: Path) -> Path:
     ("array", "damage", "compression"),
     [
         *((array, damage, None) for array in ("keys", "vector", "sum") for damage in ("missing", "short", "long")),
-        ("vector", "missing", "zstd"), ("vector", "short", "blosc"), ("vector", "long", "zstd"), ("keys", "long", "blosc"),
+        ("vector", "missing", "zstd"),
+        ("vector", "short", "blosc"),
+        ("vector", "long", "zstd"),
+        ("keys", "long", "blosc"),
     ],
-)  # fmt: skip
+)
 def test_a_chunk_that_is_not_whole_is_refused(
     tmp_path: Path, tables: list[Table], array: str, damage: str, compression: str | None
 ) -> None:

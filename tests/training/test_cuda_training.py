@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,32 +20,17 @@ from tests.training.cases import (
     tiered,
     train,
 )  # fmt: skip
-from tests.training.devices import cuda_device, shim
+from tests.training.devices import DEVICES, shim
 from tests.training.shim_gpu import ShimRuntime
 from tests.training.shim_streams import Event
 from tiercache.backends.cuda import CudaBackend
 from tiercache.errors import BudgetError, CudaError
+from tiercache.passes.row_budget import RowBudget
 from tiercache.store.errors import CorruptBlockError
 from tiercache.tiers.pinned_arena import PinnedArena
 
-ROOT = Path(__file__).parents[2]
-
-
-def test_streams_of_16_bit_rows_are_within_the_device_budget(tmp_path: Path) -> None:
-    """Part of the one allocation, 8 bytes a row; float32 rows have none."""
-    case = Case(tables=(table("a", 5, dtype="float16"), table("b", 3)), specs=SPECS, num_keys=500)
-    passes = case.cut(tmp_path / "passes")
-    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=cuda_device()) as cache:
-        by_dtype = {
-            group.dtype: arrays for group, arrays in zip(store.groups, cache._rows.device.arrays_G, strict=True)
-        }
-        rounded, plain = by_dtype["float16"], by_dtype["float32"]
-        assert rounded.streams.shape[0] == rounded.fields[0].shape[0]
-        assert plain.streams.shape[0] == 0
-        storage = rounded.streams.untyped_storage()
-        assert storage.data_ptr() == plain.fields[0].untyped_storage().data_ptr()
-        assert storage.nbytes() <= cache.device_bytes
-
+if TYPE_CHECKING:
+    from pathlib import Path
 
 KILLED_CASE = Case(tables=(table("a", 16, tc.Adam(learning_rate=0.01)),), specs=SPECS[:1], num_samples=96, pass_rows=32)
 
@@ -88,20 +73,36 @@ def test_pages_are_locked_while_they_are_held_and_only_then() -> None:
     assert not gpu.pinned_pages
 
 
-def test_the_device_tier_is_one_allocation_within_the_budget(tmp_path: Path) -> None:
-    """Fields, slots, orders and keys of all groups, each from a cache line on; a budget of a byte less is refused."""
-    case = Case(tables=(table("a", 5), table("b", 3)), specs=SPECS, num_keys=500)
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", "float16"), ("cpu", "bfloat16"), ("cpu", "float16")])
+def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
+    tmp_path: Path, device: str, dtype: str
+) -> None:
+    """Fields, slots, orders and keys of all groups, each from a cache line on; a budget of a byte less is refused.
+
+    Of each row vector, state and slot maps; of 16-bit ones, two bytes a number and eight of key, which float32 rows do
+    without: the tier's arrays, and what extraction plans.
+    """
+    case = Case(tables=(table("a", 7, dtype=dtype), table("b", 3)), specs=SPECS, num_keys=500)
     passes = case.cut(tmp_path / "passes")
+    rows = {name: max(p.rows(name) for p in passes) for name in "ab"}
     with open_store(tmp_path / "x", case, "memory") as store:
-        with tiered(store, passes, device=cuda_device()) as cache:
-            parts = [part for arrays in cache._rows.device.arrays_G for part in (*arrays.fields, *arrays[1:])]
-            need = cache.device_bytes
-        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
-        assert parts[0].untyped_storage().nbytes() <= need
-        assert all(part.data_ptr() % 128 == 0 for part in parts)
-        tiered(store, passes, device=cuda_device(), device_budget=need).close()
+        with tiered(store, passes, device=DEVICES[device]()) as cache:
+            need, arrays_G = cache.device_bytes, cache._rows.device.arrays_G
+            by_name = {group.tables[0].name: arrays for group, arrays in zip(store.groups, arrays_G, strict=True)}
+            for name, row_bytes, key_bytes in (("a", 4 * 4 + 4 * 7, 8), ("b", 4 * 3 + 4 * 3, 0)):
+                assert sum(field.nbytes for field in by_name[name].fields) == rows[name] * row_bytes
+                assert by_name[name].streams.nbytes == rows[name] * key_bytes
+            parts = [part for arrays in arrays_G for part in (*arrays.fields, *arrays[1:])]
+        assert need == rows["a"] * (4 * 4 + 4 * 7 + 28 + 8) + rows["b"] * (4 * 3 + 4 * 3 + 28)
+        budget = RowBudget(case.tables, 1)
+        assert budget.needed([rows[one.name] for one in passes.tables]) == need
+        if device == "cuda":
+            assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+            assert parts[0].untyped_storage().nbytes() <= need
+            assert all(part.data_ptr() % 128 == 0 for part in parts)
+        tiered(store, passes, device=DEVICES[device](), device_budget=need).close()
         with pytest.raises(BudgetError, match="the passes need"):
-            tiered(store, passes, device=cuda_device(), device_budget=need - 1)
+            tiered(store, passes, device=DEVICES[device](), device_budget=need - 1)
 
 
 def test_a_gpu_with_too_little_memory_is_told_in_bytes(tmp_path: Path) -> None:
