@@ -11,6 +11,7 @@ import pytest
 
 import tiercache as tc
 from tests.extraction.cases import key_batch, plain_schema, reference, rich_columns, rich_schema, table
+from tests.files import flip
 from tiercache.errors import DatasetError
 from tiercache.passes.dataset import PassDataset
 from tiercache.passes.from_arrays import write_dataset
@@ -87,11 +88,7 @@ def test_a_pass_can_be_closed_and_read_again(small: PassDataset) -> None:
 def test_a_whole_set_verifies_and_a_changed_byte_is_found(small: PassDataset) -> None:
     """Verify reads everything and names the pass whose content changed."""
     small.verify()
-    path = small.path / "pass-00001.samples.arrow"
-    data = bytearray(path.read_bytes())
-    region = next(small.passes[1].samples_file.regions())
-    data[region.offset] ^= 1
-    path.write_bytes(data)
+    flip(small.path / "pass-00001.samples.arrow", next(small.passes[1].samples_file.regions()).offset)
     with pytest.raises(DatasetError, match=r"sub-dataset 1 of .* was changed"):
         PassDataset.open(small.path).verify()
 

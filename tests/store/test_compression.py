@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
+from tests.files import flip
 from tests.store.damage import assert_sentence, generator_of, lying
 from tests.store.test_fuzz import bounded_memory
 from tests.store.test_independent_reader import compressed_tables
@@ -183,9 +184,7 @@ def test_a_changed_bit_is_found_before_anything_is_decompressed(
         world.run(store, 1)
     chunks = sorted(path.glob("segments/*/*/*/c.*"))
     chunk = chunks[which % len(chunks)]
-    data = bytearray(chunk.read_bytes())
-    data[place % len(data)] ^= 1 << bit
-    chunk.write_bytes(data)
+    flip(chunk, place % chunk.stat().st_size, 1 << bit)
     with Store.open(path, mode="r") as store:
         words = rf"block \d+ of segment {store.segments[0].id} .* has checksum .* over its compressed bytes"
         with pytest.raises(CorruptBlockError, match=words):

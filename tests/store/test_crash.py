@@ -20,7 +20,6 @@ from tests.crash.store_steps import STEPS, TABLES, go_on, problems, quiet, stand
 from tiercache.store import Store, StoreFullError, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 ENGINES = ("lmdb", "zarr")
@@ -159,18 +158,6 @@ def block_bytes(path: Path) -> int:
     """Return the bytes of the files that hold blocks."""
     files = [path / "blocks.bin", *path.glob("blocks/*"), *path.glob("segments/*/*/*/c.*")]
     return sum(file.stat().st_size for file in files if file.exists())
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a small file system takes rights that this test does not have")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

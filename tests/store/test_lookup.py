@@ -109,20 +109,6 @@ def test_contiguous_pieces_are_read_at_once(home: Home, tables: list[Table]) -> 
     assert store.counters.reads - before == segment.streams[0].num_blocks
 
 
-def test_rows_are_read_in_batches_of_bounded_memory(
-    home: Home, tables: list[Table], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Any bound gives the same rows."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 1)
-    segment = store.segments[0]
-    rows = np.random.default_rng(2).permutation(segment.streams[0].rows)
-    whole = store.read_rows(segment, 0, rows)
-    monkeypatch.setattr("tiercache.store.lookup.BATCH_BYTES", 1)
-    for a, b in zip(whole, store.read_rows(segment, 0, rows), strict=True):
-        assert np.array_equal(a, b)
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 6), st.sampled_from([1, 200, 1 << 22]))
 def test_what_was_found_is_read_as_each_segment_alone_would_be(seed: int, passes: int, batch_bytes: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.store.conftest import small_tables
 from tiercache.store import CommitMissingError, KeyMissingError, MemoryEngine, Store
+from tiercache.store.initial import initial_rows
 from tiercache.store.testing.world import World
 
 
@@ -20,6 +21,8 @@ def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:
         table = store.tables[0]
         known = next(key for name, key in world.rows if name == table.name)
         assert store.lookup(table.name, np.array([known]))["vector"].shape == (1, table.dim)
+        made = store.lookup(table.name, np.array([8000, known, 8000]), missing="initial")["vector"][[0, 2]]
+        assert np.array_equal(made, initial_rows(table, np.array([8000, 8000]))[0])
         with pytest.raises(KeyMissingError, match=r"2 of 3 keys have no row .*\(7000, 8000\): leave them out") as error:
             store.lookup(table.name, np.array([8000, known, 7000, 8000]))
         assert (error.value.table, error.value.keys.tolist()) == (table.name, [7000, 8000])
