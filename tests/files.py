@@ -27,7 +27,7 @@ def flip(path: Path, at: int, mask: int = 1) -> int:
 
 @contextmanager
 def flipped(path: Path, at: int, mask: int = 1) -> Iterator[None]:
-    """Flip bits of a byte of a file; afterward, unless something goes wrong, it is what it was, whatever was written."""
+    """Flip bits of a byte of a file; afterward it is what it was, whatever was written, unless something went wrong."""
     byte = flip(path, at, mask)
     yield
     with path.open("r+b", buffering=0) as file:
