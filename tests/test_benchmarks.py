@@ -240,6 +240,7 @@ def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path:
     assert not list(ROOT.glob("synthetic_models-*"))
 
 
+@pytest.mark.long
 def test_the_synthetic_models_run_without_a_gpu_part_by_part(tmp_path: Path) -> None:
     """By the shim; what one call found is there for the next, and a part that lacks it says what to run."""
     options = ("--model", "tiny", "--dry", "--folder", str(tmp_path / "data"))

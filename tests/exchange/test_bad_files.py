@@ -100,6 +100,7 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
             lambda r: r.update(steps=1 << 63),
             r"steps is 9223372036854775808, and must be 0 \.\. 9,223,372,036,854,775,807",
         ),
+        *((lambda r, steps=steps: r.update(steps=steps), "steps is") for steps in (-1, True, "7", 1.5)),
         (lambda r: r["tables"][0].update(rows=10**40), "rows is 1000.*, and must be 0"),
         (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],

@@ -28,8 +28,11 @@ def small(tmp_path: Path) -> PassDataset:
     return reference(tmp_path / "passes", rich_schema(), rich_columns(300), [0, 100, 300])
 
 
-def test_local_ids_are_positions_in_the_key_set(small: PassDataset) -> None:
-    """Looking local ids up in the key set gives the keys of the data, sample by sample."""
+def test_ids_are_positions_in_key_sets_which_are_in_hash_order_with_counts(small: PassDataset) -> None:
+    """Looking ids up gives the keys of the data; a table's are distinct, and counted over all features that share it.
+
+    The hashes are unsigned.
+    """
     schema, columns = rich_schema(), rich_columns(300)
     for p, (low, high) in zip(small, [(0, 100), (100, 300)], strict=True):
         batch = key_batch(schema, columns, low, high)
@@ -43,13 +46,6 @@ def test_local_ids_are_positions_in_the_key_set(small: PassDataset) -> None:
             else:
                 rows = [entry.keys[entry.offsets[i] : entry.offsets[i + 1]] for i in order]
                 np.testing.assert_array_equal(keys, np.concatenate(rows))
-
-
-def test_key_sets_are_in_hash_order_with_counts(small: PassDataset) -> None:
-    """Keys of a table are distinct, ordered by the unsigned hash, and counted over all features that share it."""
-    schema, columns = rich_schema(), rich_columns(300)
-    for p, (low, high) in zip(small, [(0, 100), (100, 300)], strict=True):
-        batch = key_batch(schema, columns, low, high)
         for spec in small.tables:
             keys = p.keys(spec.name)
             hashes = hash_keys(keys, spec.table_id)
