@@ -1,13 +1,35 @@
-"""Files of folders, compared byte by byte."""
+"""Files of folders, compared byte by byte, and bits of them that flip."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Return every file below a folder with its bytes."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def flip(path: Path, at: int, mask: int = 1) -> int:
+    """Flip bits of a byte of a file where it stands, and return the byte as it was."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
+    return byte
+
+
+@contextmanager
+def flipped(path: Path, at: int, mask: int = 1) -> Iterator[None]:
+    """Flip bits of a byte of a file; afterward it is what it was, whatever was written, unless something went wrong."""
+    byte = flip(path, at, mask)
+    yield
+    with path.open("r+b", buffering=0) as file:
+        file.seek(at)
+        file.write(bytes([byte]))

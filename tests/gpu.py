@@ -22,13 +22,13 @@ ROOT = Path(__file__).parents[1]
 KERNELS = "tests/kernels"
 WITH_CUDA = (KERNELS, "-k", "cuda")
 TRAINING = [f"tests/training/test_{name}.py" for name in (
-    "cuda_training", "parity", "oracle", "evaluation", "dtypes", "cuda_raw_keys", "raw_keys", "missing_keys",
+    "cuda_training", "parity", "oracle", "evaluation", "cuda_raw_keys", "raw_keys", "missing_keys",
     "prefetch", "fetch_ahead", "row_gradients", "adoption", "store_given", "single_modules",
     "batch_memory", "closing", "locked_pages", "two_ways",
 )]  # fmt: skip
 # On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
 RECOVERY = [f"tests/training/test_{name}.py" for name in (
-    "crash", "compressed", "entering", "reorganize", "reorganize_budget", "store_budget", "use_files", "readers",
+    "crash", "entering", "reorganize", "reorganize_budget", "store_budget", "use_files", "readers",
 )]  # fmt: skip
 CPU_ALONE = {
     "bad_input": "what is refused before a device has a part in it, with models on the CPU",
@@ -50,7 +50,7 @@ CPU_ALONE = {
 }
 """The other files of tests/training, and why a GPU would show nothing there."""
 NOT_ON_GPU = (
-    "killed_at_random",  # trains on the CPU in processes of its own; test_cuda_training kills one on the GPU
+    "killed_at_random",  # trains on the CPU in processes of its own; test_raw_keys kills one on the GPU
     "rows_from_outside",  # writes into the arrays of a InMemoryCache, which on a GPU are copies
 )
 SANITIZED = [f"{KERNELS}/test_cuda_{name}.py" for name in (

@@ -87,6 +87,7 @@ def test_the_exchange_benchmark_moves_hardly_a_byte_too_many(tmp_path: Path) -> 
     assert found["ms_bare_4xtiny"] > 0
 
 
+@pytest.mark.long
 def test_the_store_benchmark_measures_every_engine_and_its_lookups_agree(tmp_path: Path) -> None:
     """The smallest run of the store's benchmark has all its keys, and the ones that are facts hold."""
     found = figures("benchmarks.store", tmp_path, "--folder", str(tmp_path / "data"))
@@ -106,6 +107,7 @@ def test_the_store_benchmark_measures_every_engine_and_its_lookups_agree(tmp_pat
     assert not list((tmp_path / "data").iterdir())
 
 
+@pytest.mark.long
 def test_embedding_step_measures_every_contender_and_every_optimizer(tmp_path: Path) -> None:
     """The smallest run of the embedding benchmark has a time for each case and the least of each figure."""
     found = figures("benchmarks.embedding_step", tmp_path)
@@ -238,6 +240,7 @@ def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path:
     assert not list(ROOT.glob("synthetic_models-*"))
 
 
+@pytest.mark.long
 def test_the_synthetic_models_run_without_a_gpu_part_by_part(tmp_path: Path) -> None:
     """By the shim; what one call found is there for the next, and a part that lacks it says what to run."""
     options = ("--model", "tiny", "--dry", "--folder", str(tmp_path / "data"))

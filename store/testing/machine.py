@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiercache.store.commit import Cursor
 from tiercache.store.errors import StoreError, StoreFullError
+from tiercache.store.initial import initial_rows
 from tiercache.store.initializer import Uniform, Zeros
 from tiercache.store.optimizer import SGD, Adagrad, Adam
 from tiercache.store.store import Store
@@ -230,13 +231,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- reading -----------------------------------------------------------------------------------------
 
-    @rule(keys=st.lists(st.integers(-6, 6), max_size=8), table=st.sampled_from(TABLES))
-    def read(self, keys: list[int], table: Table) -> None:
-        """Rows by key, repeated or not, as of now; zeros for keys without one."""
-        found = self._store().lookup(table.name, np.array(keys, np.int64), missing="zeros")
+    @rule(
+        keys=st.lists(st.integers(-6, 6), max_size=8),
+        table=st.sampled_from(TABLES),
+        missing=st.sampled_from(["zeros", "initial"]),
+    )
+    def read(self, keys: list[int], table: Table, missing: str) -> None:
+        """Rows by key, repeated or not, as of now; zeros, or the first row, for keys without one."""
+        asked = np.array(keys, np.int64)
+        found, first = self._store().lookup(table.name, asked, missing=missing), initial_rows(table, asked)
         for i, key in enumerate(keys):
-            row = b"".join(values[i].tobytes() for values in found.values())
-            assert row == self.world.rows.get((table.name, key), bytes(table.row_bytes)), (table.name, key)
+            row, absent = (b"".join(values[i].tobytes() for values in fields) for fields in (found.values(), first))
+            absent = absent if missing == "initial" else bytes(table.row_bytes)
+            assert row == self.world.rows.get((table.name, key), absent), (table.name, key)
 
     @precondition(lambda self: self.kept)
     @rule(back=st.integers(0, 3))

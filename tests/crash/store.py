@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from tiercache.store import StoreFullError
 
 PACKAGES = ("tiercache", "numpy", "lmdb", "zarr")
-QUICK = {"points": 150, "torn": 15, "instants": 10, "replays": 30, "full": 15}
+QUICK = {"points": 64, "torn": 12, "instants": 10, "replays": 30, "full": 15}
 """More points than there are kinds of calls, each before and after, which `spread` takes evenly."""
 _EARLY_POINTS = 60
 """A process that goes on after a kill has opened the store by then."""

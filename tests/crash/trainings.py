@@ -233,9 +233,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.crash training", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="processes to kill (200)")
-    add_options(parser, "20 kills, and trainings of 2 epochs instead of 3")
+    add_options(parser, "20 kills, and trainings of half the samples and 2 epochs instead of 3")
     options = parser.parse_args(arguments)
-    trainings = tuple(replace(t, epochs=2) for t in TRAININGS) if options.quick else TRAININGS
+    trainings = (
+        tuple(replace(t, epochs=2, num_samples=12_288, pass_samples=2048) for t in TRAININGS)
+        if options.quick
+        else TRAININGS
+    )
     folder, begun = working_folder(options, "training"), time.perf_counter()
     workload = TrainingWorkload(folder, 20 if options.quick else options.kills, seed=options.seed, trainings=trainings)
     killer = Killer(folder, workload, seed=options.seed, most_problems=1)

@@ -17,6 +17,7 @@ import torch
 
 import tiercache as tc
 from tests.exchange.cases import FORMATS, filled, random_rows, table
+from tests.files import flip
 from tiercache.errors import ExchangeError
 from tiercache.exchange.column_file import ColumnFile
 from tiercache.store import Store
@@ -99,6 +100,7 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
             lambda r: r.update(steps=1 << 63),
             r"steps is 9223372036854775808, and must be 0 \.\. 9,223,372,036,854,775,807",
         ),
+        *((lambda r, steps=steps: r.update(steps=steps), "steps is") for steps in (-1, True, "7", 1.5)),
         (lambda r: r["tables"][0].update(rows=10**40), "rows is 1000.*, and must be 0"),
         (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],
@@ -253,7 +255,5 @@ def test_a_changed_byte_of_a_parquet_file_is_found(tmp_path: Path, exports: Path
     """Its pages have checksums; the other formats have none."""
     shutil.copytree(exports / "parquet", tmp_path / "out")
     path = tmp_path / "out" / "item.parquet"
-    data = bytearray(path.read_bytes())
-    data[data.index(next(iter(ROWS["item"].values()))[:4])] ^= 1
-    path.write_bytes(data)
+    flip(path, path.read_bytes().index(next(iter(ROWS["item"].values()))[:4]))
     refused(tmp_path / "out", tmp_path / "s.tc", "cannot be read after row 0")

@@ -47,6 +47,16 @@ def store(tmp_path: Path, numbers: dict[str, tuple[np.ndarray, tuple[np.ndarray,
         yield opened
 
 
+def items(path: Path) -> dict[int, tuple[list[float], list[float]]]:
+    """Return vector and state of every key of table ``item``."""
+    with Store.open(path, mode="r") as store:
+        return {
+            key: (vector.tolist(), state.tolist())
+            for keys, (vectors, states) in store.scan("item")
+            for key, vector, state in zip(keys.tolist(), vectors, states, strict=True)
+        }
+
+
 def test_numpy_reads_plain_arrays(tmp_path: Path, store: Store, numbers: dict) -> None:
     """Keys (n,), vector and each state (n, width), without pickles."""
     tc.export_store(store, tmp_path / "out", format="numpy")
@@ -135,18 +145,12 @@ def test_a_hugectr_folder_from_elsewhere_is_imported(tmp_path: Path) -> None:
     with pytest.warns(ExchangeWarning) as caught:
         tc.import_store(tmp_path / "model", tmp_path / "s.tc", format="hugectr", tables=[ADAGRAD])
     assert [str(w.message).split(" is ignored")[0].rsplit("/", 1)[1] for w in caught] == ["slot_id", "Adam.m"]
-    with Store.open(tmp_path / "s.tc") as store:
-        found = {
-            k: (v.tolist(), s.tolist())
-            for ks, (vs, ss) in store.scan("item")
-            for k, v, s in zip(ks.tolist(), vs, ss, strict=True)
-        }
-    assert found == {k: (vectors[i].tolist(), (vectors[i] + 1).tolist()) for i, k in enumerate(keys.tolist())}
+    expected = {k: (vectors[i].tolist(), (vectors[i] + 1).tolist()) for i, k in enumerate(keys.tolist())}
+    assert items(tmp_path / "s.tc") == expected
     for name in ("slot_id", "Adam.m"):
         (folder / name).unlink()
     tc.import_store(folder, tmp_path / "alone.tc", format="hugectr", tables=[ADAGRAD])
-    with Store.open(tmp_path / "alone.tc") as store:
-        assert sorted(key for keys, _ in store.scan("item") for key in keys.tolist()) == [-4, 7, 9]
+    assert items(tmp_path / "alone.tc") == expected
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
@@ -171,9 +175,8 @@ def test_the_state_dict_of_a_trained_module_is_imported(tmp_path: Path) -> None:
     torch.save(module.state_dict(), tmp_path / "out" / "item" / "table.pt")
     np.save(tmp_path / "out" / "item" / "vocabulary.npy", np.array([3, 1, 4, 15]))
     tc.import_store(tmp_path / "out", tmp_path / "s.tc", format="torch", tables=[ADAGRAD], initial_state=True)
-    with Store.open(tmp_path / "s.tc") as store:
-        found = {k: v.tolist() for ks, (vs, _) in store.scan("item") for k, v in zip(ks.tolist(), vs, strict=True)}
-    assert found == dict(zip([3, 1, 4, 15], module.weight.detach().tolist(), strict=True))
+    vectors = zip([3, 1, 4, 15], module.weight.detach().tolist(), strict=True)
+    assert items(tmp_path / "s.tc") == {key: (vector, [0.25, 0.25]) for key, vector in vectors}
 
 
 def test_lists_of_any_arrow_kind_are_imported(tmp_path: Path) -> None:
@@ -184,10 +187,4 @@ def test_lists_of_any_arrow_kind_are_imported(tmp_path: Path) -> None:
         f"to '{tmp_path}/out/item.parquet' (format parquet)"
     )
     tc.import_store(tmp_path / "out", tmp_path / "s.tc", format="parquet", tables=[ADAGRAD])
-    with Store.open(tmp_path / "s.tc") as store:
-        found = {
-            k: (v.tolist(), s.tolist())
-            for ks, (vs, ss) in store.scan("item")
-            for k, v, s in zip(ks.tolist(), vs, ss, strict=True)
-        }
-    assert found == {i - 3: ([i, 0.5], [1.0, i]) for i in range(3000)}
+    assert items(tmp_path / "s.tc") == {i - 3: ([i, 0.5], [1.0, i]) for i in range(3000)}

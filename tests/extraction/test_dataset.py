@@ -11,6 +11,7 @@ import pytest
 
 import tiercache as tc
 from tests.extraction.cases import key_batch, plain_schema, reference, rich_columns, rich_schema, table
+from tests.files import flip
 from tiercache.errors import DatasetError
 from tiercache.passes.dataset import PassDataset
 from tiercache.passes.from_arrays import write_dataset
@@ -27,8 +28,11 @@ def small(tmp_path: Path) -> PassDataset:
     return reference(tmp_path / "passes", rich_schema(), rich_columns(300), [0, 100, 300])
 
 
-def test_local_ids_are_positions_in_the_key_set(small: PassDataset) -> None:
-    """Looking local ids up in the key set gives the keys of the data, sample by sample."""
+def test_ids_are_positions_in_key_sets_which_are_in_hash_order_with_counts(small: PassDataset) -> None:
+    """Looking ids up gives the keys of the data; a table's are distinct, and counted over all features that share it.
+
+    The hashes are unsigned.
+    """
     schema, columns = rich_schema(), rich_columns(300)
     for p, (low, high) in zip(small, [(0, 100), (100, 300)], strict=True):
         batch = key_batch(schema, columns, low, high)
@@ -42,13 +46,6 @@ def test_local_ids_are_positions_in_the_key_set(small: PassDataset) -> None:
             else:
                 rows = [entry.keys[entry.offsets[i] : entry.offsets[i + 1]] for i in order]
                 np.testing.assert_array_equal(keys, np.concatenate(rows))
-
-
-def test_key_sets_are_in_hash_order_with_counts(small: PassDataset) -> None:
-    """Keys of a table are distinct, ordered by the unsigned hash, and counted over all features that share it."""
-    schema, columns = rich_schema(), rich_columns(300)
-    for p, (low, high) in zip(small, [(0, 100), (100, 300)], strict=True):
-        batch = key_batch(schema, columns, low, high)
         for spec in small.tables:
             keys = p.keys(spec.name)
             hashes = hash_keys(keys, spec.table_id)
@@ -87,11 +84,7 @@ def test_a_pass_can_be_closed_and_read_again(small: PassDataset) -> None:
 def test_a_whole_set_verifies_and_a_changed_byte_is_found(small: PassDataset) -> None:
     """Verify reads everything and names the pass whose content changed."""
     small.verify()
-    path = small.path / "pass-00001.samples.arrow"
-    data = bytearray(path.read_bytes())
-    region = next(small.passes[1].samples_file.regions())
-    data[region.offset] ^= 1
-    path.write_bytes(data)
+    flip(small.path / "pass-00001.samples.arrow", next(small.passes[1].samples_file.regions()).offset)
     with pytest.raises(DatasetError, match=r"sub-dataset 1 of .* was changed"):
         PassDataset.open(small.path).verify()
 

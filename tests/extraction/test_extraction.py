@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -37,6 +36,15 @@ if TYPE_CHECKING:
     from tiercache.extraction.extract import ExtractionProgress
     from tiercache.passes.dataset import PassDataset
     from tiercache.schema import Schema
+
+
+SMALL: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "progress": False}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    """Two files of 25 samples."""
+    return write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 25, 50])
 
 
 def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, align: int) -> list[int]:
@@ -132,19 +140,16 @@ def test_the_host_budget_changes_no_bit(tmp_path: Path) -> None:
     assert len(tc.PassDataset.open(tmp_path / "small")) > 3
 
 
-def test_a_finished_set_is_returned_as_it_is(tmp_path: Path) -> None:
+def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) -> None:
     """The same call reads nothing and writes nothing; only training parameters of tables are taken over."""
-    schema = plain_schema()
-    columns = {"a": np.arange(5000), "y": np.zeros(5000)}
-    paths = write_parquet(tmp_path, columns, [0, 5000])
-    out = tmp_path / "out"
-    first = extract(paths, schema, out, device_budget="1MiB", progress=False)
+    schema, out = plain_schema(), tmp_path / "out"
+    first = extract(paths, out=out, **SMALL)
     before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
-    again = extract(paths, schema, out, device_budget="1MiB", host_budget="2GiB", progress=False)
+    again = extract(paths, out=out, host_budget="2GiB", **SMALL)
     assert again.digest == first.digest
     assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before
     faster = replace(schema, tables=(replace(schema.tables[0], optimizer=tc.SGD(learning_rate=9.0)),))
-    changed = extract(paths, faster, out, device_budget="1MiB", progress=False)
+    changed = extract(paths, out=out, **{**SMALL, "schema": faster})
     assert changed.schema == faster
     assert changed.digest == first.digest
 
@@ -164,55 +169,44 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_finished_set_of_other_options_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_finished_set_of_other_options_is_refused(
+    tmp_path: Path, paths: list[Path], changes: dict[str, Any], message: str
+) -> None:
     """Nothing is overwritten; the sentence names the option with both values."""
-    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
-    call: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "progress": False}
-    extract(paths, out=tmp_path / "out", **call)
+    extract(paths, out=tmp_path / "out", **SMALL)
     with pytest.raises(ExtractionError, match=message):
-        extract(paths, out=tmp_path / "out", **{**call, **changes})
+        extract(paths, out=tmp_path / "out", **{**SMALL, **changes})
 
 
-def test_a_finished_set_of_other_data_is_refused(tmp_path: Path) -> None:
+def test_a_finished_set_of_other_data_is_refused(tmp_path: Path, paths: list[Path]) -> None:
     """Files are told from changed ones by size and time of change."""
-    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 25, 50])
-    call: dict[str, Any] = {
-        "schema": plain_schema(),
-        "out": tmp_path / "out",
-        "device_budget": "1MiB",
-        "progress": False,
-    }
-    extract(paths, **call)
+    extract(paths, out=tmp_path / "out", **SMALL)
     with pytest.raises(ExtractionError, match="it had 2 files and has 1 now"):
-        extract(paths[:1], **call)
+        extract(paths[:1], out=tmp_path / "out", **SMALL)
     os.utime(paths[1], ns=(1, 1))
     with pytest.raises(ExtractionError, match=r"part-1.parquet: its mtime_ns was .* and is 1 now"):
-        extract(paths, **call)
+        extract(paths, out=tmp_path / "out", **SMALL)
 
 
-def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_refused(tmp_path: Path, paths: list[Path]) -> None:
     """A dataset is never mixed with what is not its own."""
-    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
-    call: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "progress": False}
     with pytest.raises(ExtractionError, match="holds other files and no dataset"):
-        extract(paths, out=tmp_path, **call)
+        extract(paths, out=tmp_path, **SMALL)
     with pytest.raises(ExtractionError, match="is no directory"):
-        extract(paths, out=paths[0], **call)
+        extract(paths, out=paths[0], **SMALL)
 
 
-def test_two_extractions_into_one_directory_are_refused(tmp_path: Path) -> None:
+def test_two_extractions_into_one_directory_are_refused(tmp_path: Path, paths: list[Path]) -> None:
     """The second is told, the first goes on undisturbed."""
-    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
-    call: dict[str, Any] = {"schema": plain_schema(), "out": tmp_path / "out", "device_budget": "1MiB"}
     seen: list[object] = []
 
     def progress(event: ExtractionProgress) -> None:
         if event.stage == "close" and not seen:
             with pytest.raises(ExtractionError, match="another process is extracting into") as caught:
-                extract(paths, progress=False, **call)
+                extract(paths, out=tmp_path / "out", **SMALL)
             seen.append(caught)
 
-    assert extract(paths, progress=progress, **call).samples == 50
+    assert extract(paths, out=tmp_path / "out", **{**SMALL, "progress": progress}).samples == 50
     assert seen
 
 
@@ -236,16 +230,15 @@ def test_a_failed_extraction_goes_on_when_its_cause_is_gone(tmp_path: Path) -> N
     assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: list[Path]) -> None:
     """The result would be of neither the old nor the new file."""
-    paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
 
     def touch(event: ExtractionProgress) -> None:
         if event.stage == "close":
             os.utime(paths[0], ns=(1, 1))
 
     with pytest.raises(ValueError, match=r"part-0.parquet was changed while it was read"):
-        extract(paths, plain_schema(), tmp_path / "out", device_budget="1MiB", progress=touch)
+        extract(paths, out=tmp_path / "out", **{**SMALL, "progress": touch})
 
 
 @pytest.mark.parametrize(
@@ -282,30 +275,19 @@ def test_what_cannot_be_done_says_the_numbers(
     assert not (tmp_path / "out" / "passes.json").exists()
 
 
-def test_keys_that_do_not_fit_the_host_budget_are_refused(tmp_path: Path) -> None:
-    """The sentence names the pass, its rows and both sizes; the passes closed before stay."""
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"a": np.arange(600_000), "y": np.zeros(600_000)}), path)
-    with pytest.raises(
-        BudgetError, match=r"sub-dataset 0 has [\d,]+ rows after [\d,]+ samples, and their keys fill the"
-    ):
-        extract(path, plain_schema(), tmp_path / "out", device_budget="1GiB", host_budget="16MiB", progress=False)
-
-
-def test_a_unit_that_does_not_fit_the_host_budget_is_refused(tmp_path: Path) -> None:
-    """Aligned units are numbered whole, so they have to fit."""
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"a": np.arange(600_000), "y": np.zeros(600_000)}), path)
-    with pytest.raises(BudgetError, match=r"one aligned unit of 500,000 samples takes more than [\d.]+ MiB of host"):
-        extract(
-            path,
-            plain_schema(),
-            tmp_path / "out",
-            device_budget="1GiB",
-            host_budget="16MiB",
-            align=500_000,
-            progress=False,
-        )
+@pytest.mark.parametrize(
+    ("align", "message"),
+    [
+        (8192, r"sub-dataset 0 has [\d,]+ rows after [\d,]+ samples, and their keys fill the"),
+        (500_000, r"one aligned unit of 500,000 samples takes more than [\d.]+ MiB of host"),
+    ],
+)
+def test_what_does_not_fit_the_host_budget_is_refused(tmp_path: Path, align: int, message: str) -> None:
+    """The keys of a pass, and an aligned unit, which is numbered whole."""
+    paths = write_parquet(tmp_path, {"a": np.arange(600_000), "y": np.zeros(600_000)}, [0, 600_000])
+    how: dict[str, Any] = {"device_budget": "1GiB", "host_budget": "16MiB", "progress": False}
+    with pytest.raises(BudgetError, match=message):
+        extract(paths, plain_schema(), tmp_path / "out", align=align, **how)
 
 
 def test_progress_tells_samples_passes_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.store.big import BIG
-from tiercache.store import SGD, Adagrad, Adam, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
+from tiercache.store import SGD, Adagrad, Adam, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,20 @@ def small_tables() -> list[Table]:
         Table(name="word", dim=8, optimizer=Adam(), initializer=uniform, seed=7),
         Table(name="day", dim=1, optimizer=SGD(learning_rate=1.0), initializer=Zeros()),
         Table(name="place", dim=5, optimizer=RowWiseAdagrad(learning_rate=0.1), initializer=uniform),
+    ]
+
+
+def narrow_tables() -> list[Table]:
+    """Six tables in five groups, five of them of 16-bit vectors, with even and odd dims."""
+    start = Uniform(low=-0.1, high=0.1)
+    adagrad = Adagrad(learning_rate=0.1)
+    return [
+        Table(name="user", dim=3, optimizer=adagrad, initializer=start, dtype="bfloat16"),
+        Table(name="item", dim=3, optimizer=adagrad, initializer=start, dtype="bfloat16"),
+        Table(name="word", dim=3, optimizer=adagrad, initializer=start, dtype="float16", seed=7),
+        Table(name="day", dim=1, optimizer=SGD(learning_rate=1.0), initializer=Constant(value=0.3), dtype="float16"),
+        Table(name="place", dim=6, optimizer=RowWiseAdagrad(learning_rate=0.1), initializer=start, dtype="bfloat16"),
+        Table(name="wide", dim=3, optimizer=adagrad, initializer=start),
     ]
 
 

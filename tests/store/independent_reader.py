@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -112,40 +111,25 @@ class ZarrFiles:
         raise KeyError(block)
 
 
-def read_last_changes(path: Path, groups: list[list[str]], table: str) -> dict[int, int]:
-    """Return the commit that last changed every live row of a table by key, taken before a pass."""
-    engine = json.loads((path / "store.json").read_text())["engine"]
-    files: Any = {"lmdb": LmdbFiles, "zarr": ZarrFiles}[engine](path)
-    commits = [int(name[7:]) for name in files.records if name.startswith("commit/")]
-    commit, _ = read_record(files.records[f"commit/{max(commits)}"])
-    group = next(i for i, names in enumerate(groups) if table in names)
-    place, found = groups[group].index(table), dict[int, int]()
-    settled = {id_: groups_[group][0] for id_, *groups_ in commit.get("settled", [])}
-    for segment, first in commit["segments"]:
-        values, arrays = read_record(files.records[f"segment/{segment}"])
-        stream = values["streams"][group]
-        block_rows = stream["block_bytes"] // stream["row_bytes"]
-        row = 0
-        for index, (use, *rows) in enumerate(stream["ranges"]):
-            low, row = row + sum(rows[:place]), row + sum(rows)
-            live = index >= settled[segment] if segment in settled else use >= commit["cursor"][0]
-            for at in range(low, low + rows[place]) if live else ():
-                block, i = divmod(at, block_rows)
-                key = int(files.keys(segment, group, block)[i])
-                if f"oldest/{group}" not in arrays:
-                    found[key] = first
-                elif arrays[f"changed/{group}"].size:
-                    found[key] = int(files.changed(segment, group, block)[i])
-                else:
-                    found[key] = int(arrays[f"oldest/{group}"][block])
-    return found
+def last_change(
+    files: Any, segment: int, group: int, arrays: dict[str, np.ndarray], row: tuple[int, int], first: int
+) -> int:
+    """Return the commit that last changed a row of a block."""
+    block, at = row
+    if f"oldest/{group}" not in arrays:
+        return first
+    if arrays[f"changed/{group}"].size:
+        return int(files.changed(segment, group, block)[at])
+    return int(arrays[f"oldest/{group}"][block])
 
 
-def read_table(path: Path, groups: list[list[str]], widths: list[int], table: str) -> dict[int, list[bytes]]:
-    """Return the fields of every live row of a table by key, at the newest commit, taken before a pass.
+def read_table(
+    path: Path, groups: list[list[str]], widths: list[int], table: str
+) -> dict[int, tuple[list[bytes], int]]:
+    """Return the fields and the last change of every live row of a table by key, at the newest commit.
 
-    ``groups`` has the names of the tables of each group, ``widths`` the numbers in each field of the table's rows.
-    Numbers of bfloat16 are given as their bits.
+    That commit was taken before a pass. ``groups`` has the names of the tables of each group, ``widths`` the numbers in
+    each field of the table's rows. Numbers of bfloat16 are given as their bits.
     """
     engine = json.loads((path / "store.json").read_text())["engine"]
     files: Any = {"lmdb": LmdbFiles, "zarr": ZarrFiles}[engine](path)
@@ -155,17 +139,17 @@ def read_table(path: Path, groups: list[list[str]], widths: list[int], table: st
     form[0] = widths[0], {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[spec["dtype"]]
     commit, _ = read_record(files.records[f"commit/{newest}"])
     group = next(i for i, names in enumerate(groups) if table in names)
-    found: dict[int, list[bytes]] = defaultdict(list)
+    place, found = groups[group].index(table), dict[int, tuple[list[bytes], int]]()
     settled = {id_: groups_[group][0] for id_, *groups_ in commit.get("settled", [])}
-    for segment, _ in commit["segments"]:  # the newest last, so that its rows replace stale ones
-        stream = read_record(files.records[f"segment/{segment}"])[0]["streams"][group]
-        row, place = 0, groups[group].index(table)
+    for segment, first in commit["segments"]:  # the newest last, so that its rows replace stale ones
+        values, arrays = read_record(files.records[f"segment/{segment}"])
+        stream, row = values["streams"][group], 0
         for index, (use, *rows) in enumerate(stream["ranges"]):
             low, row = row + sum(rows[:place]), row + sum(rows)
             live = index >= settled[segment] if segment in settled else use >= commit["cursor"][0]
-            while live and low < row - sum(rows[place + 1 :]):
-                block, at = divmod(low, stream["block_bytes"] // stream["row_bytes"])
+            for at in range(low, low + rows[place]) if live else ():
+                block, i = divmod(at, stream["block_bytes"] // stream["row_bytes"])
                 keys, *fields = files.rows(segment, group, stream, form, block)
-                found[int(keys[at])] = [field[at].tobytes() for field in fields]
-                low += 1
-    return dict(found)
+                changed = last_change(files, segment, group, arrays, (block, i), first)
+                found[int(keys[i])] = [field[i].tobytes() for field in fields], changed
+    return found

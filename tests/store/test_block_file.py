@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache.store import StoreFullError
@@ -54,19 +54,6 @@ def test_free_space_is_what_a_set_of_bytes_says(steps: list[tuple[bool, int, int
             free -= set(range(at, at + size))
             taken.append((at, size))
         assert space.free_bytes == len(free)
-
-
-@given(places=st.sets(st.integers(0, 20)))
-def test_places_in_use_are_not_handed_out(places: set[int]) -> None:
-    """After ``use`` of any pages, only the others are free."""
-    space = FreeSpace()
-    space.grow(21)
-    for place in places:
-        space.use(place, 1)
-    found = set()
-    while (at := space.take(1)) is not None:
-        found.add(at)
-    assert found == set(range(21)) - places
 
 
 def aligned(size: int, shift: int = 0) -> NDArray[np.uint8]:
@@ -162,15 +149,6 @@ def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.
     file.close()
 
 
-def test_a_file_that_may_hold_no_more_is_a_sentence(tmp_path: Path) -> None:
-    """With what is needed, what is allowed and what to change."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, max_bytes=100_000)
-    file.put(np.zeros(90_000, np.uint8), stable=False)
-    with pytest.raises(StoreFullError, match=r"needs 20,480 more bytes but .*blocks may hold 100,000: raise max_bytes"):
-        file.put(np.zeros(20_000, np.uint8), stable=False)
-    file.close()
-
-
 def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
     """For ranges past the page cache and through it."""
     file = BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)
@@ -181,27 +159,3 @@ def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
         with pytest.raises(BlockReadError, match="is cut short, as blocks ends at byte 5,000"):
             file.read(place.offset, aligned(size))
     file.close()
-
-
-@settings(max_examples=5, deadline=None)
-@given(seed=st.integers(0, 1000))
-def test_a_cycle_of_dumps_stays_within_live_rows_and_one_dump(seed: int) -> None:
-    """20 epochs of dumps whose blocks die at mixed times: free space stays below one dump and 15 % of what lives."""
-    rng, passes, space, taken = np.random.default_rng(seed), 8, FreeSpace(), dict[int, list[tuple[int, int]]]()
-    shape = [rng.integers(1, 9, passes) for _ in range(passes)]
-    largest_dump = max(int(counts.sum()) for counts in shape) * 17
-    most_live = 0
-    for pass_index in range(20 * passes):
-        for gap, count in enumerate(shape[pass_index % passes], 1):
-            for _ in range(int(count)):
-                for size in (16, 1):  # a block of rows and its keys
-                    at = space.take(size)
-                    if at is None:
-                        space.grow(size - space.tail_bytes)
-                        at = space.take(size)
-                    assert at is not None
-                    taken.setdefault(pass_index + gap, []).append((at, size))
-        for at, size in taken.pop(pass_index, []):
-            space.give(at, size)
-        most_live = max(most_live, space.end - space.free_bytes)
-    assert space.end <= 1.15 * most_live + largest_dump

@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import zarr
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.store.conftest import Home, small_tables
-from tests.store.independent_reader import read_last_changes
 from tests.store.test_rewrite import rows_of
 from tiercache.store import CorruptBlockError, CorruptStoreError, MemoryEngine, Range, Store, Stream, fill, info, verify
 from tiercache.store.blocks import CHANGED
@@ -30,12 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.store import Group, Table
-
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["pass", "within", "follow", "few", "compact", "back"]), st.integers(0, 9)),
-    min_size=2,
-    max_size=9,
-)
 
 
 def check_all(store: Store, world: World, *, least: int = -1) -> None:
@@ -55,41 +45,6 @@ def mixed(store: Store, world: World) -> None:
     world.follow(store, world.draw(world.seed + 1))
     world.run(store, 2)
     world.compact(store)
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 99), steps=STEPS, universe=st.sampled_from([10, 40]), retention=st.integers(1, 3))
-def test_what_changed_is_what_was_written_whatever_moved_it(
-    seed: int, steps: list[tuple[str, int]], universe: int, retention: int
-) -> None:
-    """Through passes, commits within them, schedules that settle segments, compactions and rollbacks."""
-    world = World(small_tables(), seed=seed, num_passes=2, keys_per_pass=8, universe=universe)
-    with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
-        world.run(store, 1)
-        worlds = {store.commit.id: (copy.deepcopy(world), True)}
-        scheduled = True
-        for number, (step, choice) in enumerate(steps):
-            inside = store.commit.cursor.sample > 0
-            if step == "back":
-                to = store.commits[choice % len(store.commits)].id
-                world, scheduled = copy.deepcopy(worlds[to][0]), worlds[to][1]
-                store.rollback(to)
-            elif step in {"follow", "few"} and not inside:
-                world.keys_per_pass = 8 if step == "follow" else 2
-                world.follow(store, world.draw(100 * seed + number))
-                scheduled = True
-            elif step == "compact" and not inside:
-                world.compact(store)
-                scheduled = False
-            elif step == "within" and scheduled and not inside:
-                world.train(part=1)
-                world.append(store, within=True)
-                world.publish(store, sample=1)
-            elif scheduled:
-                world.run(store, 1)
-            worlds[store.commit.id] = copy.deepcopy(world), scheduled
-            check_all(store, world, least=store.commit.id - 1)
-        check_all(store, world)
 
 
 def test_what_changed_is_the_same_on_every_engine(home: Home) -> None:
@@ -169,42 +124,6 @@ def test_last_changes_are_counted_and_freed_with_their_segment(engine: str, tmp_
         world.compact(store)
         assert not kept & store._engine.contents().blocks.keys()
     assert verify(tmp_path / "s")["problems"] == []
-
-
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_reader_that_knows_only_the_format_knows_when_each_row_changed(engine: str, tmp_path: Path) -> None:
-    """Of rows that passes dumped, and of those that were moved, once or more."""
-    world = World(small_tables(), keys_per_pass=9, universe=30, block_rows=7)
-    with Store.open(tmp_path / "s", tables=world.tables, engine=engine) as store:
-        mixed(store, world)
-        world.keys_per_pass = 2
-        world.follow(store, world.draw(3))
-        world.run(store, 1)
-        assert store.commit.settled
-        groups = [[table.name for table in group.tables] for group in store.groups]
-    for table in world.tables:
-        found = read_last_changes(tmp_path / "s", groups, table.name)
-        assert found == {key: commit for (name, key), commit in world.changed.items() if name == table.name}
-
-
-@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
-def test_plain_zarr_reads_last_changes_beside_the_keys(compression: str | None, tmp_path: Path) -> None:
-    """An array of uint32, a number for each key."""
-    tables = [replace(table, compression=compression) for table in small_tables()]
-    world = World(tables, keys_per_pass=20, universe=40, block_rows=7)
-    with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
-        mixed(store, world)
-        segment, groups = store.segments[0], store.groups
-        check_all(store, world)
-    assert verify(tmp_path / "s")["problems"] == []
-    root = zarr.open(str(tmp_path / "s"), mode="r")
-    for group in groups:
-        node = root[f"segments/{segment.id}/{group.index}"]
-        keys, changed = node["keys"][:].tolist(), node["changed"][:]
-        assert changed.dtype == np.uint32
-        counts = segment.streams[group.index].ranges[0].table_rows
-        names = [table.name for table, n in zip(group.tables, counts, strict=True) for _ in range(n)]
-        assert changed.tolist() == [world.changed[key] for key in zip(names, keys, strict=True)]
 
 
 def moved_store(tables: list[Table]) -> tuple[MemoryEngine, int]:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
+from tests.files import flip
 from tests.store.damage import assert_sentence, generator_of, lying
 from tests.store.test_fuzz import bounded_memory
+from tests.store.test_independent_reader import compressed_tables
 from tiercache.store import (
     SGD,
-    Adagrad,
     BlockReadError,
     CorruptBlockError,
     CorruptStoreError,
@@ -51,11 +51,6 @@ __all__ = ["bounded_memory"]  # a fixture
 KINDS = ("zstd", "blosc")
 
 
-def compressed(tables: list[Table], kind: str) -> list[Table]:
-    """Return the tables, all but the last compressed."""
-    return [dataclasses.replace(table, compression=kind) for table in tables[:-1]] + tables[-1:]
-
-
 def plain(**changes: object) -> Table:
     """Return a table of rows of 256 bytes."""
     table = Table(name="t", dim=64, optimizer=SGD(learning_rate=1.0), initializer=Zeros())
@@ -73,9 +68,9 @@ def read_all(store: Store) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, tables: list[Table], kind: str) -> None:
+def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, kind: str) -> None:
     """Through passes, a commit inside one, a reopen, a rollback and a compaction: loads, lookups, scans and changes."""
-    chosen = compressed(tables, kind)
+    chosen = compressed_tables(kind)
     world = World(chosen, num_passes=4, keys_per_pass=60)
     with Store.open(tmp_path / "s", tables=chosen, retention=2) as store:
         assert isinstance(store._engine, ZarrEngine)
@@ -109,34 +104,6 @@ def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, 
     tc.import_store(tmp_path / "out", tmp_path / "copy", steps=1)
     with Store.open(tmp_path / "copy") as copy:
         assert {t.name: t.compression for t in copy.tables} == {t.name: t.compression for t in chosen}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block_rows", [7, 8, 50])
-def test_plain_zarr_reads_compressed_arrays(tmp_path: Path, tables: list[Table], kind: str, block_rows: int) -> None:
-    """Where pieces divide a block, where they do not, and where a stream has one block."""
-    chosen = compressed(tables, kind)
-    world = World(chosen, num_passes=2, keys_per_pass=40, block_rows=block_rows)
-    with Store.open(tmp_path / "s", tables=chosen) as store:
-        world.run(store, 1)
-        segment, groups = store.segments[0], store.groups
-        expected = []
-        for group in groups:
-            for block in range(segment.streams[group.index].num_blocks):
-                expected += store.read_keys(segment, group.index, block).tolist()
-    root = zarr.open(str(tmp_path / "s"), mode="r")
-    found = []
-    for group, stream in zip(groups, segment.streams, strict=True):
-        node = root[f"segments/{segment.id}/{group.index}"]
-        keys, fields = node["keys"][:], [node[field.name][:] for field in group.fields]
-        found += keys.tolist()
-        names = [
-            t.name for r in stream.ranges for t, n in zip(group.tables, r.table_rows, strict=True) for _ in range(n)
-        ]
-        assert len(keys) == len(names) == stream.rows
-        for row, (name, key) in enumerate(zip(names, keys.tolist(), strict=True)):
-            assert b"".join(field[row].tobytes() for field in fields) == world.rows[name, key]
-    assert found == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -217,31 +184,11 @@ def test_a_changed_bit_is_found_before_anything_is_decompressed(
         world.run(store, 1)
     chunks = sorted(path.glob("segments/*/*/*/c.*"))
     chunk = chunks[which % len(chunks)]
-    data = bytearray(chunk.read_bytes())
-    data[place % len(data)] ^= 1 << bit
-    chunk.write_bytes(data)
+    flip(chunk, place % chunk.stat().st_size, 1 << bit)
     with Store.open(path, mode="r") as store:
         words = rf"block \d+ of segment {store.segments[0].id} .* has checksum .* over its compressed bytes"
         with pytest.raises(CorruptBlockError, match=words):
             read_all(store)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("damage", ["missing", "short", "long"])
-def test_a_compressed_chunk_that_is_not_whole_is_refused(tmp_path: Path, kind: str, damage: str) -> None:
-    """On opening: the manifest knows its length."""
-    table = plain(compression=kind)
-    with Store.open(tmp_path / "s", tables=[table]) as store:
-        World([table]).run(store, 1)
-    chunk = next((tmp_path / "s").glob("segments/*/*/vector/c.*"))
-    data = chunk.read_bytes()
-    if damage == "missing":
-        chunk.unlink()
-    else:
-        chunk.write_bytes(data[:-1] if damage == "short" else data + b"\0")
-    for mode in ("a", "r"):
-        with pytest.raises(CorruptBlockError, match="restore the store from a copy"):
-            Store.open(tmp_path / "s", mode=mode)
 
 
 def test_what_points_beyond_a_chunk_is_an_error(tmp_path: Path) -> None:
@@ -363,18 +310,6 @@ def test_a_write_that_fails_leaves_no_compressed_chunk(tmp_path: Path) -> None:
     engine.write(given_as(blocks))
     engine.commit({}, [])
     engine.close()
-
-
-def test_adagrad_state_is_compressed_with_its_rows(tmp_path: Path) -> None:
-    """Every array of the stream is, keys too."""
-    table = plain(optimizer=Adagrad(learning_rate=0.1), compression="blosc")
-    with Store.open(tmp_path / "s", tables=[table]) as store:
-        World([table]).run(store, 1)
-    node = zarr.open(str(tmp_path / "s"), mode="r")["segments/0/0"]
-    for name in ("keys", "vector", "sum"):
-        (sharding,) = node[name].metadata.to_dict()["codecs"]
-        names = [codec["name"] for codec in sharding["configuration"]["codecs"]]
-        assert names == ["bytes", "blosc", "crc32c"]
 
 
 @pytest.mark.usefixtures("bounded_memory")

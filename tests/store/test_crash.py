@@ -15,11 +15,11 @@ import pytest
 
 from tests.apart import command, ran
 from tests.crash.image import Camera
+from tests.crash.store import QUICK
 from tests.crash.store_steps import STEPS, TABLES, go_on, problems, quiet, stands, take
 from tiercache.store import Store, StoreFullError, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 ENGINES = ("lmdb", "zarr")
@@ -41,10 +41,11 @@ def test_a_store_killed_at_any_point_or_without_power_or_room_stands_at_a_commit
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(figures.read_text())
     assert found["lost"] == found["failing"] == found["silent"] == 0
-    assert min(150, found["points"]) <= found["points_tried"] <= found["points"]
+    assert min(QUICK["points"], found["points"]) <= found["points_tried"] <= found["points"]
     assert found["kills"] >= found["points_tried"]
     assert min(found["torn"], found["instants"], found["second_kills"], found["replays"], found["full_disks"]) >= 10
-    assert found["commits_found"] == len(STEPS), "some commit was never the one that was found"
+    least = len(STEPS) * 3 // 4 if "--quick" in options else len(STEPS)
+    assert found["commits_found"] >= least, "some commit was never the one that was found"
 
 
 def test_an_image_is_what_stands_there_however_fast_it_changes(tmp_path: Path) -> None:
@@ -157,18 +158,6 @@ def block_bytes(path: Path) -> int:
     """Return the bytes of the files that hold blocks."""
     files = [path / "blocks.bin", *path.glob("blocks/*"), *path.glob("segments/*/*/*/c.*")]
     return sum(file.stat().st_size for file in files if file.exists())
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a small file system takes rights that this test does not have")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

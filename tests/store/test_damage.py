@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from tests.files import flip
 from tests.store.big import dump, places, publish, values
 from tiercache.store import (
     CorruptBlockError,
@@ -24,11 +25,7 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind:
     big.close()
     assert big.path is not None
     place = next(place for name, place in sorted(places(big.path).items()) if name[:1] == kind)
-    with (big.path / "blocks.bin").open("r+b") as file:
-        file.seek(place.offset + 1234 % place.size)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 0x10]))
+    flip(big.path / "blocks.bin", place.offset + 1234 % place.size, 0x10)
     with Store.open(big.path) as store:
         segment = store.segments[0]
         stream = segment.streams[0]

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.independent_reader import read_table
-from tiercache.store import SGD, Adagrad, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
+from tests.store.conftest import narrow_tables
+from tiercache.store import SGD, Adagrad, Constant, MemoryEngine, Store, Table, Zeros
 from tiercache.store.difference import differences
 from tiercache.store.filling import fill
 from tiercache.store.initial import initial_rows
@@ -19,25 +18,9 @@ from tiercache.store.testing.world import World
 from tiercache.store.vectors import from_bits, nearest, row_words, to_bits
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.store.conftest import Home
 
 DTYPES = ("bfloat16", "float16")
-
-
-def narrow_tables() -> list[Table]:
-    """Six tables in five groups, with even and odd dims."""
-    start = Uniform(low=-0.1, high=0.1)
-    adagrad = Adagrad(learning_rate=0.1)
-    return [
-        Table(name="user", dim=3, optimizer=adagrad, initializer=start, dtype="bfloat16"),
-        Table(name="item", dim=3, optimizer=adagrad, initializer=start, dtype="bfloat16"),
-        Table(name="word", dim=3, optimizer=adagrad, initializer=start, dtype="float16", seed=7),
-        Table(name="day", dim=1, optimizer=SGD(learning_rate=1.0), initializer=Constant(value=0.3), dtype="float16"),
-        Table(name="place", dim=6, optimizer=RowWiseAdagrad(learning_rate=0.1), initializer=start, dtype="bfloat16"),
-        Table(name="wide", dim=3, optimizer=adagrad, initializer=start),
-    ]
 
 
 def test_passes_loads_other_schedules_and_compacting_keep_every_bit(home: Home) -> None:
@@ -65,66 +48,6 @@ def test_passes_loads_other_schedules_and_compacting_keep_every_bit(home: Home) 
             assert all(values.dtype == np.float32 for values in looked_up.values())
             rows = row_words(table.fields, list(looked_up.values()))
             assert [row.tobytes() for row in rows] == [found[key] for key in keys.tolist()]
-
-
-@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
-def test_a_reader_that_knows_only_the_format_reads_vectors_of_16_bits(kind: str, tmp_path: Path) -> None:
-    """Their own bits, without those that fill a word."""
-    tables = narrow_tables()
-    world = World(tables, piece_rows=3, block_rows=11)
-    with Store.open(tmp_path / "s", tables=tables, engine=kind) as store:
-        world.run(store, 5)
-        groups = [[table.name for table in group.tables] for group in store.groups]
-    for table in tables:
-        widths = [field.width for field in table.fields]
-        for key, (vector, *states) in read_table(tmp_path / "s", groups, widths, table.name).items():
-            row = world.rows[table.name, key]
-            assert len(vector) == table.dim * (4 if table.dtype == "float32" else 2)
-            assert row[: len(vector)] == vector
-            assert row[4 * table.fields[0].words :] == b"".join(states)
-            assert not any(row[len(vector) : 4 * table.fields[0].words])
-
-
-def test_plain_zarr_reads_vectors_of_16_bits(tmp_path: Path) -> None:
-    """float16 as it is, bfloat16 as its bits with an attribute that says so; an odd dim has a column of zeros more."""
-    tables = narrow_tables()
-    world = World(tables, num_passes=2, keys_per_pass=60, block_rows=7)
-    with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
-        world.run(store, 1)
-        segment, groups = store.segments[0], store.groups
-    root = zarr.open(str(tmp_path / "s"), mode="r")
-    for group in groups:
-        node = root[f"segments/{segment.id}/{group.index}"]
-        keys, vectors = node["keys"][:], node["vector"]
-        assert str(vectors.dtype) == {"bfloat16": "uint16"}.get(group.dtype, group.dtype)
-        assert dict(vectors.attrs) == ({"dtype": "bfloat16"} if group.dtype == "bfloat16" else {})
-        if group.dtype != "float32":
-            assert vectors.shape[1] == group.dim + group.dim % 2
-        tables_of = [t.name for t in group.tables]
-        for i, key in enumerate(keys.tolist()):
-            row = vectors[i].tobytes()
-            assert any(world.rows.get((name, key), b"")[: len(row)] == row for name in tables_of)
-
-
-@pytest.mark.parametrize("compression", ["zstd", "blosc"])
-def test_compressed_tables_may_have_16_bits(tmp_path: Path, compression: str) -> None:
-    """What is written is what is read."""
-    start = Uniform(low=-0.1, high=0.1)
-    tables = [
-        Table(
-            name=dtype, dim=5, optimizer=Adagrad(learning_rate=0.1), initializer=start, dtype=dtype,
-            compression=compression,
-        )
-        for dtype in DTYPES
-    ]  # fmt: skip
-    world = World(tables, piece_rows=3, block_rows=12)
-    with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
-        world.run(store, 3)
-        world.check(store, after=world.pass_index - 1)
-        root = zarr.open(str(tmp_path / "s"), mode="r")
-        segment = store.segments[-1]
-        vectors = root[f"segments/{segment.id}/0/vector"][:]
-        assert vectors.itemsize == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

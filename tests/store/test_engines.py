@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -13,6 +10,8 @@ from tiercache.store import LmdbEngine, MemoryEngine, ZarrEngine
 from tiercache.store.testing import EngineContract
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tiercache.store import Engine
 
 
@@ -109,22 +108,3 @@ class TestZarrEngineElsewhereWithZstd(TestZarrEngineElsewhere):
     """Compressed arrays there."""
 
     compression = "zstd"
-
-
-def test_engines_that_misbehave_can_be_had_without_the_tools_of_tests() -> None:
-    """The contract needs pytest and Hypothesis, and they are loaded with it only."""
-    code = (
-        "import sys, tiercache.store.testing as t; t.FailingEngine, t.SlowEngine; "
-        "before = [m for m in ('pytest', 'hypothesis', 'zarr', 'lmdb') if m in sys.modules]; "
-        "print(before, t.EngineContract.__name__)"
-    )
-    root = Path(__file__).parents[2]
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=root,
-        env={"PYTHONPATH": str(root)},
-    )
-    assert said.stdout == "[] EngineContract\n"

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import tracemalloc
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from tiercache.store.testing import FailingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 ONE = Table(name="one", dim=2, optimizer=Adagrad(learning_rate=0.1, initial_accumulator=0.5), initializer=Zeros())
 
@@ -181,19 +181,6 @@ def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
     assert store.commit is None
     assert Store.open(None, engine=memory).commit is None
     assert memory.blocks == {}
-
-
-def test_a_full_disk_while_sorting_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary files need room, too."""
-    full = lambda **_: Path("/dev/full").open("r+b", buffering=0)  # noqa: E731, SIM115 - the spill closes it
-    monkeypatch.setattr("tiercache.store.scratch_file.tempfile.TemporaryFile", full)
-    with Store.open(None, tables=[ONE], engine=MemoryEngine()) as store:
-        keys = np.arange(100, dtype=np.int64)
-        with pytest.raises(
-            StoreFullError, match=r"sorting the rows of table 'one' in .* needs at least [\d,]+ more bytes"
-        ):
-            fill(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
-        assert store.commit is None
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

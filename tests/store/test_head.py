@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from tests.apart import ran
+from tests.files import flipped
 from tests.store.big import values
 from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
@@ -21,7 +20,7 @@ from tiercache.store.lmdb_head import HEAD, read_head
 from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -60,19 +59,6 @@ def check(path: Path, rows: Rows, mode: str = "r") -> None:
 def bytes_of(path: Path) -> dict[str, bytes]:
     """Return the files of a store, but those of locks."""
     return {file.name: file.read_bytes() for file in path.iterdir() if file.name not in LOCKS}
-
-
-@contextmanager
-def flipped(path: Path, at: int, mask: int) -> Iterator[None]:
-    """Flip bits of a byte of a file, and put them back."""
-    handle = os.open(path, os.O_RDWR)
-    try:
-        (byte,) = os.pread(handle, 1, at)
-        os.pwrite(handle, bytes([byte ^ mask]), at)
-        yield
-        os.pwrite(handle, bytes([byte]), at)
-    finally:
-        os.close(handle)
 
 
 def bits_of(at: int) -> tuple[int, int]:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from typer.testing import CliRunner
 
-import tiercache.store
 from tiercache.cli.store import app
 from tiercache.store import NotAStoreError, Store, StoreMissingError, info, verify
 from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
-    from tiercache.store import Table
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+    from tiercache.store import Table
 
 
 def make(path: Path, tables: list[Table], passes: int) -> World:
@@ -108,30 +104,3 @@ def test_the_command_line_ends_with_1_where_something_is_wrong(tmp_path: Path, t
     assert result.exit_code == 1
     assert result.stderr.count("error: ") == 1
     assert "restore the store from a copy" in result.stderr
-
-
-def test_importing_the_store_loads_neither_torch_nor_an_engine() -> None:
-    """Names come when they are used."""
-    code = (
-        "import sys, tiercache.store as s; s.Table, s.Store; "
-        "print([m for m in ('torch', 'numba', 'pyarrow', 'lmdb', 'zarr', 'cupy') if m in sys.modules])"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-    )
-    assert said.stdout == "[]\n"
-
-
-def test_every_public_name_is_there() -> None:
-    """``__all__`` is sorted and says what can be had; other names are errors."""
-    for name in tiercache.store.__all__:
-        assert getattr(tiercache.store, name) is not None
-    assert set(tiercache.store.__all__) <= set(dir(tiercache.store))
-    assert len(set(tiercache.store.__all__)) == len(tiercache.store.__all__)
-    with pytest.raises(AttributeError, match="has no attribute 'Shop'"):
-        tiercache.store.Shop  # noqa: B018 - looking is the test

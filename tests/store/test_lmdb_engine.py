@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.apart import command, ran
-from tests.store.big import BIG, dump, load, publish
+from tests.store.big import dump, load, publish
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.store import LmdbEngine, Store, StoreError, verify
 from tiercache.store.lmdb_file import LmdbFile
@@ -25,21 +25,6 @@ if TYPE_CHECKING:
     from tiercache.store.engine import Block
 
 pytestmark = pytest.mark.disk
-
-
-def test_ranges_come_back_from_their_places_in_the_file(big: Store) -> None:
-    """Large values, through several epochs of freeing and reuse, and after a reopen."""
-    stored: dict[int, dict[int, bytes]] = {}
-    for pass_index in range(12):
-        stored[pass_index] = dump(big, pass_index, {pass_index + 1: 100, pass_index + 2: 60, pass_index + 4: 130})
-        publish(big, pass_index + 1)
-        expected = {v: ranges[pass_index + 1] for v, ranges in stored.items() if pass_index + 1 in ranges}
-        assert load(big, pass_index + 1) == expected
-    assert big.path is not None
-    big.close()
-    with Store.open(big.path) as again:
-        assert load(again, 12) == expected
-        assert set(load(again, 13)) == {v for v, ranges in stored.items() if 13 in ranges}
 
 
 def test_the_file_tells_where_lmdb_keeps_each_value(tmp_path: Path) -> None:
@@ -117,56 +102,6 @@ def test_a_reader_beside_the_writer_sees_whole_blocks(big: Store, *, at_once: bo
     done.set()
     reader.join()
     assert not failures, failures
-
-
-def test_a_reading_store_stays_at_its_commit(big: Store) -> None:
-    """Another process sees the commit that was newest when it opened, whole, however far one writer and others go.
-
-    What dead blocks left is in the file for the next writer to respect.
-    """
-    stored = dump(big, 0, {1: 100, 2: 100})
-    publish(big, 1, b"one")
-    code = (
-        "import sys, numpy as np\n"
-        "from tiercache.store import Store\n"
-        "s = Store.open(sys.argv[1], mode='r')\n"
-        "print('open', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "g = s.segments[0].streams[0]\n"
-        "out = np.ones(int(g.piece_offset_P[-1]), np.uint8)\n"
-        "s.read(s.segments[0], 0, 0, g.num_pieces, out)\n"
-        "sys.stdout.write(s.state().decode() + ' ' + str(s.commit.id) + ' ' + str(int(out.astype(np.int64).sum())))\n"
-    )
-    with Popen(command(code, big.path), stdin=PIPE, stdout=PIPE, text=True) as reader:
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "open\n"
-        for pass_index in range(1, 12):
-            dump(big, pass_index, {pass_index + 1: 100, pass_index + 2: 100})
-            publish(big, pass_index + 1, b"later")
-            if pass_index in {2, 5}:
-                big.close()
-                big = Store.open(big.path)
-        said, _ = reader.communicate("go\n")
-    total = sum(sum(data) for data in stored.values())
-    assert said == f"one 0 {total}"
-
-
-def test_the_file_stops_growing(big: Store) -> None:
-    """A cycle of passes with mixed next uses, 22 epochs of it: from the third on, the file has the same length."""
-    generator = np.random.default_rng(0)
-    passes = 4
-    rows = [{gap: int(generator.integers(20, 120)) for gap in range(1, passes + 1)} for _ in range(passes)]
-    sizes = []
-    assert big.path is not None
-    for pass_index in range(22 * passes):
-        dump(big, pass_index, {pass_index + gap: n for gap, n in rows[pass_index % passes].items()})
-        publish(big, pass_index + 1, bytes(50_000))
-        if (pass_index + 1) % passes == 0:
-            sizes.append((big.path / "blocks.bin").stat().st_size)
-    assert set(sizes[2:]) == {sizes[2]}
-    live = sum(big._engine.contents().blocks.values())
-    largest_dump = max(sum(gaps.values()) for gaps in rows) * (BIG.row_bytes + 8)
-    assert sizes[-1] < 1.15 * live + 2 * largest_dump
 
 
 def test_freed_places_beyond_the_end_of_the_file_are_no_damage(tmp_path: Path) -> None:

@@ -38,15 +38,6 @@ def trained(seed: int, passes: int, *, commit: bool = True) -> tuple[Store, Worl
     return store, world
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1000), st.integers(0, 6), st.booleans())
-def test_every_row_is_found_where_it_was_last_written(seed: int, passes: int, commit: bool) -> None:
-    """Committed or not, for pieces and blocks of any size; keys that no pass trained are not found."""
-    store, world = trained(seed, passes, commit=commit)
-    world.check(store, after=passes - 1)
-    world.check(store, after=passes)
-
-
 def test_a_lookup_of_one_table_is_that_of_many(home: Home, tables: list[Table]) -> None:
     """``Store.locate`` gives what one sweep for several tables gives, in the order of the keys that were asked for."""
     store, world = home.open(tables), World(tables)
@@ -116,20 +107,6 @@ def test_contiguous_pieces_are_read_at_once(home: Home, tables: list[Table]) -> 
     before = store.counters.reads
     store.read_rows(segment, 0, np.arange(segment.streams[0].rows))
     assert store.counters.reads - before == segment.streams[0].num_blocks
-
-
-def test_rows_are_read_in_batches_of_bounded_memory(
-    home: Home, tables: list[Table], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Any bound gives the same rows."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 1)
-    segment = store.segments[0]
-    rows = np.random.default_rng(2).permutation(segment.streams[0].rows)
-    whole = store.read_rows(segment, 0, rows)
-    monkeypatch.setattr("tiercache.store.lookup.BATCH_BYTES", 1)
-    for a, b in zip(whole, store.read_rows(segment, 0, rows), strict=True):
-        assert np.array_equal(a, b)
 
 
 @settings(max_examples=20, deadline=None)

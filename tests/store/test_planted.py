@@ -114,7 +114,15 @@ PLANTED = {
 """By engine and defect: what is replaced, by what, what the harness does, and by which of it the defect shows."""
 
 
-@pytest.mark.parametrize("defect", PLANTED)
+QUICK = {name for name in PLANTED if name.startswith("lmdb")} | {
+    "zarr: manifests not synced", "zarr: two manifests", "zarr: written over below a reader",
+}  # fmt: skip
+"""Of each engine one that each part of the harness must find; the others are looked for by make test-long."""
+
+
+@pytest.mark.parametrize(
+    "defect", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PLANTED]
+)
 def test_the_harness_finds_an_engine_that_is_not_crash_proof(tmp_path: Path, defect: str) -> None:
     """Syncs left out or made too late, a commit in two steps, room that is given up before the commit that frees it."""
     place, body, options, words = PLANTED[defect]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.apart import ran
+from tests.files import flip
 from tests.store.big import BIG, dump, load, publish
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, verify
 
@@ -73,8 +74,6 @@ def test_damage_is_still_damage_there(tmp_path: Path, mounted: Path, kind: str) 
         dump(store, 0, {1: 200})
         publish(store, 1)
     (file,) = [home / "blocks.bin"] if kind == "lmdb" else home.glob("segments/*/0/vector*/c.0.0")
-    data = bytearray(file.read_bytes())
-    data[5000] ^= 1
-    file.write_bytes(data)
+    flip(file, 5000)
     with Store.open(mounted / "s", mode="r") as reader, pytest.raises(CorruptBlockError):
         load(reader, 1)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.files import flip
 from tests.store.big import BIG, dump, places, publish
 from tiercache.kernels.cpu.field_io import read_fields
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
@@ -117,11 +118,7 @@ def test_damage_is_refused_in_the_same_words(tmp_path: Path, kind: str, damage: 
             key, size = list(store._engine._blocks[name].chunks(name))[1]
             file, offset = tmp_path / "s" / key, 0
         if damage == "flipped":
-            with file.open("r+b") as opened:
-                opened.seek(offset + size // 3)
-                byte = opened.read(1)[0]
-                opened.seek(offset + size // 3)
-                opened.write(bytes([byte ^ 1]))
+            flip(file, offset + size // 3)
         elif damage == "short":
             os.truncate(file, offset + 100)
         elif kind == "lmdb":

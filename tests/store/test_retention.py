@@ -6,8 +6,6 @@ import copy
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
 from tests.store.test_settled import rewritten
@@ -69,43 +67,6 @@ def test_retention_is_kept_until_another_is_asked_for(tmp_path: Path) -> None:
     with Store.open(None, tables=alone.tables, engine=memory) as other:
         alone.run(other, 6)
     assert {name[1:] for name in blocks if name[:1] != b"s"} == {name[1:] for name in memory.blocks if name[:1] != b"s"}
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 30),
-    passes=st.integers(2, 6),
-    retention=st.integers(1, 4),
-    back=st.integers(0, 3),
-    on=st.integers(1, 6),
-    appended=st.booleans(),
-)
-def test_a_store_goes_on_from_a_commit_it_was_rolled_back_to(
-    seed: int, passes: int, retention: int, back: int, on: int, appended: bool
-) -> None:
-    """After a rollback rows, state and cursor are those of the older commit, and training on ends as if never left."""
-    engine, past = MemoryEngine(), dict[int, World]()
-    world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
-    with Store.open(None, tables=world.tables, engine=engine, retention=retention) as store:
-        committed(store, world, passes, past)
-        if appended:
-            world.train()
-            world.append(store)
-        kept = [commit.id for commit in store.commits]
-        to = max(kept[0], passes - 1 - back)
-        commit = store.rollback(to)
-        assert (commit.id, commit.cursor.pass_index) == (passes, past[to].pass_index)
-        world = copy.deepcopy(past[to])
-        check(store, world)
-        assert [c.id for c in store.commits] == [*(id_ for id_ in kept if id_ <= to), passes][-retention:]
-    with Store.open(None, tables=world.tables, engine=engine) as store:
-        check(store, world)
-        world.run(store, on)
-        check(store, world)
-        assert store.commit.id == passes + on
-    assert {name for name in engine.records if name.startswith("segment/")} == {
-        f"segment/{s.id}" for s in store.segments
-    } | {f"segment/{id_}" for commit in store.commits for id_ in commit.segment_ids}
 
 
 def test_a_rollback_on_a_full_disk_leaves_the_store_where_it_was() -> None:

@@ -94,36 +94,6 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
                 }, index
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 99),
-    steps=st.lists(st.tuples(st.sampled_from(["follow", "compact"]), st.integers(0, 3)), min_size=1, max_size=4),
-    universe=st.sampled_from([12, 40]),
-)
-def test_a_copy_that_follows_the_changes_has_all_rows(seed: int, steps: list[tuple[str, int]], universe: int) -> None:
-    """Also those that a new schedule brought and no pass trained yet; without such rows nothing has changed."""
-    world = World(small_tables(), seed=seed, num_passes=3, keys_per_pass=9, universe=universe)
-    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
-        world.run(store, 3)
-        mirror, since = rows_of(store), store.commit.id
-        for number, (step, passes) in enumerate(steps):
-            before = len(world.rows)
-            if step == "follow":
-                world.follow(store, world.draw(seed + number + 1))
-            else:
-                world.compact(store)
-                world.follow(store, world.passes)
-            if step == "follow" and len(world.rows) == before:
-                assert changed_rows(store, since) == {}
-            if passes % 2:
-                mirror, since = mirror | changed_rows(store, since), store.commit.id
-                assert mirror == world.rows
-            world.run(store, passes)
-            mirror, since = mirror | changed_rows(store, since), store.commit.id
-            assert mirror == world.rows
-            assert rows_of(store) == world.rows
-
-
 def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: Path) -> None:
     """Verification, which checks hash order and one row a key, finds nothing; a reader keeps its commit meanwhile."""
     world = World(small_tables(), num_passes=4, keys_per_pass=60)

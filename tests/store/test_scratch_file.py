@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.apart import ran
 from tests.store.conftest import small_tables
-from tiercache.store import MemoryEngine, Store, Table, Zeros, verify
+from tiercache.store import MemoryEngine, Store, Table, Zeros
 from tiercache.store.counters import Counters
 from tiercache.store.hashing import hash_keys
 from tiercache.store.optimizer import SGD
@@ -27,50 +25,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.disk
 
-KILLED = """
-import os, signal, sys
-from tests.store.conftest import small_tables
-from tiercache.store import Store, fill, settling
-from tiercache.store.scratch_file import ScratchFile
-from tiercache.store.testing.world import World
-
-settling._MEMORY_BYTES = 1000
-write, left = ScratchFile.write, [60]
-
-def counted(self, data, offset):
-    write(self, data, offset)
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-ScratchFile.write = counted
-world = World(small_tables(), num_passes=3, keys_per_pass=80, universe=200)
-with Store.open(sys.argv[1]) as store:
-    world.follow(store, world.draw(99))
-"""
-
 
 def names(path: Path) -> set[str]:
     """Return the names of all there is."""
     return {str(entry.relative_to(path)) for entry in path.rglob("*")}
-
-
-def test_a_reorganization_that_is_killed_while_it_sorts_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No file and no folder more than before, beside the store and in it, and the store stands where it stood."""
-    world = World(small_tables(), num_passes=3, keys_per_pass=80, universe=200)
-    with Store.open(tmp_path / "s", tables=world.tables) as store:
-        world.run(store, 6)
-        commit = store.commit.to_bytes()
-    before = names(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert ran(KILLED, tmp_path / "s").returncode == -signal.SIGKILL
-    assert names(tmp_path) == before
-    with Store.open(tmp_path / "s", mode="r") as store:
-        assert store.commit.to_bytes() == commit
-        world.check(store, after=world.pass_index - 1)
-    assert verify(tmp_path / "s")["problems"] == []
 
 
 def test_a_reader_that_may_not_write_to_the_store_scans_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,32 +79,52 @@ def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) ->
 KILLED = """
 import os, signal, sys
 from tests.store.conftest import small_tables
-from tiercache.store.testing.world import World
 from tiercache.store import Store
+from tiercache.store.scratch_file import ScratchFile
+from tiercache.store.testing.world import World
 
 path, engine, stage = sys.argv[1:]
-world = World(small_tables(), num_passes=4, keys_per_pass=20)
+write, left = ScratchFile.write, [60]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def counted(self, data, offset):
+    write(self, data, offset)
+    left[0] -= 1
+    if stage == "temporary file" and not left[0]:
+        die()
+
+ScratchFile.write = counted
+world = World(small_tables(), num_passes=4, keys_per_pass=60, universe=200)
 with Store.open(path, tables=small_tables(), engine=engine) as store:
     world.run(store, 5)
-    world.keys_per_pass = 5
-    world.follow(store, world.draw(1), lambda what, _: what == stage and os.kill(os.getpid(), signal.SIGKILL))
+    world.keys_per_pass = 20
+    world.follow(store, world.draw(1), lambda what, _: what == stage and die())
 """
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
-@pytest.mark.parametrize("stage", ["sort", "write"])
-def test_a_process_killed_while_it_reorganizes_leaves_the_commit_before(kind: str, stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("lmdb", "sort"), ("zarr", "sort"), ("lmdb", "write"), ("zarr", "write"), ("lmdb", "temporary file")],
+)
+def test_a_process_killed_while_it_reorganizes_leaves_the_commit_before(
+    kind: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store opens where it stood, whole, with no file left in it, and is reorganized by whoever comes next."""
     path = tmp_path / "s.tc"
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     assert ran(KILLED, path, kind, stage).returncode == -signal.SIGKILL
-    world = World(small_tables(), num_passes=4, keys_per_pass=20)
+    world = World(small_tables(), num_passes=4, keys_per_pass=60, universe=200)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as memory:
         world.run(memory, 5)
     with Store.open(path) as store:
         assert (store.commit.id, store.commit.settled) == (4, ())
         check(store, world)
-        assert not list(path.glob("tmp*"))
-        world.keys_per_pass = 5
+        assert not [*path.glob("tmp*"), *(tmp_path / "tmp").iterdir()]
+        assert [entry.name for entry in tmp_path.iterdir() if entry.name != "tmp"] == ["s.tc"]
+        world.keys_per_pass = 20
         world.follow(store, world.draw(1))
         assert store.commit.settled
         world.run(store, 1)

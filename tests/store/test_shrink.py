@@ -17,7 +17,6 @@ from tests.store.test_block_file import aligned
 from tiercache.store import Store, StoreFullError, info, verify
 from tiercache.store import block_file as module
 from tiercache.store.block_file import BlockFile
-from tiercache.store.free_space import FreeSpace
 from tiercache.store.hole import punch_hole
 from tiercache.store.write_queue import PAGE_BYTES
 
@@ -242,11 +241,3 @@ def test_a_hole_reads_as_zeros_and_ends_where_it_should(tmp_path: Path) -> None:
         os.close(handle)
     with pytest.raises(OSError, match="Bad file descriptor"):
         punch_hole(handle, 0, 4096)
-
-
-def test_runs_are_what_is_free() -> None:
-    """In order, each with its end."""
-    space = FreeSpace()
-    space.grow(10)
-    space.use(2, 3)
-    assert space.runs == [(0, 2), (5, 10)]

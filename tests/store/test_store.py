@@ -48,38 +48,6 @@ def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
     world.check_load(store, 4)
 
 
-def test_an_uncommitted_segment_does_not_survive_a_reopen(home: Home, tables: list[Table]) -> None:
-    """A store opens at its last commit, and blocks that it does not name are deleted."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 2)
-    before = {segment.id for segment in store.segments}
-    blocks = store._engine.contents().blocks
-    world.train()
-    world.append(store)
-    assert store._engine.contents().blocks.keys() > blocks.keys()
-    store = home.open()
-    assert {segment.id for segment in store.segments} == before
-    assert store._engine.contents().blocks == blocks
-    assert store.commit is not None
-    assert store.commit.cursor == Cursor(2, 0)
-
-
-def test_forgetting_leaves_the_last_commit(home: Home, tables: list[Table]) -> None:
-    """Segments appended since are dropped with their blocks, and the next dump takes their place."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 2)
-    blocks = set(store._engine.contents().blocks)
-    kept = dict(world.rows), dict(world.uses)
-    world.train()
-    world.append(store)
-    store.forget()
-    assert set(store._engine.contents().blocks) == blocks
-    world.rows, world.uses = kept
-    world.check(store, after=1)
-    world.run(store, 2)
-    world.check(store, after=world.pass_index - 1)
-
-
 def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: list[Table]) -> None:
     """The engine holds exactly the blocks from each stream's first live one on, and the newest state."""
     store, world = home.open(tables), World(tables)
@@ -96,35 +64,6 @@ def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: li
                 block = int(stream.piece_block_P[piece]) if piece < stream.num_pieces else stream.num_blocks
                 expected += 2 * (stream.num_blocks - block)
         assert len(blocks) == expected
-
-
-def test_a_commit_inside_a_pass_replaces_the_rows_of_that_pass(home: Home, tables: list[Table]) -> None:
-    """After it, the key set of the pass loads from the one segment that the commit wrote; a later one replaces it."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 4)
-    for sample in (10, 20):
-        world.train(part=sample)
-        segment = world.append(store, within=True)
-        world.publish(store, sample=sample)
-        store = home.open()
-        assert store.commit is not None
-        assert store.commit.cursor == Cursor(4, sample)
-        loads = [s.id for s in store.segments if any(r.next_use == 4 for x in s.streams for r in x.ranges)]
-        live = [
-            s.id
-            for s in store.segments
-            for g, stream in enumerate(s.streams)
-            if any(r.next_use == 4 for r in stream.ranges[store.first_range(s, g) :])
-        ]
-        assert segment.id in loads
-        assert set(live) == {segment.id}
-        world.check_within(store)
-    world.train(part=99)
-    world.append(store)
-    world.pass_index += 1
-    world.publish(store)
-    world.check(store, after=4)
-    world.check_load(store, 5)
 
 
 def test_a_commit_inside_a_pass_needs_its_rows(home: Home, tables: list[Table]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.files import flipped
 from tests.store.big import places
 from tests.store.conftest import small_tables
 from tiercache.cli.store import app
@@ -53,28 +54,14 @@ def names(path: Path) -> list[bytes]:
 
 
 def file_of(path: Path, name: bytes) -> tuple[Path, int]:
-    """Return the file that holds a block, or a field of it, and where it begins."""
+    """Return the file that holds a block, or a field of it, and where it has its second byte."""
     if (path / "blocks.bin").exists():
-        return path / "blocks.bin", places(path)[name].offset
+        return path / "blocks.bin", places(path)[name].offset + 1
     if name[:1] == b"s":
-        return path / "blocks" / name.hex(), 0
+        return path / "blocks" / name.hex(), 1
     segment, group, block = (int.from_bytes(name[a:b], "big") for a, b in ((1, 9), (9, 13), (13, 17)))
     folder = path / "segments" / str(segment) / str(group)
-    return (folder / "keys" / f"c.{block}" if name[:1] == b"k" else folder / "vector" / f"c.{block}.0"), 0
-
-
-@contextlib.contextmanager
-def flipped(path: Path, name: bytes) -> Iterator[None]:
-    """Flip a bit at the beginning of a block, and set it back."""
-    file, offset = file_of(path, name)
-    for _ in range(2):
-        with file.open("r+b") as handle:
-            handle.seek(offset + 1)
-            byte = handle.read(1)[0]
-            handle.seek(-1, 1)
-            handle.write(bytes([byte ^ 4]))
-        if _ == 0:
-            yield
+    return (folder / "keys" / f"c.{block}" if name[:1] == b"k" else folder / "vector" / f"c.{block}.0"), 1
 
 
 def touched(path: Path) -> list[int]:
@@ -110,7 +97,7 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
     """Of rows, keys and state: as reading each commit alone finds it; blocks that only older commits need count."""
     hit: set[tuple[int, ...]] = set()
     for name in names(path)[:: 5 if path.joinpath("data.mdb").exists() else 9]:
-        with flipped(path, name):
+        with flipped(*file_of(path, name)):
             with opened(path) as store:
                 (problem,) = report(store)["problems"]
             assert said(problem) == touched(path) != []
@@ -122,7 +109,7 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
 def test_the_command_line_names_the_commits_too(path: Path) -> None:
     """In the sentence of the block, with exit code 1."""
     state = next(name for name in names(path) if name[:1] == b"s")
-    with flipped(path, state):
+    with flipped(*file_of(path, state)):
         result = CliRunner().invoke(app, ["verify", str(path)])
     assert result.exit_code == 1
     assert "error: in commit 3, block 0 of the dense state of commit 3 of the store" in result.stderr
@@ -134,7 +121,7 @@ def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path) 
         pytest.skip("no block of one file goes missing alone")
     oldest, newest = [name for name in names(path) if name[:1] == b"s"][:: len(KEPT) - 1]
     file_of(path, oldest)[0].unlink()
-    with flipped(path, newest):
+    with flipped(*file_of(path, newest)):
         problems = verify(path)["problems"]
     assert len(problems) == 2
     assert problems[0].startswith("in commit 3, the dense state of commit 3 of the store")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.files import flip
 from tests.store.test_zarr_engine import files, newest
 from tiercache.store import CorruptStoreError, MemoryEngine, Store, StoreError, ZarrEngine, verify, zarr_objects
 from tiercache.store.testing.contract import form_of, segment_blocks
@@ -144,9 +145,7 @@ def test_a_manifest_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatc
 def test_a_damaged_manifest_without_another_is_refused(store: Store) -> None:
     """It is no crash's work: nothing is deleted, and the sentence says what to do."""
     assert store.path is not None
-    data = bytearray(newest(store.path).read_bytes())
-    data[len(data) // 2] ^= 1
-    newest(store.path).write_bytes(data)
+    flip(newest(store.path), newest(store.path).stat().st_size // 2)
     before = files(store.path)
     for mode in ("a", "r"):
         with pytest.raises(CorruptStoreError, match=r"manifest \d+ of .* has .*: restore the store from a copy"):

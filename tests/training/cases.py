@@ -87,32 +87,8 @@ class Case:
         )
         return tc.Schema(label="label", dense=(tc.Dense(column="x"),), features=features, tables=self.tables)
 
-    def write(self, path: Path) -> Path:
-        """Write the data as one Parquet file."""
-        rng = np.random.default_rng(self.data_seed)
-        n = self.num_samples
-        columns: dict[str, Any] = {
-            "label": rng.integers(0, 2, n).astype(np.float32),
-            "x": rng.integers(-4, 5, n).astype(np.float32)
-            if self.integers
-            else rng.standard_normal(n).astype(np.float32),
-        }
-        for spec in self.specs:
-            skewed = lambda size: np.floor(self.num_keys * rng.random(size) ** 3).astype(np.int64) - 5  # noqa: E731
-            if spec.hotness == "one":
-                columns[spec.name] = skewed(n)
-                continue
-            lengths = rng.integers(0, 5, n) if spec.hotness == "ragged" else np.full(n, spec.length)
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            columns[spec.name] = pa.ListArray.from_arrays(offsets, skewed(int(offsets[-1])))
-            if spec.weighted:
-                weights = rng.random(int(offsets[-1])).astype(np.float32)
-                columns[f"{spec.name}_w"] = pa.ListArray.from_arrays(offsets, weights)
-        pq.write_table(pa.table(columns), path)
-        return path
-
-    def cut(self, folder: Path) -> tc.PassDataset:
-        """Cut the same samples into passes without files of data: the quick way for many examples."""
+    def samples(self) -> KeyBatch:
+        """Return all samples, keys skewed."""
         rng = np.random.default_rng(self.data_seed)
         n = self.num_samples
         features = {}
@@ -128,7 +104,25 @@ class Case:
                 None if spec.hotness == "one" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
                 rng.random(total).astype(np.float32) if spec.weighted else None,
             )
-        batch = KeyBatch(label, dense, features)
+        return KeyBatch(label, dense, features)
+
+    def write(self, path: Path) -> Path:
+        """Write the samples as one Parquet file."""
+        samples = self.samples()
+        columns: dict[str, Any] = {"label": samples.label, "x": samples.dense[:, 0]}
+        for name, feature in samples.features.items():
+            columns[name] = feature.keys
+            if feature.offsets is not None:
+                offsets = feature.offsets.astype(np.int32)
+                columns[name] = pa.ListArray.from_arrays(offsets, feature.keys)
+                if feature.weights is not None:
+                    columns[f"{name}_w"] = pa.ListArray.from_arrays(offsets, feature.weights)
+        pq.write_table(pa.table(columns), path)
+        return path
+
+    def cut(self, folder: Path) -> tc.PassDataset:
+        """Cut the samples into passes without files of data: the quick way for many examples."""
+        batch, n = self.samples(), self.num_samples
         cuts = [batch.slice(low, min(low + self.pass_rows, n)) for low in range(0, n, self.pass_rows)]
         return write_dataset(folder, self.schema, cuts)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.training.shim_gpu import ShimRuntime
 from tiercache.backends.cuda import CudaBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEVICE = os.environ.get("TIERCACHE_TEST_DEVICE", "cpu")
 
@@ -24,3 +27,7 @@ def device_of_tests() -> Any:
 def cuda_device(order: str = "forward") -> Any:
     """Return a GPU where the tests have one, else the shim."""
     return "cuda" if DEVICE == "cuda" else shim(order)
+
+
+DEVICES: dict[str, Callable[..., Any]] = {"cpu": lambda _order="forward": "cpu", "cuda": cuda_device}
+"""The devices of tests that run on both."""

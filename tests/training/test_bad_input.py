@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,18 +34,26 @@ CASE = Case(
 )
 
 
-@pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     """The passes of the case."""
-    return CASE.cut(tmp_path / "passes")
+    return CASE.cut(tmp_path_factory.mktemp("case") / "passes")
+
+
+@pytest.fixture(scope="module")
+def trained(passes: tc.PassDataset) -> Path:
+    """A closed store after one epoch."""
+    path = passes.path.with_name("model.tc")
+    with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
+        train(cache, CASE)
+    return path
 
 
 @pytest.fixture
-def store(tmp_path: Path, passes: tc.PassDataset) -> Iterator[tc.Store]:
+def store(tmp_path: Path, trained: Path) -> Iterator[tc.Store]:
     """A store after one epoch; whatever a test does wrong, it stands there still."""
-    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store:
-        with tiered(store, passes) as cache:
-            train(cache, CASE)
+    shutil.copytree(trained, tmp_path / "model.tc")
+    with tc.Store.open(tmp_path / "model.tc") as store:
         assert store.commit is not None
         before = store.commit.id, store.commit.cursor
         yield store
@@ -115,47 +124,39 @@ def test_the_host_budget_that_the_error_names_is_exactly_enough(
         assert all(torch.equal(value, expected.dense[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("size", ["64 MiBs", "-1", 0, 1.5, True, None])
-def test_a_budget_that_is_no_size_is_refused(store: tc.Store, passes: tc.PassDataset, size: Any) -> None:
-    """Text that is no size, and numbers below one byte, say what a size looks like."""
-    with one_sentence(BudgetError, repr(size)):
-        tiered(store, passes, device_budget=size)
-
-
-def test_an_interval_of_no_passes_between_commits_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
-    """commit_every is at least 1."""
-    with one_sentence(ValueError, "commit_every is 0", "at least 1"):
-        tiered(store, passes, commit_every=0)
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        *(({"device_budget": size}, BudgetError, [repr(size)]) for size in ("64 MiBs", "-1", 0, 1.5, True, None)),
+        ({"commit_every": 0}, ValueError, ["commit_every is 0", "at least 1"]),
+        ({"order_seed": 1}, DatasetError, ["in this order", "commit 3"]),  # it decides next uses
+    ],
+)
+def test_options_that_a_store_cannot_be_trained_with_are_refused(
+    store: tc.Store, passes: tc.PassDataset, options: dict[str, Any], kind: type[Exception], words: list[str]
+) -> None:
+    """What is no size says what one looks like; the order belongs to what was trained."""
+    with one_sentence(kind, *words):
+        tiered(store, passes, **options)
 
 
 # -- datasets and stores that do not belong together -----------------------------------------------------------
 
 
-def test_a_dataset_of_other_tables_is_refused(store: tc.Store, tmp_path: Path) -> None:
-    """The error names the tables that differ."""
-    other = replace(CASE, tables=(table("a", 8), *CASE.tables[1:])).cut(tmp_path / "others")
-    with one_sentence(DatasetError, "other tables", "differ in a)", "extract again"):
-        tiered(store, other)
-
-
-def test_a_dataset_of_another_schema_is_refused(store: tc.Store, tmp_path: Path) -> None:
-    """Equal tables under other features are another dataset."""
-    specs = (replace(CASE.specs[0], name="renamed"), *CASE.specs[1:])
-    with one_sentence(DatasetError, "is not the one", "commit 3"):
-        tiered(store, replace(CASE, specs=specs).cut(tmp_path / "others"))
-
-
-def test_a_dataset_that_changed_since_the_last_commit_is_refused(store: tc.Store, tmp_path: Path) -> None:
-    """The same schema over other data, or in another order, would find none of its rows."""
-    other = replace(CASE, data_seed=1).cut(tmp_path / "others")
-    with one_sentence(DatasetError, str(other.path), "commit 3", "begin a new store"):
-        tiered(store, other)
-
-
-def test_another_order_of_the_passes_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
-    """The order decides next uses, so it belongs to what was trained."""
-    with one_sentence(DatasetError, "in this order", "commit 3"):
-        tiered(store, passes, order_seed=1)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tables": (table("a", 8), *CASE.tables[1:])}, ["other tables", "differ in a)", "extract again"]),
+        ({"specs": (replace(CASE.specs[0], name="renamed"), *CASE.specs[1:])}, ["is not the one", "commit 3"]),
+        ({"data_seed": 1}, ["others", "commit 3", "begin a new store"]),
+    ],
+)
+def test_a_dataset_that_the_store_was_not_trained_with_is_refused(
+    store: tc.Store, tmp_path: Path, change: dict[str, Any], words: list[str]
+) -> None:
+    """Other tables are named; equal tables under other features, and other data, are another dataset."""
+    with one_sentence(DatasetError, *words):
+        tiered(store, replace(CASE, **change).cut(tmp_path / "others"))
 
 
 def test_an_evaluation_set_with_other_features_is_refused(
@@ -226,13 +227,10 @@ def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
         cache.register(extra=Holder(make()))
 
 
-@pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
-def test_an_object_without_state_is_refused_when_it_is_tracked(
-    store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
-) -> None:
+def test_an_object_without_state_is_refused_when_it_is_tracked(store: tc.Store, passes: tc.PassDataset) -> None:
     """What has no state_dict cannot be tracked."""
     with tiered(store, passes) as cache, one_sentence(StateError, "register(extra=...)", "state_dict"):
-        cache.register(extra=make())
+        cache.register(extra=object())
 
 
 def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(

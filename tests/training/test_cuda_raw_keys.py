@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,25 +11,18 @@ import torch
 
 import tiercache as tc
 from tests.training.cases import (
-    assert_same_bits,
-    open_store,
-    resident_result,
-    result_of,
-    result_of_resident,
     table,
     tiered,
 )
-from tests.training.devices import DEVICE, cuda_device
-from tests.training.raw import PASS_KEYS, TABLES, key_sets, own_keys, train_raw, write_passes
+from tests.training.devices import cuda_device
+from tests.training.raw import PASS_KEYS, own_keys, write_passes
 from tests.training.shim_gpu import ShimRuntime
-from tests.training.test_raw_keys import CASE
 from tiercache.backends import cuda_key_index
 from tiercache.backends.cuda import CudaBackend
 from tiercache.errors import KeyNotInPassError
 from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -82,24 +74,6 @@ def check_ids(passes: tc.PassDataset, p: tc.Pass, pool: NDArray[np.int64]) -> No
         np.testing.assert_array_equal(passes.passes[p.sub_dataset].keys(name)[batch.ids[name].ids], asked)
 
 
-def test_training_by_raw_keys_on_cuda_ends_with_the_bits_of_local_ids(tmp_path: Path) -> None:
-    """In memory and on the tiers, three groups, weights and maxima; on the shim also with the CPU's bits."""
-    case = replace(CASE, num_samples=96, pass_rows=32)
-    samples = case.cut(tmp_path / "samples")
-    passes = key_sets(tmp_path / "keys", samples)
-    expected = resident_result(case, samples, device=cuda_device())
-    memory = tc.InMemoryCache(passes, device=cuda_device("reversed"))
-    assert_same_bits(result_of_resident(memory, train_raw(memory, case, samples)), expected)
-    device = cuda_device("random")
-    with open_store(tmp_path / "model.tc", case, "lmdb") as store:
-        with tiered(store, passes, device=device) as cache:
-            model = train_raw(cache, case, samples)
-        assert_same_bits(result_of(store, passes, model), expected)
-    if DEVICE != "cuda":
-        assert_same_bits(resident_result(case, samples, device="cpu"), expected)
-        assert {"key_index.clear", "key_index.insert", "key_index.find"} <= set(device._runtime.kernels.launches)
-
-
 def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) -> None:
     """16 bytes at its making, nothing for lookups and the step; ids when somebody reads them, once, read-only."""
     passes, gpu = write_passes(tmp_path / "keys"), WatchedGpu()
@@ -119,39 +93,6 @@ def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) ->
                                       np.repeat(PASS_KEYS[p.sub_dataset], 2))  # fmt: skip
         there = batch.ids["one"].there
         assert there.data_ptr() == gpu.handed_over[-1]
-
-
-def test_a_missing_key_on_cuda_is_the_error_of_a_cpu_and_trains_nothing(tmp_path: Path) -> None:
-    """The first of several, in the last feature and in the first; the batch does not count, and the pass goes on."""
-    passes = write_passes(tmp_path / "keys")
-    bad: Sequence[tuple[dict[str, Any], str]] = (
-        ({"c": (np.array([88, 99]), np.array([0, 1, 2, 2, 2]))}, "88 of table 'c' at entry 0 of feature 'c'"),
-        ({"one": np.array([0, 77, 78, 77]), "pair": np.array([[99, 99]] * 4)}, "77 of table 'a' at entry 1 of"),
-    )
-    for change, words in bad:
-        said = []
-        for device in ("cpu", cuda_device()):
-            store = tc.Store.open(None, tables=TABLES, engine=MemoryEngine())
-            with store, tiered(store, passes, device=device) as cache:
-                bag = tc.EmbeddingBagCollection(cache.schema)
-                for p in cache.passes(epochs=1):
-                    bag(p.batch(own_keys(p.sub_dataset))).sum().backward()
-                    cache.optimizer.step()
-                    before = [cache.live_rows().fields(t.name, np.array(PASS_KEYS[p.sub_dataset])) for t in TABLES]
-                    keys = own_keys(p.sub_dataset) | change
-                    if "one" in change:
-                        keys["one"] = np.where(keys["one"] == 0, PASS_KEYS[p.sub_dataset][0], keys["one"])
-                    with pytest.raises(KeyNotInPassError, match=f"batch 1 of pass .* has the key {words}") as caught:
-                        p.batch(keys)
-                    said.append((str(caught.value), caught.value.table, caught.value.key, caught.value.batch))
-                    assert (p.batches_done, p.samples_done) == (1, 4)
-                    assert not cache.optimizer.pending
-                    after = [cache.live_rows().fields(t.name, np.array(PASS_KEYS[p.sub_dataset])) for t in TABLES]
-                    for mine, other in zip(before, after, strict=True):
-                        np.testing.assert_array_equal(mine[0], other[0])
-                    p.batch(own_keys(p.sub_dataset))
-                    assert (p.batches_done, p.samples_done) == (2, 8)
-        assert said[:3] == said[3:]
 
 
 @pytest.mark.parametrize("slice_keys", [1 << 20, 700, 1])

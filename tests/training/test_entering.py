@@ -12,16 +12,15 @@ import tiercache as tc
 from tests.training.cases import (
     Case,
     Net,
-    Spec,
     assert_same_bits,
     open_store,
     resident_result,
     result_of,
     smallest_host_budget,
-    table,
     tiered,
     train,
 )
+from tests.training.test_reorganize import one_case
 from tiercache.store import Cursor, verify
 
 if TYPE_CHECKING:
@@ -32,15 +31,10 @@ class _StopError(Exception):
     """Ends a training where the test wants it."""
 
 
-def one_case(**options: Any) -> Case:
-    """Two tables of one group and one of another, five passes, three epochs."""
-    rule = tc.Adam(learning_rate=0.01)
-    options = {"num_samples": 5 * 32, "pass_rows": 32, "num_keys": 60, "batch": 8, "epochs": 3, **options}
-    return Case(
-        tables=(table("item", 5, rule), table("user", 5, rule), table("place", 3, rule)),
-        specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
-        **options,
-    )
+def five_passes(**options: Any) -> Case:
+    """Return two tables of one group and one of another, five passes, three epochs."""
+    usual = {"num_samples": 5 * 32, "pass_rows": 32, "num_keys": 60, "batch": 8, "epochs": 3, "shuffle": True}
+    return one_case(tc.Adam(learning_rate=0.01), **usual | options)
 
 
 def train_to(
@@ -92,7 +86,7 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
 ) -> None:
     """At any pass of any epoch and inside it, whatever order the rows stood in meanwhile, and stopped once more."""
     path = tmp_path_factory.mktemp("entering")
-    case = one_case(data_seed=seed, order_seed=order_seed)
+    case = five_passes(data_seed=seed, order_seed=order_seed)
     passes = case.cut(path / "passes")
     with open_store(path / "s.tc", case, "memory") as store:
         if pass_index or batches:
@@ -101,7 +95,7 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
             if detour == "compact" and not batches:
                 store.compact()
             elif detour == "another set":
-                other = one_case(data_seed=seed + 1, num_samples=96, num_keys=90)
+                other = five_passes(data_seed=seed + 1, num_samples=96, num_keys=90)
                 tc.reorganize(store, other.cut(path / "other"), start=(1, 4), progress=False)
             elif detour != "none":
                 tc.reorganize(store, passes, order_seed=8, start=(pass_index + 2, 0), progress=False)
@@ -124,7 +118,7 @@ def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
     tmp_path: Path, engine: str, order_seed: int | None
 ) -> None:
     """The base is there when it is opened again, and everything that verification reads is whole."""
-    case = one_case(order_seed=order_seed)
+    case = five_passes(order_seed=order_seed)
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, engine) as store:
         train_to(store, passes, case, 7, 2)
@@ -140,7 +134,7 @@ def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
 
 def test_a_store_that_stands_where_it_would_start_is_left_as_it_is(tmp_path: Path) -> None:
     """With another start it is put in order, and without one it is left as ever; impossible places are refused."""
-    case = one_case()
+    case = five_passes()
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         train_to(store, passes, case, 6, 1)

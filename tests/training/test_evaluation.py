@@ -25,9 +25,9 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.kernels.cpu.initial import initial_rows
+from tests.training.devices import DEVICES, device_of_tests
 from tiercache.passes.keybatch import OOV_KEY
-from tiercache.store.table import initializer_code
+from tiercache.store.initial import initial_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tiercache.training.cache import TierCache
 
 CASE = Case(
-    tables=(table("a", 8), table("b", 5, tc.Adam(learning_rate=0.05)), table("c", 8)),
+    tables=(table("a", 8), table("b", 5, tc.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
     specs=(
         Spec(name="f", table="a", hotness="ragged"),
         Spec(name="g", table="b"),
@@ -67,14 +67,12 @@ def others(tmp_path: Path) -> tc.PassDataset:
 
 def initial(spec: tc.Table, key: int) -> NDArray[np.float32]:
     """Return the row that a key begins with."""
-    out = np.empty((1, spec.dim), np.float32)
-    initial_rows(np.array([key]), spec.table_id, spec.seed, *initializer_code(spec.initializer), out)
-    return out[0]
+    return initial_rows(spec, np.array([key]))[0][0]
 
 
-def resident_rows(passes: tc.PassDataset, moments: list[tuple[int, int]]) -> dict[tuple[int, int], Rows]:
+def resident_rows(passes: tc.PassDataset, moments: list[tuple[int, int]], device: Any) -> dict[tuple[int, int], Rows]:
     """Train in memory and copy all rows at some moments, and under (-1, -1) as they end."""
-    cache, found = resident(passes), {}
+    cache, found = resident(passes, device=device), {}
 
     def copy(pass_index: int, batch: int) -> None:
         if (pass_index, batch) in moments or pass_index < 0:
@@ -108,15 +106,17 @@ def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> No
     assert samples == others.samples
 
 
-@pytest.mark.parametrize("engine", ["memory", "lmdb"])
-@pytest.mark.parametrize("commit_every", [1, 3])
+@pytest.mark.parametrize(
+    ("engine", "commit_every", "device"), [("memory", 1, "cpu"), ("lmdb", 3, "cpu"), ("lmdb", 1, "cuda")]
+)
 def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
-    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset, engine: str, commit_every: int
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset, engine: str, commit_every: int, device: str
 ) -> None:
     """At any moment of a run with a tight host: rows of this pass, of earlier ones and of none; the run ends equal."""
-    expected = resident_rows(passes, MOMENTS)
+    expected = resident_rows(passes, MOMENTS, DEVICES[device]())
     with open_store(tmp_path / "model.tc", CASE, engine) as store:
         options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": commit_every, "eval_budget": 4000}
+        options["device"] = DEVICES[device]()
         options["host_budget"] = smallest_host_budget(store, passes, **options)
         with tiered(store, passes, **options) as cache:
             asked = []
@@ -130,7 +130,7 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
             assert asked == MOMENTS
             assert any(report.rows_read for report in cache.reports), "no row ever left host memory"
             assert_rows_as_of(cache, others, expected[-1, -1])
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes, device=DEVICES[device]()))
 
 
 def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassDataset) -> None:
@@ -173,7 +173,7 @@ def test_evaluation_after_the_last_pass_works_in_a_new_process_too(
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
         train(cache, CASE)
     with tc.Store.open(tmp_path / "model.tc") as store, tiered(store, passes) as cache:
-        assert_rows_as_of(cache, others, resident_rows(passes, [])[-1, -1])
+        assert_rows_as_of(cache, others, resident_rows(passes, [], device_of_tests())[-1, -1])
 
 
 def written(store: tc.Store) -> tuple[object, ...]:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.training.cases import (
+    SPECS,
     Case,
+    Result,
     Spec,
     assert_same_bits,
     open_store,
@@ -26,7 +28,7 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tests.training.devices import DEVICE
+from tests.training.devices import DEVICE, DEVICES
 from tests.training.oracle import initial_row
 from tests.training.raw import (
     LOW,
@@ -40,7 +42,6 @@ from tests.training.raw import (
     train_raw,
     write_passes,
 )
-from tests.training.test_parity import cases
 from tiercache.errors import KeyNotInPassError
 
 if TYPE_CHECKING:
@@ -201,37 +202,74 @@ def missing_some(case: Case, samples: tc.PassDataset) -> Callable[[int, dict[str
     return change
 
 
-@settings(max_examples=20 if DEVICE != "shim" else 6, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases(), st.sampled_from(OTHER_MISSING))
-def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(drawn: tuple[Case, Any], missing: str) -> None:
-    """Several modes of pooling, weights, accumulation and groups side by side."""
-    case, how = replace(drawn[0], shuffle=False), drawn[1]
-    with tempfile.TemporaryDirectory() as folder:
-        samples = case.cut(Path(folder) / "samples")
-        passes = key_sets(Path(folder) / "keys", samples)
-        options = {"change": missing_some(case, samples), "missing": missing}
-        memory = resident(passes, order_seed=case.order_seed)
-        expected = result_of_resident(memory, train_raw(memory, case, samples, **options))
-        with open_store(Path(folder) / "model.tc", case, how["engine"]) as store:
-            with tiered(store, passes, order_seed=case.order_seed, commit_every=how["commit_every"]) as cache:
-                model = train_raw(cache, case, samples, **options)
-            assert_same_bits(result_of(store, passes, model), expected)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("missing", OTHER_MISSING)
+def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(tmp_path: Path, missing: str, device: str) -> None:
+    """A third of all keys: maxima, means and weights with rows of the pass beside others, of 16 bits too.
+
+    With commits inside passes and steps of several batches; on the shim as on a CPU.
+    """
+    case = Case(
+        tables=(table("a", 8), table("b", 3, dtype="float16")), specs=SPECS, num_samples=96, pass_rows=32,
+        shuffle=False, accumulate=2, batch=10,
+    )  # fmt: skip
+    samples = case.cut(tmp_path / "samples")
+    passes = key_sets(tmp_path / "keys", samples)
+    options: dict[str, Any] = {"change": missing_some(case, samples), "missing": missing}
+
+    def in_memory(device: Any) -> Result:
+        cache = tc.InMemoryCache(passes, device=device)
+        return result_of_resident(cache, train_raw(cache, case, samples, **options))
+
+    expected = in_memory(DEVICES[device]())
+    with open_store(tmp_path / "model.tc", case, "lmdb") as store:
+        with tiered(store, passes, device=DEVICES[device]("random"), commit_every=2) as cache:
+            model = train_raw(
+                cache, case, samples, **options, each_batch=lambda p, _: cache.commit() if p == 1 else None
+            )
+        assert_same_bits(result_of(store, passes, model), expected)
+    if DEVICE != "cuda":
+        assert_same_bits(in_memory("cpu"), expected)
 
 
-def test_a_missing_key_is_an_error_that_names_table_key_and_batch(tmp_path: Path) -> None:
-    """And the batch does not count; the pass goes on."""
-    passes = write_passes(tmp_path / "keys")
-    for p in resident(passes).passes(epochs=1):
-        keys = own_keys(p.index)
-        p.batch(keys)
-        bad = keys | {"pair": np.array([[PASS_KEYS[p.index][0], 99]] * 4)}
-        with pytest.raises(IndexError, match=r"batch 1 of pass \d has the key 99 of table 'b' at entry 1") as caught:
-            p.batch(bad)
-        assert isinstance(caught.value, KeyNotInPassError)
-        assert (caught.value.table, caught.value.key, caught.value.batch) == ("b", 99, 1)
-        assert (p.batches_done, p.samples_done) == (1, 4)
-        p.batch(keys)
-        assert (p.batches_done, p.samples_done) == (2, 8)
+@pytest.mark.parametrize(
+    ("change", "table_", "key", "words"),
+    [
+        ({"c": (np.array([88, 99]), np.array([0, 1, 2, 2, 2]))}, "c", 88, "88 of table 'c' at entry 0 of feature 'c'"),
+        ({"one": np.array([-1, 77, 78, 77]), "pair": np.array([[99, 99]] * 4)}, "a", 77, "77 of table 'a' at entry 1"),
+    ],
+)
+def test_a_missing_key_is_an_error_that_names_table_key_and_batch(
+    tmp_path: Path, change: dict[str, Any], table_: str, key: int, words: str
+) -> None:
+    """The first of several, in the last feature and in the first, in the same words on CUDA as on a CPU.
+
+    The batch does not count and trains nothing, and the pass goes on.
+    """
+    passes, said = write_passes(tmp_path / "keys"), list[str]()
+    for device in DEVICES.values():
+        store = tc.Store.open(None, tables=TABLES, engine=tc.store.MemoryEngine())
+        with store, tiered(store, passes, device=device()) as cache:
+            bag = tc.EmbeddingBagCollection(cache.schema)
+            for p in cache.passes(epochs=1):
+                own = np.array(PASS_KEYS[p.sub_dataset])
+                bag(p.batch(own_keys(p.sub_dataset))).sum().backward()
+                cache.optimizer.step()
+                before = [cache.live_rows().fields(t.name, own)[0] for t in TABLES]
+                keys = own_keys(p.sub_dataset) | change
+                keys["one"] = np.where(keys["one"] == -1, own[0], keys["one"])
+                with pytest.raises(IndexError, match=rf"batch 1 of pass \d has the key {words}") as caught:
+                    p.batch(keys)
+                assert isinstance(caught.value, KeyNotInPassError)
+                assert (caught.value.table, caught.value.key, caught.value.batch) == (table_, key, 1)
+                said.append(str(caught.value))
+                assert (p.batches_done, p.samples_done) == (1, 4)
+                assert not cache.optimizer.pending
+                for mine, t in zip(before, TABLES, strict=True):
+                    np.testing.assert_array_equal(mine, cache.live_rows().fields(t.name, own)[0])
+                p.batch(own_keys(p.sub_dataset))
+                assert (p.batches_done, p.samples_done) == (2, 8)
+    assert said[:3] == said[3:]
 
 
 def keys_with(**changed: Any) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import tiercache as tc
+from tests.apart import ran
 from tests.training.cases import (
     Case,
     Spec,
@@ -25,11 +24,10 @@ from tests.training.cases import (
     resident_result,
     result_of,
     result_of_resident,
-    smallest_host_budget,
     table,
     tiered,
 )
-from tests.training.devices import DEVICE, device_of_tests
+from tests.training.devices import DEVICE, DEVICES, device_of_tests
 from tests.training.oracle import initial_row
 from tests.training.raw import (
     HIGH,
@@ -43,7 +41,7 @@ from tests.training.raw import (
     train_raw,
     write_passes,
 )
-from tests.training.test_parity import Stop, cases
+from tests.training.test_parity import cases, interrupted
 from tiercache.backends.opening import open_backend
 from tiercache.errors import StateError
 from tiercache.passes.row_budget import RowBudget
@@ -66,33 +64,13 @@ def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(draw
     """In memory and on the tiers, whatever the features, budgets, commits inside passes and a restart."""
     case, how = replace(drawn[0], shuffle=False), drawn[1]
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        samples = case.cut(place / "samples")
-        passes = key_sets(place / "keys", samples)
+        samples = case.cut(Path(folder) / "samples")
+        passes = key_sets(Path(folder) / "keys", samples)
         expected = resident_result(case, samples)
         memory = resident(passes, order_seed=case.order_seed)
         assert_same_bits(result_of_resident(memory, train_raw(memory, case, samples)), expected)
-        with open_store(place / "model.tc", case, how["engine"]) as store:
-            options: dict[str, Any] = {"commit_every": how["commit_every"], "order_seed": case.order_seed}
-            options["device_budget"] = "64MiB"
-            if how["tight"]:
-                options["host_budget"] = smallest_host_budget(store, passes, **options)
-
-            def each_batch(pass_index: int, batch: int) -> None:
-                if (pass_index, batch) in how["commits"]:
-                    cache.commit()
-                if (pass_index, batch) == how["stop_after"]:
-                    raise Stop
-
-            with tiered(store, passes, **options) as cache:
-                try:
-                    model = train_raw(cache, case, samples, each_batch=each_batch)
-                except Stop:
-                    how["stop_after"] = None
-                    with tiered(store, passes, **options) as cache:  # noqa: PLW2901 - the run goes on in a new cache
-                        model = train_raw(cache, case, samples, seed=99, each_batch=each_batch)
-                assert all(report.planned_equals_measured for report in cache.reports)
-            assert_same_bits(result_of(store, passes, model), expected)
+        by_raw_keys = partial(train_raw, samples=samples)
+        assert_same_bits(interrupted(case, how, passes, Path(folder), train=by_raw_keys), expected)
 
 
 def test_a_batch_of_raw_keys_is_the_batch_of_the_sample_path(tmp_path: Path) -> None:
@@ -121,8 +99,9 @@ import os, signal, sys
 from pathlib import Path
 import tiercache as tc
 from tests.training.cases import tiered
+from tests.training.devices import DEVICES
 from tests.training.raw import train_raw
-from tests.training.test_raw_keys import CASE
+from tests.training.test_raw_keys import CASE, KILLS
 
 def each_batch(pass_index, batch):
     if (pass_index, batch) == (5, 1):
@@ -131,33 +110,51 @@ def each_batch(pass_index, batch):
         os.kill(os.getpid(), signal.SIGKILL)
 
 place = Path(sys.argv[1])
-samples = tc.PassDataset.open(place / "samples")
-with tc.Store.open(place / "model.tc", tables=CASE.tables, engine=sys.argv[2]) as store:
-    with tiered(store, tc.PassDataset.open(place / "keys")) as cache:
-        train_raw(cache, CASE, samples, each_batch=each_batch)
+for engine, device in KILLS:
+    if child := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        continue
+    samples = tc.PassDataset.open(place / "samples")
+    with tc.Store.open(place / f"{engine}-{device}.tc", tables=CASE.tables, engine=engine) as store:
+        with tiered(store, tc.PassDataset.open(place / "keys"), device=DEVICES[device]()) as cache:
+            train_raw(cache, CASE, samples, each_batch=each_batch)
+    os._exit(1)
 """
+"""Has not begun a thread when it forks, and has imported all that takes time."""
+KILLS = [("lmdb", "cpu"), ("zarr", "cpu"), ("lmdb", "cuda")]
 
 
-@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_training_killed_inside_a_pass_goes_on_where_the_pass_says(tmp_path: Path, engine: str) -> None:
-    """The loader begins after start_sample samples, batches are numbered on, and the bits are those of no kill."""
-    samples = CASE.cut(tmp_path / "samples")
-    passes = key_sets(tmp_path / "keys", samples)
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), engine], cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert killed.returncode == -signal.SIGKILL
-    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables, engine=engine) as store:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the samples, their key sets, and a store for each training that was killed."""
+    place = tmp_path_factory.mktemp("killed")
+    key_sets(place / "keys", CASE.cut(place / "samples"))
+    done = ran(KILLED, place)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+@pytest.mark.parametrize(("engine", "device"), KILLS)
+def test_a_training_killed_inside_a_pass_goes_on_where_the_pass_says(killed: Path, engine: str, device: str) -> None:
+    """The loader begins after start_sample samples, batches are numbered on, and the bits are those of no kill.
+
+    They are also those of training from local ids, on CUDA with keys that are found there.
+    """
+    samples, passes = (tc.PassDataset.open(killed / name) for name in ("samples", "keys"))
+    with tc.Store.open(killed / f"{engine}-{device}.tc", tables=CASE.tables, engine=engine) as store:
         begun: list[tuple[int, ...]] = []
 
         def each_pass(p: tc.Pass) -> None:
             begun.append((p.index, p.start_sample, p.samples_done, p.start_batch, p.batches_done))
 
-        with tiered(store, passes) as cache:
+        gpu = DEVICES[device]()
+        with tiered(store, passes, device=gpu) as cache:
             model = train_raw(cache, CASE, samples, seed=9, each_pass=each_pass)
         assert begun == [(5, 32, 32, 2, 2), (6, 0, 0, 0, 0), (7, 0, 0, 0, 0)]
         assert CASE.batch == 16
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, samples))
+        assert_same_bits(result_of(store, passes, model), resident_result(CASE, samples, device=DEVICES[device]()))
+        if not isinstance(gpu, str):
+            assert {"key_index.clear", "key_index.insert", "key_index.find"} <= set(gpu._runtime.kernels.launches)
 
 
 def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
@@ -234,15 +231,16 @@ def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_chang
                     assert cache.device_bytes == least + (full if indexed else 0)
 
 
-@pytest.mark.parametrize("engine", ["memory", "lmdb"])
-def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(("engine", "device"), [("memory", "cuda"), ("lmdb", "cpu")])
+def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engine: str, device: str) -> None:
     """Before, inside and after passes; rows of this pass, of others and of none, without a gradient."""
     passes = write_passes(tmp_path / "keys")
     case = replace(CASE, tables=TABLES)
     asked = np.array([1, -2, 3, 4, 5, 77, LOW + 2, HIGH])
     ones = asked, np.arange(asked.size + 1)
     keys = {"one": asked, "bag": ones, "pair": np.stack([asked, asked], 1), "c": ones}
-    with open_store(tmp_path / "model.tc", case, engine) as store, tiered(store, passes) as cache:
+    gpu = DEVICES[device]
+    with open_store(tmp_path / "model.tc", case, engine) as store, tiered(store, passes, device=gpu()) as cache:
 
         def check(now: Rows) -> None:
             found = tc.EmbeddingCollection(cache.schema)(cache.evaluation_batch(keys))
@@ -255,7 +253,7 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
             assert not cache.optimizer.pending
 
         check({t.name: {} for t in TABLES})
-        memory = resident(passes)
+        memory = resident(passes, device=gpu())
         bags = [tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingBagCollection(memory.schema)]
         for both in zip(cache.passes(epochs=2), memory.passes(epochs=2), strict=True):
             for kind, bag, p in zip((cache, memory), bags, both, strict=True):
@@ -263,8 +261,10 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
                 kind.optimizer.step()
             check({t.name: dict(zip(memory.keys(t.name).tolist(), memory.fields(t.name)[0], strict=True))
                    for t in TABLES})  # fmt: skip
-    with open_store(tmp_path / "small.tc", case, engine) as store, tiered(store, passes, eval_budget=700) as cache:
-        cache.evaluation_batch({"one": [1], "bag": ([], [0, 0]), "pair": [[1, 1]], "c": ([], [0, 0])})
+    options: dict[str, Any] = {"device": gpu(), "eval_budget": 700}
+    with open_store(tmp_path / "small.tc", case, engine) as store, tiered(store, passes, **options) as cache:
+        made = cache.evaluation_batch({"one": [1], "bag": ([], [0, 0]), "pair": [[1, 1]], "c": ([], [0, 0])})
+        assert not tc.EmbeddingBagCollection(cache.schema, ["bag"], mode="max")(made).any()
         with pytest.raises(tc.TierCacheError, match="give smaller batches"):
             cache.evaluation_batch(keys)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,10 @@ from tiercache.tiers.pinned_arena import PinnedArena
 from tiercache.tiers.row_prefetcher import RowPrefetcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    import tiercache as tc
+    from tiercache.training.cache import TierCache
 
 CASE = Case(
     tables=(table("a", 8), table("b", 3)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
@@ -50,19 +51,26 @@ STEPS = 1000.0
 """Seconds that the steps of a pass take, where a device has still to do them."""
 
 
-def assert_goes_on(store: tc.Store, passes: tc.PassDataset) -> None:
-    """From where it stands to the bits of a training in memory."""
-    with tiered(store, passes) as cache:
-        model = train(cache, CASE)
-    assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+@contextmanager
+def goes_on(folder: Path, stands: int | None = None) -> Iterator[tuple[TierCache, pytest.MonkeyPatch]]:
+    """Give a cache to train; afterward its store stands at the beginning of a pass, and another goes on from there.
+
+    It ends with the bits of a training in memory.
+    """
+    passes = CASE.cut(folder / "passes")
+    with open_store(folder / "x", CASE, "lmdb") as store:
+        with pytest.MonkeyPatch.context() as patch, tiered(store, passes) as cache:
+            yield cache, patch
+        assert store.commit is not None
+        assert store.commit.cursor.pass_index == (CASE.epochs * len(passes.passes) if stands is None else stands)
+        with tiered(store, passes) as cache:
+            model = train(cache, CASE)
+        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
 
 
-def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Path) -> None:
     """It is planned while the pass before the last one is trained, and it is missed when its rows are to be staged."""
-    passes, plan_next = CASE.cut(tmp_path / "passes"), Planner.plan_next
-    begun, planned = list[int](), list[int]()
+    plan_next, begun, planned = Planner.plan_next, list[int](), list[int]()
 
     def plan(planner: Planner) -> PassPlan:
         plan = plan_next(planner)
@@ -71,38 +79,27 @@ def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(
             raise RuntimeError("pass 3 cannot be planned")
         return plan
 
-    with open_store(tmp_path / "x", CASE, "lmdb") as store:
-        with tiered(store, passes) as cache:
-            monkeypatch.setattr(Planner, "plan_next", plan)
-            with pytest.raises(RuntimeError, match="pass 3 cannot be planned"):
-                train(cache, CASE, each_batch=lambda pass_index, _: begun.append(pass_index))
+    with goes_on(tmp_path, stands=2) as (cache, patch):
+        patch.setattr(Planner, "plan_next", plan)
+        with pytest.raises(RuntimeError, match="pass 3 cannot be planned"):
+            train(cache, CASE, each_batch=lambda pass_index, _: begun.append(pass_index))
         assert planned[-1] == 3, "a pass behind one that failed was planned"
         assert max(begun) in {1, 2}  # pass 2 begins, and ends with its first batch at the earliest
-        assert store.commit is not None
-        assert store.commit.cursor.pass_index == 2
-        monkeypatch.undo()
-        assert_goes_on(store, passes)
 
 
-def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path: Path) -> None:
     """The words of what went wrong reach the training loop; a new run goes on from the last commit to the same bits."""
-    passes, make_room = CASE.cut(tmp_path / "passes"), pass_switcher.make_room
+    make_room = pass_switcher.make_room
 
     def make(host: Any, packer: Any, unpacker: Any, plan: PassPlan, *others: Any) -> Any:
         if plan.pass_index == 2:
             raise MemoryError("no room for pass 2")
         return make_room(host, packer, unpacker, plan, *others)
 
-    with open_store(tmp_path / "x", CASE, "lmdb") as store:
-        monkeypatch.setattr(pass_switcher, "make_room", make)
-        with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no room for pass 2"):
+    with goes_on(tmp_path, stands=2) as (cache, patch):
+        patch.setattr(pass_switcher, "make_room", make)
+        with pytest.raises(MemoryError, match="no room for pass 2"):
             train(cache, CASE)
-        assert store.commit is not None
-        assert store.commit.cursor.pass_index == 2
-        monkeypatch.undo()
-        assert_goes_on(store, passes)
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
@@ -141,11 +138,9 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
     assert_same_bits(result, resident_result(CASE, passes))
 
 
-def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path) -> None:
     """Both want the memory; and a dump behind which a load fails is written all the same."""
-    passes, unpack, write = CASE.cut(tmp_path / "passes"), Unpacker.unpack, PassSwitcher._write
+    unpack, write = Unpacker.unpack, PassSwitcher._write
     loading, seen = threading.Event(), list[bool]()
 
     def slow(self: Unpacker, layout: Any, held_G: Any, departed_G: Any) -> Any:
@@ -163,24 +158,19 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(
         seen.append(loading.is_set())
         write(self, *arguments)
 
-    with open_store(tmp_path / "x", CASE, "lmdb") as store:
-        monkeypatch.setattr(Unpacker, "unpack", slow)
-        monkeypatch.setattr(PassSwitcher, "_write", writing)
-        with tiered(store, passes) as cache, pytest.raises(MemoryError, match="no memory to load pass 3"):
+    with goes_on(tmp_path, stands=3) as (cache, patch):
+        patch.setattr(Unpacker, "unpack", slow)
+        patch.setattr(PassSwitcher, "_write", writing)
+        with pytest.raises(MemoryError, match="no memory to load pass 3"):
             train(cache, CASE, each_batch=lambda _, __: cache.drain())
+        cache.close()
         assert seen == [False] * 3
-        assert store.commit is not None
-        assert store.commit.cursor.pass_index == 3
-        monkeypatch.undo()
-        assert_goes_on(store, passes)
 
 
-def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there(tmp_path: Path) -> None:
     """Then the training waits for the disk."""
-    passes, stage, write = CASE.cut(tmp_path / "passes"), RowPrefetcher.stage, PassSwitcher._write
-    begun = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
+    stage, write = RowPrefetcher.stage, PassSwitcher._write
+    begun = [threading.Event() for _ in range(CASE.epochs * -(-CASE.num_samples // CASE.pass_rows))]
 
     def late(self: RowPrefetcher, plan: PassPlan, assignments: Any) -> Any:
         if plan.pass_index:
@@ -191,12 +181,10 @@ def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there
         begun[plan.pass_index].set()
         write(self, plan, *others)
 
-    with open_store(tmp_path / "x", CASE, "lmdb") as store:
-        monkeypatch.setattr(RowPrefetcher, "stage", late)
-        monkeypatch.setattr(PassSwitcher, "_write", writing)
-        with tiered(store, passes) as cache:
-            model = train(cache, CASE)
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+    with goes_on(tmp_path) as (cache, patch):
+        patch.setattr(RowPrefetcher, "stage", late)
+        patch.setattr(PassSwitcher, "_write", writing)
+        train(cache, CASE)
 
 
 class QueueingBackend(CpuStreams, CpuBackend):

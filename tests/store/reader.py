@@ -1,0 +1,34 @@
+"""A process that reads a store again and again while another writes it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from tiercache.store import Store
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+
+def digest(store: Store) -> str:
+    """Return a digest of every row, every optimizer state and the dense state at a store's commit."""
+    found = hashlib.sha256(store.state())
+    for one in store.tables:
+        for keys, fields in store.scan(one.name):
+            found.update(keys.tobytes())
+            for values in fields:
+                found.update(values.tobytes())
+    return found.hexdigest()
+
+
+def read_on(path: Path, end: Connection) -> None:
+    """Say that this process is there; note each commit from the first on, digested twice, and send them when told."""
+    end.send("ready")
+    seen: list[tuple[int, str, str]] = []
+    while not end.poll():
+        with Store.open(path, mode="r") as store:
+            if store.commit is not None:
+                seen.append((store.commit.id, digest(store), digest(store)))
+    end.send(seen)
