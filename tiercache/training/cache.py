@@ -136,7 +136,7 @@ class TierCache(SteppedCache):
             sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention, reorganize=reorganize,
             order_seed=order_seed,
         )  # fmt: skip
-        with closed_on_error(self, "_exchange", "_rows", "_beside", "_opened", "communicator"):
+        with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
                 facts = options.facts
                 budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget, commit_every)
@@ -155,6 +155,7 @@ class TierCache(SteppedCache):
                 device_bytes = budgets.check_device(source, backend)
             self.store = self._opened.open(source, budgets, progress=progress)
             self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
+            self._asking = ranks.clone(device="cpu")
             with ranks.raise_on_all("planning the budgets"):
                 self._rows = RankRows(
                     self.store, source, backend, budgets, device_bytes=device_bytes, order_seed=order_seed
@@ -189,8 +190,9 @@ class TierCache(SteppedCache):
         share = self._rows.source
         assert isinstance(share, Share)
         return RankExchange(
-            ranks, self._beside, share, backend, optimizer, self.live_rows, self._modules, comm_dtype=comm_dtype
-        )
+            ranks, self._beside, self._asking, share, backend, optimizer, self.live_rows, self._modules,
+            comm_dtype=comm_dtype,
+        )  # fmt: skip
 
     # -- before training ----------------------------------------------------------------------------------
 
@@ -233,10 +235,10 @@ class TierCache(SteppedCache):
         the end of pass t + 1; exhausting the iterator waits for the last. Leaving the loop early commits nothing.
         On several ranks that is a commit of all: every shard is durable then, and a record names them.
 
-        With one rank a loop may fetch batches ahead of its training, up to those of the next pass: where a batch that
-        it took was not trained yet when the next pass is asked for, the pass ends at the first lookup that trains the
-        next one, and the last one with ``close``, ``commit`` or another loop. A batch is trained once a module has
-        looked it up with gradients enabled.
+        A loop may fetch batches ahead of its training, up to those of the next pass, of several ranks all alike: where
+        a batch that it took was not trained yet when the next pass is asked for, the pass ends at the first lookup that
+        trains the next one, and the last one with ``close``, ``commit`` or another loop. A batch is trained once a
+        module has looked it up with gradients enabled.
         """
         self._check_open()
         yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
@@ -253,9 +255,8 @@ class TierCache(SteppedCache):
     def commit(self) -> None:
         """Commit now, inside the pass, after the batches trained so far; returns when it is durable on all ranks.
 
-        With one rank those are the batches that modules have looked up, with several those that were yielded. Behind a
-        loop over ``passes`` it commits the last pass, where that waits for it. Raises StateError between a backward
-        and its step, and outside a pass.
+        Those are the batches that modules have looked up. Behind a loop over ``passes`` it commits the last pass, where
+        that waits for it. Raises StateError between a backward and its step, and outside a pass.
         """
         self._check_open()
         self._loop.commit()
@@ -335,7 +336,7 @@ class TierCache(SteppedCache):
             for close in (
                 self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.close,
                 partial(self.communicator.close, failed=failed), partial(self._beside.close, failed=failed),
-                self._exchange.close, self._hooks.remove,
+                partial(self._asking.close, failed=failed), self._exchange.close, self._hooks.remove,
             ):  # fmt: skip
                 last.callback(close)  # the last one first
             if failed:  # before anything waits: a rank that waits for this one at an agreement raises

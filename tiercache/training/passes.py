@@ -6,8 +6,6 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-import numpy as np
-
 from tiercache.errors import StateError
 from tiercache.training.batch import SHUFFLED_BY, cut_batches, sample_order
 from tiercache.training.evaluation import check_exchange_schedule
@@ -16,6 +14,7 @@ from tiercache.training.exchange import BatchRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.passes.view import SubDatasetView
@@ -89,13 +88,13 @@ class Pass:
         On W ranks the size is that of all their parts, and all take the same batches. Multiply the mean loss by
         ``batch.weight``: with DistributedDataParallel's averaging the step is then that of one process on the whole
         batch, on ranks with more and with fewer samples. A rank without samples of a batch gets one of another rank's
-        with weight 0. A batch's rows are as of when it was yielded: it can be looked up until the next step. What
-        embedding modules look up is brought: give them to the cache before.
+        with weight 0. A batch's rows are brought when it is first looked up, so all ranks look the same batches up in
+        one order. What embedding modules look up is brought: give them to the cache before.
 
-        prefetch: how many batches are read, on as many threads, before they are asked for; rows wait for their step.
-        None: 0 where rows are trained on a CPU; 2 on a GPU, and 4 beside 8 or more cores. They are the same batches,
-        and count when they are yielded; what goes wrong in making one is raised in its place. Threads end with the
-        iterator or the pass.
+        prefetch: how many batches are read, on as many threads, before they are asked for; W ranks tell each other
+        meanwhile which rows they are to send, and the rows wait for their step. None: 0 where rows are trained on a
+        CPU, and 1 on W ranks; 2 on a GPU, and 4 beside 8 or more cores. They are the same batches, and count when they
+        are yielded; what goes wrong in making one is raised in its place. Threads end with the iterator or the pass.
 
         input: what each rank reads. "data": its own samples, with all features. "model": of features that are pooled
         by sum or mean, those whose tables it owns, whole or in columns, for the samples of all ranks, so that their ids
@@ -144,21 +143,21 @@ class Pass:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
         cuts = self._cuts(size, shuffle)
         while True:
-            requests, before = list[BatchRequest](), self._before
             try:
                 if (cut := next(cuts, None)) is None:
                     return
                 self.samples_done, places = cut
                 n, count = places.size, min(micro_batches, places.size)
-                requests = [
-                    BatchRequest(self.source, places[i * n // count : (i + 1) * n // count], n, cut[0])
-                    for i in range(count)
-                ]
+                requests = iter(
+                    [
+                        BatchRequest(self.source, places[i * n // count : (i + 1) * n // count], n, cut[0])
+                        for i in range(count)
+                    ]
+                )
             except Exception as error:  # told to all ranks, by the first micro-batch
-                before = partial(_fail, error)
-                requests = [BatchRequest(self.source, np.empty(0, np.int64), 1)]
+                requests = iter(partial(_fail, error), None)
             made = self._pipeline.batches(
-                self._exchange, iter(requests), self.rows, prefetch=0, before=before,
+                self._exchange, requests, self.rows, prefetch=0, before=self._before,
                 overlap=schedule == "interleaved", by_owner=by_owner,
             )  # fmt: skip
             yield map(itemgetter(1), made)
@@ -185,17 +184,14 @@ class Pass:
     def samples_trained(self) -> int:
         """Samples of all ranks that a commit made now has behind it.
 
-        With one rank those of the batches that modules have looked up; with several, or of raw keys, of those that were
-        yielded or made.
+        Those of the batches that modules have looked up; of raw keys those that were made.
         """
-        counts_made = self._exchange.ranks.size > 1 or "raw_batches" in (self.order or {})
-        return self.samples_done if counts_made else self.rows.samples_trained
+        return self.samples_done if "raw_batches" in (self.order or {}) else self.rows.samples_trained
 
     @property
     def is_trained(self) -> bool:
         """Whether all batches that were yielded or made were looked up, and their backward was done."""
-        gradients = self.rows.gradients
-        return self.rows.samples_trained >= self.samples_done and not (gradients and gradients.is_awaited)
+        return self.rows.samples_trained >= self.samples_done and not self._exchange.is_awaited
 
     def end(self) -> None:
         """End it and its rows. Whoever still refers to it does not keep its cache."""
@@ -203,7 +199,6 @@ class Pass:
         self._before_batch = _nothing
 
     def _before(self) -> None:
-        self.rows.check_made()
         self._before_batch(self)
 
     @overload
