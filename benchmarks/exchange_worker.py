@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,12 +33,13 @@ from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import PooledLookup
 from tiercache.training.row_gradients import RowGradients
 from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.ranks.exchange import Exchanged
+    from tiercache.ranks.exchange import Asked
     from tiercache.training.tracers import Mark
 
 
@@ -95,9 +97,11 @@ class Rank:
         slots = np.random.default_rng(1).permutation(int(starts[-1])).astype(np.int32)
         self.all_rows = [GroupRows.of(self.groups[0], (vectors,), slots, starts)]
         self.backend = open_backend("cpu", self.tables)
+        self.thread = ThreadPoolExecutor(1, initializer=share_threads)
         self.optimizer, self.handle = RowOptimizer(self.groups, self.backend), torch.nn.Parameter(torch.zeros(()))
-        self.exchange = RowExchange(ranks, self.backend, self.groups, self.groups)
-        self.exchange.open_pass(self.owners, self.rows)
+        self.exchange = RowExchange(ranks, ranks.clone(), self.backend, self.groups, self.groups)
+        self.layout = self.exchange.lay_out(self.owners)
+        self.exchange.open_pass(self.layout, self.rows)
         names = tuple(table.name for table in self.tables)
         zeros = np.zeros(len(names), dtype=np.int8)
         cols = np.arange(len(names), dtype=np.int64) * shape.dim
@@ -123,23 +127,31 @@ class Rank:
         row_bytes = 4 + 2 * 4 * self.shape.dim  # an address there, a row back, a gradient there
         return {"once": once * row_bytes, "each": each * row_bytes}
 
-    def train(self, batch: int) -> tuple[dict[str, float], Exchanged]:
-        """Train a batch; return the seconds of its exchange there, back, and of the whole step."""
-        ids, tables = self.batches[batch], dict(zip(self.part.features, self.part.tables, strict=True))
+    def ask(self, batch: int) -> Asked:
+        """Ask the owners for the rows of a batch."""
+        tables = dict(zip(self.part.features, self.part.tables, strict=True))
+        return self.exchange.ask(self.layout, self.batches[batch], tables, "a batch")
+
+    def train(self, asked: Asked, following: int) -> tuple[dict[str, float], Asked]:
+        """Train a batch while the following one is asked for, as a training does.
+
+        Returns the seconds of its exchange there, back, and of both together, and the following one.
+        """
         seconds, gradients = {}, RowGradients(1)
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
-        asked = self.exchange.ask(ids, tables, "a batch")
-        rows, exchanged = self.exchange.answer(asked)
+        asking = self.thread.submit(self.ask, following)
+        rows, slots = self.exchange.answer(asked)
         seconds["there"] = time.perf_counter() - begun
         self._look_up(RowView(rows, gradients, "a pass", self.backend), asked.ids)
         pooled = time.perf_counter()
         gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
-        self.exchange.gradients_of(exchanged, gradients, self.optimizer.gradients)
+        self.exchange.gradients_of(asked, slots, gradients, self.optimizer.gradients)
         seconds["back"] = time.perf_counter() - pooled
         self.exchange.step(self.optimizer, self.rows)
+        next_asked = asking.result()
         seconds["step"], seconds["step_cpu"] = time.perf_counter() - begun, time.process_time() - busy
-        return seconds, exchanged
+        return seconds, next_asked
 
     def train_alone(self, batch: int) -> tuple[float, float]:
         """Train this rank's samples of a batch with the rows of all ranks here; return seconds, and those of CPU."""
@@ -164,10 +176,10 @@ class Rank:
         assert tracer is not None
         return tracer.mark()
 
-    def bare(self, exchanged: Exchanged, *, times: float = 1.0) -> tuple[float, float]:
+    def bare(self, asked: Asked, *, times: float = 1.0) -> tuple[float, float]:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""
         me, size = self.ranks.rank, self.ranks.size
-        send = [0 if r == me else int(times * exchanged.request.counts_WS[r].sum()) for r in range(size)]
+        send = [0 if r == me else int(times * asked.request.counts_WS[r].sum()) for r in range(size)]
         receive = [int(n) for n in self.ranks.exchange_splits(np.array(send, dtype=np.int64)[:, None])[:, 0]]
         dim = self.shape.dim
         kinds = (
@@ -207,14 +219,15 @@ def main() -> None:
     rank = Rank(ranks, shape)
     times: dict[str, list[float]] = {}
     sent, least = 0, {"once": 0, "each": 0}
+    following = rank.ask(0)
     for turn in range(warm_up + turns):
-        batch, before = turn % NUM_BATCHES, rank.exchange.bytes_sent
-        seconds, exchanged = rank.train(batch)
+        batch, before, asked = turn % NUM_BATCHES, rank.exchange.bytes_sent, following
+        seconds, following = rank.train(asked, (turn + 1) % NUM_BATCHES)
         counted = rank.least_bytes(batch)
         seconds["alone"], seconds["alone_cpu"] = rank.train_alone(batch)
-        seconds["bare"], seconds["bare_cpu"] = rank.bare(exchanged)
+        seconds["bare"], seconds["bare_cpu"] = rank.bare(asked)
         seconds["bare_each"], seconds["bare_each_cpu"] = rank.bare(
-            exchanged, times=counted["each"] / max(1, counted["once"])
+            asked, times=counted["each"] / max(1, counted["once"])
         )
         if turn >= warm_up:
             sent += rank.exchange.bytes_sent - before

@@ -342,8 +342,3 @@ def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> Non
     with open_cache(ranks, entry, folder) as cache:
         if what == "a step before any pass":
             cache.optimizer.step()
-        if what == "rows of no batch":
-            loop = cache.passes(epochs=1)
-            batch = next(next(loop).batches(entry.batch))
-            cache.optimizer.zero_grad()
-            Model(cache, entry)(batch)

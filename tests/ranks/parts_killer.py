@@ -37,7 +37,7 @@ from tiercache.store import Cursor
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.crash.child import Ended, Teller
     from tests.crash.schedule import Death
@@ -267,16 +267,22 @@ def kill_all(killer: Killer, kills: int, engine: str, phases: Counter[str]) -> N
         killer.kill(After(share, share * killer.run_seconds, generator.choice([None, 0, 1, 2])))
 
 
-def main() -> int:
-    """Kill as often as was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.ranks.parts_killer")
+def options_of(killer: str, *, kills: int | None, modules: Sequence[str] = ()) -> argparse.Namespace:
+    """Return the options of a killer, and import once, and not in every child, what it needs."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.ranks.{killer}_killer")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--engine", default="lmdb")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for module in (f"tiercache.store.{options.engine}_engine", "numpy.ma"):  # once, and not in every child
+    for module in (f"tiercache.store.{options.engine}_engine", "numpy.ma", *modules):
         importlib.import_module(module)
+    return options
+
+
+def main() -> int:
+    """Kill as often as was asked for."""
+    options = options_of("parts", kills=60)
     killer, phases = Killer(options.folder, Parts(2, options.engine), seed=options.seed), Counter[str]()
     with suppress(EnoughError):
         kill_all(killer, options.kills, options.engine, phases)

@@ -160,7 +160,7 @@ def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[lis
     found = []
     with opened(folder, "modules.tc") as cache:
         for p in cache.passes(epochs=1):
-            batches = p.batches(8)
+            batches = p.batches(8, prefetch=0)
 
             def note() -> tc.Batch:
                 batch = next(batches)  # noqa: B023 - called here only

@@ -11,25 +11,23 @@ Ends with status 1 otherwise.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
-import importlib
 import io
+import itertools
 import json
-import os
-import random
 import shutil
-import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.crash.points import Point, unwatch, watch
-from tests.ranks.parts_killer import run
+from tests.crash.killer import Killer
+from tests.crash.outcome import FAILING, EnoughError, Found, Outcome
+from tests.crash.points import unwatch, watch
+from tests.crash.schedule import After, At, die
+from tests.ranks.parts_killer import options_of, run
 from tests.ranks.reshardings import let_through, one_case, sharded, ways
 from tiercache.passes.dataset import PassDataset
 from tiercache.ranks.opening import open_parts
@@ -39,9 +37,12 @@ from tiercache.ranks.shares import Share
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    import random
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from tests.crash.child import Ended, Teller
+    from tests.crash.schedule import Death
     from tests.ranks.meeting import Processes
     from tiercache.ranks.sharded_store import ShardedStore as Sharded
     from tiercache.ranks.sharding_plan import ShardingPlan
@@ -114,29 +115,53 @@ def _digest(data: Iterable[bytes]) -> str:
     return found.hexdigest()
 
 
-class Killer:
-    """One way after another, one store after another."""
+@dataclass(frozen=True, slots=True)
+class InPhase:
+    """A kill at a point of a phase: of the rank that is there, or of all."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.random = folder, random.Random(seed)
-        self.count: Counter[str] = Counter()
-        self.phases: Counter[str] = Counter()
-        self.problems: list[str] = []
+    phase: str
+    rank: int
+    number: int
+    everyone: bool
 
-    def prepare(self, way: Way) -> None:
+    def __str__(self) -> str:
+        return f"{'all' if self.everyone else 'one'} killed as rank {self.rank} was {self.phase}, at {self.number}"
+
+    @contextlib.contextmanager
+    def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
+        """Watch, and die there."""
+        seen: list[None] = []
+
+        def reached(*_: object) -> None:
+            if phase() == self.phase:
+                seen.append(None)
+                if len(seen) == self.number + 1:
+                    die(everyone=self.everyone)
+
+        if rank == self.rank:
+            watch(reached)
+        yield
+
+    def count(self, ended: Ended, counts: Counter[str]) -> None:
+        """Count where it was killed."""
+        counts[self.phase] += ended.killed > 0
+
+
+class Resharding:
+    """Ranks take a store up that other ranks trained, and write its parts anew for themselves."""
+
+    def __init__(self, way: Way, folder: Path) -> None:
         """Train the old parts of a way, and write them anew without a kill: what the ends of all others must be."""
-        self.way, self.template = way, self.folder / f"{way.before}-{way.after}" / "s"
-        self.template.parent.mkdir()
+        self.way, self.template, self._turns = way, folder / "old" / "s", 0
+        self.template.parent.mkdir(parents=True)
+        passes = self.template.parent / "passes"
 
         def first(ranks: Processes, teller: Teller) -> None:
-            CASE.cut(self.template.parent / "passes")
-            sharded(
-                self.template, CASE, PassDataset.open(self.template.parent / "passes"), (TRAINED - 1, 0), way.engine
-            )
+            sharded(self.template, CASE, CASE.cut(passes), (TRAINED - 1, 0), way.engine)
 
         def second(ranks: Processes, teller: Teller) -> None:
             sharding = ways(way.before, 0)
-            share = Share(PassDataset.open(self.template.parent / "passes"), sharding, ranks.rank)
+            share = Share(PassDataset.open(passes), sharding, ranks.rank)
             with opened(self.template, ranks, sharding, None) as parts:
                 let_through(parts.store, share, TRAINED)
                 parts.publish((TRAINED, 0))
@@ -147,146 +172,121 @@ class Killer:
         def third(ranks: Processes, teller: Teller) -> None:
             seen: Counter[str] = Counter()
             watch(lambda *_: seen.update([phase()]))
-            self.walk(path, ranks)
+            self._walk(path, ranks)
             unwatch()
             teller.say("points", [ranks.rank, seen])
             if ranks.rank == 0:
                 teller.say("whole", whole(path))
 
-        self._without(1, first)
-        self._without(way.before, second)
-        (self.old,) = self._without(1, lambda _, teller: teller.say("whole", whole(self.template))).of("whole")
-        path = self._fresh()
-        ended = self._without(way.after, third)
+        _without_a_kill(1, first)
+        _without_a_kill(way.before, second)
+        (self.old,) = _without_a_kill(1, lambda _, teller: teller.say("whole", whole(self.template))).of("whole")
+        self.begin(folder / "new")
+        path = folder / "new" / "s"
+        ended = _without_a_kill(way.after, third)
         (self.new,) = ended.of("whole")
         self.points = [(name, rank, n) for rank, seen in ended.of("points") for name, n in sorted(seen.items())]
-        shutil.rmtree(path.parent)
-        path, begun = self._fresh(), time.monotonic()  # once more, as fast as runs are whose points are not watched
-        self._without(way.after, lambda ranks, _: self.walk(path, ranks))
+        shutil.rmtree(folder / "new")
+        self.begin(folder / "new")  # once more, as fast as runs are whose points are not watched
+        begun = time.monotonic()
+        _without_a_kill(way.after, lambda ranks, _: self._walk(path, ranks))
         self.seconds = time.monotonic() - begun
-        shutil.rmtree(path.parent)
+        shutil.rmtree(folder / "new")
 
-    def walk(self, path: Path, ranks: Processes) -> None:
-        """Be a rank that goes on with the store; returns when all have opened it."""
-        self._open(path, ranks, ways(self.way.after, 1), self.way.parts(path))
+    def begin(self, folder: Path) -> None:
+        """Put the old parts there."""
+        self._turns += 1
+        shutil.copytree(self.template.parent, folder, dirs_exist_ok=True)
 
-    def kill_at(self, name: str, *, all_ranks: bool) -> None:
-        """Kill one rank, or all when it is there, at a point of a phase."""
-        _, rank, count = self.random.choice([one for one in self.points if one[0] == name])
-        number = self.random.randrange(count)
-        path, seen = self._fresh(), Counter[str]()
-
-        def reached(_: int, point: Point) -> None:
-            if phase() == name:
-                seen[name] += 1
-                if seen[name] == number + 1:
-                    _kill(all_ranks=all_ranks)
+    def run(self, folder: Path, death: Death | None) -> Ended:
+        """Open the store on all ranks, by the old ones before where it is a turn of theirs."""
+        path, when = folder / "s", {}
+        if isinstance(death, After):
+            when = {"kill_after": death.seconds, "victim": death.victim}
 
         def work(ranks: Processes, teller: Teller) -> None:
-            if ranks.rank == rank:
-                watch(reached)
-            self.walk(path, ranks)
+            with contextlib.nullcontext() if death is None else death.armed(folder, ranks.rank, teller):
+                self._walk(path, ranks)
 
-        ended = run(self.way.after, work)
-        while not ended.killed and number:  # as all ranks delete all files, another one may leave fewer for this one
-            shutil.rmtree(path.parent)
-            path, number = self._fresh(), number // 2
-            ended = run(self.way.after, work)
-        self.phases[name] += ended.killed > 0
-        self._after(path, f"{'all' if all_ranks else 'one'} killed as rank {rank} was {name}, at point {number}", ended)
-
-    def kill_after(self, share: float, victim: int | None) -> None:
-        """Kill one rank or all after a share of the time of a run."""
-        path = self._fresh()
-        ended = run(
-            self.way.after, lambda ranks, _: self.walk(path, ranks), kill_after=share * self.seconds, victim=victim
-        )
-        self.count["instants"] += ended.killed > 0
-        self._after(path, f"a kill after {share:.0%} of a run", ended)
-
-    def _after(self, path: Path, where: str, ended: Ended) -> None:
-        """Look, have the old ranks open it between or kill some again, go on to the end and look again."""
-        self._note(ended)
-        where = f"from {self.way.before} to {self.way.after} ranks, {where}"
-        (generation,) = self._look(path, where, ended) or [-1]
-        turn = self.count["turns"] % 3
-        if turn == 0 and generation == self.old[0]:
-            self.count["old_ranks_between"] += 1
-            where += ", opened by the old ranks"
-            between = run(self.way.before, lambda ranks, _: self._open(path, ranks, ways(self.way.before, 0), None))
-            self._check_names(path, where)
-            self._look(path, where, between)
-        elif turn == 1 and generation >= 0:
-            due, victim = self.random.randrange(400), self.random.randrange(self.way.after)
-            all_ranks = self.random.random() < 0.5
-            where += f", and again at point {due} of rank {victim}"
-
-            def work(ranks: Processes, teller: Teller) -> None:
-                if ranks.rank == victim:
-                    watch(lambda number, _: _kill(all_ranks=all_ranks) if number == due else None)
-                self.walk(path, ranks)
-
-            again = run(self.way.after, work)
-            self._note(again)
-            self.count["second_kills"] += again.killed > 0
-            self._look(path, where, again)
-        known = len(self.problems)
-        self._look(path, f"{where}, at the end", run(self.way.after, lambda ranks, _: self.walk(path, ranks)), end=True)
-        self._check_names(path, f"{where}, at the end")
-        if len(self.problems) == known:
-            shutil.rmtree(path.parent)
-
-    def _look(self, path: Path, where: str, ended: Ended, *, end: bool = False) -> list[int]:
-        """Compare what is there with the old parts or the new ones; returns the generation."""
-        known = len(self.problems)
-        looked = run(1, lambda _, teller: teller.say("whole", whole(path)))
-        self.problems += [f"{where}: {error}" for error in ended.of("error") + looked.of("error")]
-        for generation, found, problems in looked.of("whole"):
-            self.problems += [f"{where}: {problem}" for problem in problems]
-            stands = "old" if generation == self.old[0] else "new"
-            self.count[f"stood_in_{stands}_parts"] += not end
-            wanted = self.old[1] if stands == "old" else self.new[1]
-            for name, value in wanted.items():
-                if found[name] != value and not (stands == "old" and name == "parts"):  # they may have stepped back
-                    self.problems.append(f"{where}: it stands in {stands} parts with other {name}: {found[name]}")
-            if end and stands == "old":
-                self.problems.append(f"{where}: it stands in the old parts")
-        return [] if len(self.problems) > known else [generation for generation, *_ in looked.of("whole")]
-
-    def _open(self, path: Path, ranks: Processes, sharding: ShardingPlan, parts: Sequence[Path] | None) -> None:
-        opened(path, ranks, sharding, parts).close()
-        ranks.all_gather_object(None)
-
-    def _check_names(self, path: Path, where: str) -> None:
-        """Note what is beside the parts of the record, in the store's folder and on the disks."""
+        between: list[list[Any]] = []
         record = Record.read(path)
-        assert record is not None
-        places = {path / "record.json", path / "ranks.lock"}
-        for rank in range(record.num_ranks):
-            folder = record.folder(path, rank)
-            places |= {folder, folder.with_name(folder.name + ".json")}
-        there = {*path.iterdir(), *path.parent.glob("disk */*")} - {path / "record.json.tmp"}
-        if there != places:
-            names = sorted(str(place.relative_to(path.parent)) for place in there ^ places)
-            self.problems.append(f"{where}: {names} are too many or too few")
-
-    def _note(self, ended: Ended) -> None:
-        self.count["kills"] += ended.killed > 0
-        self.count["kills_of_all"] += ended.killed == self.way.after
-        self.count["processes"] += ended.killed
-
-    def _without(self, num_ranks: int, work: Callable[[Processes, Teller], None]) -> Ended:
-        """Run without a kill."""
-        ended = run(num_ranks, work)
-        if ended.of("error"):
-            raise RuntimeError(ended.of("error")[0])
+        if death is None and self._turns % 3 == 0 and record is not None and record.generation == self.old[0]:
+            sharding = ways(self.way.before, 0)
+            opening = run(self.way.before, lambda ranks, _: _open(path, ranks, sharding, None))
+            between = [["old_ranks_between", 1], *opening.said, *([["wrong", one] for one in _names(path)])]
+            between += [["wrong", f"opened by the old ranks, {one}"] for one in self._compare(path)[1]]
+        ended = run(self.way.after, work, **when)  # type: ignore[arg-type]
+        while isinstance(death, InPhase) and not ended.killed and death.number:
+            # as all ranks delete all files, another one may leave fewer for this one
+            shutil.rmtree(folder)
+            self.begin(folder)
+            death = replace(death, number=death.number // 2)
+            ended = run(self.way.after, work)
+        ended.said = between + ended.said
         return ended
 
-    def _fresh(self) -> Path:
-        folder = self.folder / f"store-{self.count['stores']}"
-        self.count["stores"] += 1
-        shutil.copytree(self.template.parent, folder)
-        return folder / "s"
+    def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
+        """Kill every third that begins anew once more."""
+        if len(runs) > 1 or self._turns % 3 != 1:
+            return None
+        victim = generator.randrange(self.way.after)
+        return At(generator.randrange(400), rank=victim, everyone=generator.random() < 0.5)
+
+    def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
+        """Compare what is there with the old parts or the new ones, and the names of files at the end."""
+        path, counts = folder / "s", Counter[str]()
+        stands, wrong = self._compare(path)
+        wrong += [sentence for kind, sentence in runs[-1].said if kind == "wrong"]
+        if last:
+            counts["old_ranks_between"] += len(runs[-1].of("old_ranks_between"))
+            wrong += _names(path)
+            if stands == "old":
+                wrong.append("it ended in the old parts")
+        else:
+            counts[f"stood_in_{stands}_parts"] += 1
+            counts["kills_of_all"] += runs[-1].killed == self.way.after
+        return Found(wrong=[(FAILING, sentence) for sentence in wrong], counts=counts)
+
+    def _compare(self, path: Path) -> tuple[str, list[str]]:
+        """Return in which parts the store stands, and what of it is not as in those."""
+        looked = run(1, lambda _, teller: teller.say("whole", whole(path)))
+        if looked.of("error"):
+            return "no", looked.of("error")
+        ((generation, found, wrong),) = looked.of("whole")
+        stands = "old" if generation == self.old[0] else "new"
+        for name, value in (self.old if stands == "old" else self.new)[1].items():
+            if found[name] != value and not (stands == "old" and name == "parts"):  # they may have stepped back
+                wrong.append(f"it stands in {stands} parts with other {name}: {found[name]}")
+        return stands, wrong
+
+    def _walk(self, path: Path, ranks: Processes) -> None:
+        """Be a rank that goes on with the store; returns when all have opened it."""
+        _open(path, ranks, ways(self.way.after, 1), self.way.parts(path))
+
+
+def _open(path: Path, ranks: Processes, sharding: ShardingPlan, parts: Sequence[Path] | None) -> None:
+    opened(path, ranks, sharding, parts).close()
+    ranks.all_gather_object(None)
+
+
+def _names(path: Path) -> list[str]:
+    """Return what is beside the parts of the record, in the store's folder and on the disks, or lacks."""
+    record = Record.read(path)
+    assert record is not None
+    places = {path / "record.json", path / "ranks.lock"}
+    for rank in range(record.num_ranks):
+        folder = record.folder(path, rank)
+        places |= {folder, folder.with_name(folder.name + ".json")}
+    there = {*path.iterdir(), *path.parent.glob("disk */*")} - {path / "record.json.tmp"}
+    names = sorted(str(place.relative_to(path.parent)) for place in there ^ places)
+    return [f"{names} are too many or too few"] if names else []
+
+
+def _without_a_kill(num_ranks: int, work: Callable[[Processes, Teller], None]) -> Ended:
+    ended = run(num_ranks, work)
+    if ended.of("error"):
+        raise RuntimeError(ended.of("error")[0])
+    return ended
 
 
 def phase() -> str:
@@ -304,42 +304,32 @@ def phase() -> str:
     return PHASES[0] if "Parts.begin_generation" in names else PHASES[6]
 
 
-def _kill(*, all_ranks: bool) -> None:
-    if all_ranks:
-        os.killpg(0, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main() -> int:
     """Kill as often as was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.ranks.resharding_killer")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    for module in (
-        "tests.crash.warm",
-        "tests.ranks.warm",
-        "tiercache.store.lmdb_engine",
-        "tiercache.store.zarr_engine",
-    ):
-        importlib.import_module(module)  # once, and not in every child
-    killer, some = Killer(options.folder, options.seed), WAYS if options.kills >= 100 else WAYS[:2]
+    modules = ("tests.crash.warm", "tests.ranks.warm", "tiercache.store.zarr_engine")
+    options = options_of("resharding", kills=20, modules=modules)
+    outcome, some = Outcome(), WAYS if options.kills >= 100 else WAYS[:2]
     for i, way in enumerate(some):
-        killer.prepare(way)
-        share = options.kills * (i + 1) / len(some)
-        names = [name for name in PHASES if any(one[0] == name for one in killer.points)]
-        while killer.count["kills"] < share:
-            turn = killer.count["turns"] % (len(names) + INSTANTS)  # no multiple of the turns of what follows
-            killer.count["turns"] += 1
-            if turn < len(names):
-                killer.kill_at(names[turn], all_ranks=killer.random.random() < 0.4)
-            else:
-                victim = killer.random.randrange(-1, way.after)
-                killer.kill_after(killer.random.random(), None if victim < 0 else victim)
-    figures = {**killer.count, "phases": killer.phases, "problems": killer.problems}
-    print(json.dumps(figures, indent=1))  # noqa: T201
-    return bool(killer.problems)
+        folder = options.folder / f"{way.before}-{way.after} {way.engine}"
+        workload = Resharding(way, folder)
+        killer = Killer(folder, workload, seed=options.seed)
+        names = [name for name in PHASES if any(one[0] == name for one in workload.points)]
+        share, turns = options.kills * (i + 1) / len(some), itertools.cycle(range(len(names) + INSTANTS))
+        with contextlib.suppress(EnoughError):
+            while outcome.counts["kills"] + killer.outcome.counts["kills"] < share:
+                turn = next(turns)
+                if turn < len(names):
+                    points = [one for one in workload.points if one[0] == names[turn]]
+                    name, rank, count = killer.random.choice(points)
+                    number, everyone = killer.random.randrange(count), killer.random.random() < 0.4
+                    killer.kill(InPhase(name, rank, number, everyone))
+                else:
+                    at, victim = killer.random.random(), killer.random.randrange(-1, way.after)
+                    killer.kill(After(at, at * workload.seconds, None if victim < 0 else victim))
+        outcome.add(killer.outcome)
+    phases = {name: outcome.counts.pop(name) for name in PHASES if name in outcome.counts}
+    print(json.dumps({**outcome.counts, "phases": phases, "problems": outcome.problems}, indent=1))  # noqa: T201
+    return bool(outcome.problems)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,21 @@ with status 1 otherwise.
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
-import os
-import random
 import shutil
-import signal
 import sys
 from collections import Counter
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.crash.points import Point, unwatch, watch
+from tests.crash.killer import Killer
+from tests.crash.outcome import FAILING, EnoughError, Found
+from tests.crash.points import unwatch
+from tests.crash.schedule import At
 from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
-from tests.ranks.parts_killer import run
+from tests.ranks.parts_killer import options_of, run
 from tests.ranks.sharded_world import opened, problems, take, train_parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.rollback import rollback_sharded
@@ -36,7 +33,11 @@ from tiercache.store import Cursor, Store
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
-    from tests.crash.child import Teller
+    import random
+    from pathlib import Path
+
+    from tests.crash.child import Ended, Teller
+    from tests.crash.schedule import Death
     from tests.ranks.meeting import Processes
 
 RANKS, COMMITS, RETENTION = 3, 6, 3
@@ -46,67 +47,96 @@ STOOD = {COMMITS - 1: Cursor(3, 5), NEW: Cursor(2), COMMITS + 1: Cursor(2)}
 """Where the store may stand by its newest commit; the last where the rollback was made twice."""
 
 
-def make(path: Path, engine: str, *, ahead: bool) -> None:
-    """Make the store of three parts, one of them ahead where said."""
-    assert train_parts(path, RANKS, COMMITS, engine=engine, retention=RETENTION) == [None] * RANKS
-    if ahead:
-        sharded_world.ahead(path, RANKS, 1)
+class Rollback:
+    """A store is rolled back, opened by its ranks and trained on."""
+
+    def __init__(self, base: Path, engine: str, *, ahead: bool) -> None:
+        """Make the store of three parts in ``base``, one of them ahead where said."""
+        self._base, self._kills = base, 0
+
+        def make(_: Processes, __: Teller) -> None:
+            assert train_parts(base, RANKS, COMMITS, engine=engine, retention=RETENTION) == [None] * RANKS
+            if ahead:
+                sharded_world.ahead(base, RANKS, 1)
+
+        base.parent.mkdir(parents=True)
+        run(1, make)
+
+    def begin(self, folder: Path) -> None:
+        """Put the store there."""
+        self._kills += 1
+        shutil.copytree(self._base, folder / "s")
+
+    def run(self, folder: Path, death: Death | None) -> Ended:
+        """Roll back, anew where that was done; then go on."""
+        path = folder / "s"
+
+        def work(_: Processes, teller: Teller) -> None:
+            if death is not None:
+                with death.armed(folder, 0, teller):
+                    rollback_sharded(path, TO)
+                unwatch()
+                teller.note(begun=NEW, done=NEW)
+            for sentence in go_on(path):
+                teller.say("wrong", sentence)
+
+        return run(1, work)
+
+    def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
+        """Have every third rollback made and killed again, at a point that the first may have had."""
+        return None if len(runs) > 1 or self._kills % 3 != 1 else At(generator.randrange(self.points))
+
+    points = 1
+    """How many a rollback has."""
+
+    def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
+        """Look at the newest commit and read all that are kept, in a process of its own."""
+        done = max((n for one in runs for n in one.of("done")), default=-1)
+        ended = run(1, lambda _, teller: look(folder / "s", done, teller, last=last))
+        wrong = [*runs[-1].of("wrong"), *ended.of("wrong"), *ended.of("error")]
+        (stands,) = ended.of("stands") or [None]
+        return Found(stands=stands, wrong=[(FAILING, sentence) for sentence in wrong])
 
 
-def killed_at(number: int | None, path: Path) -> tuple[bool, bool, int]:
-    """Roll back in a process that is killed at a point; whether it was, whether it had returned, and its points."""
-
-    def work(_: Processes, teller: Teller) -> None:
-        seen = 0
-
-        def reached(at: int, _: Point) -> None:
-            nonlocal seen
-            seen = at + 1
-            if at == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        watch(reached)
-        rollback_sharded(path, TO)
-        unwatch()
-        teller.say("done", seen)
-
-    ended = run(1, work)
-    if ended.of("error"):
-        raise RuntimeError(ended.of("error")[0])
-    return ended.killed > 0, bool(ended.of("done")), sum(ended.of("done"))
-
-
-def examine(path: Path, *, done: bool) -> list[str]:
-    """Return what is wrong with what a kill left: before its ranks open it, then, and when they have trained on."""
+def look(path: Path, done: int, teller: Teller, *, last: bool) -> None:
+    """Tell where the store stands and what is wrong with it, as it was left or at the end."""
     record = Record.read(path)
     assert record is not None
     newest = record.commits[-1]
-    if STOOD.get(newest.id) != newest.cursor or (done and newest.id < NEW):
-        return [f"it stands at commit {newest.id}, {newest.cursor}, after a rollback that had{' ' * done} returned"]
-    found = [f"as it was left, {problem}" for problem in of_all_commits(path)]
+    if last and newest.cursor != Cursor(3, 5):
+        teller.say("wrong", f"it went on to {newest.cursor}")
+    if not last:
+        teller.say("stands", newest.id)
+        if STOOD.get(newest.id) != newest.cursor or newest.id < done:
+            teller.say("wrong", f"it stands at commit {newest.id}, {newest.cursor}, and {done} was made")
+    for problem in of_all_commits(path):
+        teller.say("wrong", f"{'at the end' if last else 'as it was left'}, {problem}")
+
+
+def go_on(path: Path) -> list[str]:
+    """Have the ranks open what is there, roll back where that is to be done, and train on; return what is wrong."""
+    record, found = Record.read(path), list[str]()
+    assert record is not None
     if any(errors := train_parts(path, RANKS, 0)):
-        return [*found, f"opened, {errors}"]
+        return [f"opened, {errors}"]
     now = Record.read(path)
     if now is None or [(one.id, one.cursor) for one in now.commits] != [(one.id, one.cursor) for one in record.commits]:
         found.append(f"opened, it has {now} and had {record}")
     found += [f"opened, {problem}" for problem in of_all_commits(path)]
-    if newest.id < NEW:
+    if record.commits[-1].id < NEW:
         rollback_sharded(path, TO)
 
-    def go_on(ranks: Any) -> list[list[int]]:
+    def train(ranks: Any) -> list[list[int]]:
         parts, world = opened(path, ranks)
         with parts:
             for _ in range(2):
                 take(parts, world)
             return [[commit.id for commit in parts.store.commits], list(parts.record.of_part(ranks.rank))]
 
-    for kept in meet(RANKS, go_on):
+    for kept in meet(RANKS, train):
         if not isinstance(kept, list) or not set(kept[1]) < set(kept[0]) or len(kept[0]) != RETENTION + 1:
             found.append(f"a part that went on has commits {kept}")
-    with ShardedStore.open(path) as store:
-        if store.cursor != Cursor(3, 5):
-            found.append(f"it went on to {store.cursor}")
-    return found + [f"gone on, {problem}" for problem in of_all_commits(path)]
+    return found
 
 
 def of_all_commits(path: Path) -> list[str]:
@@ -123,48 +153,25 @@ def of_all_commits(path: Path) -> list[str]:
 
 def main() -> int:
     """Kill at as many points as was asked for, of all that there are."""
-    parser = argparse.ArgumentParser(prog="python -m tests.ranks.rollback_killer")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--kills", type=int, default=None, help="Not given: one at each point.")
-    parser.add_argument("--engine", default="lmdb")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    for module in (f"tiercache.store.{options.engine}_engine", "numpy.ma"):  # once, and not in every child
-        importlib.import_module(module)
-    generator, wrong = random.Random(options.seed), list[str]()
-    count: Counter[str] = Counter()
+    options = options_of("rollback", kills=None)
+    figures, wrong = Counter[str](), list[str]()
     for ahead in (False, True):
-        base, path = options.folder / f"base {ahead}" / "s", options.folder / f"copy {ahead}" / "s"
-        base.parent.mkdir()
-        run(1, lambda _, __, base=base, ahead=ahead: make(base, options.engine, ahead=ahead))  # type: ignore[misc]
-        shutil.copytree(base, path)
-        points = killed_at(None, path)[2]
-        count["points"] += points
-        wanted = points if options.kills is None else min(points, options.kills // 2)
-        for i in range(wanted):
-            shutil.rmtree(path)
-            shutil.copytree(base, path)
-            number = (2 * i + 1) * points // (2 * wanted)
-            killed, done, _ = killed_at(number, path)
-            again = generator.randrange(points) if i % 3 == 1 else None
-            if again is not None:
-                second, returned, _ = killed_at(again, path)
-                killed, done = killed or second, done or returned
-                count["second kills"] += second
-            count["kills"] += killed
-            stood = Record.read(path)
-            assert stood is not None
-            count["stood before" if stood.commits[-1].id < NEW else "stood after"] += 1
-
-            def work(_: Processes, teller: Teller, done: bool = done, path: Path = path) -> None:
-                for sentence in examine(path, done=done):
-                    teller.say("wrong", sentence)
-
-            ended = run(1, work)
-            where = f"killed at point {number} of {points}" + (f" and again at {again}" if again is not None else "")
-            wrong += [f"{where}: {sentence}" for sentence in ended.of("wrong") + ended.of("error")]
-    figures = {**count, "problems": wrong}
-    print(json.dumps(figures, indent=1))  # noqa: T201
+        folder = options.folder / f"ahead {ahead}"
+        workload = Rollback(folder / "base" / "s", options.engine, ahead=ahead)
+        killer = Killer(folder, workload, seed=options.seed)
+        with suppress(EnoughError):
+            points = killer.points()
+            workload.points = len(points)
+            wanted = len(points) if options.kills is None else min(len(points), options.kills // 2)
+            for i in range(wanted):
+                killer.kill(At((2 * i + 1) * len(points) // (2 * wanted)))
+            figures["points"] += len(points)
+        stood = killer.outcome.stood
+        figures["stood before"] += stood[COMMITS - 1]
+        figures["stood after"] += stood[NEW] + stood[COMMITS + 1]
+        figures.update({name: killer.outcome.counts[name] for name in ("kills", "second_kills")})
+        wrong += killer.outcome.problems
+    print(json.dumps({**figures, "problems": wrong}, indent=1))  # noqa: T201
     return bool(wrong)
 
 

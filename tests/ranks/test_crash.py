@@ -65,7 +65,7 @@ def test_a_rollback_killed_at_any_point_is_made_or_not(tmp_path: Path, engine: s
     """Before and after calls that touch the disk, and again as it is made again; all that is kept is whole."""
     found = killed("rollback", tmp_path, engine=engine, kills=kills)
     assert kills or found["kills"] >= 0.9 * found["points"]
-    assert min(found["stood before"], found["stood after"], found["second kills"]) >= 1
+    assert min(found["stood before"], found["stood after"], found["second_kills"]) >= 1
 
 
 @pytest.mark.parametrize("kills", [24, pytest.param(600, marks=pytest.mark.long)])

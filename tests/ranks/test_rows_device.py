@@ -29,9 +29,9 @@ class Noting:
         self._alone = LocalCommunicator(torch.device("cuda:1"))
         log.append(device)
 
-    def clone(self) -> Noting:
+    def clone(self, device: str = "all") -> Noting:
         """Note it."""
-        return Noting("clone")
+        return Noting(f"clone of {device}")
 
     def close(self, *, failed: bool = False) -> None:
         """Note it."""
@@ -69,7 +69,7 @@ def opened(folder: Path, **options: Any) -> tc.TierCache:
 def test_process_groups_are_connected_on_the_ranks_device_before_rows_take_its_memory(tmp_path: Path) -> None:
     """A device without a number is the communicator's, not the one that is current to torch."""
     opened(tmp_path).close()
-    assert log == ["cuda", "cuda:1", "clone", "rows", "leaves", "leaves"]
+    assert log == ["cuda", "cuda:1", "clone of all", "clone of cpu", "rows", *["leaves"] * 3]
 
 
 def test_process_groups_are_left_where_rows_find_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_process_groups_are_left_where_rows_find_no_room(tmp_path: Path, monkeyp
     monkeypatch.setattr(CpuBackend, "reserve", full)
     with pytest.raises(BudgetError, match="the device has less"):
         opened(tmp_path)
-    assert log == ["cuda", "cuda:1", "clone", "rows", "leaves", "leaves"]
+    assert log == ["cuda", "cuda:1", "clone of all", "clone of cpu", "rows", *["leaves"] * 3]
 
 
 def test_a_budget_that_passes_exceed_is_refused_before_anything_is_made_of_the_store(tmp_path: Path) -> None:
@@ -102,4 +102,4 @@ def test_a_rank_with_an_error_in_its_loop_leaves_before_anything_waits(tmp_path:
 
     with pytest.raises(ZeroDivisionError):
         train()
-    assert log == ["fails"] * 3
+    assert log == ["fails"] * 4

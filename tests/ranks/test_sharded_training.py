@@ -60,6 +60,26 @@ def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
     assert_close(tmp_path, "bags", found[0], steps=4)
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_ids_and_counts_of_the_next_batch_travel_while_one_is_trained(
+    ranks_pool: RanksPool, tmp_path: Path, queued: bool
+) -> None:
+    """By default: on a thread and a communicator of their own. The training thread brings rows, by another one."""
+    for told in on_ranks(ranks_pool, 2, tmp_path, body="asked_ahead", queued=queued):
+        assert {event for event in told if event.startswith("asking")} == {
+            "asking exchange_splits tiercache-asking", "asking all_to_all tiercache-asking"
+        }  # fmt: skip
+        assert {event.split()[-1] for event in told if event.startswith("beside")} == {"MainThread"}
+        before = told[: told.index("step")]
+        assert sum(event.startswith("asking all_to_all") for event in before) >= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_a_gpu_has_the_host_wait_for_nothing(ranks_pool: RanksPool, tmp_path: Path, kind: str) -> None:
+    """Forward, backward and step: what the exchange reads from the device it would have to wait for."""
+    assert on_ranks(ranks_pool, 2, tmp_path, "bags", "waits", sharding=sharded("bags", kind)) == [[], []]
+
+
 OVERLAPPED = ["rows 0", "rows 1", "dense 0", "rows 2", "dense 1", "rows 3", "dense 2", "dense 3"]
 ONE_BY_ONE = [f"{what} {number}" for number in range(4) for what in ("rows", "dense")]
 
@@ -120,8 +140,9 @@ def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool
     ("what", "sentence"),
     [
         ("seeds", "ranks differ in seed"),
-        ("old batch", "which has ended"),
         ("no step", "ended between backward and step"),
+        ("another batch", "looks up another batch than rank"),
+        ("a step of one", "did something else while rank"),
         ("size", "the size must be at least 1"),
         ("sizes", "makes another batch than rank"),
         ("one rank's micro-batch", "the disk of rank 1 is gone"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,16 +212,20 @@ def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None
     one = CASES[case]
     criterion = nn.BCEWithLogitsLoss()
     with open_sharded(one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
-        model, optimizer = model_of(cache, one)
+        model, _ = model_of(cache, one)
         for p in cache.passes(epochs=1):
             batches = p.batches(one.batch)
             first = next(batches)
-            if what == "old batch":
-                optimizer.step()
-                model(first)
             if what == "no step":
                 criterion(model(first), first.label).backward()
                 continue
+            if what == "another batch":
+                model([first, next(batches)][ranks.rank])
+            if what == "a step of one":
+                model.module(first).sum().backward()  # without torch's reduction, which would meet it first
+                if ranks.rank == 1:
+                    cache.optimizer.step()
+                model.module(next(batches))
             if what == "size":
                 next(p.batches(0))
             if what == "sizes":
@@ -233,11 +238,11 @@ def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None
             if what == "one rank's samples":
                 if ranks.rank == 1:
                     p.source.whole.read = _broken  # type: ignore[method-assign]
-                next(batches)
+                list(batches)
             if what == "one rank's id":
                 if ranks.rank == 1:
                     p.source.read = partial(_with_a_wrong_id, p.source.read)  # type: ignore[method-assign]
-                next(batches)
+                list(batches)
 
 
 def _broken(*_: Any, **__: Any) -> Any:
@@ -257,19 +262,17 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
 
     queued: the training thread brings rows, and another one only asks for them.
     """
-    import threading
-
     one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
     with open_sharded(one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
         ask, answer = cache._exchange.rows.ask, cache._exchange.rows.answer
 
         def asked(*arguments: Any, **options: Any) -> Any:
-            assert threading.current_thread().name.startswith("tiercache-exchange")
+            assert threading.current_thread().name.startswith("tiercache-asking")
             return ask(*arguments, **options)
 
         def answered(*arguments: Any, **options: Any) -> Any:
-            assert (threading.current_thread() is threading.main_thread()) == queued
+            assert (threading.current_thread() is threading.main_thread()) == (queued or schedule == "simple")
             number = sum(event.is_set() for event in arrived)
             found = answer(*arguments, **options)
             events.append(f"rows {number}")
@@ -291,10 +294,93 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
     return events
 
 
+def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool) -> list[str]:
+    """Train a pass, each batch of which waits for the next one to be asked for; return who called what, when.
+
+    By the name of the thread, of the communicator and of what was done.
+    """
+    one, events = CASES[case], list[str]()
+    with open_sharded(one, folder, queued=queued) as cache:
+        model, optimizer = model_of(cache, one)
+        done = threading.Condition()
+
+        def noted(name: str, call: Any) -> Any:
+            def made(*arguments: Any, **options: Any) -> Any:
+                found = call(*arguments, **options)
+                with done:
+                    events.append(f"{name} {threading.current_thread().name.split('_')[0]}")
+                    done.notify_all()
+                return found
+
+            return made
+
+        for name in ("_asking", "_beside"):
+            there = getattr(cache, name)
+            for method in ("exchange_splits", "all_to_all"):
+                setattr(there, method, noted(f"{name[1:]} {method}", getattr(there, method)))
+        passes = cache.passes(epochs=1)
+        first = next(passes)
+        for number, batch in enumerate(first.batches(one.batch)):
+            events.append("train")
+            following = number + 1 < -(-first.num_samples // one.batch)
+            with done:
+                wanted = number + 1 + following
+                assert done.wait_for(lambda: _count(events, "asking all_to_all") == wanted, 30), events  # noqa: B023
+            (nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight).backward()
+            optimizer.step()
+            events.append("step")
+    return events
+
+
+def _count(events: list[str], begin: str) -> int:
+    return sum(event.startswith(begin) for event in events)
+
+
+WAITING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "index", "repeat_interleave"}
+"""Operators of torch that read from a GPU: an index where one is a mask."""
+
+
+def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str, str]) -> list[str]:
+    """Train on the shim; return what the host would have waited for in steps behind the first ones."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    one, found = CASES[case], list[str]()
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            is_mask = name != "index" or any(i is not None and i.dtype in {torch.bool, torch.uint8} for i in args[1])
+            if name in WAITING and is_mask:
+                found.append(name)
+            return func(*args, **kwargs or {})
+
+    with open_sharded(one, folder, queued=True, sharding=sharding) as cache:
+        model, optimizer = model_of(cache, one)
+        backend, runtime = cache._backend, cache._backend._runtime
+
+        def noted(name: str, call: Any) -> Any:
+            def made(*arguments: Any, **options: Any) -> Any:
+                if threading.current_thread() is threading.main_thread():
+                    found.append(name)
+                return call(*arguments, **options)
+
+            return made
+
+        for there, name in ((backend, "named"), (runtime, "download"), (runtime, "synchronize")):
+            setattr(there, name, noted(name, getattr(there, name)))
+        passes = cache.passes(epochs=1)
+        for number, batch in enumerate(next(passes).batches(one.batch)):
+            if number == 1:
+                found.clear()
+            with Noting():
+                (nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight).backward()
+                optimizer.step()
+        assert number > 1
+        return [*found]
+
+
 def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str) -> list[str]:
     """Evaluate 4 batches, each of which is looked at when what must come before has; return the order."""
-    import threading
-
     one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
     with open_sharded(one, folder) as cache:
         model, _ = model_of(cache, one)

@@ -179,10 +179,6 @@ class ShimRuntime:
         """Return nothing that is received."""
         return 0
 
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], NDArray[Any]]:
-        """Copy it, late."""
-        return lambda: self.download(tensor)
-
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Nothing: memory comes back when nobody refers to it."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import tiercache as tc
@@ -35,7 +36,8 @@ class Training:
     def __init__(self, cache: Any) -> None:
         torch.manual_seed(1)
         self.cache = cache
-        self.model = Net(cache, CASE)
+        self.net = Net(cache, CASE)
+        self.model = nn.parallel.DistributedDataParallel(self.net) if dist.is_initialized() else self.net
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=5, gamma=0.9)
         cache.register(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
@@ -53,7 +55,7 @@ class Training:
         logits = self.model(batch)
         kept = torch.rand(logits.shape) < 0.8
         loss = (nn.functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="none") * kept).mean()
-        loss.backward()
+        (loss * batch.weight).backward()
         self.optimizer.step()
         self.scheduler.step()
         self.losses[p.index, end] = loss.item()
@@ -104,7 +106,7 @@ def go_on(
         training = Training(cache)
         training.run(2)
     assert losses | training.losses == plain[1]
-    assert_same_bits(result_of(store, passes, training.model), plain[0])
+    assert_same_bits(result_of(store, passes, training.net), plain[0])
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ def plain(passes: tc.PassDataset) -> Plain:
             training = Training(cache)
             training.run(0)
         assert len(training.losses) == STEPS
-        return result_of(store, passes, training.model), training.losses
+        return result_of(store, passes, training.net), training.losses
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -134,7 +136,7 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
             assert store.commit is not None
             assert store.commit.cursor.pass_index == 6
         assert training.losses == plain[1]
-        assert_same_bits(result_of(store, passes, training.model), plain[0])
+        assert_same_bits(result_of(store, passes, training.net), plain[0])
         assert store.commit.cursor.pass_index == 8
 
 
@@ -144,7 +146,7 @@ def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain
         training = Training(cache)
         training.run(2)
         assert training.losses == plain[1]
-        assert_same_bits(result_of_resident(cache, training.model), plain[0])
+        assert_same_bits(result_of_resident(cache, training.net), plain[0])
 
 
 @pytest.mark.parametrize("steps", range(1, STEPS, 3))
@@ -209,39 +211,47 @@ def test_commit_behind_a_loop_that_fetched_ahead_commits_its_last_pass(passes: t
         assert store.commit.cursor.pass_index == 8
 
 
+def evaluate_of_the_next_pass(cache: Any) -> None:
+    """Look batches up without training them, over the end of a pass."""
+    training = Training(cache)
+    fetched = training.fetched()
+    held = [next(fetched) for _ in range(5)]
+    for one in held[:3]:
+        training.step(*one)
+    with torch.no_grad():
+        training.net(held[3][2])
+        with pytest.raises(StateError, match="a batch of pass 1 was looked up without gradients before one"):
+            training.net(held[4][2])
+    training.step(*held[3])
+    training.step(*held[4])
+    with torch.no_grad():
+        training.net(held[4][2])
+    with pytest.raises(RuntimeError, match="belongs to pass 0, which has ended"):
+        training.net(held[3][2])
+
+
+def leave_gradients(cache: Any) -> None:
+    """Look a batch of the next pass up between backward and step, and go on."""
+    training = Training(cache)
+    fetched = training.fetched()
+    held = [next(fetched) for _ in range(5)]
+    for one in held[:2]:
+        training.step(*one)
+    for _, _, batch in held[2:4]:
+        training.model(batch).sum().backward()
+    with pytest.raises(StateError, match=r"pass 0 ended between backward and step, and .* its last 2 batches would"):
+        training.net(held[4][2])
+    training.optimizer.step()
+    training.step(*held[4])
+
+
 def test_a_batch_of_the_next_pass_is_not_evaluated_before_one_is_trained(passes: tc.PassDataset) -> None:
     """Its rows are not there; those of the pass that is trained are."""
     with store_of(passes) as store, opened(passes, store) as cache:
-        training = Training(cache)
-        fetched = training.fetched()
-        held = [next(fetched) for _ in range(5)]
-        for one in held[:3]:
-            training.step(*one)
-        with torch.no_grad():
-            training.model(held[3][2])
-            with pytest.raises(StateError, match="a batch of pass 1 was looked up without gradients before one"):
-                training.model(held[4][2])
-        training.step(*held[3])
-        training.step(*held[4])
-        with torch.no_grad():
-            training.model(held[4][2])
-        with pytest.raises(RuntimeError, match="belongs to pass 0, which has ended"):
-            training.model(held[3][2])
+        evaluate_of_the_next_pass(cache)
 
 
 def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(passes: tc.PassDataset) -> None:
     """A remainder of accumulation would be lost; stepped or dropped, the loop goes on."""
     with store_of(passes) as store, opened(passes, store) as cache:
-        training = Training(cache)
-        fetched = training.fetched()
-        held = [next(fetched) for _ in range(5)]
-        for one in held[:2]:
-            training.step(*one)
-        for _, _, batch in held[2:4]:
-            training.model(batch).sum().backward()
-        with pytest.raises(
-            StateError, match=r"pass 0 ended between backward and step, and .* its last 2 batches would"
-        ):
-            training.model(held[4][2])
-        training.optimizer.step()
-        training.step(*held[4])
+        leave_gradients(cache)

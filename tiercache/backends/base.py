@@ -233,10 +233,6 @@ class Backend(Protocol):
         """Return (size,) float32: 1, but in [first, last) the values of each part, which may be a host array."""
         ...
 
-    def bounds(self, values: Array) -> Callable[[], tuple[int, int]]:
-        """Return a function that waits for the minimum and the maximum of int32 values; (0, -1) of none."""
-        ...
-
     def upload(self) -> BatchUpload:
         """Return what brings one batch to the device, on any thread, beside the training."""
         ...

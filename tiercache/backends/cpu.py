@@ -163,11 +163,6 @@ class CpuBackend:
             out[first:last] = values
         return out
 
-    def bounds(self, values: Array) -> Callable[[], tuple[int, int]]:
-        """Look at once."""
-        found = (int(values.min()), int(values.max())) if values.size else (0, -1)
-        return lambda: found
-
     def upload(self) -> HostUpload:
         """Return one that has nothing to do."""
         return HostUpload(self)

@@ -119,18 +119,6 @@ class CudaBackend:
             out[first:last].copy_(self.to_device(values) if isinstance(values, np.ndarray) else values)
         return out
 
-    def bounds(self, values: Array) -> Callable[[], tuple[int, int]]:
-        """Look on the device; who asks waits for no more than that."""
-        if not values.shape[0]:
-            return lambda: (0, -1)
-        fetched = self._runtime.fetch(torch.stack(values.aminmax()))
-
-        def found() -> tuple[int, int]:
-            low, high = fetched().tolist()
-            return low, high
-
-        return found
-
     def upload(self) -> PinnedUpload:
         """Return one by way of pinned memory."""
         return PinnedUpload(self._runtime)

@@ -11,7 +11,7 @@ import torch
 from tiercache.kernels.cuda.device import CudaError, open_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import DTypeLike, NDArray
@@ -180,19 +180,6 @@ class CudaRuntime:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._exchanges)
         return event
-
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], NDArray[Any]]:
-        """Begin a copy to host memory on the current stream; the returned function waits for it and returns it."""
-        pinned = self.pinned(tensor.shape, tensor.dtype)
-        pinned.copy_(tensor, non_blocking=True)
-        copied = _CudaEvent(torch.cuda.current_stream(self.device))
-
-        def wait() -> NDArray[Any]:
-            copied.wait()
-            there: NDArray[Any] = pinned.numpy().copy()
-            return there
-
-        return wait
 
     def synchronize(self) -> None:
         """Wait for all streams of this training, and for the current one."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.kernels.cpu.key_index import Missing
+    from tiercache.passes.samples import FeatureIds
     from tiercache.store.table import Group
     from tiercache.tiers.rows import GroupRows
 
@@ -134,6 +135,8 @@ class SavedGradient:
     """Flat like ``gradient``, as of `LookupIds`."""
     sorted: SortedSlots | None = None
     """As of `LookupIds`."""
+    looked_up: Sequence[FeatureIds | FoundIds] | None = None
+    """The ids that were looked up, of which these are the rows; None where nobody says."""
 
     @property
     def num_samples(self) -> int:

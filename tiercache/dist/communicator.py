@@ -29,6 +29,7 @@ __all__ = ["AnyCommunicator", "Communicator", "LocalCommunicator", "communicator
 AGREEMENT_TIMEOUT = timedelta(days=30)
 """Longer than any disk takes: a rank that is waited for either comes, or its process ends and Gloo says so."""
 MOST_NAMED = 8
+SPLITS_FRAME = 32
 
 
 class Communicator:
@@ -75,9 +76,12 @@ class Communicator:
             )
         return made
 
-    def clone(self) -> Communicator:
-        """Return the same ranks with process groups of their own, for another thread; close it too."""
-        return Communicator(self._like, self.device)
+    def clone(self, device: str | torch.device | None = None) -> Communicator:
+        """Return the same ranks with process groups of their own, for another thread; close it too.
+
+        device: "cpu" where it moves nothing but host memory.
+        """
+        return Communicator(self._like, self.device if device is None else torch.device(device))
 
     def close(self, *, failed: bool = False) -> None:
         """Give up the process groups. Not collective; a second time does nothing.
@@ -158,8 +162,9 @@ class Communicator:
 
         ``what`` is the same on all ranks. Raises RankError where another rank exchanges splits for something else.
         """
-        mark = zlib.crc32(what.encode())
-        sent = np.insert(to, 0, mark, axis=1)
+        mark, num_splits = zlib.crc32(what.encode()), to.shape[1]
+        sent = np.zeros((self.size, splits_width(num_splits)), np.int64)
+        sent[:, 0], sent[:, 1 : num_splits + 1] = mark, to
         received = np.empty_like(sent)
         with self._reaching(what):
             dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(sent), group=self._data)
@@ -168,7 +173,7 @@ class Communicator:
                 f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks make the same "
                 "batches, and step, discard, commit and evaluate after the same ones"
             )
-        return np.ascontiguousarray(received[:, 1:])
+        return np.ascontiguousarray(received[:, 1 : num_splits + 1])
 
     def all_to_all(
         self,
@@ -240,9 +245,9 @@ class LocalCommunicator:
     def __init__(self, device: str | torch.device) -> None:
         self.device = device
 
-    def clone(self) -> LocalCommunicator:
+    def clone(self, device: str | torch.device | None = None) -> LocalCommunicator:
         """Return another one."""
-        return LocalCommunicator(self.device)
+        return LocalCommunicator(self.device if device is None else device)
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing."""
@@ -310,6 +315,15 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.
     if device.type == "cuda" and not dist.is_nccl_available():
         raise RankError("ranks on CUDA need NCCL, which this torch lacks: install torch for CUDA, or use device='cpu'")
     return Communicator(group, device)
+
+
+def splits_width(num_splits: int) -> int:
+    """Return how many int64 go to each rank for so many splits.
+
+    They come in frames: where another rank does something else, as many numbers as are awaited come from it, mostly.
+    Where other ones did, Gloo would end the process.
+    """
+    return -(-(1 + num_splits) // SPLITS_FRAME) * SPLITS_FRAME
 
 
 def rank_names(ranks: Sequence[int]) -> str:

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from tiercache.ranks.owners import Destination, Owners
     from tiercache.schema import Feature
 
-__all__ = ["MODES", "Block", "Candidate", "Chooser", "candidates_of", "check_bags", "cut_bags", "message_of"]
+__all__ = [
+    "MODES",
+    "Block",
+    "Candidate",
+    "Chooser",
+    "by_model",
+    "candidates_of",
+    "check_bags",
+    "cut_bags",
+    "message_of",
+]
 
 MODES = {"sum": SUM, "mean": MEAN}
 """How owners pool. For a maximum they would have to say, number by number, which entry it came from."""
@@ -68,6 +78,11 @@ def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidat
                 )
             )  # fmt: skip
     return tuple(found)
+
+
+def by_model(candidates: Sequence[Candidate], modes: Mapping[str, str | None]) -> list[Candidate]:
+    """Return the features that are read, with input by model, on the ranks that own their tables."""
+    return [one for one in candidates if modes.get(one.name) in MODES]
 
 
 @dataclass(frozen=True, slots=True)

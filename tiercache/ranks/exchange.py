@@ -1,8 +1,8 @@
 """The exchange of rows: of each batch, unique rows come from their owners, and their gradients go back.
 
-Legend as in `stretches`. On the wire travel, for each batch: counts (2 H + 3 int64 to each rank),
-each unique row's address (int32), the row; at the step counts again and each row's gradient. What a rank owns itself
-does not travel.
+Legend as in `stretches`. On the wire travel, for each batch: counts, each unique row's address (int32), two numbers
+that say which batch it is, the row; at the step counts again and each row's gradient. What a rank owns itself does not
+travel.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from tiercache.backends.jagged import RowRequest
 from tiercache.errors import RankError
-from tiercache.kernels.arrays import NONE_U8
+from tiercache.kernels.arrays import NONE_I4, NONE_U8
 from tiercache.kernels.cpu.vectors import Vectors
-from tiercache.ranks.bounds import Bounds
+from tiercache.ranks.bounds import out_of_bounds
 from tiercache.ranks.mirrors import Mirrors
 from tiercache.ranks.received import Received
 from tiercache.ranks.requests import Requester
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
+    from tiercache.backends.jagged import SavedGradient
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.samples import FeatureIds
     from tiercache.ranks.owners import Owners
@@ -40,49 +41,44 @@ if TYPE_CHECKING:
     from tiercache.training.row_gradients import RowGradients
     from tiercache.training.row_optimizer import RowOptimizer
 
-__all__ = ["WIRE_DTYPES", "Asked", "Exchanged", "RowExchange"]
+__all__ = ["WIRE_DTYPES", "Asked", "RowExchange"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """What ranks want of one another for one batch, all in host memory: nothing was brought yet."""
+    """What ranks want of one another for one batch, all in host memory. It holds no vectors."""
 
     stretches: Stretches
     request: Request
-    """What this rank asks for."""
+    """What this rank asks for, without the addresses, which were sent."""
     ids: dict[str, FeatureIds]
     """The batch's, as indices of its unique rows."""
+    features_G: tuple[tuple[FeatureIds, ...], ...]
+    """The same by group of whole tables."""
     counts_WS: NDArray[np.int64]
     """Rows that every rank asks this one for, by section of this rank."""
+    positions: NDArray[np.int32]
+    """Their positions, in the order of ranks but this rank's own last, in each section by section."""
     where: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Exchanged:
-    """What the way back of one batch needs. It holds no vectors: batches wait in it for their step."""
-
-    stretches: Stretches
-    request: Request
-    """What this rank asked for."""
-    counts_WS: NDArray[np.int64]
-    """Rows that every rank asked this one for, by section of this rank."""
-    positions: torch.Tensor
-    """Their positions, int32, in the order of ranks but this rank's own last, in each section by section."""
-    slots: torch.Tensor
-    """Their slots, likewise."""
+    token: int
+    error: Exception | None
+    """What others asked for and this rank has not: all are told when the rows are brought."""
 
 
 class RowExchange:
-    """Exchanges the rows of batches among the ranks, for one cache. Every call is collective, but `__init__`.
+    """Exchanges the rows of batches among the ranks, for one cache. Every call is collective but ``lay_out``, ``close``
+    and ``discard``.
 
-    All ranks make the same calls in the same order, one thread at a time. ``ask`` is on any thread. All else is, where
-    the backend queues its work, on the training thread, so that all ranks queue it in one order, between the same
-    calls of the user's. On a CPU only ``step`` and ``gradients_of`` are there: they use the backend's scratch.
+    All ranks make the same calls in the same order. ``ask`` talks by a communicator of its own and needs no rows, so a
+    thread of its own may call it while batches asked for before are trained. All else is one thread at a time: where
+    the backend queues its work the training thread, so that all ranks queue it in one order, between the same calls of
+    the user's. On a CPU only ``step`` and ``gradients_of`` are there: they use the backend's scratch.
     """
 
     def __init__(
         self,
         ranks: AnyCommunicator,
+        asking: AnyCommunicator,
         backend: Backend,
         groups: tuple[Group, ...],
         part_groups: tuple[Group, ...],
@@ -91,23 +87,23 @@ class RowExchange:
     ) -> None:
         """Raises ValueError for a wire dtype that is none of `WIRE_DTYPES`.
 
-        groups: of whole tables, which modules look up. part_groups: of this rank's part of the store.
+        asking: the same ranks, over host memory. groups: of whole tables, which modules look up. part_groups: of this
+        rank's part of the store.
         """
         self.ranks, self._backend, self.wire = ranks, backend, Wire(ranks, wire_dtype)
+        self.asking = Wire(asking, wire_dtype)
+        """What is asked for goes by it, in host memory."""
         self._send, self._remote, self._count = self.wire.send, self.wire.remote, self.wire.count
         self._groups, self._part_groups = groups, part_groups
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
         self._requester, self._mirrors = Requester(), Mirrors(ranks, backend, wire_dtype)
-        self.bounds = Bounds(ranks, backend)
-        """What other ranks may ask this one for."""
         self._slices: SliceSteps | None = None
-        self._stretches: Stretches | None = None
         self._rows: Sequence[GroupRows] = ()
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank for others so far: counts, addresses, rows, gradients and their indices."""
-        return self.wire.bytes_sent
+        return self.wire.bytes_sent + self.asking.bytes_sent
 
     @property
     def slices(self) -> SliceSteps:
@@ -120,25 +116,29 @@ class RowExchange:
         """Bytes of the mirrors of replicated tables on the device."""
         return self._mirrors.num_bytes
 
-    def open_pass(self, owners: Owners, rows: Sequence[GroupRows], *, mirrored: bool = True) -> None:
-        """Begin to exchange rows of a pass: those of ``rows``, the groups of this rank's part, on this rank.
+    def lay_out(self, owners: Owners, *, mirrored: bool = True) -> Stretches:
+        """Return what batches of a pass are asked for by, before its rows are there or behind.
 
-        mirrored: whether replicated tables get a mirror here, filled now; else their rows travel as any other.
+        mirrored: whether replicated tables have a mirror here; else their rows travel as any other.
         """
         num_groups, mirrored = int(owners.group_TW.max()) + 1, mirrored and self.ranks.size > 1
-        self._stretches = Stretches(owners, self._groups, self.ranks.rank, num_groups, mirrored=mirrored)
+        return Stretches(owners, self._groups, self.ranks.rank, num_groups, mirrored=mirrored)
+
+    def open_pass(self, stretches: Stretches, rows: Sequence[GroupRows]) -> None:
+        """Begin to exchange rows of a pass: those of ``rows``, the groups of this rank's part, on this rank."""
+        owners = stretches.owners
         self._rows = rows
         self._slices = SliceSteps(self.ranks, self._backend, owners, self._part_groups)
-        self._mirrors.open(owners if mirrored else None, rows)
+        self._mirrors.open(owners if stretches.mirrored else None, rows)
 
     def close(self) -> None:
-        """Let go of the rows of the pass that is open. Not collective."""
-        self._rows, self._slices, self._stretches = (), None, None
-        self.bounds.forget()
+        """Let go of the rows of the pass that is open."""
+        self._rows, self._slices = (), None
         self._mirrors.open(None, ())
 
     def ask(
         self,
+        stretches: Stretches,
         ids: Mapping[str, FeatureIds],
         tables: Mapping[str, str],
         where: str,
@@ -146,15 +146,14 @@ class RowExchange:
         *,
         token: int = 0,
     ) -> Asked:
-        """Tell the owners how many rows a batch needs: ``ids`` (local ids of the sub-dataset) and ``tables`` by
-        feature.
+        """Tell the owners which rows a batch needs: ``ids`` (local ids of the sub-dataset) and ``tables`` by feature.
 
         On the host alone; ``answer`` brings the rows. error: what went wrong on this rank before. Where a rank has one,
         or an id that is not in the sub-dataset (IndexError; ``where`` names batch and pass), every rank raises: it its
         own, others RankError; and all where they bring different tokens, which say of which global batch this is a
         part.
         """
-        stretches, what = self._opened(), f"exchanging rows of {where}"
+        what = f"asking for rows of {where}"
         request: Request | None = None
         renamed: dict[str, FeatureIds] = {}
         if error is None:
@@ -166,64 +165,76 @@ class RowExchange:
         to[:, -2], to[:, -1] = token, error is not None
         if request is not None:
             to[:, :-2] = request.counts_WS
-        told = self._count(to, what)
+        told = self.asking.count(to, what)
         if told[:, -1].any():
-            self.ranks.agree(f"making a batch of {where}", error)
+            self.asking.ranks.agree(f"making a batch of {where}", error)
         assert request is not None
-        if others := np.nonzero(told[:, -2] != token)[0].tolist():
-            raise RankError(
-                f"rank {others[0]} makes another batch than rank {self.ranks.rank} in {where}: all ranks must ask for "
-                "batches of one size, in one order"
-            )
-        return Asked(stretches, request, renamed, told[:, :-2], where)
+        self._check_tokens(told[:, -2], token, f"makes another batch than rank {self.ranks.rank} in {where}")
+        features_G: list[list[FeatureIds]] = [[] for _ in self._groups]
+        for name, some in renamed.items():
+            features_G[stretches.group_T[stretches.table_of[tables[name]]]].append(some)
+        counts_WS = told[:, :-2]
+        positions = self._exchange_addresses(request, counts_WS, what)
+        asked = Asked(
+            stretches, replace(request, addresses=NONE_I4), renamed, tuple(map(tuple, features_G)), counts_WS,
+            positions, where, token, None,
+        )  # fmt: skip
+        return replace(asked, error=self._not_here(asked))
 
-    def answer(self, asked: Asked) -> tuple[list[GroupRows], Exchanged]:
-        """Bring the rows of a batch: its own rows of each group of whole tables, and what the way back needs.
+    @staticmethod
+    def _check_tokens(tokens_W: NDArray[np.int64], token: int, what: str) -> None:
+        if others := np.nonzero(tokens_W != token)[0].tolist():
+            raise RankError(f"rank {others[0]} {what}: all ranks must ask for batches of one size, in one order")
 
-        Every batch has rows of its own, which lookups read and nobody changes. Where the backend queues, nothing is
-        waited for. Raises RankError where this rank is, or was by the batch before, asked for rows that it has not, and
-        RuntimeError where another pass was opened since.
-        """
-        self._check_open(asked)
-        self.bounds.check()
-        request, what = asked.request, f"exchanging rows of {asked.where}"
-        exchanged = self._ask(asked.stretches, request, asked.counts_WS, what)
-        flat = self._answer(exchanged, what)
-        groups = self._groups_of(request, self._unpack(asked.stretches, request, flat))
-        return groups, replace(exchanged, request=request.asked())
-
-    def _check_open(self, asked: Asked) -> None:
-        if asked.stretches is not self._stretches:
-            raise RuntimeError(
-                f"this batch belongs to {asked.where}, which has ended: use batches inside their own loop"
-            )
-
-    def _opened(self) -> Stretches:
-        if self._stretches is None:
-            raise RuntimeError("rows were to be exchanged before a pass was opened: call open_pass first")
-        return self._stretches
-
-    def _ask(self, stretches: Stretches, request: Request, counts_WS: NDArray[np.int64], what: str) -> Exchanged:
-        """Send every owner the addresses of its rows, and receive what others ask for."""
-        p, rank = self._backend, self.ranks.rank
-        mine = p.tensor(p.to_device(request.addresses))
-        send, receive = self._remote(request.counts_WS.sum(axis=1)), self._remote(counts_WS.sum(axis=1))
-        came, remote = p.tensor(p.empty((int(counts_WS.sum()),), np.int32)), sum(receive)
-        self._send(mine[: sum(send)], send, receive, came[:remote], what)
+    def _exchange_addresses(self, request: Request, counts_WS: NDArray[np.int64], what: str) -> NDArray[np.int32]:
+        """Send every owner the addresses of its rows; return those that others ask for, then this rank's own."""
+        wire, mine = self.asking, request.addresses
+        send, receive = wire.remote(request.counts_WS.sum(axis=1)), wire.remote(counts_WS.sum(axis=1))
+        came, remote = np.empty(int(counts_WS.sum()), np.int32), sum(receive)
+        wire.send(torch.from_numpy(mine[: sum(send)]), send, receive, torch.from_numpy(came[:remote]), what)
         came[remote:] = mine[sum(send) :]
-        assert int(request.counts_WS[rank].sum()) == came.numel() - remote
-        return Exchanged(stretches, request, counts_WS, came, p.tensor(p.empty((came.numel(),), np.int32)))
+        return came
 
-    def _answer(self, exchanged: Exchanged, what: str) -> torch.Tensor:
-        """Send every rank the rows that it asked for; return those that came, then this rank's own, flat."""
-        p, H = self._backend, exchanged.stretches.num_groups
+    def _not_here(self, asked: Asked) -> RankError | None:
+        """Return what is wrong with what others ask for: a backend's kernels would take no notice."""
+        s, first = asked.stretches, 0
+        for counts_S in asked.counts_WS[self._order]:
+            for section in np.nonzero(counts_S)[0].tolist():
+                here, have = asked.positions[first : first + int(counts_S[section])], s.rows_H[section % s.num_groups]
+                if error := out_of_bounds(self.ranks.rank, here, have, f"of a group of {have:,} in the pass"):
+                    return error
+                first += here.size
+        return None
+
+    def answer(self, asked: Asked, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
+        """Bring the rows of a batch: its own rows of each group of whole tables, and the slots of ``positions``.
+
+        Every batch has rows of its own, which lookups read and nobody changes. Where the backend queues, nothing on the
+        device is waited for. error: what went wrong on this rank since it asked. Where a rank has one, or was asked for
+        rows that it has not, every rank raises; and all where they bring different batches.
+        """
+        what = f"exchanging rows of {asked.where}"
+        error = error or asked.error
+        told = self._count(np.tile(np.array([asked.token, error is not None], np.int64), (self.ranks.size, 1)), what)
+        if told[:, 1].any():
+            self.ranks.agree(f"bringing a batch of {asked.where}", error)
+        words = f"looks up another batch than rank {self.ranks.rank} in {asked.where}"
+        self._check_tokens(told[:, 0], asked.token, words)
+        slots, flat = self._answer(asked, what)
+        return self._groups_of(asked.request, self._unpack(asked.stretches, asked.request, flat)), slots
+
+    def _answer(self, asked: Asked, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send every rank the rows that it asked for; return the slots, and rows that came, then this rank's own."""
+        p, H = self._backend, asked.stretches.num_groups
+        positions = p.tensor(p.to_device(asked.positions))
+        slots = p.tensor(p.empty((asked.positions.size,), np.int32))
         dims_H = self._part_dims(H)
-        out_W = (exchanged.counts_WS[:, :H] * dims_H).sum(axis=1)
-        in_W = (exchanged.request.counts_WS * exchanged.stretches.width_WS)[:, :H].sum(axis=1)
+        out_W = (asked.counts_WS[:, :H] * dims_H).sum(axis=1)
+        in_W = (asked.request.counts_WS * asked.stretches.width_WS)[:, :H].sum(axis=1)
         send, receive = self._remote(out_W), self._remote(in_W)
         flat, sent = (p.tensor(p.empty((int(n),), np.float32)) for n in (in_W.sum(), sum(send)))
         wanted: list[tuple[int, int, int, torch.Tensor | None, int]] = []
-        counts = exchanged.counts_WS[self._order]
+        counts = asked.counts_WS[self._order]
         ends = (counts.cumsum() - counts.reshape(-1)).reshape(counts.shape)
         at = {True: sum(receive), False: 0}
         for turn, rank in enumerate(self._order.tolist()):
@@ -236,22 +247,15 @@ class RowExchange:
                 else:
                     wanted.append((h, first, count, target, at[own]))
                 at[own] += 0 if target is None else count * int(dims_H[h])
-        p.find([self._wanted(exchanged, *one) for one in wanted])
+        requests = []
+        for h, first, count, target, begin in wanted:
+            rows, mine = self._rows[h], slice(first, first + count)
+            dim = rows.vectors.dim
+            out = None if target is None else p.array(target[begin : begin + count * dim].view(count, dim))
+            requests.append(RowRequest(rows, p.array(positions[mine]), p.array(slots[mine]), out))
+        p.find(requests)
         self._send(sent, send, receive, flat[: sum(receive)], what)
-        return flat
-
-    def _wanted(self, exchanged: Exchanged, h: int, first: int, count: int, target: torch.Tensor | None,
-                at: int) -> RowRequest:  # fmt: skip
-        p, rows, mine = self._backend, self._rows[h], slice(first, first + count)
-        have = int(rows.slot_of_local.shape[0])
-        self.bounds.expect(p.array(exchanged.positions[mine]), have, f"of a group of {have:,} in the pass")
-        out = None if target is None else target[at : at + count * rows.vectors.dim].view(count, rows.vectors.dim)
-        return RowRequest(
-            rows,
-            p.array(exchanged.positions[mine]),
-            p.array(exchanged.slots[mine]),
-            None if out is None else p.array(out),
-        )
+        return slots, flat
 
     def _part_dims(self, num_groups: int) -> NDArray[np.int64]:
         dims = [group.dim for group in self._part_groups[:num_groups]]
@@ -289,19 +293,16 @@ class RowExchange:
 
     # -- the way back -------------------------------------------------------------------------------------
 
-    def gradients_of(self, exchanged: Exchanged, gradients: RowGradients, into: RowGradients) -> None:
+    def gradients_of(self, asked: Asked, slots: torch.Tensor, gradients: RowGradients, into: RowGradients) -> None:
         """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
 
-        gradients: of lookups in the batch's rows, by group of whole tables; summed for each row, and over all ranks
-        averaged. Rows without a gradient take no part. What comes is in rank order. Raises RankError as ``answer``.
+        slots: as of ``answer``. gradients: of lookups in the batch's rows, by group of whole tables; summed for each
+        row, and over all ranks averaged. Rows without a gradient take no part. What comes is in rank order. Where the
+        backend queues, nothing on the device is waited for, but for gradients of which only it knows the rows.
         """
-        self.bounds.check()
-        p, s, request, what = self._backend, exchanged.stretches, exchanged.request, "exchanging gradients"
+        p, s, request, what = self._backend, asked.stretches, asked.request, "exchanging gradients"
         S = 2 * s.num_groups
-        marks_G = [
-            p.named([one.slots for one in pending], int(rows)) if rows else None
-            for pending, rows in zip(gradients.pending, request.num_rows_G, strict=True)
-        ]
+        marks_G = [self._rows_with_gradients(asked, g, pending) for g, pending in enumerate(gradients.pending)]
         named = [None if mark is None else np.concatenate([[0], np.cumsum(mark)]) for mark in marks_G]
         sent_R = request.rows_R.copy()
         for g, so_far in enumerate(named):
@@ -314,9 +315,9 @@ class RowExchange:
         to[:, :-1] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
         to[:, -1] = any(mark is not None for mark in marks_G)
         told = self._count(to, what)
-        came = Received(self.ranks.rank, exchanged.counts_WS, told[:, :-1], self._part_dims(s.num_groups))
+        came = Received(self.ranks.rank, asked.counts_WS, told[:, :-1], self._part_dims(s.num_groups))
         if told[:, -1].any():
-            came.choose(self._indices(exchanged, marks_G, to[:, :-1], told[:, :-1], what))
+            came.choose(self._indices(asked, marks_G, to[:, :-1], told[:, :-1], what))
         out_W = (to[:, :-1] * s.width_WS).sum(axis=1)
         send, receive = self._remote(out_W), self._remote(came.numbers_W)
         begin, end = sum(send), int(out_W.sum())
@@ -326,25 +327,41 @@ class RowExchange:
         if not whole:
             self._pack(s, request, marks_G, sums, buffer)
         self._send(buffer[:begin], send, receive, buffer[end:], what)
-        came.add(p, exchanged.positions, exchanged.slots, buffer[begin:], into)
+        came.add(p, asked.positions, slots, buffer[begin:], into)
         self.slices.note(came, into)
         self._mirrors.note(came)
 
+    def _rows_with_gradients(self, asked: Asked, g: int, pending: Sequence[SavedGradient]) -> NDArray[np.bool_] | None:
+        """Return which rows of a group have a gradient; None where all have."""
+        request, num_rows = asked.request, int(asked.request.num_rows_G[g])
+        if not num_rows:
+            return None
+        known = [one.looked_up for one in pending if one.looked_up is not None]
+        if len(known) < len(pending):
+            return self._backend.named([one.slots for one in pending], num_rows)
+        found = {id(ids): ids for some in known for ids in some}
+        if all(id(ids) in found for ids in asked.features_G[g]):
+            return None
+        marks = np.zeros(num_rows, dtype=np.bool_)
+        for ids in found.values():
+            marks[request.slots_U[ids.ids]] = True
+        return None if marks.all() else marks
+
     def _indices(
         self,
-        exchanged: Exchanged,
+        asked: Asked,
         marks_G: list[NDArray[np.bool_] | None],
         to_WS: NDArray[np.int64],
         told_WS: NDArray[np.int64],
         what: str,
-    ) -> dict[int, torch.Tensor]:
+    ) -> dict[int, NDArray[np.int32]]:
         """Tell owners which of their rows have a gradient; return that of rows asked for here, by rank.
 
-        Nothing is said where all have one.
+        Nothing is said where all have one. By way of the host, whose numbers are looked at.
         """
-        p, s, request = self._backend, exchanged.stretches, exchanged.request
+        s, request = asked.stretches, asked.request
         wire_R = exclusive(request.rows_R)
-        asked_W, told_W = request.counts_WS.sum(axis=1), exchanged.counts_WS.sum(axis=1)
+        asked_W, told_W = request.counts_WS.sum(axis=1), asked.counts_WS.sum(axis=1)
         send_W, receive_W = to_WS.sum(axis=1), told_WS.sum(axis=1)
         send_W[send_W == asked_W], receive_W[receive_W == told_W] = 0, 0
         first_W = exclusive(asked_W[self._order])[np.argsort(self._order)]
@@ -353,12 +370,15 @@ class RowExchange:
             mark, rows = marks_G[s.runs.group_R[r]], request.span(r)
             there = np.arange(rows.stop - rows.start) if mark is None else np.nonzero(mark[rows])[0]
             found.append((there + (wire_R[r] - first_W[s.runs.rank_R[r]])).astype(np.int32))
-        mine = p.tensor(p.to_device(np.concatenate(found)))
+        mine = np.concatenate(found)
         send, receive = self._remote(send_W), self._remote(receive_W)
-        came = p.tensor(p.empty((sum(receive),), np.int32))
-        self._send(mine[: sum(send)], send, receive, came, what)
-        pieces = dict(enumerate(torch.split(came, receive)))
+        came = np.empty(sum(receive), np.int32)
+        self._send(torch.from_numpy(mine[: sum(send)]), send, receive, torch.from_numpy(came), what)
+        pieces = dict(enumerate(np.split(came, np.cumsum(receive)[:-1])))
         pieces[self.ranks.rank] = mine[sum(send) :]
+        for rank, piece in pieces.items():
+            if error := out_of_bounds(self.ranks.rank, piece, int(told_W[rank]), f"of those rank {rank} asked for"):
+                raise error
         return {rank: piece for rank, piece in pieces.items() if receive_W[rank]}
 
     def _sum(self, request: Request, gradients: RowGradients, into: torch.Tensor | None) -> list[torch.Tensor]:

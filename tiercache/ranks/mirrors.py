@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from tiercache.backends.jagged import RowRequest
-from tiercache.ranks.bounds import confined
+from tiercache.kernels.arrays import NONE_I4
+from tiercache.ranks.bounds import out_of_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Mirrors:
         self._ranks, self._backend, self._wire_dtype = ranks, backend, wire_dtype
         self._mirrors: dict[int, torch.Tensor] = {}
         self._owners: Owners | None = None
-        self._changed: dict[int, list[torch.Tensor]] = {}
+        self._changed: dict[int, list[NDArray[np.int32]]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -95,28 +96,32 @@ class Mirrors:
             return
         ranks, owners = self._ranks, self._owners
         assert owners is not None
-        changed = {group: torch.unique(torch.cat(some)) for group, some in self._changed.items()}
+        p = self._backend
+        changed = {group: np.unique(np.concatenate(some)) for group, some in self._changed.items()}
         self._changed = {}
         ids, vectors = [], []
         for t in self._mirrors:
             group, first = int(owners.group_TW[t, ranks.rank]), int(owners.first_TW[t, ranks.rank])
             owned = int(owners.high_TW[t, ranks.rank] - owners.low_TW[t, ranks.rank])
-            found = changed.get(group, torch.empty(0, dtype=torch.int32, device=self._backend.device))
+            found = changed.get(group, NONE_I4)
             mine = found[(found >= first) & (found < first + owned)]
-            ids.append(mine + (int(owners.low_TW[t, ranks.rank]) - first))
-            vectors.append(self._find(rows, group, mine, owners.tables[t].dim).view(-1))
-        numbers = np.array([one.numel() for one in ids], dtype=np.int64)
+            ids.append(mine + np.int32(int(owners.low_TW[t, ranks.rank]) - first))
+            vectors.append(self._find(rows, group, p.tensor(p.to_device(mine)), owners.tables[t].dim).view(-1))
+        numbers = np.array([one.size for one in ids], dtype=np.int64)
         count_WM = ranks.exchange_splits(np.tile(numbers, (ranks.size, 1)), "counting what mirrors follow")
         if not count_WM.any():
             return
         dims = np.array([owners.tables[t].dim for t in self._mirrors], dtype=np.int64)
-        all_ids = ranks.all_gather(torch.cat(ids), count_WM.sum(axis=1).tolist(), "telling which rows changed").long()
+        changed_ids = torch.from_numpy(np.concatenate(ids))
+        all_ids = ranks.all_gather(changed_ids, count_WM.sum(axis=1).tolist(), "telling which rows changed").numpy()
         came = ranks.all_gather(torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having mirrors follow")
         at_id = at = 0
         for counts in count_WM.tolist():
-            for (t, mirror), count in zip(self._mirrors.items(), counts, strict=True):
+            for mirror, count in zip(self._mirrors.values(), counts, strict=True):
                 dim = mirror.shape[1]
                 new = came[at : at + count * dim].view(count, dim)
-                ids_there = confined(all_ids[at_id : at_id + count], mirror.shape[0], self._backend)
-                self._mirrors[t][ids_there] = new.to(mirror.dtype)
+                there = all_ids[at_id : at_id + count]
+                if error := out_of_bounds(ranks.rank, there, mirror.shape[0], "of a mirror, by what changed"):
+                    raise error
+                mirror[p.tensor(p.to_device(there)).long()] = new.to(mirror.dtype)
                 at_id, at = at_id + count, at + count * dim

@@ -1,4 +1,4 @@
-"""Batches on their way to this rank, and those that wait for their step."""
+"""The rows of one batch of one of several ranks, and the batches that wait for their step."""
 
 from __future__ import annotations
 
@@ -8,54 +8,106 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tiercache.tiers.rows import RowView
+from tiercache.training.batch import Pooled
 from tiercache.training.row_gradients import RowGradients, is_alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tiercache.backends.base import Backend
-    from tiercache.ranks.exchange import Exchanged
-    from tiercache.ranks.pooling import PooledBatch
-    from tiercache.tiers.rows import RowView
-    from tiercache.training.batch import Batch
-    from tiercache.training.tracers import Mark, Tracer
+    from tiercache.passes.samples import Samples
+    from tiercache.ranks.exchange import Asked
+    from tiercache.ranks.pooling import AskedBags, PooledBatch
+    from tiercache.tiers.rows import GroupRows
+    from tiercache.training.tracers import Mark, Tracer, Tracers
 
-__all__ = ["Coming", "PendingBatch", "PendingBatches", "tensors_of"]
+__all__ = ["AskedBatch", "BatchRows", "PendingBatches", "tensors_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class PendingBatch:
-    """A batch that waits for its step."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AskedBatch:
+    """A batch whose rows were asked for. In host memory."""
 
-    exchanged: Exchanged
-    pooled: PooledBatch | None
-    gradients: RowGradients
-    view: RowView
+    samples: Samples | None
+    """This rank's; None of a batch of raw keys, whose samples are elsewhere."""
+    weight: float
+    end: int
+    rows: Asked
+    bags: AskedBags | None
+    upload: Any = None
+    """Nothing was brought to the device."""
+
+
+class BatchRows(RowView):
+    """The rows of one batch: brought when it is first looked up, and anew when it is behind a step. Collective."""
+
+    def __init__(
+        self, of_pass: RowView, asked: AskedBatch, tracers: Tracers, num_groups: int, bring: Callable[[BatchRows], None]
+    ) -> None:
+        gradients = None if of_pass.gradients is None else RowGradients(num_groups, tracers)
+        super().__init__((), gradients, asked.rows.where, of_pass.backend)
+        self.of_pass, self.asked, self._bring_batch = of_pass, asked, bring
+        self.pooled = {name: Pooled(mode) for name, mode in (asked.bags.modes if asked.bags else {}).items()}
+        """The features that other ranks pool, by name; they get their vectors with the rows."""
+        self.bags: PooledBatch | None = None
+        self.slots = torch.empty(0, dtype=torch.int32)
+        """As `RowExchange.answer` returns them."""
+
+    def check(self) -> None:
+        """Raise RuntimeError where the pass has ended, or the rows are of before a step."""
+        self.of_pass.check()
+        super().check()
+
+    def look_up(self, end: int) -> None:
+        """Bring the rows where they are not there, and those of the pass before."""
+        self.of_pass.look_up(end)
+        self.bring()
+        if self.gradients is not None and torch.is_grad_enabled():
+            self.gradients.is_awaited = True
+
+    def bring(self) -> None:
+        """Bring the rows, where they are not there."""
+        if not self.groups:
+            self._bring_batch(self)
+
+    def brought(self, groups: Sequence[GroupRows], slots: torch.Tensor, bags: PooledBatch | None) -> None:
+        """Take the rows that were brought."""
+        self.groups, self.slots, self.bags, self.ended = tuple(groups), slots, bags, False
+
+    def let_go(self) -> None:
+        """Drop the rows: a step changes them, and the next lookup brings them anew."""
+        self.groups, self.ended = (), True
 
     @property
     def pending(self) -> bool:
         """Whether a backward left something."""
-        return self.gradients.is_pending or any(map(is_alive, self._pooled_marks))
+        return any(one.is_pending for one in self._row_gradients) or any(map(is_alive, self._pooled_marks))
 
     @property
     def marks(self) -> Iterator[Mark]:
         """The gradients that wait for a step."""
-        return chain(self.gradients.marks, self._pooled_marks)
+        return chain(*(one.marks for one in self._row_gradients), self._pooled_marks)
+
+    @property
+    def _row_gradients(self) -> list[RowGradients]:
+        return [] if self.gradients is None else [self.gradients]
 
     @property
     def _pooled_marks(self) -> Iterator[Mark]:
-        found = self.pooled.features.values() if self.pooled else ()
-        return (mark for one in found for _, mark in one.waiting)
+        return (mark for one in self.pooled.values() for _, mark in one.waiting)
 
-    def settle(self, factors: Mapping[Tracer, float]) -> None:
-        """Take what a step applies, as `RowGradients.settle` does."""
+    def settle(self, factors: Mapping[Tracer, float]) -> RowGradients:
+        """Take what a step applies, as `RowGradients.settle` does, and return it."""
+        assert self.gradients is not None
         self.gradients.settle(factors)
-        for one in self.pooled.features.values() if self.pooled else ():
+        for one in self.pooled.values():
             one.settle(factors)
+        return self.gradients
 
     def applied(self, factors: Mapping[Tracer, float]) -> RowGradients:
         """Return what ``settle`` would take, and let all wait on; pooled features have it as if it had been called."""
-        for one in self.pooled.features.values() if self.pooled else ():
+        assert self.gradients is not None
+        for one in self.pooled.values():
             waiting = [*one.waiting]
             one.settle(factors)
             one.waiting[:] = waiting
@@ -68,11 +120,11 @@ class PendingBatches:
     """The batches since the last step, in order, with the gradients that backward left in them."""
 
     def __init__(self) -> None:
-        self.batches: list[PendingBatch] = []
+        self.batches: list[BatchRows] = []
 
-    def add(self, batch: PendingBatch) -> None:
-        """Add a batch; one of an evaluation waits for no step."""
-        if batch.view.gradients is not None:
+    def add(self, batch: BatchRows) -> None:
+        """Add a batch; one of an evaluation waits for no step, and one that waits already keeps its turn."""
+        if batch.gradients is not None and not any(batch is one for one in self.batches):
             self.batches.append(batch)
 
     @property
@@ -80,54 +132,33 @@ class PendingBatches:
         """Whether a backward was not stepped yet."""
         return any(one.pending for one in self.batches)
 
-    def take(self) -> list[PendingBatch]:
-        """Return them; their rows are of before the step and can be looked up no more."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether one was looked up to be trained, and neither a backward nor a step came since."""
+        return any(one.gradients is not None and one.gradients.is_awaited for one in self.batches)
+
+    def take(self) -> list[BatchRows]:
+        """Return them; their rows are of before the step."""
         taken, self.batches = self.batches, []
         for one in taken:
-            one.view.ended = True
+            one.let_go()
         return taken
 
-    def put_back(self, taken: Sequence[PendingBatch]) -> None:
+    def put_back(self, taken: Sequence[BatchRows]) -> None:
         """Keep those of which some tables wait for another optimizer's step."""
         self.batches[:0] = [one for one in taken if any(map(is_alive, one.marks))]
 
     def leave(self, where: str) -> None:
         """Give up gradients, as `RowGradients.leave` does."""
         for one in self.batches:
-            one.gradients.leave(where)
+            if one.gradients is not None:
+                one.gradients.leave(where)
 
     def discard(self) -> None:
         """Drop them and their gradients."""
-        self.take()
-
-
-class Coming:
-    """A batch on its way: asked for, then brought, then received. Asked for where this is made."""
-
-    def __init__(self, bring: Callable[[], tuple[Batch, PendingBatch]], backend: Backend) -> None:
-        self._bring, self._backend = bring, backend
-        self._brought: tuple[Batch, PendingBatch] | None = None
-        self._exchanged: Any = None
-
-    @property
-    def is_brought(self) -> bool:
-        """Whether ``bring`` was called."""
-        return self._brought is not None
-
-    def bring(self) -> PendingBatch:
-        """Have its rows brought; beside the training that comes behind this, where the backend queues its work."""
-        with self._backend.streams.exchanging():
-            self._brought = self._bring()
-        self._exchanged = self._backend.streams.exchanged()
-        return self._brought[1]
-
-    def receive(self) -> Batch:
-        """Return it; what is done with it comes behind its being brought. On the training thread."""
-        assert self._brought is not None, "a batch is received that was not brought"
-        batch, pending = self._brought
-        made = tensors_of((batch.label, batch.dense, batch.rows.groups, pending)) if self._backend.queues else []
-        self._backend.streams.receive(self._exchanged, made)
-        return batch
+        for one in self.take():
+            if one.gradients is not None:
+                one.gradients.clear()
 
 
 def tensors_of(found: object) -> list[torch.Tensor]:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.errors import StateError
 from tiercache.passes.samples import FeatureIds
-from tiercache.ranks.bags import cut_bags
+from tiercache.ranks.bags import Candidate, by_model, cut_bags
 from tiercache.ranks.batch_ids import BatchIds
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.loaded_rows import RowLoader
-from tiercache.ranks.pending_batches import Coming, PendingBatch, PendingBatches
+from tiercache.ranks.pending_batches import AskedBatch, BatchRows, PendingBatches, tensors_of
 from tiercache.ranks.pooling import Pooling
 from tiercache.ranks.shares import Share
 from tiercache.store.table import group_tables
-from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Batch, make_batch
 from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
 from tiercache.training.scaled_loss import agree_on_overflow
@@ -30,7 +28,6 @@ from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
 
     import torch
     from numpy.typing import NDArray
@@ -42,7 +39,8 @@ if TYPE_CHECKING:
     from tiercache.passes.view import DatasetView
     from tiercache.ranks.exchange import Asked
     from tiercache.ranks.pooling import AskedBags
-    from tiercache.tiers.rows import GroupRows
+    from tiercache.ranks.stretches import Stretches
+    from tiercache.tiers.rows import GroupRows, RowView
     from tiercache.training.batch import Pooled
     from tiercache.training.exchange import BatchRequest
     from tiercache.training.live_rows import LiveRows
@@ -64,8 +62,16 @@ class _Read:
     weight: float = 1.0
     token: int = 0
     """Says which of the global batches it is of: of ranks that ask for different ones none trains."""
-    upload: ClassVar[None] = None
-    """Nothing was brought yet."""
+    end: int = 0
+    """Samples of the pass up to the end of the batch, of all ranks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """What batches of a pass are asked for by."""
+
+    stretches: Stretches
+    candidates: tuple[Candidate, ...]
 
 
 def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
@@ -74,29 +80,39 @@ def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     return [places[i * n // count : (i + 1) * n // count] for i in range(count)]
 
 
-def exchange_thread(backend: Backend) -> ThreadPoolExecutor:
-    """Return the one thread on which batches of a cache are made, or asked for, one after the other."""
+class _Threads:
+    """The threads of a cache's exchanges, each of which does one thing after the other; begun when they are used."""
 
-    def enter() -> None:
-        backend.streams.enter_thread()
-        share_threads()  # as many threads of the kernels as training has: else they would use all cores here
+    def __init__(self, backend: Backend) -> None:
+        def enter() -> None:
+            backend.streams.enter_thread()
+            share_threads()  # as many threads of the kernels as training has: else they would use all cores here
 
-    return ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
+        self.asking = ThreadPoolExecutor(1, thread_name_prefix="tiercache-asking", initializer=enter)
+        """Asks for batches, over a communicator of its own."""
+        self.bringing = ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
+        """Brings rows beside the training, on a CPU."""
 
 
 class RankExchange:
     """Makes batches whose rows were brought from their owners. All ranks make the same batches in the same order.
 
-    On a thread of their own, the same for the batches of an evaluation, so that no two exchanges meet on one process
-    group, they are asked for, which is work of the host. On a CPU they are brought there too. On a GPU the training
-    thread queues that, on a stream beside its own: so all ranks queue what travels in one order, their own collectives
-    and those of the user's model, without which each might wait for another one of the others.
+    A batch is *asked for*: its samples are read, and owners are told which rows they are to send. That is work of the
+    host, on a thread and over process groups of its own, and needs no rows; so later batches, of the next pass too, are
+    asked for while one is trained. Its rows are *brought* where a module first looks it up, on the training thread.
+    Micro-batches and evaluations bring them while the batch before is used: on a CPU another thread does. On a GPU the
+    training thread queues that, on a stream beside its own: so all ranks queue what travels in one order, their own
+    collectives and those of the user's model, without which each might wait for another one of the others.
     """
+
+    least_ahead = 1
+    """Batches that are asked for while one is trained, where nobody says."""
 
     def __init__(
         self,
         ranks: AnyCommunicator,
         beside: AnyCommunicator,
+        asking: AnyCommunicator,
         share: Share,
         backend: Backend,
         optimizer: RowOptimizer,
@@ -104,31 +120,40 @@ class RankExchange:
         modules: Sequence[nn.Module],
         *,
         comm_dtype: torch.dtype,
-        thread: ThreadPoolExecutor | None = None,
+        threads: _Threads | None = None,
     ) -> None:
-        """beside: the same ranks, for batches alone. optimizer: of this rank's groups; its gradients are stepped.
+        """beside, asking: the same ranks, for what batches bring, and for what they ask. optimizer: of this rank's
+        groups; its gradients are stepped.
 
         live_rows: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
         modules: features that none of these looks up are not brought.
         """
-        self.ranks, self._beside, self._share, self._backend = ranks, beside, share, backend
+        self.ranks, self._beside, self._asking = ranks, beside, asking
+        self._share, self._backend = share, backend
         self._optimizer, self._modules, self._comm_dtype = optimizer, modules, comm_dtype
         self._live_rows = weakref.WeakMethod(live_rows)
         whole = share.whole
         groups = group_tables(whole.tables)
-        self.rows = RowExchange(beside, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
+        self.num_groups = len(groups)
+        self.rows = RowExchange(beside, asking, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
         self.pooling = Pooling(self.rows, backend, whole.schema.features)
         self._loader = RowLoader(share, self._own_rows, ranks)
         self._tables = {feature.name: feature.table for feature in whole.schema.features}
         self._weighted = {feature.name for feature in whole.schema.features if feature.weights is not None}
-        self._is_mine = thread is None
-        self._thread = exchange_thread(backend) if thread is None else thread
+        self._is_mine = threads is None
+        self._threads = _Threads(backend) if threads is None else threads
+        self._layouts: weakref.WeakKeyDictionary[RowView, _Layout] = weakref.WeakKeyDictionary()
         self._pending = PendingBatches()
 
     @property
     def pending(self) -> bool:
         """Whether a backward was not stepped yet."""
         return self._pending.pending
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
+        return self._pending.is_awaited
 
     @property
     def ended_unstepped(self) -> str:
@@ -145,16 +170,16 @@ class RankExchange:
         """Bytes on the device of mirrors of replicated tables."""
         return self.rows.mirror_bytes
 
-    def open(self, sub_dataset: int, rows: RowView) -> None:
-        """Begin with a pass, of which this rank owns ``rows``; without gradients nothing of it is mirrored."""
+    def prepare(self, sub_dataset: int, rows: RowView) -> None:
+        """Let batches of a pass be asked for; without gradients nothing of it is mirrored. Not collective."""
         owners = self._share.owners(sub_dataset)
-        self.rows.open_pass(owners, rows.groups, mirrored=rows.gradients is not None)
-        self.pooling.open(owners, rows.groups)
+        stretches = self.rows.lay_out(owners, mirrored=rows.gradients is not None)
+        self._layouts[rows] = _Layout(stretches, self.pooling.candidates(owners))
 
-    def end_pass(self) -> None:
-        """Wait for what is on its way. Raises RankError where others asked for rows that this rank has not."""
-        self.rest()
-        self.rows.bounds.check()
+    def open(self, rows: RowView) -> None:
+        """Begin with a pass that was prepared, of which this rank owns ``rows``."""
+        self.rows.open_pass(self._layouts[rows].stretches, rows.groups)
+        self.pooling.open(rows.groups)
 
     # -- batches ------------------------------------------------------------------------------------------
 
@@ -166,6 +191,7 @@ class RankExchange:
         features that owners of tables pool are read there, for all ranks.
         """
         modes = poolings(self._modules, self._tables)  # here: at the same batch on all ranks
+        candidates = self._layouts[rows].candidates
 
         def read() -> _Read:
             rank, size, source = self.ranks.rank, self.ranks.size, request.source
@@ -176,69 +202,47 @@ class RankExchange:
             if not by_owner:
                 every = len(modes) == len(self._tables)
                 samples = source.read(read_W[rank]) if every else source.read(read_W[rank], features=modes)
-                return _Read(samples, None, modes, weight, token)
-            elsewhere = self.pooling.by_model(modes)
+                return _Read(samples, None, modes, weight, token, request.done)
+            elsewhere = by_model(candidates, modes)
             own = [one.name for one in elsewhere if any(owner.rank == rank for owner in one.owners)]
             found = source.read(np.concatenate(read_W), features=own).ids if own else {}
             samples = source.read(read_W[rank], features=modes.keys() - {one.name for one in elsewhere})
-            return _Read(samples, cut_bags(found, [some.size for some in read_W]), modes, weight, token)
+            bags = cut_bags(found, [some.size for some in read_W])
+            return _Read(samples, bags, modes, weight, token, request.done)
 
         return read
 
-    def finish(self, read: Callable[[], Any], rows: RowView, *, by_owner: bool = False) -> Batch:
-        """Return the batch with its rows. Whatever ``read`` raises is raised, on the others as RankError."""
-        return self._received(self._begin(read, rows, by_owner).result())
+    def begin(
+        self, read: Callable[[], Any] | Future[Any], rows: RowView, *, by_owner: bool = False,
+        behind: Future[AskedBatch] | None = None,
+    ) -> Future[AskedBatch]:  # fmt: skip
+        """Have a batch asked for; whatever ``read`` raises is raised, on the others as RankError.
 
-    def overlapped(
-        self, reads: Iterator[Callable[[], Any]], rows: RowView, *, by_owner: bool = False
-    ) -> Iterator[Batch]:
-        """Yield batches, each of which is brought while the one before is used.
-
-        Where the training thread queues that, the one behind it is asked for in the meantime.
+        behind: the batch before of the same loop. Where it failed it did so on all ranks, none of which asks for more.
         """
-        asked: Future[Coming] | None = None
-        brought: Coming | None = None
-        for read in reads:
-            coming = None if asked is None else asked.result()  # where it failed, no rank begins another
-            if coming is not None and self._backend.queues:
-                behind, coming = self._brought(coming), brought
-                brought = behind
-            asked = self._begin(read, rows, by_owner)  # behind what was queued: one thread tells others at a time
-            if coming is not None:
-                yield self._received(coming)
-        if asked is not None:
-            last = self._brought(asked.result())
-            if brought is not None:
-                yield self._received(brought)
-            yield self._received(last)
-
-    def _begin(self, read: Callable[[], Any], rows: RowView, by_owner: bool) -> Future[Coming]:
-        return self._thread.submit(lambda: self._coming(self._ask(read, rows, by_owner)))
-
-    def _coming(self, bring: Callable[[], tuple[Batch, PendingBatch]]) -> Coming:
-        coming = Coming(bring, self._backend)
-        return coming if self._backend.queues else self._brought(coming)
-
-    def _ask(self, read: Callable[[], Any], rows: RowView, by_owner: bool) -> Callable[[], tuple[Batch, PendingBatch]]:
-        """Ask for the rows of this rank's samples, and return what brings them."""
-        error: Exception | None = None
-        mine = _Read(own=[{} for _ in range(self.ranks.size)] if by_owner else None)
-        try:
-            mine = read()  # of samples; rows are asked for below
-        except Exception as caught:  # told to all ranks
-            error = caught
-        trained = rows.gradients is not None
+        layout, trained = self._layouts[rows], rows.gradients is not None
         name = f"a step of {rows.name}" if trained else rows.name
-        samples = mine.samples
-        bags, asked = self._ask_rows(
-            samples.ids if samples else {}, samples.num_samples if samples else 1, name, mine.modes, mine.modes,
-            own=mine.own, trained=trained, error=error, token=mine.token,
-        )  # fmt: skip
-        assert samples is not None, "ask raises the error"
-        return partial(self._bring, bags, asked, partial(make_batch, samples, weight=mine.weight), trained=trained)
+
+        def ask() -> AskedBatch:
+            if behind is not None and (failed := behind.exception()) is not None:
+                raise failed
+            mine, error = _Read(own=[{} for _ in range(self.ranks.size)] if by_owner else None), None
+            try:
+                mine = read.result() if isinstance(read, Future) else read()
+            except Exception as caught:  # told to all ranks
+                error = caught
+            samples = mine.samples
+            bags, asked = self._ask_rows(
+                layout, samples.ids if samples else {}, samples.num_samples if samples else 1, name, mine.modes,
+                mine.modes, own=mine.own, trained=trained, error=error, token=mine.token,
+            )  # fmt: skip
+            return AskedBatch(samples, mine.weight, mine.end, asked, bags)
+
+        return self._threads.asking.submit(ask)
 
     def _ask_rows(
         self,
+        layout: _Layout,
         ids: Mapping[str, FeatureIds],
         num_samples: int,
         name: str,
@@ -252,34 +256,94 @@ class RankExchange:
     ) -> tuple[AskedBags | None, Asked]:
         """Ask for features to be pooled, of those that ``whole`` has, and for the rows of all others in ``modes``."""
         bags, error = self.pooling.ask(
-            ids, whole, num_samples, name, own=own, trained=trained, error=error, token=token
+            layout.candidates, ids, whole, num_samples, name, own=own, trained=trained, error=error, token=token
         )
         elsewhere = bags.modes if bags else {}
         ids = {name: some for name, some in ids.items() if name in modes and name not in elsewhere}
-        return bags, self.rows.ask(ids, self._tables, name, error, token=token)
+        return bags, self.rows.ask(layout.stretches, ids, self._tables, name, error, token=token)
 
-    def _bring(
-        self, bags: AskedBags | None, asked: Asked, finish: Callable[..., Batch], *, trained: bool = True
-    ) -> tuple[Batch, PendingBatch]:
-        """Have rows brought and bags pooled."""
-        groups, exchanged = self.rows.answer(asked)  # first: it knows whether the pass is still open
-        pooled = self.pooling.answer(bags) if bags else None
-        gradients = RowGradients(len(groups), self._optimizer.tracers)
-        view = RowView(groups, gradients if trained else None, asked.where, self._backend)
-        elsewhere = pooled.features if pooled else {}
-        batch = finish(view, ids=self._named(asked.ids, elsewhere), pooled=elsewhere)
-        return batch, PendingBatch(exchanged, pooled, gradients, view)
+    @staticmethod
+    def wait(begun: Sequence[Any]) -> None:
+        """Wait until batches that nobody takes were asked for: the other ranks ask for them too."""
+        wait(begun)
 
-    def _brought(self, coming: Coming) -> Coming:
-        """Return it when it was brought, as it may have been before."""
-        if not coming.is_brought:
-            self._pending.add(coming.bring())
-        return coming
+    def finish(self, asked: Callable[[], AskedBatch], rows: RowView, before: Callable[[], None] | None) -> Batch:
+        """Return the batch. Its rows come with its first lookup; of an evaluation, which ranks may skip, now.
 
-    def _received(self, coming: Coming) -> Batch:
+        before: called before the rows are brought; what it raises is raised on all ranks.
+        """
+        batch, view = self._made(asked(), rows, before)
+        if rows.gradients is None:
+            view.bring()
+        return batch
+
+    def overlapped(
+        self, begun: Iterator[Callable[[], AskedBatch]], rows: RowView, before: Callable[[], None] | None
+    ) -> Iterator[Batch]:
+        """Yield batches, whose rows are each brought while the one before is used."""
+        coming: Future[Any] | tuple[Batch, Any] | None = None
+        for asked in begun:
+            if self._backend.queues:
+                behind: Future[Any] | tuple[Batch, Any] = self._brought(asked, rows, before)
+            else:
+                behind = self._threads.bringing.submit(self._brought, asked, rows, before)
+            del asked  # its memory is the batch's
+            if coming is not None:
+                yield self._received(coming)
+            coming = behind
+        if coming is not None:
+            yield self._received(coming)
+
+    def _brought(
+        self, asked: Callable[[], AskedBatch], rows: RowView, before: Callable[[], None] | None
+    ) -> tuple[Batch, Any]:
+        batch, view = self._made(asked(), rows, before)
+        return batch, self._bring(view, before)
+
+    def _received(self, coming: Future[Any] | tuple[Batch, Any]) -> Batch:
+        batch, exchanged = coming.result() if isinstance(coming, Future) else coming
+        assert isinstance(batch.rows, BatchRows)
+        self._receive(batch.rows, exchanged)
+        return batch
+
+    def _made(self, asked: AskedBatch, rows: RowView, before: Callable[[], None] | None) -> tuple[Batch, BatchRows]:
+        """Return a batch whose rows are not there yet."""
+        view = self._view(asked, rows, before)
+        assert asked.samples is not None
+        ids = self._named(asked.rows.ids, view.pooled)
+        batch = make_batch(asked.samples, view, ids=ids, weight=asked.weight, end=asked.end, pooled=view.pooled)
+        return batch, view
+
+    def _view(self, asked: AskedBatch, rows: RowView, before: Callable[[], None] | None) -> BatchRows:
+        def bring(view: BatchRows) -> None:
+            self.rest()
+            self._receive(view, self._bring(view, before))
+
+        return BatchRows(rows, asked, self._optimizer.tracers, self.num_groups, bring)
+
+    def _bring(self, view: BatchRows, before: Callable[[], None] | None) -> Any:
+        """Have rows brought and bags pooled; returns the end of it, where the backend queues its work."""
+        view.of_pass.check()
         if not self._optimizer.tracers.is_stepped and self.pending:
             raise StateError(NOBODY_STEPS)
-        return self._brought(coming).receive()
+        asked, error = view.asked, None
+        try:
+            if before is not None:
+                before()
+        except Exception as caught:  # told to all ranks
+            error = caught
+        with self._backend.streams.exchanging():
+            bad = asked.bags.error if asked.bags else None
+            groups, slots = self.rows.answer(asked.rows, error or bad)
+            bags = self.pooling.answer(asked.bags, view.pooled) if asked.bags else None
+        view.brought(groups, slots, bags)
+        self._pending.add(view)
+        return self._backend.streams.exchanged()
+
+    def _receive(self, view: BatchRows, exchanged: Any) -> None:
+        """Have what the training does from now on come behind what was brought."""
+        made = tensors_of((view.groups, view.slots, view.bags)) if self._backend.queues else []
+        self._backend.streams.receive(exchanged, made)
 
     # -- raw keys -----------------------------------------------------------------------------------------
 
@@ -304,21 +368,18 @@ class RankExchange:
         there = {name: found[found >= 0] if name in lacking else found for name, found in places.items()}
         ids = {name: FeatureIds(there[name], one.offsets, one.weights) for name, one in samples.features.items()}
 
-        def made(rows: RowView, *, ids: Mapping[str, FeatureIds], pooled: Mapping[str, Pooled]) -> Batch:
-            return Batch(samples.label, samples.dense, ids, rows, samples.num_samples, weight, pooled)
-
-        def begin() -> Coming:
-            modes = poolings(self._modules, self._tables)
-            whole = {
-                feature: mode
-                for feature, mode in modes.items()
-                if feature not in lacking and (ids[feature].weights is not None) == (feature in self._weighted)
-            }
-            return self._coming(
-                partial(self._bring, *self._ask_rows(ids, samples.num_samples, name, modes, whole), made)
-            )
-
-        batch = self._received(self._thread.submit(begin).result())
+        layout, modes = self._layouts[rows], poolings(self._modules, self._tables)
+        whole = {
+            feature: mode
+            for feature, mode in modes.items()
+            if feature not in lacking and (ids[feature].weights is not None) == (feature in self._weighted)
+        }
+        asking = self._threads.asking.submit(self._ask_rows, layout, ids, samples.num_samples, name, modes, whole)
+        bags, asked = asking.result()
+        view = self._view(AskedBatch(None, weight, 0, asked, bags), rows, None)
+        view.bring()
+        named = self._named(asked.ids, view.pooled)
+        batch = Batch(samples.label, samples.dense, named, view, samples.num_samples, weight, view.pooled)
         if not lacking & batch.ids.keys():
             return batch, None
         return batch, {name: _found(places[name], some.ids) for name, some in batch.ids.items()}
@@ -351,11 +412,11 @@ class RankExchange:
         return live_rows(*unknown)
 
     def evaluating(self, passes: DatasetView) -> RankExchange:
-        """Return an exchange for batches of this rank's share of other passes, on the same thread."""
+        """Return an exchange for batches of this rank's share of other passes, on the same threads."""
         assert isinstance(passes, Share)
         return RankExchange(
-            self.ranks, self._beside, passes, self._backend, self._optimizer, self._own_rows, self._modules,
-            comm_dtype=self._comm_dtype, thread=self._thread,
+            self.ranks, self._beside, self._asking, passes, self._backend, self._optimizer, self._own_rows,
+            self._modules, comm_dtype=self._comm_dtype, threads=self._threads,
         )  # fmt: skip
 
     # -- the step -----------------------------------------------------------------------------------------
@@ -369,15 +430,19 @@ class RankExchange:
         into, taken = self._optimizer.gradients, self._pending.take()
         factors = self._optimizer.begin_step((mark for one in taken for mark in one.marks), optimizer)
         for one in taken:
-            one.settle(factors)
-            self.rows.gradients_of(one.exchanged, one.gradients, into)
-            if one.pooled is not None:
-                self.pooling.gradients_of(one.pooled, into)
-            one.gradients.clear_settled()
+            self._send_gradients(one, one.settle(factors), into)
+        into.settle(factors)
         self._pending.put_back(taken)
         self.rows.step(self._optimizer, rows)
         for tracer in factors:
             tracer.clear()
+
+    def _send_gradients(self, batch: BatchRows, gradients: RowGradients, into: RowGradients) -> None:
+        """Send the gradients that a step applies to the owners of their rows, and drop them here."""
+        self.rows.gradients_of(batch.asked.rows, batch.slots, gradients, into)
+        if batch.bags is not None:
+            self.pooling.gradients_of(batch.bags, into)
+        gradients.clear_settled()
 
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
@@ -391,9 +456,7 @@ class RankExchange:
         factors = self._optimizer.tracers.factors((mark for one in waiting for mark in one.marks), optimizer)
         into = RowGradients(len(self._optimizer.gradients.pending))
         for one in waiting:
-            self.rows.gradients_of(one.exchanged, one.applied(factors), into)
-            if one.pooled is not None:
-                self.pooling.gradients_of(one.pooled, into)
+            self._send_gradients(one, one.applied(factors), into)
         self.rows.discard()
         mine = self._optimizer.squared_norm(into.pending)
         squares = self._beside.all_gather(mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients").sum()
@@ -421,16 +484,17 @@ class RankExchange:
         self.rows.discard()
 
     def rest(self) -> None:
-        """Wait until no batch is being made; what comes behind this comes behind those that were brought."""
-        self._thread.submit(lambda: None).result()
+        """Wait until no rows are being brought; what comes behind this comes behind those that were."""
+        self._threads.bringing.submit(lambda: None).result()
         self._backend.streams.receive(self._backend.streams.exchanged(), ())
 
     def close(self) -> None:
-        """End the thread, and let go of the rows."""
+        """End the threads, and let go of the rows."""
         if self._is_mine:
-            self._thread.shutdown()
+            self._threads.asking.shutdown()
+            self._threads.bringing.shutdown()
         self.rows.close()
-        self.pooling.close()
+        self.pooling.open(())
 
 
 def _found(places: NDArray[np.int32], rows: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -12,7 +12,6 @@ import torch
 
 from tiercache.backends.jagged import SavedGradient
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.ranks.bounds import confined
 from tiercache.ranks.stretches import exclusive
 
 if TYPE_CHECKING:
@@ -37,19 +36,20 @@ class Received:
         self._dims_S = np.concatenate([dims_H, dims_H])
         self.numbers_W = (came_WS * self._dims_S).sum(axis=1)
         """Numbers that come from each rank."""
-        self._chosen: Mapping[int, torch.Tensor] = {}
-        self.positions: dict[int, list[torch.Tensor]] = {}
+        self._chosen: Mapping[int, NDArray[np.int32]] = {}
+        self.positions: dict[int, list[NDArray[np.int32]]] = {}
         """By group: where the rows of the gradients stand in the pass, once they are added."""
-        self.mirrored: dict[int, list[torch.Tensor]] = {}
+        self.mirrored: dict[int, list[NDArray[np.int32]]] = {}
         """By group: the same of rows that have mirrors."""
 
-    def choose(self, chosen: Mapping[int, torch.Tensor]) -> None:
+    def choose(self, chosen: Mapping[int, NDArray[np.int32]]) -> None:
         """Say by rank which of the rows it asked for have a gradient, where not all have."""
         self._chosen = chosen
 
     def add(
-        self, backend: Backend, positions: torch.Tensor, slots: torch.Tensor, flat: torch.Tensor, into: RowGradients
-    ) -> None:
+        self, backend: Backend, positions: NDArray[np.int32], slots: torch.Tensor, flat: torch.Tensor,
+        into: RowGradients,
+    ) -> None:  # fmt: skip
         """Add the gradients to ``into``, one entry for each rank and row, in rank order.
 
         positions, slots: of all rows asked for, by rank, this rank's own last. flat: the gradients by rank, this rank's
@@ -67,8 +67,8 @@ class Received:
             mine, at = slice(int(begin_W[rank]), int(begin_W[rank] + asked_W[rank])), int(at_W[rank])
             places, named = positions[mine], slots[mine]
             if rank in self._chosen:
-                chosen = confined(self._chosen[rank], places.numel(), backend)
-                places, named = (one.index_select(0, chosen) for one in (places, named))
+                places = places[self._chosen[rank]]
+                named = named.index_select(0, backend.tensor(backend.to_device(self._chosen[rank])))
             first = 0
             for section in np.nonzero(counts_S)[0].tolist():
                 h, count, dim = section % num_groups, int(counts_S[section]), int(self._dims_S[section])

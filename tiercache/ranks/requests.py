@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.arrays import NONE_I4
 from tiercache.kernels.cpu.pooling import check_ids
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cpu.unique import BITS_PER_ENTRY, lay_out, unique_positions, unique_slots
@@ -55,10 +54,6 @@ class Request:
         """Return the slots of a run."""
         first = int(self.slot_R[run])
         return slice(first, first + int(self.rows_R[run]))
-
-    def asked(self) -> Request:
-        """Return what the way back needs of it."""
-        return replace(self, addresses=NONE_I4, slots_U=NONE_I4, mirrored=())
 
 
 class Requester:

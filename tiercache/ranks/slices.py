@@ -15,6 +15,8 @@ from tiercache.store.table import SGD, Group, RowWiseAdagrad
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from tiercache.backends.base import Backend
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.owners import Owners
@@ -63,16 +65,16 @@ class SliceSteps:
                 if d.rank == ranks.rank:
                     assert len(part_groups[d.group].tables) == 1, f"slices of {table.name} share a group"
                     self._mine.append(_Mine(t, d.group, tuple(other.rank for other in found), table.dim))
-        self._positions: dict[int, list[torch.Tensor]] = {one.group: [] for one in self._mine}
+        self._positions: dict[int, list[NDArray[np.int32]]] = {one.group: [] for one in self._mine}
 
     def note(self, received: Received, into: RowGradients) -> None:
         """Note which rows the gradients are of that were added last."""
         for group, noted in self._positions.items():
             if group in received.positions:
-                noted.append(torch.cat(received.positions[group]))
+                noted.append(np.concatenate(received.positions[group]))
             assert len(noted) == len(into.pending[group])
 
-    def note_rows(self, group: int, positions: torch.Tensor, into: RowGradients) -> None:
+    def note_rows(self, group: int, positions: NDArray[np.int32], into: RowGradients) -> None:
         """Note the position of each entry of the one gradient that was added last."""
         if group in self._positions:
             self._positions[group].append(positions)
@@ -99,16 +101,16 @@ class SliceSteps:
         """Return the slots (K,) of the rows that have gradients, by position, and their sums (K, dim) with decay."""
         p, group = self._backend, optimizer.group(one.group)
         pending = optimizer.gradients.pending[one.group]
-        none = torch.empty(0, dtype=torch.int32, device=p.device)
-        positions, number = torch.unique(torch.cat([none, *self._positions[one.group]]), return_inverse=True)
-        slots = p.tensor(p.empty((positions.numel(),), np.int32))
-        gradient, held = (p.tensor(p.empty((positions.numel(), group.dim), np.float32)) for _ in range(2))
-        if not positions.numel():
+        noted = self._positions[one.group]
+        positions, number = np.unique(np.concatenate([NONE_I4, *noted]), return_inverse=True)
+        slots = p.tensor(p.empty((positions.size,), np.int32))
+        gradient, held = (p.tensor(p.empty((positions.size, group.dim), np.float32)) for _ in range(2))
+        if not positions.size:
             return slots, gradient
-        numbers = torch.split(number.to(torch.int32), [some.numel() for some in self._positions[one.group]])
+        numbers = torch.split(p.tensor(p.to_device(number.astype(np.int32))), [some.size for some in noted])
         renamed = [replace(old, slots=p.array(new)) for old, new in zip(pending, numbers, strict=True)]
         p.sum(renamed, 1.0, p.array(gradient))
-        p.find([RowRequest(rows, p.array(positions), p.array(slots), p.array(held))])
+        p.find([RowRequest(rows, p.to_device(positions), p.array(slots), p.array(held))])
         if group.optimizer.decay:
             gradient.add_(held, alpha=group.optimizer.decay)
         return slots, gradient

@@ -67,6 +67,7 @@ class Stretches:
 
         groups: of whole tables. num_groups: H. mirrored: whether rows of replicated tables are looked up in mirrors.
         """
+        self.owners, self.mirrored = owners, mirrored
         self.num_ranks, self.rank, self.num_groups = owners.num_ranks, rank, num_groups
         self.num_whole_groups = len(groups)
         """G."""
@@ -74,6 +75,10 @@ class Stretches:
         self.table_of = {table.name: t for t, table in enumerate(owners.tables)}
         self.rows_T = owners.rows_T
         """How many local ids each table has."""
+        self.rows_H = [0] * num_groups
+        """Rows of each group of the rank's own part."""
+        for t in range(len(owners.tables)):
+            self.rows_H[int(owners.group_TW[t, rank])] += int(owners.high_TW[t, rank] - owners.low_TW[t, rank])
         found = []
         for t, table in enumerate(owners.tables):
             is_mirrored = mirrored and owners.kinds[t] == "replicate"

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiercache.dist.communicator import splits_width
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -36,7 +38,7 @@ class Wire:
 
     def count(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
         """Tell every rank its row of ``to``, and return what each told this one. Collective."""
-        self.bytes_sent += 8 * (to.shape[1] + 1) * (self.ranks.size - 1)  # with the mark of what it is
+        self.bytes_sent += 8 * splits_width(to.shape[1]) * (self.ranks.size - 1)
         return self.ranks.exchange_splits(to, what)
 
     def send(self, send: torch.Tensor, sizes: list[int], receive: list[int], into: torch.Tensor, what: str) -> None:

@@ -33,14 +33,14 @@ SHUFFLED_BY = "feistel"
 """The permutation of shuffled samples: a commit inside a pass that was shuffled by another cannot be gone on from."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pooled:
-    """A feature of one batch that was pooled where its table's rows are: its module finds vectors, and no ids."""
+    """A feature of one batch that is pooled where its table's rows are: its module finds vectors, and no ids."""
 
     mode: str
     """"sum" or "mean"."""
-    vectors: torch.Tensor
-    """(N, dim) float32; zeros for an empty bag."""
+    vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
     waiting: list[tuple[torch.Tensor, Mark]] = field(default_factory=list)
     """What backward left: (N, dim) for each lookup, as the table's handle says at the step."""
     gradients: list[torch.Tensor] = field(default_factory=list)

@@ -1,5 +1,7 @@
 """BatchPipeline: the batches of an iterator in order, made when they are asked for or before, on threads.
 
+Several ranks ask the owners of rows for those of later batches meanwhile; the rows themselves wait for their lookup.
+
 The order of samples is decided before anything is made, and nothing here draws from a random generator, so batches are
 the same whoever makes them. What is made and was not handed out counts for nobody.
 """
@@ -39,30 +41,34 @@ class BatchPipeline:
         rows: RowView,
         *,
         prefetch: int | None,
-        before: Callable[[], None],
+        before: Callable[[], None] | None = None,
         overlap: bool = False,
         by_owner: bool = False,
     ) -> Iterator[tuple[int, Batch]]:
         """Yield the samples behind each batch and the batch, in the order of ``requests``.
 
         Samples of up to ``prefetch`` batches are read before their turn, each on one of as many threads; 0: when they
-        are asked for; None: as the backend says. ``before`` is called before a batch is handed out; its errors, and
-        what goes wrong in making one, are raised in its place, on all ranks. ``overlap``: no step comes in between, so
-        that rows may be exchanged ahead too. Threads end with the iterator, or when the rows do. Raises ValueError for
-        less than 0, StateError in the fork of the process that began.
+        are asked for; None: as the backend says, and of several ranks at least 1. ``before`` is called before a batch
+        is handed out, or its rows are brought; its errors, and what goes wrong in making a batch, are raised in its
+        place, on all ranks. ``overlap``: no step comes in between, so that rows may be exchanged ahead too. Threads end
+        with the iterator, or when the rows do. Raises ValueError for less than 0, StateError in the fork of the process
+        that began.
         """
-        most = self._backend.ahead if prefetch is None else prefetch
+        most = max(self._backend.ahead, exchange.least_ahead) if prefetch is None else prefetch
         if most < 0:
             raise ValueError(f"prefetch is {most}: it must be at least 0 batches")
-        line = _Line(exchange, rows, most, by_owner=by_owner)
+        line = _Line(exchange, rows, max(most, exchange.least_ahead) if overlap else most, by_owner=by_owner)
         self._lines.add(line)
         with rows.in_use(line.close):
+            begun = (line.pop() for _ in iter(partial(line.advance, requests), False))
             if overlap:
-                reads = (line.pop() for _ in iter(partial(line.advance, requests, before), False))
-                yield from map(line.behind, exchange.overlapped(reads, rows, by_owner=by_owner))
+                yield from map(line.behind, exchange.overlapped(begun, rows, before))
                 return
-            while line.advance(requests, before):  # no name here is a batch's: while one is made, the last is another's
-                yield line.behind(exchange.finish(line.pop(), rows, by_owner=by_owner))
+            for one in begun:
+                made = exchange.finish(one, rows, before)
+                del one  # no name here is a batch's: while one is made, the last is another's
+                yield line.behind(made)
+                del made
 
     @property
     def device_bytes(self) -> int:
@@ -86,29 +92,30 @@ class _Line:
             enter = rows.backend.streams.enter_thread
             self._threads = ThreadPoolExecutor(most, thread_name_prefix="tiercache-batches", initializer=enter)
         self.waiting: deque[tuple[int, Callable[[], Any] | Future[Any]]] = deque()
+        self._last: Any = None
+        """What was begun last, where something else does it."""
         self.done = 0
         """Samples of the pass up to the end of the batch that was popped last."""
-        self._was_cut_short = False
 
-    def advance(self, requests: Iterator[BatchRequest], before: Callable[[], None]) -> bool:
+    def advance(self, requests: Iterator[BatchRequest]) -> bool:
         """Have more read; returns whether one is to be popped: also one that raises what went wrong here."""
-        try:
-            first = next(requests, None) if not self.waiting else None
-            if first is None and not self.waiting and not self._was_cut_short:
-                return False
-            before()
-            if first is not None:
-                self._begin(first)
-            while len(self.waiting) <= self._most and (request := next(requests, None)) is not None:
-                self._begin(request)
-        except Exception as error:  # told to all ranks, in place of the batch
-            self.waiting.appendleft((self.done, partial(_fail, error)))
-        return True
+        self._rows.check_made()
+        while len(self.waiting) <= self._most:
+            try:
+                if (request := next(requests, None)) is None:
+                    break
+                self._check()
+                read = self._exchange.read(request, self._rows, ahead=self._most > 0, by_owner=self._by_owner)
+            except Exception as error:  # told to all ranks, in place of the batch
+                self._begin(self.done, partial(_fail, error))
+                break
+            self._begin(request.done, read if self._threads is None else self._threads.submit(read))
+        return bool(self.waiting)
 
-    def _begin(self, request: BatchRequest) -> None:
-        self._check()
-        read = self._exchange.read(request, self._rows, ahead=self._most > 0, by_owner=self._by_owner)
-        self.waiting.append((request.done, read if self._threads is None else self._threads.submit(read)))
+    def _begin(self, done: int, read: Callable[[], Any] | Future[Any]) -> None:
+        begun = self._exchange.begin(read, self._rows, by_owner=self._by_owner, behind=self._last)
+        self._last = begun if isinstance(begun, Future) else None
+        self.waiting.append((done, begun))
 
     def behind(self, batch: Batch) -> tuple[int, Batch]:
         """Return the samples up to the end of the batch that was popped last, and the batch that came of it."""
@@ -128,9 +135,10 @@ class _Line:
 
     def close(self) -> None:
         """Drop all, and wait until the threads have ended."""
-        if self._threads is not None and os.getpid() == self._pid:
-            self._threads.shutdown(wait=True, cancel_futures=True)
-        self._was_cut_short = self._was_cut_short or bool(self.waiting)
+        if os.getpid() == self._pid:
+            self._exchange.wait([begun for _, begun in self.waiting])
+            if self._threads is not None:
+                self._threads.shutdown(wait=True, cancel_futures=True)
         self.waiting.clear()
 
     def _check(self) -> None:

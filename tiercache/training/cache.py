@@ -148,7 +148,7 @@ class TierCache(SteppedCache):
             sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention, reorganize=reorganize,
             order_seed=order_seed,
         )  # fmt: skip
-        with closed_on_error(self, "_exchange", "_rows", "_beside", "_opened", "communicator"):
+        with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
                 facts = options.facts
                 budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget, commit_every)
@@ -167,6 +167,7 @@ class TierCache(SteppedCache):
                 device_bytes = budgets.check_device(source, backend)
             self.store = self._opened.open(source, budgets, progress=progress)
             self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
+            self._asking = ranks.clone(device="cpu")
             with ranks.raise_on_all("planning the budgets"):
                 try:
                     self._rows = RankRows(
@@ -205,8 +206,9 @@ class TierCache(SteppedCache):
         share = self._rows.source
         assert isinstance(share, Share)
         return RankExchange(
-            ranks, self._beside, share, backend, optimizer, self.live_rows, self._modules, comm_dtype=comm_dtype
-        )
+            ranks, self._beside, self._asking, share, backend, optimizer, self.live_rows, self._modules,
+            comm_dtype=comm_dtype,
+        )  # fmt: skip
 
     # -- before training ----------------------------------------------------------------------------------
 
@@ -250,10 +252,10 @@ class TierCache(SteppedCache):
         durable by the end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop
         early, nothing more is committed. With several ranks a commit is made on all ranks or on none.
 
-        With one rank your loop may fetch batches ahead, also those of the next pass. If a batch of a pass has not been
-        trained yet when the next pass is asked for, the pass ends at the first lookup that trains the next one; the
-        last pass ends with ``close``, ``commit`` or another loop. A batch counts as trained when a module has looked
-        it up with gradients enabled.
+        Your loop may fetch batches ahead, also those of the next pass; with several ranks, all in the same way. If a
+        batch of a pass has not been trained yet when the next pass is asked for, the pass ends at the first lookup
+        that trains the next one; the last pass ends with ``close``, ``commit`` or another loop. A batch counts as
+        trained when a module has looked it up with gradients enabled.
         """
         self._check_open()
         yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
@@ -270,9 +272,8 @@ class TierCache(SteppedCache):
     def commit(self) -> None:
         """Commit now, inside a pass, after the batches trained so far. Returns when it is durable on all ranks.
 
-        With one rank a batch counts when a module has looked it up, with several ranks when it was yielded. After a
-        loop over ``passes``, this commits the last pass if it is still waiting. Raises StateError between backward and
-        step, and outside a pass.
+        A batch counts when a module has looked it up. After a loop over ``passes``, this commits the last pass if it
+        is still waiting. Raises StateError between backward and step, and outside a pass.
         """
         self._check_open()
         self._loop.commit()
@@ -353,7 +354,7 @@ class TierCache(SteppedCache):
             for close in (
                 self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.close,
                 partial(self.communicator.close, failed=failed), partial(self._beside.close, failed=failed),
-                self._exchange.close, self._hooks.remove,
+                partial(self._asking.close, failed=failed), self._exchange.close, self._hooks.remove,
             ):  # fmt: skip
                 last.callback(close)  # the last one first
             if failed:  # before anything waits: a rank that waits for this one at an agreement raises

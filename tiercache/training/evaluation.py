@@ -57,9 +57,8 @@ class Evaluation:
         cuts = cut_batches(in_order, size, first=self._first, last=self._last)
         requests = (BatchRequest(self._source, places, places.size, done) for done, places in cuts)
         made = self._pipeline.batches(
-            self._exchange, requests, self._rows, prefetch=prefetch, before=self._rows.check,
-            overlap=schedule == "interleaved",
-        )  # fmt: skip
+            self._exchange, requests, self._rows, prefetch=prefetch, overlap=schedule == "interleaved"
+        )
         yield from map(itemgetter(1), made)  # no name here is a batch's, as in a pass
 
     @staticmethod
@@ -94,9 +93,10 @@ class Evaluation:
                         f"samples {first:,} to {last:,} of evaluation sub-dataset {source.index}",
                         backend,
                     )
-                exchange.open(source.index, view)
+                exchange.prepare(source.index, view)
+                exchange.open(view)
                 yield Evaluation(source, first, last, view, exchange, pipeline)
-                exchange.end_pass()  # first: it waits for what reads samples for it
+                exchange.rest()  # first: it waits for what reads samples for it
                 view.end()
                 first = last
 

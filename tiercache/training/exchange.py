@@ -15,6 +15,7 @@ from tiercache.training.row_gradients import ended_unstepped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     import numpy as np
     import torch
@@ -55,7 +56,7 @@ class _Brought(NamedTuple):
 class LocalExchange:
     """The exchange of one rank: batches look up rows where they are, whose gradients wait there for the step."""
 
-    bytes_sent = device_bytes = 0
+    bytes_sent = device_bytes = least_ahead = 0
 
     def __init__(
         self, ranks: AnyCommunicator, backend: Backend, optimizer: RowOptimizer, live_rows: Callable[[], RowReader]
@@ -71,14 +72,19 @@ class LocalExchange:
         return self._optimizer.pending
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
+        return self._optimizer.gradients.is_awaited
+
+    @property
     def ended_unstepped(self) -> str:
         """What is said where a pass ends in between."""
         return ended_unstepped(len(self._optimizer.gradients.unstepped))
 
-    def open(self, sub_dataset: int, rows: RowView) -> None:
+    def prepare(self, sub_dataset: int, rows: RowView) -> None:
         """Do nothing."""
 
-    def end_pass(self) -> None:
+    def open(self, rows: RowView) -> None:
         """Do nothing."""
 
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
@@ -106,18 +112,27 @@ class LocalExchange:
         upload.send()
         return _Brought(batch, upload)
 
-    def finish(self, read: Callable[[], Any], rows: RowView, *, by_owner: bool = False) -> Batch:
-        """Return the batch, for torch's current stream."""
+    def begin(
+        self, read: Callable[[], Any] | Future[Any], rows: RowView, *, by_owner: bool = False, behind: Any = None
+    ) -> Callable[[], Any] | Future[Any]:
+        """Return ``read``: nothing is exchanged."""
+        return read
+
+    def wait(self, begun: Sequence[Any]) -> None:
+        """Do nothing: nobody else waits for what was begun."""
+
+    def finish(self, read: Callable[[], Any], rows: RowView, before: Callable[[], None] | None) -> Batch:
+        """Return the batch, for torch's current stream. ``before`` is called first."""
+        if before is not None:
+            before()
         brought: _Brought = read()
         if brought.upload is not None:
             brought.upload.receive()
         return brought.batch
 
-    def overlapped(
-        self, reads: Iterator[Callable[[], Any]], rows: RowView, *, by_owner: bool = False
-    ) -> Iterator[Batch]:
+    def overlapped(self, begun: Iterator[Any], rows: RowView, before: Callable[[], None] | None) -> Iterator[Batch]:
         """Yield them as ``finish`` returns them: nothing is exchanged."""
-        return (self.finish(read, rows) for read in reads)
+        return (self.finish(read, rows, before) for read in begun)
 
     def tell(self, mine: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
         """Return the numbers."""

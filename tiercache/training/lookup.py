@@ -108,6 +108,7 @@ class PooledLookup:
             SavedGradient(
                 slots=e.slots, gradient=grad_NT.reshape(-1), width=grad_NT.shape[1], cols=self.part.cols,
                 places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), sorted=e.sorted,
+                looked_up=[self.batch.ids[name] for name in self.part.features],
             ),
             mark,
         )  # fmt: skip
@@ -135,6 +136,8 @@ class ReadyLookup:
     def backward(self, grad_NT: torch.Tensor, mark: Mark) -> None:
         """Leave the gradient for the step."""
         self._rows.check()  # as above
+        if self._rows.gradients is not None:
+            self._rows.gradients.is_awaited = False
         self._found.waiting.append((grad_NT[:, self._columns].detach(), mark))
 
 
@@ -163,6 +166,7 @@ class RowLookup:
             SavedGradient(
                 slots=self.entries.slots[first:last], gradient=grad_ED.reshape(-1), width=grad_ED.shape[1],
                 cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4,
+                looked_up=[self.batch.ids[self.part.features[feature]]],
             ),
             mark,
         )  # fmt: skip

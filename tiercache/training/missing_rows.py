@@ -217,7 +217,7 @@ class _HeldGradients(RowGradients):
             return
         slots = given(seen(added.slots_R)[numbers[kept]])
         if len(kept) == len(numbers):
-            self._trained.wait(group, replace(pending, slots=slots), mark)
+            self._trained.wait(group, replace(pending, slots=slots, looked_up=None), mark)
             return
         argmax, scales = pending.argmax, pending.scales
         if argmax.shape[0]:  # it names entries by their numbers, which change; without a maximum it is anything
@@ -229,4 +229,5 @@ class _HeldGradients(RowGradients):
         if scales.shape[0]:
             scales = given(seen(scales)[kept])
         places = given(seen(places_of(self._backend, pending))[kept])
-        self._trained.wait(group, replace(pending, slots=slots, places=places, scales=scales, argmax=argmax), mark)
+        held = replace(pending, slots=slots, places=places, scales=scales, argmax=argmax, looked_up=None)
+        self._trained.wait(group, held, mark)

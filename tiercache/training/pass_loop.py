@@ -85,7 +85,7 @@ class PassLoop:
                 if self._ahead is current:  # no batch of it was looked up
                     self._bring()
                 is_last = index + 1 == end
-                if ranks.size > 1 or current.is_trained:
+                if ranks.all_reduce_min([current.is_trained])[0]:
                     self._leave(last=is_last)
                     if not is_last:
                         with ranks.raise_on_all(_SWITCHING):
@@ -171,9 +171,12 @@ class PassLoop:
         """Return a pass whose rows are not on the device yet."""
         rows, schedule = self._rows, self._rows.schedule
         commit, gradients = rows.store.commit, rows.state.optimizer.gradients
+        sub_dataset = schedule.sub_dataset_of(index)
+        view = RowView((), gradients, f"pass {index}", rows.backend, self._bring)
+        self._exchange.prepare(sub_dataset, view)
         return Pass(
-            index=index, epoch=schedule.epoch_of(index), source=rows.source.passes[schedule.sub_dataset_of(index)],
-            rows=RowView((), gradients, f"pass {index}", rows.backend, self._bring), seed=self._seed, raw=self._raw,
+            index=index, epoch=schedule.epoch_of(index), source=rows.source.passes[sub_dataset],
+            rows=view, seed=self._seed, raw=self._raw,
             exchange=self._exchange, pipeline=self._pipeline, first_sample=first_sample,
             order=commit.settings.get("order") if first_sample and commit else None,
             before_batch=self._before_batch,
@@ -181,9 +184,9 @@ class PassLoop:
 
     def _enter(self, current: Pass) -> Pass:
         """Begin a pass whose rows were brought to the device, and return it."""
-        plan, report, groups = self._rows.brought(current.index)
+        report, groups = self._rows.brought(current.index)
         current.rows.show(groups)
-        self._exchange.open(plan.sub_dataset, current.rows)
+        self._exchange.open(current.rows)
         self.current, report.losses = current, current.losses
         self.reports.append(report)
         report.begin_training()

@@ -6,8 +6,6 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-import numpy as np
-
 from tiercache.errors import StateError
 from tiercache.training.batch import SHUFFLED_BY, cut_batches, sample_order
 from tiercache.training.evaluation import check_exchange_schedule
@@ -16,6 +14,7 @@ from tiercache.training.exchange import BatchRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.passes.view import SubDatasetView
@@ -90,14 +89,15 @@ class Pass:
         by ``batch.weight``: together with the averaging of DistributedDataParallel, the step is then that of one
         process on the global batch, however unevenly the samples are divided. If a batch has no sample for a rank, the
         rank gets a sample of another rank with weight 0. Register the model before you ask for batches: they bring
-        what its modules look up. A batch has the rows of the moment at which it was yielded, so look it up before the
-        next step.
+        what its modules look up. The rows of a batch are exchanged when it is first looked up, so all ranks must look
+        up the same batches in one order.
 
         Args:
             size: samples of a batch, of all ranks together.
             shuffle: whether samples are shuffled within the pass.
-            prefetch: how many batches are read ahead, each on a thread of its own; their rows wait for their step.
-                Default: 0 on a CPU; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when
+            prefetch: how many batches are read ahead, each on a thread of its own; their rows wait for their step. With
+                several ranks, the ranks also tell each other which rows these batches need. Default: 0 on a CPU, or 1
+                with several ranks; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when
                 they are yielded; an error in reading one is raised in its place. Threads end with the iterator or the
                 pass.
             input: "data": each rank reads its own samples with all features. "model": each rank reads the features
@@ -151,21 +151,21 @@ class Pass:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
         cuts = self._cuts(size, shuffle)
         while True:
-            requests, before = list[BatchRequest](), self._before
             try:
                 if (cut := next(cuts, None)) is None:
                     return
                 self.samples_done, places = cut
                 n, count = places.size, min(micro_batches, places.size)
-                requests = [
-                    BatchRequest(self.source, places[i * n // count : (i + 1) * n // count], n, cut[0])
-                    for i in range(count)
-                ]
+                requests = iter(
+                    [
+                        BatchRequest(self.source, places[i * n // count : (i + 1) * n // count], n, cut[0])
+                        for i in range(count)
+                    ]
+                )
             except Exception as error:  # told to all ranks, by the first micro-batch
-                before = partial(_fail, error)
-                requests = [BatchRequest(self.source, np.empty(0, np.int64), 1)]
+                requests = iter(partial(_fail, error), None)
             made = self._pipeline.batches(
-                self._exchange, iter(requests), self.rows, prefetch=0, before=before,
+                self._exchange, requests, self.rows, prefetch=0, before=self._before,
                 overlap=schedule == "interleaved", by_owner=by_owner,
             )  # fmt: skip
             yield map(itemgetter(1), made)
@@ -192,17 +192,14 @@ class Pass:
     def samples_trained(self) -> int:
         """Samples of all ranks that a commit would count now.
 
-        With one rank these are the samples of batches that modules have looked up. With several ranks, or with raw
-        keys, they are the samples of batches that were yielded or made.
+        These are the samples of batches that modules have looked up; with raw keys, of batches that were made.
         """
-        counts_made = self._exchange.ranks.size > 1 or "raw_batches" in (self.order or {})
-        return self.samples_done if counts_made else self.rows.samples_trained
+        return self.samples_done if "raw_batches" in (self.order or {}) else self.rows.samples_trained
 
     @property
     def is_trained(self) -> bool:
         """Whether every batch that was yielded or made has been looked up, and its backward has run."""
-        gradients = self.rows.gradients
-        return self.rows.samples_trained >= self.samples_done and not (gradients and gradients.is_awaited)
+        return self.rows.samples_trained >= self.samples_done and not self._exchange.is_awaited
 
     def end(self) -> None:
         """End the pass and give up its rows. A reference to the pass does not keep the cache alive."""
@@ -210,7 +207,6 @@ class Pass:
         self._before_batch = _nothing
 
     def _before(self) -> None:
-        self.rows.check_made()
         self._before_batch(self)
 
     @overload

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.passes.view import DatasetView
-    from tiercache.planning.pass_plan import PassPlan
     from tiercache.ranks.budgets import Budgets
     from tiercache.store import Store
     from tiercache.tiers.report import PassReport
@@ -114,13 +113,13 @@ class RankRows:
         _TRAINED_BY[self.store] = weakref.ref(self)
         self.transfer.begin(self.plans.planner(end), end=end)
 
-    def brought(self, index: int) -> tuple[PassPlan, PassReport, Sequence[GroupRows]]:
-        """Return the pass that was brought: its plan, its report and its rows."""
+    def brought(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
+        """Return the report and the rows of the pass that was brought."""
         plan, report = self.transfer.plan, self.transfer.report
         assert plan is not None
         assert report is not None
         assert plan.pass_index == index
-        return plan, report, self.device.rows_of(plan.sub_dataset)
+        return report, self.device.rows_of(plan.sub_dataset)
 
     def stop(self) -> None:
         """End a loop over the passes, wherever it is."""
