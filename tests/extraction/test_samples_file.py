@@ -23,6 +23,12 @@ from tiercache.passes.samples_writer import SamplesWriter
 from tiercache.schema import Schema
 
 LAYOUT = SampleLayout(rich_schema())
+SINGLES = SampleLayout(
+    Schema(
+        features=tuple(tc.Feature(name=n, columns=(n,), table=t) for n, t in [("p", "x"), ("q", "y"), ("r", "x")]),
+        tables=(table("x"), table("y", dim=8)),
+    )
+)
 
 
 def some_samples(num_samples: int, seed: int, layout: SampleLayout = LAYOUT) -> Samples:
@@ -129,19 +135,14 @@ def test_samples_come_back_across_record_batches(tmp_path: Path) -> None:
 
 def test_features_with_one_id_lie_side_by_side_group_by_group(tmp_path: Path) -> None:
     """``singles`` is one contiguous array whose rows are the features' ids, those of a group next to each other."""
-    schema = Schema(
-        features=tuple(tc.Feature(name=n, columns=(n,), table=t) for n, t in [("p", "x"), ("q", "y"), ("r", "x")]),
-        tables=(table("x"), table("y", dim=8)),
-    )
-    layout = SampleLayout(schema)
-    samples = some_samples(100, 3, layout)
-    read = write(tmp_path / "s", samples, [], layout).read(np.arange(50, 100))
-    tables = [f.table for f in layout.singles]
+    samples = some_samples(100, 3, SINGLES)
+    read = write(tmp_path / "s", samples, [], SINGLES).read(np.arange(50, 100))
+    tables = [f.table for f in SINGLES.singles]
     assert tables in (["x", "x", "y"], ["y", "x", "x"])
     assert read.singles.flags.c_contiguous
     assert read.label is None
     assert read.dense.shape == (50, 0)
-    for row, feature in zip(read.singles, layout.singles, strict=True):
+    for row, feature in zip(read.singles, SINGLES.singles, strict=True):
         assert np.shares_memory(row, read.ids[feature.name].ids)
         np.testing.assert_array_equal(row, samples.ids[feature.name].ids[50:])
 
@@ -149,14 +150,9 @@ def test_features_with_one_id_lie_side_by_side_group_by_group(tmp_path: Path) ->
 @pytest.mark.parametrize("wanted", [["p"], ["q"], ["r", "p"], ["q", "r"]])
 def test_some_features_with_one_id_come_back_alone(tmp_path: Path, wanted: list[str]) -> None:
     """They stand in the file beside those that were not asked for, which are passed over."""
-    schema = Schema(
-        features=tuple(tc.Feature(name=n, columns=(n,), table=t) for n, t in [("p", "x"), ("q", "y"), ("r", "x")]),
-        tables=(table("x"), table("y", dim=8)),
-    )
-    layout = SampleLayout(schema)
-    samples = some_samples(100, 3, layout)
+    samples = some_samples(100, 3, SINGLES)
     indices = np.array([99, 0, 7, 7, 50])
-    found = write(tmp_path / "s", samples, [], layout).read(indices, features=wanted)
+    found = write(tmp_path / "s", samples, [], SINGLES).read(indices, features=wanted)
     assert sorted(found.ids) == sorted(wanted)
     for name, some in found.ids.items():
         np.testing.assert_array_equal(some.ids, samples.ids[name].ids[indices])

@@ -8,6 +8,7 @@ import pytest
 
 from tests.store.big import BIG
 from tiercache.store import SGD, Adagrad, Adam, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
+from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,16 @@ def narrow_tables() -> list[Table]:
         Table(name="place", dim=6, optimizer=RowWiseAdagrad(learning_rate=0.1), initializer=start, dtype="bfloat16"),
         Table(name="wide", dim=3, optimizer=adagrad, initializer=start),
     ]
+
+
+class Careless(World):
+    """Dumps a key of table ``day`` again and again: what no checksum sees."""
+
+    def layout(self, group, *, within):  # type: ignore[no-untyped-def]
+        """Lay out two rows more, of one key."""
+        stream, keys = super().layout(group, within=within)
+        self.rows |= {("day", key): b"\0" * 4 for key in (7, 8)}
+        return stream, [("day", 7) if key[0] == "day" else key for key in keys]
 
 
 class Home:

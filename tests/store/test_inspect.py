@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
+from tests.store.conftest import Careless
 from tiercache.cli.store import app
 from tiercache.store import NotAStoreError, Store, StoreMissingError, info, verify
 from tiercache.store.testing.world import World
@@ -54,13 +55,6 @@ def test_a_store_without_a_commit_can_be_looked_at(tmp_path: Path, tables: list[
 
 def test_verify_finds_keys_out_of_order(tmp_path: Path, tables: list[Table]) -> None:
     """And keys with two live rows: what checksums cannot see."""
-
-    class Careless(World):
-        def layout(self, group, *, within):  # type: ignore[no-untyped-def]
-            stream, keys = super().layout(group, within=within)
-            self.rows |= {("day", key): b"\0" * 4 for key in (7, 8)}
-            return stream, [("day", 7) if key[0] == "day" else key for key in keys]
-
     world = Careless(tables)
     with Store.open(tmp_path / "s", tables=tables) as store:
         world.run(store, 1)

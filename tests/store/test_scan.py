@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.big import BIG, dump, publish
-from tests.store.conftest import Home, small_tables
+from tests.store.conftest import Careless, Home, small_tables
 from tiercache.store import CorruptStoreError, MemoryEngine, Store, StoreError, hash_keys
 from tiercache.store.scan import live_rows
 from tiercache.store.testing.world import World
@@ -109,13 +109,6 @@ def test_a_commit_during_a_scan_is_an_error(home: Home, tables: list[Table]) -> 
 
 def test_a_key_with_two_live_rows_is_an_error() -> None:
     """No checksum sees it, a scan does."""
-
-    class Careless(World):
-        def layout(self, group, *, within):  # type: ignore[no-untyped-def]
-            stream, keys = super().layout(group, within=within)
-            self.rows |= {("day", key): b"\0" * 4 for key in (7, 8)}
-            return stream, [("day", 7) if key[0] == "day" else key for key in keys]
-
     tables = small_tables()
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
         Careless(tables).run(store, 1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -55,12 +53,6 @@ def live_keys(store: Store) -> Iterator[tuple[int, int, int, Key]]:
                         yield segment.id, group.index, places[row], (group.tables[places[row]].name, key)
 
 
-def problems_of(store: Store) -> list[str]:
-    """Verify an open store."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return Verification(store).run()["problems"]
-
-
 def check(store: Store, world: World) -> None:
     """Assert that every way to read gives the rows of the dict, and that what the commit says of stale rows is so."""
     assert rows_of(store) == world.rows
@@ -72,7 +64,7 @@ def check(store: Store, world: World) -> None:
         fields = store.lookup(table.name, keys)
         for i, key in enumerate(keys.tolist()):
             assert b"".join(values[i].tobytes() for values in fields.values()) == world.rows[table.name, key]
-    assert problems_of(store) == []
+    assert Verification(store).run()["problems"] == []
     live = list(live_keys(store))
     newest = {key: id_ for id_, _, _, key in live}
     stale = Counter((id_, group, place) for id_, group, place, key in live if newest[key] != id_)
@@ -248,7 +240,7 @@ def test_commits_before_and_after_a_schedule_can_be_gone_back_to(home: Home) -> 
     store.rollback(begun - 1)
     assert store.commit.settled == ()
     assert rows_of(store) == before
-    assert problems_of(store) == []
+    assert Verification(store).run()["problems"] == []
 
 
 def test_what_changed_since_a_commit_is_given_once_though_it_was_moved(home: Home) -> None:
@@ -343,7 +335,7 @@ def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int,
     said = "has two live rows" if more < 0 else "stale rows"
     with pytest.raises(CorruptStoreError, match=said):
         list(store.scan("user"))
-    problems = problems_of(store)
+    problems = Verification(store).run()["problems"]
     assert len(problems) == 1
     assert ("have two live rows" if more < 0 else "stale rows and its commit says") in problems[0]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from typer.testing import CliRunner
@@ -41,12 +40,6 @@ def opened(path: Path, commit: int | None = None) -> Iterator[Store]:
         yield store
 
 
-def report(store: Store) -> dict[str, Any]:
-    """Verify in this process."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return Verification(store).run()
-
-
 def names(path: Path) -> list[bytes]:
     """Return the names of all blocks."""
     with opened(path) as store:
@@ -69,7 +62,7 @@ def touched(path: Path) -> list[int]:
     found = []
     for id_ in KEPT:
         with opened(path, id_) as store:
-            if report(store)["problems"]:
+            if Verification(store).run()["problems"]:
                 found.append(id_)
     return found
 
@@ -99,7 +92,7 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
     for name in names(path)[:: 5 if path.joinpath("data.mdb").exists() else 9]:
         with flipped(*file_of(path, name)):
             with opened(path) as store:
-                (problem,) = report(store)["problems"]
+                (problem,) = Verification(store).run()["problems"]
             assert said(problem) == touched(path) != []
             hit.add(tuple(said(problem)))
     assert len(hit) > 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,27 +23,30 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def store(tmp_path: Path, tables: list[Table]) -> Store:
-    """A store on Zarr with two passes in it, closed."""
+def path(tmp_path: Path, tables: list[Table]) -> Path:
+    """A store on Zarr with two passes in it."""
     with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
         World(tables).run(store, 2)
-    return store
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def world(tables: list[Table]) -> World:
+    """The world of that store."""
+    world = World(tables)
+    world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
+    return world
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_manifest_without_its_name_is_as_if_it_were_not_there(
-    store: Store, tables: list[Table], share: float
-) -> None:
+def test_a_manifest_without_its_name_is_as_if_it_were_not_there(path: Path, world: World, share: float) -> None:
     """A crash while it was written: the commit before stands, whole, and goes on."""
-    assert store.path is not None
-    copy = store.path.with_name("copy")
-    shutil.copytree(store.path, copy)
-    world = World(tables)
-    with Store.open(store.path) as again:
-        world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
-        world.run(again, 1)
-    data = newest(store.path).read_bytes()
-    draft = copy / "manifests" / (newest(store.path).name + ".partial")
+    copy = path.with_name("copy")
+    shutil.copytree(path, copy)
+    with Store.open(path) as again:
+        deepcopy(world).run(again, 1)
+    data = newest(path).read_bytes()
+    draft = copy / "manifests" / (newest(path).name + ".partial")
     draft.write_bytes(data[: int(len(data) * share)])
     before = files(copy)
     with Store.open(copy, mode="r") as reader:
@@ -53,8 +57,6 @@ def test_a_manifest_without_its_name_is_as_if_it_were_not_there(
         assert again.commit is not None
         assert again.commit.cursor.pass_index == 2
         assert not draft.exists()
-        world = World(tables)
-        world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
         world.check(again, after=1)
         world.run(again, 2)
         world.check(again, after=3)
@@ -62,16 +64,13 @@ def test_a_manifest_without_its_name_is_as_if_it_were_not_there(
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "flipped", "of another"])
-def test_a_damaged_manifest_is_no_older_commit(store: Store, tables: list[Table], damage: str) -> None:
+def test_a_damaged_manifest_is_no_older_commit(path: Path, world: World, damage: str) -> None:
     """Though one is there that a reader has open: it is refused, nothing is deleted, and its bytes bring it back."""
-    assert store.path is not None
-    world = World(tables)
-    world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
-    with Store.open(store.path, mode="r"):
-        older = newest(store.path)
-        with Store.open(store.path) as writer:
+    with Store.open(path, mode="r"):
+        older = newest(path)
+        with Store.open(path) as writer:
             world.run(writer, 2)
-        file = newest(store.path)
+        file = newest(path)
         assert older.exists()
         assert file != older
         data = file.read_bytes()
@@ -79,32 +78,29 @@ def test_a_damaged_manifest_is_no_older_commit(store: Store, tables: list[Table]
         file.write_bytes(
             {"empty": b"", "short": data[:-1], "flipped": flipped, "of another": older.read_bytes()}[damage]
         )
-        before = files(store.path)
+        before = files(path)
         for mode in ("a", "r"):
             with pytest.raises(CorruptStoreError, match=rf"manifest {file.name} of .*: restore the store from a copy"):
-                Store.open(store.path, mode=mode)
-        assert len(verify(store.path)["problems"]) == 1
-        assert files(store.path) == before
+                Store.open(path, mode=mode)
+        assert len(verify(path)["problems"]) == 1
+        assert files(path) == before
         file.write_bytes(data)
-        with Store.open(store.path) as writer:
+        with Store.open(path) as writer:
             world.check(writer, after=3)
 
 
-def test_a_damaged_manifest_that_a_reader_has_open_keeps_every_object(store: Store, tables: list[Table]) -> None:
+def test_a_damaged_manifest_that_a_reader_has_open_keeps_every_object(path: Path, world: World) -> None:
     """Nobody knows what it named; when the reader closes, all goes that the newest one does not name."""
-    assert store.path is not None
-    world = World(tables)
-    world.run(Store.open(None, tables=tables, engine=MemoryEngine()), 2)
-    with Store.open(store.path, mode="r"):
-        older = newest(store.path)
-        with Store.open(store.path) as writer:
+    with Store.open(path, mode="r"):
+        older = newest(path)
+        with Store.open(path) as writer:
             world.run(writer, 2)
         older.write_bytes(b"")
-        before = files(store.path)
-        with Store.open(store.path) as writer:
+        before = files(path)
+        with Store.open(path) as writer:
             world.run(writer, 2)
-        assert before.keys() <= files(store.path).keys()
-    Store.open(store.path).close()
+        assert before.keys() <= files(path).keys()
+    Store.open(path).close()
     assert not older.exists()
 
 
@@ -142,20 +138,19 @@ def test_a_manifest_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatc
     engine.close()
 
 
-def test_a_damaged_manifest_without_another_is_refused(store: Store) -> None:
+def test_a_damaged_manifest_without_another_is_refused(path: Path) -> None:
     """It is no crash's work: nothing is deleted, and the sentence says what to do."""
-    assert store.path is not None
-    flip(newest(store.path), newest(store.path).stat().st_size // 2)
-    before = files(store.path)
+    flip(newest(path), newest(path).stat().st_size // 2)
+    before = files(path)
     for mode in ("a", "r"):
         with pytest.raises(CorruptStoreError, match=r"manifest \d+ of .* has .*: restore the store from a copy"):
-            Store.open(store.path, mode=mode)
-    newest(store.path).unlink()
+            Store.open(path, mode=mode)
+    newest(path).unlink()
     for mode in ("a", "r"):
         with pytest.raises(CorruptStoreError, match=r"manifest .* is missing: restore the store from a copy"):
-            Store.open(store.path, mode=mode)
-    assert files(store.path) == {name: data for name, data in before.items() if not name.startswith("manifests/")}
-    assert len(verify(store.path)["problems"]) == 1
+            Store.open(path, mode=mode)
+    assert files(path) == {name: data for name, data in before.items() if not name.startswith("manifests/")}
+    assert len(verify(path)["problems"]) == 1
 
 
 def test_a_manifest_cannot_name_what_is_not_of_the_store() -> None:
