@@ -122,8 +122,18 @@ class Kernel:
         wanted = self._types(narrow=narrow)
         with self._lock:
             if wanted not in self.entry.overloads:
+                self._forget_unreadable()
                 self.compiler.compile(wanted)
                 self.entry.add_overload(self.compiler.overloads[wanted])
+
+    def _forget_unreadable(self) -> None:
+        """Delete what another version left on disk if it names types that are gone: numba raises on reading it."""
+        file = getattr(self.compiler._cache, "_cache_file", None)
+        if file is not None:
+            try:
+                file._load_index()
+            except Exception:
+                Path(file._index_path).unlink(missing_ok=True)
 
     def compile_for(self, arguments: Sequence[Any]) -> None:
         """Compile it for some arguments. Raises ValueError, with what is wrong, where they are not of its types."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +70,20 @@ def test_a_new_process_finds_the_compiled_code(tmp_path: Path) -> None:
     )
     assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "False 0 1"
     assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "False 1 0"
+
+
+def test_compiled_code_of_another_version_is_compiled_anew(tmp_path: Path) -> None:
+    """Also where its index names a type that this version does not have."""
+    code = (
+        "from tiercache.kernels.cpu import jit, hashing; import numpy as np;"
+        "print(int(hashing.hash_keys(np.arange(1), 5)[0] > 0))"
+    )
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "1"
+    (index,) = tmp_path.rglob("hashing._hash_keys-*.nbi")
+    version = pickle.dumps(importlib.metadata.version("numba"))
+    index.write_bytes(version + b"ctiercache.kernels.cpu.hashing\nGone\n.")
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "1"
+    assert b"Gone" not in index.read_bytes()
 
 
 def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
