@@ -94,11 +94,13 @@ GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=
 
 def schema_of(size: Size, optimizer: str) -> tc.Schema:
     """Return the schema: all features look into one table."""
-    rules: dict[str, tc.Adagrad | tc.Adam] = {
-        "adagrad": tc.Adagrad(learning_rate=0.05),
-        "adam": tc.Adam(learning_rate=0.001),
+    rules: dict[str, tc.optim.Adagrad | tc.optim.Adam] = {
+        "adagrad": tc.optim.Adagrad(learning_rate=0.05),
+        "adam": tc.optim.Adam(learning_rate=0.001),
     }
-    table = tc.Table(name=TABLE, dim=size.dim, optimizer=rules[optimizer], initializer=tc.Uniform(low=-0.05, high=0.05))
+    table = tc.Table(
+        name=TABLE, dim=size.dim, optimizer=rules[optimizer], initializer=tc.init.Uniform(low=-0.05, high=0.05)
+    )
     features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(size.features))
     return tc.Schema(label="label", dense=(), features=features, tables=(table,))
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Ours"]
 
-_RULES: dict[str, tc.Adagrad | tc.RowWiseAdagrad | tc.Adam] = {
-    "adagrad": tc.Adagrad(learning_rate=LEARNING_RATE),
-    "rowwise": tc.RowWiseAdagrad(learning_rate=LEARNING_RATE),
-    "adam": tc.Adam(learning_rate=LEARNING_RATE),
+_RULES: dict[str, tc.optim.Adagrad | tc.optim.RowWiseAdagrad | tc.optim.Adam] = {
+    "adagrad": tc.optim.Adagrad(learning_rate=LEARNING_RATE),
+    "rowwise": tc.optim.RowWiseAdagrad(learning_rate=LEARNING_RATE),
+    "adam": tc.optim.Adam(learning_rate=LEARNING_RATE),
 }
 
 
@@ -36,7 +36,7 @@ class _WholeTables:
         names = [f"table{t}" for t in range(shape.num_tables)]
         self._tables = {
             name: tc.Table(
-                name=name, dim=shape.dim, optimizer=_RULES[optimizer], initializer=tc.Uniform(low=-0.01, high=0.01)
+                name=name, dim=shape.dim, optimizer=_RULES[optimizer], initializer=tc.init.Uniform(low=-0.01, high=0.01)
             )
             for name in names
         }

@@ -72,11 +72,11 @@ class Rank:
 
     def __init__(self, ranks: AnyCommunicator, shape: Shape) -> None:
         self.ranks, self.shape = ranks, shape
-        rate = tc.SGD(learning_rate=0.01)
+        rate = tc.optim.SGD(learning_rate=0.01)
         self.tables = tuple(
             sorted(
                 (
-                    tc.Table(name=f"t{i}", dim=shape.dim, optimizer=rate, initializer=tc.Zeros())
+                    tc.Table(name=f"t{i}", dim=shape.dim, optimizer=rate, initializer=tc.init.Zeros())
                     for i in range(shape.num_tables)
                 ),
                 key=lambda table: table.table_id,

@@ -138,8 +138,8 @@ class Data:
         """Return the schema: a feature for each input."""
         tables = tuple(
             tc.Table(
-                name=name, dim=kind.width, optimizer=tc.Adagrad(learning_rate=LEARNING_RATE),
-                initializer=tc.Uniform(low=-0.05, high=0.05),
+                name=name, dim=kind.width, optimizer=tc.optim.Adagrad(learning_rate=LEARNING_RATE),
+                initializer=tc.init.Uniform(low=-0.05, high=0.05),
             )
             for name, kind, _ in self.kinds()
         )  # fmt: skip
@@ -150,7 +150,7 @@ class Data:
             for name, kind, _ in self.kinds()
             for length in kind.lengths
         )
-        dense = tuple(tc.Dense(column=f"x{i}") for i in range(NUM_NUMERICAL))
+        dense = tuple(tc.DenseFeature(column=f"x{i}") for i in range(NUM_NUMERICAL))
         return tc.Schema(label="label", dense=dense, features=features, tables=tables)
 
     def draw(self, index: int) -> KeyBatch:

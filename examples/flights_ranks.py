@@ -64,7 +64,7 @@ def train(cache: tc.TierCache, settings: Settings, steps: int | None = None) -> 
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            p.note_loss(loss.item())
+            p.log_loss(loss.item())
             done += 1
             if done == steps:
                 cache.commit()
@@ -77,7 +77,7 @@ def area(cache: tc.TierCache, model: nn.Module, test: tc.PassDataset, batch_size
     found = [torch.empty(0, 2)]
     model.eval()
     with torch.no_grad():
-        for piece in cache.evaluation(test):
+        for piece in cache.evaluate(test):
             mine = (batch for batch in piece.batches(batch_size))
             found += [torch.stack([model(batch), batch.label], dim=1).cpu() for batch in mine if batch.weight]
     flat = torch.cat(found).reshape(-1)

@@ -31,7 +31,7 @@ def model_area(training: Training, test: tc.PassDataset) -> tuple[float, int]:
     scores, labels, num_slices = [], [], 0
     training.model.eval()
     with torch.no_grad():
-        for piece in training.cache.evaluation(test):
+        for piece in training.cache.evaluate(test):
             num_slices += 1
             for batch in piece.batches(training.settings.batch):
                 scores.append(training.model(batch).numpy().copy())

@@ -90,7 +90,7 @@ class Training:
                 loss.backward()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                p.note_loss(loss.item())
+                p.log_loss(loss.item())
                 after_batch(p, len(batch), loss.item())
 
 

@@ -31,7 +31,10 @@ SCHEMA = tc.Schema(
     features=(tc.Feature(name="user", table="users"), tc.Feature(name="item", table="items")),
     tables=tuple(
         tc.Table(
-            name=name, dim=DIM, optimizer=tc.Adagrad(learning_rate=0.1), initializer=tc.Uniform(low=-0.1, high=0.1)
+            name=name,
+            dim=DIM,
+            optimizer=tc.optim.Adagrad(learning_rate=0.1),
+            initializer=tc.init.Uniform(low=-0.1, high=0.1),
         )
         for name in ("users", "items")
     ),

@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiercache import init as init
+    from tiercache import optim as optim
     from tiercache.errors import TierCacheError as TierCacheError
     from tiercache.exchange.exporting import export_store as export_store
     from tiercache.exchange.importing import import_store as import_store
@@ -21,20 +23,12 @@ if TYPE_CHECKING:
     from tiercache.ranks.sharding_plan import ShardingPlan as ShardingPlan
     from tiercache.ranks.sharding_rules import CostModel as CostModel
     from tiercache.ranks.sharding_rules import ShardingRules as ShardingRules
-    from tiercache.schema import Dense as Dense
+    from tiercache.schema import DenseFeature as DenseFeature
     from tiercache.schema import Feature as Feature
     from tiercache.schema import Schema as Schema
     from tiercache.store import Store as Store
     from tiercache.store.errors import StoreError as StoreError
-    from tiercache.store.table import SGD as SGD
-    from tiercache.store.table import Adagrad as Adagrad
-    from tiercache.store.table import Adam as Adam
-    from tiercache.store.table import Constant as Constant
-    from tiercache.store.table import Normal as Normal
-    from tiercache.store.table import RowWiseAdagrad as RowWiseAdagrad
     from tiercache.store.table import Table as Table
-    from tiercache.store.table import Uniform as Uniform
-    from tiercache.store.table import Zeros as Zeros
     from tiercache.training.batch import Batch as Batch
     from tiercache.training.cache import TierCache as TierCache
     from tiercache.training.embedding import Embedding as Embedding
@@ -48,22 +42,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "SGD": "store.table",
-    "Adagrad": "store.table",
-    "Adam": "store.table",
     "Batch": "training.batch",
-    "Constant": "store.table",
-    "Dense": "schema",
+    "DenseFeature": "schema",
     "Embedding": "training.embedding",
     "EmbeddingBag": "training.embedding",
     "Feature": "schema",
-    "Normal": "store.table",
     "PassDataset": "passes.dataset",
     "ShardingPlan": "ranks.sharding_plan",
     "CostModel": "ranks.sharding_rules",
     "ShardingRules": "ranks.sharding_rules",
     "InMemoryCache": "training.in_memory",
-    "RowWiseAdagrad": "store.table",
     "Schema": "schema",
     "ShardedStore": "ranks.sharded_store",
     "Store": "store",
@@ -73,9 +61,7 @@ _HOME = {
     "TierCacheError": "errors",
     "EmbeddingCollection": "training.embedding",
     "EmbeddingBagCollection": "training.embedding",
-    "Uniform": "store.table",
     "Pass": "training.passes",
-    "Zeros": "store.table",
     "export_store": "exchange.exporting",
     "extract": "extraction.extract",
     "import_store": "exchange.importing",
@@ -86,23 +72,17 @@ _HOME = {
 }
 
 __all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
     "Batch",
-    "Constant",
     "CostModel",
-    "Dense",
+    "DenseFeature",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
     "Feature",
     "InMemoryCache",
-    "Normal",
     "Pass",
     "PassDataset",
-    "RowWiseAdagrad",
     "Schema",
     "ShardedStore",
     "ShardingPlan",
@@ -112,11 +92,11 @@ __all__ = [
     "Table",
     "TierCache",
     "TierCacheError",
-    "Uniform",
-    "Zeros",
     "export_store",
     "extract",
     "import_store",
+    "init",
+    "optim",
     "reorganize",
     "rollback_sharded",
     "split_passes",
@@ -125,6 +105,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("init", "optim"):
+        return import_module(f"tiercache.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'tiercache' has no attribute {name!r}")
     value = getattr(import_module(f"tiercache.{_HOME[name]}"), name)

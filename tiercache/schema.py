@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["CsvFormat", "Dense", "Feature", "Schema"]
+__all__ = ["CsvFormat", "DenseFeature", "Feature", "Schema"]
 
 KeyKind = Literal["integer", "string", "cross"]
 Hotness = Literal["one", "fixed", "ragged"]
@@ -22,7 +22,7 @@ NullRule = Literal["error", "own"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dense:
+class DenseFeature:
     """A number per sample that goes to the dense part of the model, as float32."""
 
     column: str
@@ -101,7 +101,7 @@ class Schema:
     """Every table that a feature names."""
     label: str | None = None
     """The column of the label, number or bool; None: samples have none."""
-    dense: tuple[Dense, ...] = ()
+    dense: tuple[DenseFeature, ...] = ()
     """The dense features, in the order of the columns of ``Samples.dense``."""
     csv: CsvFormat = field(default_factory=CsvFormat)
     """How text files are read."""
@@ -200,7 +200,7 @@ class Schema:
         """Read what ``to_record`` returned."""
         return cls(
             label=record["label"],
-            dense=tuple(Dense(**d) for d in record["dense"]),
+            dense=tuple(DenseFeature(**d) for d in record["dense"]),
             features=tuple(Feature(**{**f, "columns": tuple(f["columns"])}) for f in record["features"]),
             csv=CsvFormat(**record["csv"]),
             tables=tuple(Table.from_record(t) for t in record["tables"]),

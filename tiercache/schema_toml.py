@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.errors import SchemaError
-from tiercache.schema import CsvFormat, Dense, Feature, Schema, nearest
+from tiercache.schema import CsvFormat, DenseFeature, Feature, Schema, nearest
 from tiercache.store.table import Table
 
 __all__ = ["load_schema"]
@@ -55,9 +55,9 @@ def _schema(data: dict[str, Any]) -> Schema:
     )
 
 
-def _dense(entry: Any) -> Dense:
+def _dense(entry: Any) -> DenseFeature:
     if isinstance(entry, str):
-        return Dense(column=entry)
+        return DenseFeature(column=entry)
     entry = _section("[[dense]]", entry, _DENSE)
     if "column" not in entry:
         raise SchemaError("[[dense]] has no 'column': name the column of numbers")
@@ -65,7 +65,9 @@ def _dense(entry: Any) -> Dense:
     is_number = isinstance(null, float) or (type(null) is int and abs(null) < 2**1023)
     if null != "error" and not is_number:
         raise SchemaError(f"[[dense]] has null = {null!r}: 'error' or the number that null stands for")
-    return Dense(column=_text("[[dense]]", "column", entry["column"]), null=None if null == "error" else float(null))
+    return DenseFeature(
+        column=_text("[[dense]]", "column", entry["column"]), null=None if null == "error" else float(null)
+    )
 
 
 def _feature(name: str, entry: Any) -> Feature:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 CASE = Case(
     tables=(
-        table("users", 5, tc.SGD(learning_rate=0.1)),
-        table("words", 15, tc.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
-        table("tags", 16, tc.Adam(learning_rate=0.01, decay=0.01)),
-        table("items", 16, tc.Adagrad(learning_rate=0.05)),
+        table("users", 5, tc.optim.SGD(learning_rate=0.1)),
+        table("words", 15, tc.optim.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
+        table("tags", 16, tc.optim.Adam(learning_rate=0.01, decay=0.01)),
+        table("items", 16, tc.optim.Adagrad(learning_rate=0.05)),
     ),
     specs=(
         Spec(name="user", table="users"),
@@ -79,7 +79,7 @@ def train(
     name: str,
     *,
     kind: str,
-    input_: str = "data",
+    read_by: str = "rank",
     micro_batches: int | None = None,
     accumulate: int = 1,
     by_rows: bool = False,
@@ -87,7 +87,7 @@ def train(
 ) -> dict[str, Any]:
     """Train two epochs, then look all samples up; return what was pooled, bytes sent, vectors and dense weights."""
     torch.manual_seed(1)
-    given = {} if input_ == "data" else {"input": input_}
+    given = {} if read_by == "rank" else {"read_by": read_by}
     pooled: set[str] = set()
     with opened(folder, name, kind, **options) as cache:
         inner = Model(cache, by_rows=by_rows)
@@ -114,7 +114,7 @@ def train(
         sent = cache.bytes_sent
         found = [
             inner.left(batch).detach().numpy().copy()
-            for piece in cache.evaluation(cache.dataset)
+            for piece in cache.evaluate(cache.dataset)
             for batch in piece.batches(23)
             if batch.weight
         ]
@@ -180,7 +180,7 @@ def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[lis
     raise AssertionError("there was no pass")
 
 
-def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None:
+def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, read_by: str) -> None:
     """Make a batch in which the last rank reads an id that the table of a pooled feature does not have."""
     with opened(folder, "wrong.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title"], mode="mean")
@@ -188,9 +188,9 @@ def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None
         owner = cache.sharding.tables["words"].slices[0].rank
         for p in cache.passes(epochs=1):
             source = p.source
-            if ranks.rank == (owner if input_ == "model" else (owner + 1) % ranks.size):
+            if ranks.rank == (owner if read_by == "owner" else (owner + 1) % ranks.size):
                 source.read = partial(_with_a_wrong_id, source.read)  # type: ignore[method-assign]
-            bag(next(p.batches(8, input=input_)))
+            bag(next(p.batches(8, read_by=read_by)))
 
 
 def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
@@ -202,11 +202,11 @@ def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
 
 
 def differ(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
-    """Have ranks with input by model look different features up, or make batches of different sizes."""
+    """Have ranks that read by owner look different features up, or make batches of different sizes."""
     with opened(folder, "differ.tc") as cache:
         bag = tc.EmbeddingBagCollection(
             cache.schema, ["more"], mode="sum" if ranks.rank and what == "modes" else "mean"
         )
         cache.register(bag=bag)
         for p in cache.passes(epochs=1):
-            bag(next(p.batches(8 + ranks.rank * (what == "sizes"), input="model")))
+            bag(next(p.batches(8 + ranks.rank * (what == "sizes"), read_by="owner")))

@@ -70,12 +70,12 @@ def test_features_pooled_by_their_owners_train_as_on_one_rank(
     assert_equal(tmp_path, ours, theirs)
 
 
-@pytest.mark.parametrize("input_", ["data", "model"])
+@pytest.mark.parametrize("read_by", ["rank", "owner"])
 def test_two_runs_with_pooled_features_end_with_the_same_bits(
-    ranks_pool: RanksPool, tmp_path: Path, input_: str
+    ranks_pool: RanksPool, tmp_path: Path, read_by: str
 ) -> None:
     """Gradients are added in the order of ranks and features."""
-    options = {"input_": input_, "comm_dtype": "bfloat16", "micro_batches": 2}
+    options = {"read_by": read_by, "comm_dtype": "bfloat16", "micro_batches": 2}
     ours = train(ranks_pool, 3, tmp_path, "ours", "column", **options)
     theirs = train(ranks_pool, 3, tmp_path, "theirs", "column", **options)
 
@@ -83,12 +83,12 @@ def test_two_runs_with_pooled_features_end_with_the_same_bits(
 
 
 @pytest.mark.parametrize(("size", "kind"), [(3, "table"), (2, "column")])
-def test_input_by_model_ends_the_same_and_sends_fewer_bytes(
+def test_reading_by_owner_ends_the_same_and_sends_fewer_bytes(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
 ) -> None:
     """Ids of features whose tables a rank owns do not travel to it; all that is not a maximum is pooled."""
     by_data = train(ranks_pool, size, tmp_path, "theirs", kind)
-    by_model = train(ranks_pool, size, tmp_path, "ours", kind, input_="model")
+    by_model = train(ranks_pool, size, tmp_path, "ours", kind, read_by="owner")
 
     assert all(one["pooled"] == sorted([*POOLED, "place", "user"]) for one in by_model)
     assert_equal(tmp_path, by_model, by_data)
@@ -108,14 +108,14 @@ def test_pooled_vectors_are_fewer_bytes_than_rows(ranks_pool: RanksPool, tmp_pat
     assert sum(one["bytes"] for one in pooled) < 0.7 * sum(one["bytes"] for one in rows)
 
 
-@pytest.mark.parametrize("input_", ["data", "model"])
+@pytest.mark.parametrize("read_by", ["rank", "owner"])
 def test_a_wrong_id_of_a_pooled_feature_is_said_on_all_ranks(
-    ranks_pool: RanksPool, tmp_path: Path, input_: str
+    ranks_pool: RanksPool, tmp_path: Path, read_by: str
 ) -> None:
     """With its place in the batch, before anything is pooled."""
     CASE.cut(tmp_path / "passes")
 
-    errors = ranks_pool.errors(2, BODIES + "have_a_wrong_id", folder=str(tmp_path), input_=input_)
+    errors = ranks_pool.errors(2, BODIES + "have_a_wrong_id", folder=str(tmp_path), read_by=read_by)
 
     said = "feature 'title' has local id 1048576 at entry 1 of the batch"
     assert all(error is not None and said in error[1] for error in errors), errors
@@ -125,7 +125,7 @@ def test_a_wrong_id_of_a_pooled_feature_is_said_on_all_ranks(
 @pytest.mark.parametrize(
     ("what", "sentence"), [("modes", "ranks look up different features"), ("sizes", "makes another batch than rank")]
 )
-def test_ranks_with_input_by_model_that_differ_are_told_so(
+def test_ranks_that_read_by_owner_and_differ_are_told_so(
     ranks_pool: RanksPool, tmp_path: Path, what: str, sentence: str
 ) -> None:
     """One of them pools the sum and the other the mean, or takes smaller batches."""

@@ -26,7 +26,7 @@ def evaluated(ranks: AnyCommunicator, case: str, folder: str, *, given: bool) ->
         model, _ = model_of(cache, one)
         cache.restore()
         with torch.no_grad():
-            logits = [model(batch) for part in cache.evaluation(passes) for batch in part.batches(32)]
+            logits = [model(batch) for part in cache.evaluate(passes) for batch in part.batches(32)]
         planned = [(plan.rows_read, plan.rows_from_host) for plan in cache.plan(passes=3)]
         if given:
             with pytest.raises(StateError, match="is open for reading: to train, give a path"):

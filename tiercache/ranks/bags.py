@@ -82,7 +82,7 @@ def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidat
 
 
 def by_model(candidates: Sequence[Candidate], modes: Mapping[str, str | None]) -> list[Candidate]:
-    """Return the features that are read, with input by model, on the ranks that own their tables."""
+    """Return the features that are read on the ranks that own their tables, where these read by owner."""
     return [one for one in candidates if modes.get(one.name) in MODES]
 
 

@@ -126,11 +126,11 @@ class Pooling:
     ) -> tuple[AskedBags | None, Exception | None]:
         """Ask for features of a batch to be pooled; those that are not in what is returned need their rows.
 
-        ids: of this rank's samples. modes: how features are looked up. own: for input by model, by rank: the ids of its
-        samples for the features of tables that this rank owns; all candidates are pooled then. error: what went wrong
-        on this rank before; it is returned, or an IndexError, where nothing is pooled on any rank because of it.
-        Nor is it where ranks bring different tokens: ``RowExchange.ask`` says so. Raises RankError, on all
-        ranks, where ranks with input by model look different features up.
+        ids: of this rank's samples. modes: how features are looked up. own: if ranks read by owner, by rank, the ids of
+        its samples for the features of tables that this rank owns; all candidates are pooled then. error: what went
+        wrong on this rank before; it is returned, or an IndexError, where nothing is pooled on any rank because of it.
+        Nor is it where ranks bring different tokens: ``RowExchange.ask`` says so. Raises RankError, on all ranks, if
+        they read by owner and look different features up.
         """
         what = f"pooling features of {where}"
         P, W = len(candidates), self._ranks.size
@@ -165,7 +165,7 @@ class Pooling:
             return None, error
         if (last[:, _MODES] != to[0, P + _MODES]).any():
             raise RankError(
-                f"ranks look up different features in {where}, or pool them differently: with input by model all of "
+                f"ranks look up different features in {where}, or pool them differently: with read_by='owner' all of "
                 "them have the same embedding modules"
             )
         if not last[:, _ASKED].any():

@@ -72,7 +72,7 @@ class PassReport:
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By activity (``train``, ``read``, ``write``): begin and end on one clock, in seconds."""
     losses: list[float] = field(default_factory=list)
-    """What the training loop chose to add with ``Pass.note_loss``."""
+    """What the training loop chose to add with ``Pass.log_loss``."""
     durable: threading.Event = field(default_factory=threading.Event)
 
     @classmethod

@@ -289,7 +289,7 @@ class TierCache(SteppedCache):
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
-    def evaluation(self, passes: PassDataset) -> Iterator[Evaluation]:
+    def evaluate(self, passes: PassDataset) -> Iterator[Evaluation]:
         """Yield read-only slices of another dataset, at any moment between batches.
 
         Rows have their current values, wherever they are. A key that was never trained has its table's
@@ -311,10 +311,10 @@ class TierCache(SteppedCache):
         finally:
             exchange.rest()
 
-    def evaluation_batch(self, keys: Mapping[str, Any] | None, **others: Any) -> Batch | None:
+    def evaluate_batch(self, keys: Mapping[str, Any] | None, **others: Any) -> Batch | None:
         """Return a read-only batch of raw keys, given as in ``Pass.batch``, at any moment between batches.
 
-        Rows have their current values, as in ``evaluation``, and are read for this batch alone, by the ranks that own
+        Rows have their current values, as in ``evaluate``, and are read for this batch alone, by the ranks that own
         them. Raises BudgetError if the rows of its unique keys exceed ``eval_budget`` on this rank or on one that
         reads them.
         """

@@ -268,8 +268,8 @@ class InMemoryCache(SteppedCache):
         """The device on which rows are trained."""
         return self._backend.device
 
-    def evaluation(self, passes: PassDataset) -> Iterator[Evaluation]:
-        """Yield read-only slices of another dataset, at any moment between batches, as `TierCache.evaluation` does.
+    def evaluate(self, passes: PassDataset) -> Iterator[Evaluation]:
+        """Yield read-only slices of another dataset, at any moment between batches, as `TierCache.evaluate` does.
 
         A slice is a whole sub-dataset, because there is no budget. Raises DatasetError for other tables or features.
         """

@@ -70,7 +70,7 @@ class Pass:
         self._seed, self._raw, self._exchange, self._pipeline = seed, raw, exchange, pipeline
         self._before_batch = before_batch or _nothing
         self.losses: list[float] = []
-        """What ``note_loss`` was given; the pass's report has it too."""
+        """What ``log_loss`` was given; the pass's report has it too."""
 
     def batches(
         self,
@@ -78,7 +78,7 @@ class Pass:
         *,
         shuffle: bool = False,
         prefetch: int | None = None,
-        input: str = "data",  # noqa: A002 - what is said of each rank's input
+        read_by: str = "rank",
     ) -> Iterator[Batch]:
         """Yield batches of ``size`` samples from where the pass stands; the last one may be smaller.
 
@@ -100,7 +100,7 @@ class Pass:
                 with several ranks; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when
                 they are yielded; an error in reading one is raised in its place. Threads end with the iterator or the
                 pass.
-            input: "data": each rank reads its own samples with all features. "model": each rank reads the features
+            read_by: "rank": each rank reads its own samples with all features. "owner": each rank reads the features
                 that are pooled by sum or mean for the tables it owns, whole or in columns, of all samples, so that
                 their ids do not travel, and everything else for its own samples. The result is the same, up to the
                 order of additions. All ranks need the same embedding modules for this.
@@ -109,7 +109,7 @@ class Pass:
             StateError: a commit inside the pass has another order; or this is a fork of the process.
             DatasetError: the sub-dataset has a key set and no samples.
             RuntimeError: the pass has ended.
-            ValueError: ``size`` is below 1, ``prefetch`` below 0, or ``input`` is unknown.
+            ValueError: ``size`` is below 1, ``prefetch`` below 0, or ``read_by`` is unknown.
             Exception: errors of the reader and writer threads, with their cause.
         """
 
@@ -117,7 +117,7 @@ class Pass:
             self.samples_done, batch = made
             return batch
 
-        by_owner = _read_by_owner(input)
+        by_owner = _read_by_owner(read_by)
         requests = (
             BatchRequest(self.source, places, places.size, done) for done, places in self._cuts(size, shuffle)
         )  # no name here is a batch's: while the next is made, it is the caller's alone
@@ -133,7 +133,7 @@ class Pass:
         micro_batches: int,
         shuffle: bool = False,
         schedule: str = "interleaved",
-        input: str = "data",  # noqa: A002 - as above
+        read_by: str = "rank",
     ) -> Iterator[Iterator[Batch]]:
         """Yield each batch as an iterator over its micro-batches. Step once after all of them.
 
@@ -142,10 +142,10 @@ class Pass:
         additions. A batch with fewer samples than ``micro_batches`` has fewer micro-batches.
 
         ``schedule``: with several ranks, "interleaved" exchanges the rows of the next micro-batch while you train the
-        current one, on another thread or, on a GPU, on another stream; "simple" does one after the other. ``input`` is
-        that of ``batches``. Raises what ``batches`` raises, and ValueError if ``micro_batches`` is below 1.
+        current one, on another thread or, on a GPU, on another stream; "simple" does one after the other. ``read_by``
+        is that of ``batches``. Raises what ``batches`` raises, and ValueError if ``micro_batches`` is below 1.
         """
-        by_owner = _read_by_owner(input)
+        by_owner = _read_by_owner(read_by)
         check_exchange_schedule(schedule)
         if micro_batches < 1:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
@@ -283,7 +283,7 @@ class Pass:
         self.samples_done += num_samples
         self.order = {"raw_batches": self.batches_done}
 
-    def note_loss(self, loss: float) -> None:
+    def log_loss(self, loss: float) -> None:
         """Add a loss of this rank to the report of the pass."""
         self.losses.append(loss)
 
@@ -300,6 +300,6 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _read_by_owner(given: str) -> bool:
-    if given not in ("data", "model"):
-        raise ValueError(f"input {given!r} is unknown: it must be 'data' or 'model'")
-    return given == "model"
+    if given not in ("rank", "owner"):
+        raise ValueError(f"read_by {given!r} is unknown: it must be 'rank' or 'owner'")
+    return given == "owner"

@@ -106,7 +106,7 @@ class RawKeys:
         return replace(made, end=current.samples_done)
 
     def evaluate(self, keys: Mapping[str, Any] | None, budget: int, **given: Any) -> Batch | None:
-        """Return a batch outside any pass: ``TierCache.evaluation_batch`` promises it."""
+        """Return a batch outside any pass: ``TierCache.evaluate_batch`` promises it."""
         what, mine, error, wanted = "an evaluation of raw keys", None, None, dict[str, Any]()
         try:
             if keys is not None:
