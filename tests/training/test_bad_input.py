@@ -45,12 +45,6 @@ CASE = Case(
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path_factory.mktemp("case") / "passes")
-
-
-@pytest.fixture(scope="module")
 def trained(passes: tc.PassDataset) -> Path:
     """A closed store after one epoch."""
     path = passes.path.with_name("model.tc")

@@ -45,12 +45,6 @@ NUM_PASSES = 12
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path_factory.mktemp("passes") / "passes")
-
-
-@pytest.fixture(scope="module")
 def expected(passes: tc.PassDataset) -> Result:
     """What the case ends with in memory."""
     return resident_result(CASE, passes)

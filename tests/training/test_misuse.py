@@ -10,7 +10,7 @@ import torch
 
 import tiercache as tc
 from tests.training.cases import Net, registered, tiered
-from tests.training.test_bad_input import CASE, one_sentence, passes, store, trained
+from tests.training.test_bad_input import CASE, one_sentence, store, trained
 from tiercache.errors import BudgetError, StateError
 from tiercache.store import MemoryEngine
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tiercache.training.cache import TierCache
 
-__all__ = ["passes", "store", "trained"]  # fixtures
+__all__ = ["store", "trained"]  # fixtures
 
 
 @pytest.fixture

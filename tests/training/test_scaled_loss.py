@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 import tiercache as tc
 from tests.training.cases import registered, tiered
-from tests.training.test_bad_input import CASE, one_sentence, passes, store, trained
+from tests.training.test_bad_input import CASE, one_sentence, store, trained
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Trained = tc.TierCache | tc.InMemoryCache
 
-__all__ = ["passes", "store", "trained"]  # fixtures
+__all__ = ["store", "trained"]  # fixtures
 
 
 @pytest.fixture(params=["tiered", "resident"])

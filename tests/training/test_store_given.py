@@ -30,12 +30,6 @@ CASE = Case(tables=(table("a", 8), table("b", 3, tc.Adam())), specs=SPECS, num_s
 BUDGETS: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "16MiB"}
 
 
-@pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path / "passes")
-
-
 def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: Path, passes: tc.PassDataset) -> None:
     """To the bits of one that was opened before; another cache at the path goes on."""
     with open_store(tmp_path / "given", CASE, "memory") as store, tiered(store, passes) as cache:
