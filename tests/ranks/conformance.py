@@ -196,7 +196,7 @@ def run(
     step, outputs, weights = 0, [], []
     for p in cache.passes(epochs=entry.epochs):
         held = 0
-        for batch in p.batches(entry.batch, shuffle=entry.shuffle, input=entry.input):
+        for batch in p.batches(entry.batch, shuffle=entry.shuffle, read_by=entry.read_by):
             (trained(batch) * batch.weight).backward()
             counted = bool(batch.weight)
             outputs.append([one.numpy()[: None if counted else 0].copy() for one in model.looked_up])
@@ -277,7 +277,7 @@ def looked_up(cache: Any, entry: Entry, tests: tc.PassDataset, **options: Any) -
     """Return the vectors of an evaluation by batch, those of this rank's samples, and how many slices there were."""
     bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in entry.specs})
     slices, found = 0, []
-    for piece in cache.evaluation(tests):
+    for piece in cache.evaluate(tests):
         slices += 1
         for batch in piece.batches(7, **options):
             with torch.no_grad():

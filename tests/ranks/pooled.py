@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 CASE = Case(
     tables=(
-        table("users", 5, tc.SGD(learning_rate=0.1)),
-        table("words", 15, tc.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
-        table("tags", 16, tc.Adam(learning_rate=0.01, decay=0.01)),
-        table("items", 16, tc.Adagrad(learning_rate=0.05)),
+        table("users", 5, tc.optim.SGD(learning_rate=0.1)),
+        table("words", 15, tc.optim.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
+        table("tags", 16, tc.optim.Adam(learning_rate=0.01, decay=0.01)),
+        table("items", 16, tc.optim.Adagrad(learning_rate=0.05)),
     ),
     specs=(
         Spec(name="user", table="users"),
@@ -114,7 +114,7 @@ def train(
         sent = cache.bytes_sent
         found = [
             inner.left(batch).detach().numpy().copy()
-            for piece in cache.evaluation(cache.dataset)
+            for piece in cache.evaluate(cache.dataset)
             for batch in piece.batches(23)
             if batch.weight
         ]
@@ -190,7 +190,7 @@ def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None
             source = p.source
             if ranks.rank == (owner if input_ == "model" else (owner + 1) % ranks.size):
                 source.read = partial(_with_a_wrong_id, source.read)  # type: ignore[method-assign]
-            bag(next(p.batches(8, input=input_)))
+            bag(next(p.batches(8, read_by=read_by)))
 
 
 def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
@@ -209,4 +209,4 @@ def differ(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
         )
         cache.register(bag=bag)
         for p in cache.passes(epochs=1):
-            bag(next(p.batches(8 + ranks.rank * (what == "sizes"), input="model")))
+            bag(next(p.batches(8 + ranks.rank * (what == "sizes"), read_by="owner")))

@@ -32,7 +32,9 @@ from tiercache.tiers.pinned_arena import PinnedArena
 if TYPE_CHECKING:
     from pathlib import Path
 
-KILLED_CASE = Case(tables=(table("a", 16, tc.Adam(learning_rate=0.01)),), specs=SPECS[:1], num_samples=96, pass_rows=32)
+KILLED_CASE = Case(
+    tables=(table("a", 16, tc.optim.Adam(learning_rate=0.01)),), specs=SPECS[:1], num_samples=96, pass_rows=32
+)
 
 
 def test_a_writer_that_does_not_wait_for_the_pack_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

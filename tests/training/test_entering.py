@@ -34,7 +34,7 @@ class _StopError(Exception):
 def five_passes(**options: Any) -> Case:
     """Return two tables of one group and one of another, five passes, three epochs."""
     usual = {"num_samples": 5 * 32, "pass_rows": 32, "num_keys": 60, "batch": 8, "epochs": 3, "shuffle": True}
-    return one_case(tc.Adam(learning_rate=0.01), **usual | options)
+    return one_case(tc.optim.Adam(learning_rate=0.01), **usual | options)
 
 
 def train_to(
