@@ -48,9 +48,9 @@ def damaged(data: bytes, generator: Generator) -> bytes:
     return bytes(out)
 
 
-def sealed(header: bytes, arrays: bytes) -> bytes:
-    """Return a record with the right lengths and the right checksum, whatever is in it."""
-    body = b"TCR1" + struct.pack("<I", len(header)) + header + arrays
+def sealed(header: bytes, arrays: bytes = b"", header_bytes: int | None = None) -> bytes:
+    """Return a record with a right checksum and, unless another is given, the right length of its header."""
+    body = b"TCR1" + struct.pack("<I", len(header) if header_bytes is None else header_bytes) + header + arrays
     return body + struct.pack("<I", google_crc32c.value(body))
 
 

@@ -24,11 +24,10 @@ def digest(store: Store) -> str:
 
 
 def read_on(path: Path, end: Connection) -> None:
-    """Say that this process is there; note each commit from the first on, digested twice, and send them when told."""
+    """Say that this process is there; send each commit from the first on, digested twice, until told to stop."""
     end.send("ready")
-    seen: list[tuple[int, str, str]] = []
     while not end.poll():
         with Store.open(path, mode="r") as store:
             if store.commit is not None:
-                seen.append((store.commit.id, digest(store), digest(store)))
-    end.send(seen)
+                end.send((store.commit.id, digest(store), digest(store)))
+    end.send(None)

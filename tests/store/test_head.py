@@ -61,9 +61,9 @@ def bytes_of(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.name not in LOCKS}
 
 
-def bits_of(at: int) -> tuple[int, int]:
-    """Return two bits of a byte, others than those of the bytes beside it: a checksum knows no bit from another."""
-    return at % 8, (at + 4) % 8
+def bits_of(at: int) -> tuple[int]:
+    """Return a bit of a byte, another than those of the bytes beside it: a checksum knows no bit from another."""
+    return (3 * at % 8,)
 
 
 def flip_bits(path: Path, name: str, places: Iterable[int], bits: Callable[[int], Iterable[int]] = bits_of) -> int:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.store.damage import sealed
 from tiercache.store import Commit, CorruptStoreError, Cursor, Segment
 from tiercache.store.record import decode, encode
 
@@ -42,12 +41,6 @@ def test_a_record_cut_short_is_refused(length: int) -> None:
     """At any length."""
     with pytest.raises(CorruptStoreError):
         decode("test", RECORD[:length], "it")
-
-
-def sealed(header: bytes, rest: bytes = b"", header_bytes: int | None = None) -> bytes:
-    """Return a record with a right checksum, whatever is in it."""
-    body = b"TCR1" + struct.pack("<I", len(header) if header_bytes is None else header_bytes) + header + rest
-    return body + struct.pack("<I", google_crc32c.value(body))
 
 
 @pytest.mark.parametrize(

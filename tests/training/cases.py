@@ -182,12 +182,18 @@ def train(
     each_batch: Callable[[int, int], None] = lambda pass_index, batch: None,
 ) -> Net:
     """Train ``case`` on a cache; ``each_batch(pass_index, batch)`` is called after every batch."""
+    model, optimizer = registered(cache, case, seed)
+    run(cache, case, model, optimizer, epochs=epochs, each_batch=each_batch)
+    return model
+
+
+def registered(cache: Any, case: Case, seed: int = 1, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
+    """Return the model of ``case`` and its optimizer, which a cache tracks, with ``more``."""
     torch.manual_seed(seed)
     model = Net(cache, case).to(cache.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-    cache.register(model=model, optimizer=optimizer)
-    run(cache, case, model, optimizer, epochs=epochs, each_batch=each_batch)
-    return model
+    cache.register(model=model, optimizer=optimizer, **more)
+    return model, optimizer
 
 
 def run(
@@ -253,6 +259,17 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
         assert torch.equal(weight, theirs.dense[name]), name
 
 
+def assert_close(ours: Result, theirs: Result) -> None:
+    """Compare keys exactly, rows, optimizer state and dense weights within 1e-5."""
+    assert ours.rows.keys() == theirs.rows.keys()
+    for name, (keys, fields) in ours.rows.items():
+        np.testing.assert_array_equal(keys, theirs.rows[name][0])
+        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5, err_msg=name)
+    for name, weight in ours.dense.items():
+        torch.testing.assert_close(weight.cpu(), theirs.dense[name], rtol=1e-5, atol=1e-5)
+
+
 def open_store(path: Path, case: Case, engine: str) -> tc.Store:
     """Open a store on an engine by name."""
     if engine == "memory":
@@ -283,9 +300,8 @@ def resident_result(case: Case, passes: tc.PassDataset, *, device: Any = None, *
 
 def smallest_host_budget(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
     """Return the host budget that the error of too small a one asks for."""
-    options.setdefault("device", device_of_tests())
     with pytest.raises(tc.TierCacheError) as caught:
-        tc.TierCache(store, passes, host_budget=1, **options)
+        tiered(store, passes, host_budget=1, **options)
     found = re.search(r"raise host_budget to (\d+) bytes", str(caught.value))
     assert found is not None, caught.value
     return int(found[1])

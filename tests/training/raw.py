@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tests.training.cases import Net, table
+from tests.training.cases import registered, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tests.training.cases import Case
+    from tests.training.cases import Case, Net
 
 
 LOW, HIGH = -(1 << 63), (1 << 63) - 1
@@ -111,9 +111,6 @@ def run_raw(
 
 def train_raw(cache: Any, case: Case, samples: tc.PassDataset, *, seed: int = 1, **options: Any) -> Net:
     """Train a case by raw keys."""
-    torch.manual_seed(seed)
-    model = Net(cache, case).to(cache.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
-    cache.register(model=model, optimizer=optimizer)
+    model, optimizer = registered(cache, case, seed)
     run_raw(cache, case, samples, model, optimizer, **options)
     return model

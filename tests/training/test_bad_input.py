@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,18 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tests.training.cases import Case, Net, Spec, resident_result, run, table, tiered, train
+from tests.training.cases import (
+    Case,
+    Net,
+    Spec,
+    registered,
+    resident_result,
+    run,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
 from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.store.errors import StoreInUseError
 
@@ -32,12 +42,6 @@ CASE = Case(
     num_keys=100,
     epochs=1,
 )
-
-
-@pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path_factory.mktemp("case") / "passes")
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +78,6 @@ def one_sentence(kind: type[Exception], *words: str) -> Iterator[None]:
         assert word in text, text
 
 
-def tracked(cache: Any, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
-    """Track the model and optimizer that the store was trained with."""
-    model = Net(cache, CASE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
-    cache.register(model=model, optimizer=optimizer, **more)
-    return model, optimizer
-
-
 # -- budgets -------------------------------------------------------------------------------------------------
 
 
@@ -95,15 +91,6 @@ def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.St
     tiered(store, passes, device_budget=needed).close()
 
 
-def needed_bytes(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
-    """Return the host budget that the error of too small a one names."""
-    with pytest.raises(BudgetError) as caught:
-        tiered(store, passes, host_budget=100, **options)
-    found = re.search(r"raise host_budget to (\d+) bytes", str(caught.value))
-    assert found is not None, caught.value
-    return int(found[1])
-
-
 @pytest.mark.parametrize("order_seed", [None, 7])
 @pytest.mark.parametrize("eval_budget", [None, 1000])
 def test_the_host_budget_that_the_error_names_is_exactly_enough(
@@ -114,7 +101,7 @@ def test_the_host_budget_that_the_error_names_is_exactly_enough(
     expected = resident_result(case, passes)
     options = {"order_seed": order_seed, "eval_budget": eval_budget}
     with tc.Store.open(tmp_path / "tight.tc", tables=case.tables) as store:
-        needed = needed_bytes(store, passes, **options)
+        needed = smallest_host_budget(store, passes, **options)
         with one_sentence(BudgetError, "host_budget", f"{needed} bytes", "smaller passes"):
             tiered(store, passes, host_budget=needed - 1, **options)
         for epochs in (1, 2, 3):
@@ -184,7 +171,7 @@ def test_training_on_a_store_open_for_reading_is_refused(tmp_path: Path, passes:
     with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
         train(cache, CASE)
     with tc.Store.open(tmp_path / "new.tc", mode="r") as store, tiered(store, passes) as cache:
-        tracked(cache)
+        registered(cache, CASE)
         assert list(cache.passes(epochs=1)) == []
         assert sum(piece.num_samples for piece in cache.evaluate(passes)) == CASE.num_samples
         with one_sentence(StateError, "open for reading", "mode='a'"):
@@ -239,7 +226,7 @@ def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
     """Each commit checks again, so that what a store holds can always be read back."""
     with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
         holder = Holder(1)
-        model, optimizer = tracked(cache, extra=holder)
+        model, optimizer = registered(cache, CASE, extra=holder)
 
         def spoil(pass_index: int, _batch: int) -> None:
             if pass_index == 1:

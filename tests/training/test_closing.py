@@ -22,7 +22,6 @@ from tiercache.errors import BudgetError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 8), table("b", 3, dtype="float16")), specs=SPECS, num_samples=96, pass_rows=32, shuffle=False
@@ -40,12 +39,6 @@ class SmallGpu(ShimRuntime):
     def room(self) -> tuple[int, int]:
         """What is left of ``free_bytes``."""
         return self.free_bytes - self.held, self.free_bytes
-
-
-@pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path / "passes")
 
 
 @pytest.fixture

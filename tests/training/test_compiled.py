@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,6 @@ from torch import nn
 import tiercache as tc
 from tests.training.cases import SPECS, Case, assert_same_bits, result_of_resident, table
 from tiercache.training import lookup_ops
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=70, pass_rows=35)
 """Passes of 16, 16 and 3 samples."""
@@ -40,12 +37,6 @@ class Model(nn.Module):
         found = self.top(torch.cat([pooled, self.bag(batch.features["i"]), batch.dense], dim=1)).squeeze(1)
         found = found + self.one(batch.features["f"]).sum(dim=1) * rows["f"].sum(dim=1)
         return found + rows["h"].sum(dim=(1, 2))
-
-
-@pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path)
 
 
 def train(passes: tc.PassDataset, *, compiled: bool) -> Any:

@@ -45,12 +45,6 @@ NUM_PASSES = 12
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path_factory.mktemp("passes") / "passes")
-
-
-@pytest.fixture(scope="module")
 def expected(passes: tc.PassDataset) -> Result:
     """What the case ends with in memory."""
     return resident_result(CASE, passes)
@@ -136,24 +130,35 @@ def test_a_full_disk_stops_training_with_its_cause_and_training_goes_on_once_the
     assert_same_bits(resume(disk / "model.tc", passes), expected)
 
 
+SMALL = replace(CASE, num_samples=320, pass_rows=80, batch=20, num_keys=300, epochs=2)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[tc.PassDataset, Result]:
+    """The passes of the small case, and what it ends with in memory."""
+    passes = SMALL.cut(tmp_path_factory.mktemp("small") / "passes")
+    return passes, resident_result(SMALL, passes)
+
+
 @pytest.mark.parametrize("call", [1, 2, 3, 5, 9, 14, 20, 27, 35, 44])
-def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(tmp_path: Path, call: int) -> None:
+def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
+    small: tuple[tc.PassDataset, Result], call: int
+) -> None:
     """Whichever write, read or commit fails, the loop gets that error, and the next run ends with the same bits."""
-    case = replace(CASE, num_samples=320, pass_rows=80, batch=20, num_keys=300, epochs=2)
-    passes, memory = case.cut(tmp_path / "passes"), MemoryEngine()
+    (passes, ended), memory = small, MemoryEngine()
     engine = FailingEngine(memory, lasting=True)
-    with tc.Store.open(None, tables=case.tables, engine=engine) as store:
+    with tc.Store.open(None, tables=SMALL.tables, engine=engine) as store:
         options = {"device_budget": "1MiB"}
         options["host_budget"] = smallest_host_budget(store, passes, **options)
         engine.fail_in(call)
         with pytest.raises(StoreFullError, match="the disk of a test"), tiered(store, passes, **options) as cache:
-            train(cache, case)
+            train(cache, SMALL)
         before = None if store.commit is None else place(store)
-    with tc.Store.open(None, tables=case.tables, engine=memory) as store:
+    with tc.Store.open(None, tables=SMALL.tables, engine=memory) as store:
         assert (None if store.commit is None else place(store)) == before
         with tiered(store, passes, **options) as cache:
-            model = train(cache, case, seed=1 if before is None else 5)
-        assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
+            model = train(cache, SMALL, seed=1 if before is None else 5)
+        assert_same_bits(result_of(store, passes, model), ended)
 
 
 def flip_in_the_middle(path: Path, name: bytes) -> int:

@@ -54,12 +54,6 @@ Rows = dict[str, dict[int, "NDArray[np.float32]"]]
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
-    """The passes to train."""
-    return CASE.cut(tmp_path / "passes")
-
-
-@pytest.fixture
 def others(tmp_path: Path) -> tc.PassDataset:
     """Passes to evaluate: keys of the training and as many that it never sees."""
     return replace(CASE, num_keys=700, data_seed=5, num_samples=96, pass_rows=48).cut(tmp_path / "others")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tiercache as tc
-from tests.training.cases import Net, tiered
-from tests.training.test_bad_input import CASE, one_sentence, passes, store, tracked, trained
+from tests.training.cases import Net, registered, tiered
+from tests.training.test_bad_input import CASE, one_sentence, store, trained
 from tiercache.errors import BudgetError, StateError
 from tiercache.store import MemoryEngine
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tiercache.training.cache import TierCache
 
-__all__ = ["passes", "store", "trained"]  # fixtures
+__all__ = ["store", "trained"]  # fixtures
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ class Loop:
 
     def __init__(self, cache: TierCache) -> None:
         self.cache, self.schema, self.passes = cache, cache.schema, cache.passes(epochs=2)
-        self.model, self.optimizer = tracked(cache)
+        self.model, self.optimizer = registered(cache, CASE)
 
     def begin(self) -> tc.Pass:
         """Begin the next pass."""
@@ -132,7 +132,7 @@ def test_gradients_left_at_the_end_of_a_pass_are_refused(
 ) -> None:
     """Dense gradients would go on into the next pass, and those of rows would not."""
     trained: Any = tc.InMemoryCache(passes) if resident else cache
-    model, _ = tracked(trained)
+    model, _ = registered(trained, CASE)
     loop = trained.passes(epochs=2)
     batch = next(next(loop).batches(16))
     model(batch).sum().backward()
@@ -169,9 +169,9 @@ def test_a_second_cache_on_a_store_in_training_is_refused(
     cache: TierCache, store: tc.Store, passes: tc.PassDataset
 ) -> None:
     """Both would commit to it; when the first has ended, or is closed, the store is free."""
-    tracked(cache)
+    registered(cache, CASE)
     with tiered(store, passes) as other:
-        tracked(other)
+        registered(other, CASE)
         loop = cache.passes(epochs=2)
         next(loop)
         with one_sentence(StateError, "is being trained by another TierCache", "end its loop", "close it"):
@@ -224,7 +224,7 @@ def test_a_cache_closes_after_its_store(tmp_path: Path, passes: tc.PassDataset) 
 
 def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passes: tc.PassDataset) -> None:
     """Its rows are gone when the next slice is asked for."""
-    model, _ = tracked(cache)
+    model, _ = registered(cache, CASE)
     slices = cache.evaluate(passes)
     batch = next(next(slices).batches(16))
     next(slices)

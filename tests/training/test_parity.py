@@ -22,6 +22,7 @@ from tests.training.cases import (
     Net,
     Result,
     Spec,
+    assert_close,
     assert_same_bits,
     open_store,
     resident,
@@ -145,17 +146,6 @@ def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(
         assert not any(np.array_equal(one, nearest(one, dtype)) for one in state)
     if DEVICE != "cuda":
         assert_same_bits(ended, resident_result(case, passes, device="cpu"))
-
-
-def assert_close(ours: Result, theirs: Result) -> None:
-    """Compare keys exactly, rows, optimizer state and dense weights within 1e-5."""
-    assert ours.rows.keys() == theirs.rows.keys()
-    for name, (keys, fields) in ours.rows.items():
-        np.testing.assert_array_equal(keys, theirs.rows[name][0])
-        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5, err_msg=name)
-    for name, weight in ours.dense.items():
-        torch.testing.assert_close(weight.cpu(), theirs.dense[name], rtol=1e-5, atol=1e-5)
 
 
 @st.composite

@@ -48,12 +48,6 @@ CASE = Case(
 DEVICES = {"cpu": lambda: "cpu", "cuda": cuda_device}
 
 
-@pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path / "passes")
-
-
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     """Whatever a test does, no thread outlives it."""
@@ -394,8 +388,7 @@ next(batches)
 """
 
 
-def test_an_interrupted_and_a_left_iterator_let_the_process_end(tmp_path: Path) -> None:
+def test_an_interrupted_and_a_left_iterator_let_the_process_end(passes: tc.PassDataset) -> None:
     """At Ctrl-C while a batch is waited for, and where the program ends in the middle of a pass."""
-    CASE.cut(tmp_path / "passes")
-    done = ran(LEFT, tmp_path / "passes")
+    done = ran(LEFT, passes.path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

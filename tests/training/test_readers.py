@@ -14,6 +14,7 @@ from tests.training.cases import Case, Spec, table, tiered, train
 from tiercache.store import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 CASE = Case(
@@ -29,10 +30,10 @@ NUM_PASSES = 18
 READERS = 2
 
 
-def train_into(store: Store, passes: tc.PassDataset) -> None:
-    """Train the case, one commit a pass."""
+def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], None] = lambda: None) -> None:
+    """Train the case, one commit a pass; ``each_pass`` is called within some of them."""
     with tiered(store, passes, host_budget="2MiB", eval_budget="128KiB") as cache:
-        train(cache, CASE)
+        train(cache, CASE, each_batch=lambda number, batch: each_pass() if 0 < number < 7 and not batch else None)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
@@ -44,18 +45,17 @@ def test_readers_in_other_processes_see_whole_commits_while_a_training_goes_on(t
         expected = {commit.id: digest(store.at(commit.id)) for commit in store.commits}
     assert len(set(expected.values())) == NUM_PASSES + 1, "one before the first pass and one after each"
 
-    path, ends = tmp_path / "read.tc", []
+    path, ends, seen = tmp_path / "read.tc", [], list[tuple[int, str, str]]()
     with Store.open(path, tables=CASE.tables, engine=engine) as store:
         for _ in range(READERS):
             mine, other = multiprocessing.Pipe()
             ends.append((start(read_on, path, other), mine))
         for process, mine in ends:
             assert mine.recv() == "ready", process
-        train_into(store, passes)
-        seen = []
+        train_into(store, passes, lambda: seen.extend(mine.recv() for _, mine in ends))
         for process, mine in ends:
             mine.send("stop")
-            seen += mine.recv()
+            seen += iter(mine.recv, None)
             assert finish(process) == 0
     assert all(first == again == expected[commit] for commit, first, again in seen)
     assert len({commit for commit, *_ in seen}) > 3, "the readers saw hardly any of the training"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,17 +13,8 @@ from tests.training.cases import SPECS, Case, Net, table
 from tiercache.errors import StateError
 from tiercache.store import MemoryEngine
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=64, pass_rows=32)
 BUDGETS = {"device_budget": "1MiB", "host_budget": "32MiB"}
-
-
-@pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path / "passes")
 
 
 def train(cache: tc.TierCache, model: torch.nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> None:

@@ -30,12 +30,6 @@ DAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """What a store was trained with before."""
-    return CASE.cut(tmp_path_factory.mktemp("before") / "p")
-
-
 def unnamed_bytes(folder: Path, *, temporary: bool = False) -> int:
     """Return what the disk keeps for files of this process in ``folder`` that have no name.
 

@@ -69,12 +69,6 @@ class World:
 
 
 @pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
-    """The data."""
-    return CASE.cut(tmp_path / "passes")
-
-
-@pytest.fixture
 def world(passes: tc.PassDataset) -> Iterator[World]:
     """A cache amid a pass."""
     made = World(passes)

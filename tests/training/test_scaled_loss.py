@@ -13,8 +13,8 @@ import torch
 from torch.amp import GradScaler
 
 import tiercache as tc
-from tests.training.cases import tiered
-from tests.training.test_bad_input import CASE, one_sentence, passes, store, tracked, trained
+from tests.training.cases import registered, tiered
+from tests.training.test_bad_input import CASE, one_sentence, store, trained
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Trained = tc.TierCache | tc.InMemoryCache
 
-__all__ = ["passes", "store", "trained"]  # fixtures
+__all__ = ["store", "trained"]  # fixtures
 
 
 @pytest.fixture(params=["tiered", "resident"])
@@ -42,7 +42,7 @@ def vectors_of(cache: Trained, p: Any) -> np.ndarray:
 
 def opened(cache: Trained) -> tuple[Any, Any, Any, Any]:
     """Return the loop, the first pass, its first batch and what is trained."""
-    trained, loop = tracked(cache), cache.passes(epochs=2)
+    trained, loop = registered(cache, CASE), cache.passes(epochs=2)
     p = next(loop)
     return loop, p, next(p.batches(16)), trained
 
@@ -100,7 +100,7 @@ def test_a_step_beside_the_scaler_is_refused(cache: Trained) -> None:
 
 def test_a_scaler_whose_optimizer_has_no_tables_is_refused(cache: Trained) -> None:
     """It unscales dense parameters alone."""
-    model, _ = tracked(cache)
+    model, _ = registered(cache, CASE)
     dense = torch.optim.SGD([p for name, p in model.named_parameters() if "handle" not in name], lr=0.1)
     loop = cache.passes(epochs=2)
     scaler = GradScaler("cpu")
@@ -152,7 +152,7 @@ def test_the_first_loss_of_a_process_is_noticed_in_one_expression() -> None:
 
 def test_a_scaler_of_another_model_disturbs_nobody(cache: Trained) -> None:
     """Its loss has no rows in it; that of the rows is not scaled, before it and after it."""
-    model, optimizer = tracked(cache)
+    model, optimizer = registered(cache, CASE)
     other, scaler = torch.nn.Linear(3, 1), GradScaler("cpu")
     passes = cache.passes(epochs=2)
     for batch in next(passes).batches(16):

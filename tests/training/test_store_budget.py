@@ -34,12 +34,6 @@ STATE_BYTES = 32 << 10
 """More than the dense state of this case."""
 
 
-@pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """Eight passes."""
-    return CASE.cut(tmp_path_factory.mktemp("passes") / "p")
-
-
 def needed(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
     """Return the store budget that the error of too small a one asks for."""
     with pytest.raises(BudgetError, match="store_budget is 1 bytes, but the store needs") as caught:

@@ -10,7 +10,18 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tests.training.cases import SPECS, Case, Net, assert_same_bits, open_store, result_of, table, tiered, train
+from tests.training.cases import (
+    SPECS,
+    Case,
+    assert_close,
+    assert_same_bits,
+    open_store,
+    registered,
+    result_of,
+    table,
+    tiered,
+    train,
+)
 from tiercache.errors import DatasetError, StateError
 
 if TYPE_CHECKING:
@@ -20,12 +31,6 @@ CASE = Case(
     tables=(table("a", 8), table("b", 3, tc.optim.Adam())), specs=SPECS, num_samples=200, pass_rows=100, batch=16
 )
 BUDGETS: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "16MiB"}
-
-
-@pytest.fixture
-def passes(tmp_path: Path) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path / "passes")
 
 
 def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: Path, passes: tc.PassDataset) -> None:
@@ -97,10 +102,7 @@ def test_micro_batches_of_one_rank_end_as_its_batches(tmp_path: Path, passes: tc
     results = []
     for micro_batches in (1, 3):
         with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes) as cache:
-            torch.manual_seed(1)
-            model = Net(cache, CASE)
-            optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
-            cache.register(model=model, optimizer=optimizer)
+            model, optimizer = registered(cache, CASE)
             for p in cache.passes(epochs=1):
                 for step in p.steps(CASE.batch, micro_batches=micro_batches):
                     weights = []
@@ -112,6 +114,4 @@ def test_micro_batches_of_one_rank_end_as_its_batches(tmp_path: Path, passes: tc
                     optimizer.zero_grad()
                 assert p.samples_done == p.num_samples
             results.append(result_of(store, passes, model))
-    for name, (_, fields) in results[0].rows.items():
-        for one, other in zip(fields, results[1].rows[name][1], strict=True):
-            torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other), atol=1e-5, rtol=1e-4)
+    assert_close(*results)

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.training.cases import (
     Case,
-    Net,
     Spec,
     assert_same_bits,
     open_store,
+    registered,
     resident_result,
     result_of,
     run,
@@ -343,10 +342,7 @@ def test_a_failure_leaves_no_memory_behind(
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
         smallest = smallest_host_budget(store, passes, device_budget="64MiB")
         with tiered(store, passes, host_budget=smallest) as cache:
-            torch.manual_seed(1)
-            model = Net(cache, CASE)
-            optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
-            cache.register(model=model, optimizer=optimizer)
+            model, optimizer = registered(cache, CASE)
             monkeypatch.setattr(PinnedArena, "take", taking)
             monkeypatch.setattr(PinnedArena, "give_back", giving)
             monkeypatch.setattr(owner, method, fail)
