@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.zipf import Zipf
-from tiercache.kernels.cpu.vectors import Vectors
-from tiercache.kernels.cuda import vectors as cuda_vectors
+from tiercache.kernels.step import (
+    ADAGRAD,
+    NO_ROUNDING,
+    ROWWISE,
+    SGD,
+    Gradients,
+    Rounding,
+    Rule,
+    Vectors,
+    adam_rule,
+    make_rounding,
+)
 from tiercache.store.vectors import to_bits
 
 if TYPE_CHECKING:
@@ -22,12 +32,19 @@ if TYPE_CHECKING:
 
     from benchmarks.kernel_machines import Machine
 
-__all__ = ["DTYPES", "FULL", "QUICK", "RATE", "TINY", "Batch", "Case", "Rows", "Size"]
+__all__ = ["DTYPES", "FULL", "QUICK", "RATE", "RULES", "TINY", "Batch", "Case", "Rows", "Size", "gradients_of"]
 
 DTYPES = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
 """Dtypes of vectors, and what names of operations on them end in."""
 
 RATE = 1e-6
+RULES = {
+    "sgd": Rule(SGD, RATE),
+    "adagrad": Rule(ADAGRAD, RATE, 1e-10),
+    "rowwise": Rule(ROWWISE, RATE, 1e-8),
+    "adam": adam_rule(3, RATE, 0.9, 0.999, 1e-8, 0.0),
+}
+"""The optimizers, in their third step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +116,9 @@ class Rows:
     tail: str
     words: Any
     """(S, W): the 4-byte words of vectors, as switches move them."""
-    vectors: Any
+    vectors: Vectors
     """The same, as lookups and steps take them."""
-    rounding: dict[str, Any]
+    rounding: Rounding
     """What a step rounds them by."""
 
     @classmethod
@@ -109,16 +126,20 @@ class Rows:
         """Make rows of 0.01."""
         if dtype == "float32":
             words = machine.place(np.full((num_slots, dim), 0.01, np.float32))
-            return cls(dim, DTYPES[dtype], words, words, {})
+            return cls(dim, DTYPES[dtype], words, Vectors(words, dim), NO_ROUNDING)
         bits = to_bits(np.full(dim, 0.01, np.float32), dtype)
         words = machine.place(np.tile(bits, (num_slots, 1)).view(np.float32))
-        vectors = cuda_vectors.Vectors(words, dim, dtype) if machine.on_device else Vectors.of(words, dim, dtype)
+        vectors = Vectors.of(words, dim, dtype)
         streams = machine.place(np.arange(num_slots, dtype=np.uint64))
-        return cls(
-            dim, DTYPES[dtype], words, vectors, {"rounding": machine.call("rounding", "make_rounding", streams, 3)}
-        )
+        return cls(dim, DTYPES[dtype], words, vectors, make_rounding(streams, 3))
 
     @property
     def vector_bytes(self) -> int:
         """Bytes of a vector."""
         return 4 * int(self.words.shape[1])
+
+
+def gradients_of(machine: Machine, size: Size, dim: int) -> Gradients:
+    """Return the gradient of a lookup of one id for each sample and feature."""
+    flat = machine.place(np.full(size.num_entries * dim, 1e-3, np.float32))
+    return Gradients(flat, size.num_samples, size.num_features * dim, np.arange(size.num_features) * dim)

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.kernel_batch import DTYPES, RATE, Case, Rows
+from benchmarks.kernel_batch import DTYPES, RULES, Case, Rows, gradients_of
 from benchmarks.kernel_lookups import lookups
 from tiercache.kernels.cpu.initial import UNIFORM
 from tiercache.kernels.cpu.key_index import KeySet
+from tiercache.kernels.step import Step, Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from benchmarks.kernel_batch import Batch
     from benchmarks.kernel_machines import Machine
+    from tiercache.kernels.step import Rule
 
 __all__ = ["PIECE_BYTES", "id_cases", "row_cases"]
 
@@ -38,8 +40,7 @@ def row_cases(machine: Machine, batch: Batch, dim: int) -> Iterator[Case]:
 
 def _sorted(machine: Machine, batch: Batch) -> Callable[[], Any]:
     """Return what sorts the slots of the batch of the updates, into the same buffers again and again."""
-    sorting = machine.call("sorting", "SortBuffers")
-    return lambda: machine.call("sorting", "sort_slots", batch.skewed, batch.size.num_slots, sorting)
+    return lambda: machine.kernels.sort(batch.skewed, batch.size.num_slots)
 
 
 def _sort(machine: Machine, batch: Batch) -> Case:
@@ -49,35 +50,27 @@ def _sort(machine: Machine, batch: Batch) -> Case:
 def _updates(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     size, dim = batch.size, rows.dim
     entries = size.num_entries
-    gradient = machine.place(np.full((size.num_samples, size.num_features * dim), 1e-3, np.float32))
-    described = machine.call("update", "one_id_gradients", gradient, np.arange(size.num_features) * dim)
-    sort, scratch = _sorted(machine, batch), machine.call("update", "UpdateBuffers")
+    described, sort = gradients_of(machine, size, dim), _sorted(machine, batch)
     first, second = (machine.empty((size.num_slots, dim), np.float32) for _ in range(2))
     single = machine.empty((size.num_slots, 1), np.float32)
-    rules: tuple[tuple[str, str, tuple[Any, ...], int, dict[str, int]], ...] = (
-        ("sgd", "update_sgd", (), 0, {}),
-        ("adagrad", "update_adagrad", (first,), dim, {}),
-        ("rowwise", "update_rowwise_adagrad", (single,), 1, {}),
-        ("adam", "update_adam", (first, second), 2 * dim, {"step": 3}),
-    )
+    all_states: tuple[tuple[str, tuple[Any, ...], int], ...] = (
+        ("sgd", (), 0), ("adagrad", (first,), dim), ("rowwise", (single,), 1), ("adam", (first, second), 2 * dim),
+    )  # fmt: skip
 
-    def update(function: str, states: tuple[Any, ...], options: dict[str, int], pairs: Any = None) -> None:
+    def update(rule: Rule, states: tuple[Any, ...], pairs: Any = None) -> None:
         taken = sort() if pairs is None else pairs
-        machine.call(
-            "update", function, rows.vectors, *states, taken, described, scratch, learning_rate=RATE, **options,
-            **rows.rounding,
-        )  # fmt: skip
+        machine.kernels.step(Step(rows.vectors, states, taken, described, rule, rows.rounding))
 
-    of_stream = 8 if rows.rounding else 0
-    for name, function, states, state_floats, options in rules:
+    of_stream = 8 if rows.vectors.is_narrow else 0
+    for name, states, state_floats in all_states:
         of_row = 2 * (rows.vector_bytes + 4 * state_floats) + of_stream
         moved = 4 * entries * dim + batch.distinct * of_row
-        alone = functools.partial(update, function, states, options, sort())
+        alone = functools.partial(update, RULES[name], states, sort())
         yield Case(f"update_{name}{rows.tail}", 8 * entries + moved, alone)
         yield Case(
             f"sorted_update_{name}{rows.tail}",
             4 * entries + moved,
-            functools.partial(update, function, states, options),
+            functools.partial(update, RULES[name], states),
         )
 
 
@@ -88,30 +81,30 @@ def _moves(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     of_piece, row_floats = max(1, PIECE_BYTES // row_bytes), row_bytes // 4
     first_row = np.append(np.arange(0, moved, of_piece), moved)
     data = machine.empty((moved * row_floats,), np.float32)
-    pieces = machine.call("rows", "Pieces", row_floats)
+    pieces = machine.kernels.pieces(row_floats)
     pieces.add(0, np.diff(first_row), first_row[:-1] * row_floats, data)
     yield Case(
         f"pack{rows.tail}", 2 * moved * row_bytes + 8 * moved,
-        lambda: machine.call("rows", "pack", fields, batch.slot_of_local, batch.order, pieces),
+        lambda: machine.kernels.pack(fields, batch.slot_of_local, batch.order, pieces),
     )  # fmt: skip
     yield Case(
         f"unpack{rows.tail}", 2 * moved * row_bytes + 4 * moved,
-        lambda: machine.call("rows", "unpack", fields, batch.order, pieces),  # places among the slots, no two the same
+        lambda: machine.kernels.unpack(fields, batch.order, pieces),  # places among the slots, no two the same
     )  # fmt: skip
 
 
-def _first_rows(machine: Machine, batch: Batch, vectors: Any) -> Case:
-    moved, dim = batch.moved, int(vectors.shape[1])
+def _first_rows(machine: Machine, batch: Batch, vectors: Vectors) -> Case:
+    moved, dim = batch.moved, vectors.dim
     keys = machine.place(np.random.default_rng(5).integers(-(2**62), 2**62, moved))
     if machine.on_device:
         return Case(
             "initial_rows", 12 * moved + 4 * moved * dim,
-            lambda: machine.call("initial", "initial_rows", keys, 5, 6, UNIFORM, -0.1, 0.1, vectors, batch.order),
+            lambda: machine.kernels.initial_rows(keys, 5, 6, UNIFORM, -0.1, 0.1, vectors, batch.order),
         )  # fmt: skip
     # the CPU makes them side by side; `unpack` brings them to their slots
     return Case(
         "initial_rows", 8 * moved + 4 * moved * dim,
-        lambda: machine.call("initial", "initial_rows", keys, 5, 6, UNIFORM, -0.1, 0.1, vectors[:moved]),
+        lambda: machine.kernels.initial_rows(keys, 5, 6, UNIFORM, -0.1, 0.1, Vectors(vectors.values[:moved], dim)),
     )  # fmt: skip
 
 
@@ -124,7 +117,7 @@ def id_cases(machine: Machine, batch: Batch) -> Iterator[Case]:
     raw = np.random.default_rng(2).integers(-(2**62), 2**62, size.rows)
     keys = machine.place(raw[batch.ids_FN.reshape(-1)])
     place = machine.empty((entries,), np.int32)
-    index = machine.call("key_index", "KeyIndex", size.num_slots, table_ids)
+    index = machine.kernels.index(size.num_slots, table_ids)
     key_set = machine.place(raw)
     key_sets = [KeySet(t, key_set, t * size.rows) for t in range(size.num_features)]
 

@@ -23,7 +23,7 @@ from tiercache.backends.cuda import CudaBackend
 from tiercache.backends.cuda_runtime import TORCH_DTYPES
 from tiercache.backends.jagged import LookupIds, OptimizerStep, SavedGradient
 from tiercache.kernels.cuda.device import CudaDevice
-from tiercache.kernels.cuda.launch import View, describe
+from tiercache.kernels.cuda.launch import describe
 from tiercache.store.table import Adagrad, Table, Uniform, group_tables
 from tiercache.tiers.rows import GroupRows
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.kernels.arrays import View
 
 __all__ = ["launches"]
 

@@ -21,7 +21,7 @@ __all__ = ["over_link"]
 
 def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
     """Return times of each way and of both at once, and their shares of copies of as many bytes, one at a time."""
-    from tiercache.kernels.cuda.rows import Memory
+    from tiercache.kernels.pieces import Memory
 
     samples, moved = batch.size.samples, batch.moved
     vectors = machine.place(np.full((batch.size.num_slots, dim), 0.01, np.float32))
@@ -31,15 +31,15 @@ def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
     first_row = np.append(np.arange(0, moved, rows), moved)
     memory, pieces = {}, {}
     for way in ("to_host", "from_host"):
-        memory[way], pieces[way] = machine.pinned(4 * num_floats), machine.call("rows", "Pieces", dim)
+        memory[way], pieces[way] = machine.pinned(4 * num_floats), machine.kernels.pieces(dim)
         there = Memory(memory[way].ptr, num_floats, memory[way])
         pieces[way].add(0, np.diff(first_row), first_row[:-1] * dim, there)
 
     def pack() -> None:
-        machine.call("rows", "pack", (vectors,), batch.slot_of_local, batch.order, pieces["to_host"], over_link=True)
+        machine.kernels.pack((vectors,), batch.slot_of_local, batch.order, pieces["to_host"], over_link=True)
 
     def unpack() -> None:
-        machine.call("rows", "unpack", (vectors,), batch.order, pieces["from_host"], over_link=True)
+        machine.kernels.unpack((vectors,), batch.order, pieces["from_host"], over_link=True)
 
     record: dict[str, Any] = {}
     copies = 0.0

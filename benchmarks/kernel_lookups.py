@@ -30,23 +30,20 @@ def lookups(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     flat = machine.empty((entries, dim), np.float32)
     yield Case(
         f"gather{rows.tail}", 4 * entries + entries * (rows.vector_bytes + 4 * dim),
-        lambda: machine.call("gathering", "gather", vectors, batch.uniform, flat),
+        lambda: machine.kernels.gather(vectors, batch.uniform, flat),
     )  # fmt: skip
     slots = machine.empty((entries,), np.int32)
     cols, wide = np.arange(size.num_features) * dim, flat.reshape(size.num_samples, size.num_features * dim)
     one_bytes = 12 * entries + entries * (rows.vector_bytes + 4 * dim)
     yield Case(
         f"pool_one{rows.tail}", one_bytes,
-        lambda: machine.call(
-            "pooling", "pool_one", vectors, batch.slot_of_local, batch.ids, batch.bases, cols, size.num_samples, wide,
-            slots,
-        ),
+        lambda: machine.kernels.pool_one(vectors, batch.slot_of_local, batch.ids, batch.bases, cols, wide, slots),
     )  # fmt: skip
     starts = np.arange(size.num_features + 1) * size.num_samples
 
     def pool_none() -> None:
-        machine.call("pooling", "map_slots", batch.ids, batch.bases, starts, batch.slot_of_local, slots)
-        machine.call("gathering", "gather", vectors, slots, flat)
+        machine.kernels.map_slots(batch.ids, batch.bases, starts, batch.slot_of_local, slots)
+        machine.kernels.gather(vectors, slots, flat)
 
     yield Case(f"pool_none{rows.tail}", one_bytes, pool_none)
     yield from _bags(machine, batch, rows, slots)
@@ -56,7 +53,6 @@ def _bags(machine: Machine, batch: Batch, rows: Rows, slots: Any) -> Iterator[Ca
     size, dim, entries = batch.size, rows.dim, batch.size.num_entries
     features = size.num_features // BAG
     bags, cols = features * size.num_samples, np.arange(features) * dim
-    between = () if machine.on_device else (np.arange(features + 1) * size.num_samples * BAG,)
     offsets = machine.place(np.arange(bags + 1) * BAG)
     out = machine.empty((size.num_samples, features * dim), np.float32)
     argmax = machine.empty(out.shape, np.int32)
@@ -64,9 +60,9 @@ def _bags(machine: Machine, batch: Batch, rows: Rows, slots: Any) -> Iterator[Ca
     weights = machine.place(np.full(entries, 0.5, np.float32))
 
     def pool(mode: int, weights: Any, argmax: Any, scale: Any) -> None:
-        machine.call(
-            "pooling", "pool_bags", rows.vectors, batch.slot_of_local, batch.ids, batch.bases[:features], *between,
-            offsets, weights, np.full(features, mode, np.int8), cols, out, slots, argmax, place, scale,
+        machine.kernels.pool_bags(
+            rows.vectors, batch.slot_of_local, batch.ids, batch.bases[:features], offsets, weights,
+            np.full(features, mode, np.int8), cols, out, slots, argmax, place, scale,
         )  # fmt: skip
 
     read = 8 * bags + entries * rows.vector_bytes  # where bags begin, and rows
@@ -82,7 +78,7 @@ def _bags(machine: Machine, batch: Batch, rows: Rows, slots: Any) -> Iterator[Ca
     modes = np.full(features, SUM, np.int8)
     yield Case(
         f"weight_gradient{rows.tail}", 8 * entries + read + 4 * bags * dim,
-        lambda: machine.call(
-            "pooling", "weight_gradient", rows.vectors, batch.uniform, *between, offsets, modes, cols, gradient, scale
+        lambda: machine.kernels.weight_gradient(
+            rows.vectors, batch.uniform, offsets, modes, cols, gradient, scale
         ),
     )  # fmt: skip

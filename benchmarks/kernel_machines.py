@@ -31,15 +31,14 @@ class Machine(Protocol):
     name: str
     on_device: bool
     """Whether the CUDA kernels are called."""
+    kernels: Any
+    """The operations: as of `tests.kernels.machines`."""
 
     def place(self, array: NDArray[Any]) -> Any:
         """Return a copy of an array where the kernels want it."""
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Return an array where the kernels want it, of any content."""
-
-    def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call an operation of ``tiercache.kernels.cpu.MODULE``, or of its CUDA twin."""
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
         """Return the median times of a call."""
@@ -54,6 +53,7 @@ class CpuMachine:
     name, on_device = "cpu", False
 
     def __init__(self) -> None:
+        self.kernels: Any = importlib.import_module("tests.kernels.machines").Cpu()
         self._copied: tuple[Any, Any] | None = None
 
     def place(self, array: NDArray[Any]) -> Any:
@@ -67,10 +67,6 @@ class CpuMachine:
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Return an array whose pages were touched."""
         return self.place(np.zeros(shape, dtype))
-
-    def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call a numba kernel."""
-        return getattr(importlib.import_module(f"tiercache.kernels.cpu.{module}"), function)(*arguments, **options)
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
         """Return the median of single calls, after one that counts for nothing."""
@@ -97,13 +93,7 @@ class _OnDevice:
 
     def __init__(self, device: Any) -> None:
         self.device = device
-
-    def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call a CUDA kernel's launch side."""
-        found = importlib.import_module(f"tiercache.kernels.cuda.{module}")
-        if not hasattr(found, function):
-            found = importlib.import_module("tests.kernels.one_group")
-        return getattr(found, function)(self.device, *arguments, **options)
+        self.kernels: Any = importlib.import_module("tests.kernels.machines").Cuda(device)
 
 
 class CudaMachine(_OnDevice):

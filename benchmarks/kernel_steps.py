@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.kernel_batch import RATE
+from benchmarks.kernel_batch import RULES, gradients_of
+from tiercache.kernels.step import Step, Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,23 +22,17 @@ def our_step(machine: Machine, batch: Batch, dim: int, optimizer: str) -> Callab
     """Return a step of the skewed batch: one id for each sample and table, Adagrad or Adam."""
     size = batch.size
     cols = np.arange(size.num_features) * dim
-    vectors = machine.place(np.full((size.num_slots, dim), 0.01, np.float32))
-    states: list[Any] = [machine.empty(vectors.shape, np.float32) for _ in range(1 if optimizer == "adagrad" else 2)]
+    vectors = Vectors(machine.place(np.full((size.num_slots, dim), 0.01, np.float32)), dim)
+    num_states = 1 if optimizer == "adagrad" else 2
+    states: list[Any] = [machine.empty((size.num_slots, dim), np.float32) for _ in range(num_states)]
     out, slots = (
         machine.empty((size.num_samples, cols.size * dim), np.float32),
         machine.empty((size.num_entries,), np.int32),
     )
-    gradient = machine.place(np.full((size.num_samples, cols.size * dim), 1e-3, np.float32))
-    described = machine.call("update", "one_id_gradients", gradient, cols)
-    sorting, scratch = machine.call("sorting", "SortBuffers"), machine.call("update", "UpdateBuffers")
-    function, options = ("update_adagrad", {}) if optimizer == "adagrad" else ("update_adam", {"step": 3})
+    described, kernels = gradients_of(machine, size, dim), machine.kernels
 
     def step() -> None:
-        machine.call(
-            "pooling", "pool_one", vectors, batch.slot_of_local, batch.skewed_ids, batch.bases, cols, size.num_samples,
-            out, slots,
-        )  # fmt: skip
-        pairs = machine.call("sorting", "sort_slots", slots, size.num_slots, sorting)
-        machine.call("update", function, vectors, *states, pairs, described, scratch, learning_rate=RATE, **options)
+        kernels.pool_one(vectors, batch.slot_of_local, batch.skewed_ids, batch.bases, cols, out, slots)
+        kernels.step(Step(vectors, states, kernels.sort(slots, size.num_slots), described, RULES[optimizer]))
 
     return step

@@ -1,13 +1,39 @@
-"""Checks of the arrays that kernels are given: a wrong dtype would compile another kernel instead of failing."""
+"""The arrays of kernels: what their annotations are called, and a check of what somebody gives.
+
+An array is C-contiguous and aligned and has one axis: `I4` is one of int32. `Matrix[I4]` has two axes, and
+`Written[I4]` is written to. A `Rows` array has float32 or the bits of 16-bit numbers. `Word` and `Single` are numbers
+that a kernel takes as uint64 and float32.
+"""
 
 import contextlib
+import math
 import mmap
-from typing import Any
+from collections.abc import Collection
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["NONE_F4", "NONE_I4", "NONE_I8", "NONE_U8", "aligned_zeros", "expect", "same_length"]
+__all__ = [
+    "B1", "F4", "I1", "I2", "I4", "I8", "NONE_F4", "NONE_I4", "NONE_I8", "NONE_U8", "U1", "U4", "U8", "Matrix", "Rows",
+    "Single", "View", "Word", "Written", "address_of", "aligned_zeros", "expect", "same_length",
+]  # fmt: skip
+
+_Array = TypeVar("_Array")
+B1 = NDArray[np.bool_]
+I1 = NDArray[np.int8]
+I2 = NDArray[np.int16]
+I4 = NDArray[np.int32]
+I8 = NDArray[np.int64]
+U1 = NDArray[np.uint8]
+U4 = NDArray[np.uint32]
+U8 = NDArray[np.uint64]
+F4 = NDArray[np.float32]
+Rows = F4 | NDArray[np.uint16]
+Matrix = Annotated[_Array, "two axes"]
+Written = Annotated[_Array, "written"]
+Word = Annotated[int, np.uint64]
+Single = Annotated[float, np.float32]
 
 _HUGE_PAGE = 2 << 20
 NONE_F4 = np.empty(0, np.float32)
@@ -34,37 +60,47 @@ def aligned_zeros(rows: int, width: int) -> NDArray[np.float32]:
     return memory[first : first + rows * width].reshape(rows, width)
 
 
-class _Address:
-    """A read-only array seen as if it could be written: numba gives such arrays a type of their own."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self.owner = array
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": array.shape,
-            "typestr": array.dtype.str,
-            "data": (array.__array_interface__["data"][0], False),
-        }
+def address_of(array: NDArray[Any]) -> int:
+    """Return where an array begins; its `ctypes` takes ten times as long."""
+    return int(array.__array_interface__["data"][0])
 
 
-def expect(name: str, array: NDArray[Any], dtype: DTypeLike, ndim: int = 1, *, written: bool = False) -> NDArray[Any]:
-    """Return `array` as kernels want it, without a copy.
+class View(NamedTuple):
+    """Where an array lies, in host memory or on a device, and what it is."""
 
-    Raises ValueError when its dtype, number of dimensions or memory order is another, or when a kernel would write to a
-    read-only array.
-    """
-    if array.dtype != dtype or array.ndim != ndim or not array.flags.c_contiguous or not array.flags.aligned:
-        flaws = "" if array.flags.c_contiguous else ", not C-contiguous"
-        flaws += "" if array.flags.aligned else ", not aligned"
-        raise ValueError(
-            f"{name} is {array.ndim}-dimensional {array.dtype}{flaws}: "
-            f"give an aligned C-contiguous {ndim}-dimensional array of {np.dtype(dtype)}."
-        )
-    if array.flags.writeable:
-        return array
-    if written:
-        raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
-    return np.asarray(_Address(array))
+    address: int
+    shape: tuple[int, ...]
+    dtype: "np.dtype[Any]"
+    contiguous: bool = True
+    writable: bool = True
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def check(self, name: str, dtypes: Collection[DTypeLike], ndim: int, *, written: bool) -> None:
+        """Raise ValueError where kernels want another dtype, number of dimensions or order, or would write to it."""
+        aligned = self.address % self.dtype.itemsize == 0
+        if self.dtype not in dtypes or len(self.shape) != ndim or not self.contiguous or not aligned:
+            flaws = "" if self.contiguous else ", not C-contiguous"
+            flaws += "" if aligned else ", not aligned"
+            wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
+            raise ValueError(
+                f"{name} is {len(self.shape)}-dimensional {self.dtype}{flaws}: "
+                f"give an aligned C-contiguous {ndim}-dimensional array of {wanted}."
+            )
+        if written and not self.writable:
+            raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
+
+
+def expect(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> None:
+    """Raise ValueError where an array of NumPy is not as kernels want it: as `View.check`."""
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name} is of type {type(array).__name__}: give an array of NumPy.")  # noqa: TRY004 - as others
+    flags = array.flags
+    seen = View(address_of(array), array.shape, array.dtype, flags.c_contiguous, flags.writeable)
+    seen.check(name, dtypes, ndim, written=written)
 
 
 def same_length(**arrays: NDArray[Any]) -> int:

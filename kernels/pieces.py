@@ -3,13 +3,14 @@
 Legend: P pieces, A arrays. A piece is field-major: all its vectors, then all of each state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["Memory", "PieceTable"]
+from tiercache.kernels.arrays import F4, I8, address_of, expect
+
+__all__ = ["Memory", "Pieces", "host_memory"]
 
 _LEAST = np.minimum.reduce  # `min` goes by way of Python, with the interpreter's lock
 
@@ -23,42 +24,37 @@ class Memory(NamedTuple):
     writable: bool = True
 
 
-class PieceTable:
+def host_memory(data: F4) -> Memory:
+    """Return where an array of float32 lies. Raises ValueError for any other."""
+    expect("data", data, np.float32)
+    return Memory(address_of(data), data.size, data, data.flags.writeable)
+
+
+class Pieces:
     """Pieces in any number of arrays, which one launch moves: it costs as much as the rows of many pieces.
 
-    row_floats: floats of a row, all fields that are moved. Arrays are held until this object goes.
+    row_floats: floats of a row, all fields that are moved. locate: says where arrays lie for the kernels. Arrays are
+    held until this object goes.
     """
 
-    def __init__(self, row_floats: int) -> None:
+    def __init__(self, row_floats: int, locate: Callable[[Any], Memory] = host_memory) -> None:
         self.row_floats, self.num_rows, self.writable, self.highest = row_floats, 0, True, 0
-        self._address: list[NDArray[np.int64]] = []
-        self._rows: list[NDArray[np.int64]] = []
-        self._first: list[NDArray[np.int64]] = []
+        self._locate = locate
+        self._address, self._rows, self._first = list[I8](), list[I8](), list[I8]()
         self._owners: list[Any] = []
 
-    def _memory_of(self, data: Any) -> Memory:
-        """Return where an array of float32 lies. Raises ValueError for any other."""
-        raise NotImplementedError
-
-    def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: Any) -> None:
+    def add(self, first: int, rows: I8, offset: I8, data: Any) -> None:
         """Add pieces in one array, as `add_each` does."""
         self.add_each(np.array([first]), rows, offset, [data], np.array([0, rows.size]))
 
-    def add_each(
-        self,
-        first: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        data: Sequence[Any],
-        cuts: NDArray[np.int64],
-    ) -> None:
+    def add_each(self, first: I8, rows: I8, offset: I8, data: Sequence[Any], cuts: I8) -> None:
         """Add pieces in several arrays: pieces `cuts[a]` to `cuts[a + 1]` (A + 1, from 0 to P) lie in `data[a]`.
 
         Piece p has `rows[p]` rows and begins at float `offset[p]` (P each) of its array. In the order of moving the
         rows of array a stand from place `first[a]` (A) on, piece after piece.
         Raises ValueError, and adds nothing, where they do not lie within their arrays.
         """
-        memories = [self._memory_of(one) for one in data]
+        memories = [self._locate(one) for one in data]
         if rows.size != offset.size:
             raise ValueError(f"{rows.size} pieces need {rows.size} offsets, not {offset.size}.")
         counts = cuts[1:] - cuts[:-1]
@@ -96,6 +92,6 @@ class PieceTable:
         self.num_rows += int(so_far[-1])
         self.highest = max(self.highest, int((place + rows).max()))
 
-    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def columns(self) -> tuple[I8, I8, I8]:
         """Return address, rows and first place of every piece, (P,) each."""
         return np.concatenate(self._address), np.concatenate(self._rows), np.concatenate(self._first)

@@ -4,9 +4,8 @@ Owner r of W has the keys whose hash `mix(key ^ table id)` lies in [floor(r * 2^
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import I2, I8, Word, Written, same_length
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, serial
 
@@ -30,15 +29,14 @@ def _owner(hashed, num_owners):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _key_owners(keys, table_id, num_owners, owners):  # type: ignore[no-untyped-def]
+def _key_owners(keys: I8, table_id: Word, num_owners: Word, owners: Written[I2]) -> None:
     for i in range(keys.size):
         owners[i] = _owner(mix_word(np.uint64(keys[i]) ^ table_id), num_owners)
 
 
-def key_owners(keys: NDArray[np.int64], table_id: int, num_owners: int, owners: NDArray[np.int16]) -> None:
+def key_owners(keys: I8, table_id: int, num_owners: int, owners: I2) -> None:
     """Write the owner of each key (n,) to `owners` (n,). Raises ValueError for too many owners."""
-    keys, owners = expect("keys", keys, np.int64), expect("owners", owners, np.int16, written=True)
     same_length(keys=keys, owners=owners)
     if not 1 <= num_owners <= MOST_OWNERS:
         raise ValueError(f"{num_owners} owners: from 1 to {MOST_OWNERS} are possible.")
-    _key_owners(keys, np.uint64(table_id), np.uint64(num_owners), owners)
+    _key_owners(keys, table_id, num_owners, owners)

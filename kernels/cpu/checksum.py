@@ -11,18 +11,17 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import types
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
-from tiercache.kernels.cpu.jit import inlined, intrinsic, serial
-from tiercache.kernels.cpu.simd import _call, address_of
+from tiercache.kernels.arrays import I8, U1, U4, Written, address_of, expect
+from tiercache.kernels.cpu.jit import inlined, intrinsic, serial_where
+from tiercache.kernels.cpu.simd import _call, element_address
 
 __all__ = ["crc32c", "has_crc32c"]
 
 _LONG = ir.IntType(64)
 _ORIGIN = np.zeros(1, np.uint8)  # places in memory are counted from here
 
-Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
+Part = tuple[U1, I8]
 """Bytes, and bounds (R + 1, rising) of runs of them."""
 
 
@@ -37,7 +36,7 @@ def _add_word(_typing: Any, crc: Any, array: Any, offset: Any) -> Any:
     """Return the checksum after eight more bytes."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = address_of(context, builder, array, arguments[1], arguments[2])
+        address = element_address(context, builder, array, arguments[1], arguments[2])
         word = builder.load(builder.bitcast(address, _LONG.as_pointer()), align=1)
         return _call(builder, "llvm.x86.sse42.crc32.64.64", _LONG, [arguments[0], word])
 
@@ -49,7 +48,7 @@ def _add_byte(_typing: Any, crc: Any, array: Any, offset: Any) -> Any:
     """Return the checksum after one more byte."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = address_of(context, builder, array, arguments[1], arguments[2])
+        address = element_address(context, builder, array, arguments[1], arguments[2])
         low = builder.trunc(arguments[0], ir.IntType(32))
         added = _call(builder, "llvm.x86.sse42.crc32.32.8", ir.IntType(32), [low, builder.load(address)])
         return builder.zext(added, _LONG)
@@ -67,14 +66,14 @@ def _finish(crc, memory, at, size):  # type: ignore[no-untyped-def]
     return np.uint32(crc ^ np.uint64(0xFFFFFFFF))
 
 
-@serial
-def _crc32c(memory, places, sizes, out):  # type: ignore[no-untyped-def]
+@inlined
+def _checksums(memory, places, sizes, out):  # type: ignore[no-untyped-def]
     start, first = np.uint64(0xFFFFFFFF), 0
     while first + 4 <= places.size:
         # Each step of a run waits for the one before it: four runs at a time keep the processor busy.
         a, b, c, d = start, start, start, start
         i, j, k, m = places[first], places[first + 1], places[first + 2], places[first + 3]
-        done = 8 * (sizes[first : first + 4].min() // 8)
+        done = 8 * (min(sizes[first], sizes[first + 1], sizes[first + 2], sizes[first + 3]) // 8)
         for w in range(0, done, 8):
             a = _add_word(a, memory, i + w)
             b = _add_word(b, memory, j + w)
@@ -89,18 +88,23 @@ def _crc32c(memory, places, sizes, out):  # type: ignore[no-untyped-def]
         out[run] = _finish(start, memory, places[run], sizes[run])
 
 
+@serial_where(has_crc32c)
+def _crc32c(memory: U1, places: I8, sizes: I8, out: Written[U4]) -> None:
+    _checksums(memory, places, sizes, out)
+
+
 class Runs(NamedTuple):
     """Runs of bytes in arrays, part after part."""
 
-    places: NDArray[np.int64]
+    places: I8
     """(N,): where the array of each part begins, from `_ORIGIN` on."""
-    sizes: NDArray[np.int64]
+    sizes: I8
     """(N,): bytes of each array."""
-    first: NDArray[np.int64]
+    first: I8
     """(N + 1,): the first run of each part, and the number of runs."""
-    begin: NDArray[np.int64]
+    begin: I8
     """(R,): where each run begins in its array."""
-    end: NDArray[np.int64]
+    end: I8
     """(R,): where it ends."""
 
     @classmethod
@@ -109,9 +113,11 @@ class Runs(NamedTuple):
 
         filled: whether arrays will be written, and bounds must be from 0 to their ends.
         """
-        arrays = [expect("data", array, np.uint8, written=filled) for array, _ in parts]
-        cuts = [expect("bounds", bounds, np.int64) for _, bounds in parts]
-        places = np.array([_address_of(array) for array in arrays]) - _address_of(_ORIGIN)
+        arrays, cuts = [array for array, _ in parts], [bounds for _, bounds in parts]
+        for array, bounds in parts:
+            expect("data", array, np.uint8, written=filled)
+            expect("bounds", bounds, np.int64)
+        places = np.array([address_of(array) for array in arrays]) - address_of(_ORIGIN)
         sizes, lengths = np.array([array.size for array in arrays]), [bounds.size for bounds in cuts]
         if min(lengths) == 0:
             raise ValueError(_wrong_bounds(arrays[lengths.index(0)].size, filled=filled))
@@ -135,7 +141,7 @@ def _wrong_bounds(num_bytes: int, *, filled: bool) -> str:
     return f"bounds must rise from {within}, the bytes of the data."
 
 
-def crc32c(parts: Sequence[Part]) -> NDArray[np.uint32]:
+def crc32c(parts: Sequence[Part]) -> U4:
     """Return the CRC32C of runs of bytes in any number of arrays: (R,), part after part.
 
     A part is an array and the bounds of its runs (R_part + 1, rising). Raises ValueError where a bound lies outside
@@ -147,7 +153,3 @@ def crc32c(parts: Sequence[Part]) -> NDArray[np.uint32]:
     out = np.empty(runs.begin.size, np.uint32)
     _crc32c(_ORIGIN, runs.begin + runs.places.repeat(np.diff(runs.first)), runs.end - runs.begin, out)
     return out
-
-
-def _address_of(array: NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 from numba.core import types
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
-from tiercache.kernels.cpu.checksum import _ORIGIN, Part, _address_of, _crc32c
-from tiercache.kernels.cpu.file_io import _INT, _LONG, _PAGE_BYTES, _copy, _or_error, _preadv
-from tiercache.kernels.cpu.jit import inlined, intrinsic, serial
+from tiercache.kernels.arrays import I8, U1, U4, Matrix, Written, address_of, expect
+from tiercache.kernels.cpu.checksum import _ORIGIN, Part, _checksums
+from tiercache.kernels.cpu.file_io import _INT, _LONG, _PAGE_BYTES, _copy, _or_error, _preadv, has_reads
+from tiercache.kernels.cpu.jit import inlined, intrinsic, serial_where
 from tiercache.kernels.cpu.simd import _call
 
 __all__ = ["FieldFile", "read_fields"]
@@ -39,13 +38,13 @@ class _Steps(threading.local):
     def __init__(self) -> None:
         self.pages = np.empty(0, np.uint8)
 
-    def hold(self, num_bytes: int) -> NDArray[np.uint8]:
+    def hold(self, num_bytes: int) -> U1:
         if self.pages.size < num_bytes:
             memory = mmap.mmap(-1, num_bytes + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             pages = np.frombuffer(memory, np.uint8)
-            self.pages = pages[-_address_of(pages) % _HUGE_BYTES :][:num_bytes]
+            self.pages = pages[-address_of(pages) % _HUGE_BYTES :][:num_bytes]
         return self.pages
 
 
@@ -124,13 +123,24 @@ def _fill(memory, origin, room, handles, files, row_bytes, widest, in_pages, pla
                 _copy(origin + places[p] + of_piece * before, source, of_piece * width)
                 source += of_piece * width
             before += width
-        _crc32c(memory, places[piece:last], sizes[piece:last], sums[piece:last])
+        _checksums(memory, places[piece:last], sizes[piece:last], sums[piece:last])
         piece, first_row = last, first_row + rows
     return 0
 
 
-@serial
-def _read_fields(memory, names, origin, room, requests, files, places, sizes, done, sums):  # type: ignore[no-untyped-def]
+@serial_where(has_reads)
+def _read_fields(
+    memory: U1,
+    names: U1,
+    origin: int,
+    room: int,
+    requests: Matrix[I8],
+    files: Matrix[I8],
+    places: I8,
+    sizes: I8,
+    done: Written[I8],
+    sums: Written[U4],
+) -> None:
     parts, handles = np.empty(2, np.int64), np.empty(files.shape[0], np.int64)
     first_file, first = 0, 0
     for i in range(done.size):
@@ -158,9 +168,7 @@ def _read_fields(memory, names, origin, room, requests, files, places, sizes, do
         first_file, first = last_file, last
 
 
-def read_fields(
-    sources: Sequence[tuple[bool, Sequence[FieldFile]]], parts: Sequence[Part]
-) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+def read_fields(sources: Sequence[tuple[bool, Sequence[FieldFile]]], parts: Sequence[Part]) -> tuple[I8, U4]:
     """Fill arrays with rows from the files of their fields; returns what `file_io.read_checked` does.
 
     A source says whether files are read in whole pages, past the page cache, and has the file of each field in the
@@ -173,8 +181,9 @@ def read_fields(
         return np.empty(0, np.int64), np.empty(0, np.uint32)
     names, most = bytearray(), _STEP_BYTES
     requests, files, places, sizes = list[tuple[int, ...]](), list[tuple[int, ...]](), [], []
-    for (in_pages, mine), (out, cuts) in zip(sources, parts, strict=True):
-        array, bounds = expect("out", out, np.uint8, written=True), expect("bounds", cuts, np.int64)
+    for (in_pages, mine), (array, bounds) in zip(sources, parts, strict=True):
+        expect("out", array, np.uint8, written=True)
+        expect("bounds", bounds, np.int64)
         widths, begins = [width for *_, width in mine], [begin for *_, begin, _ in mine]
         if not mine or min(widths) <= 0 or min(begins) < 0:
             raise ValueError(
@@ -194,13 +203,13 @@ def read_fields(
             names += name + b"\0"
         most = max(most, int(pieces.max(initial=0)) // row_bytes * max(widths))
         requests.append((in_pages, row_bytes, max(widths), len(mine), pieces.size))
-        places.append(bounds[:-1] + (_address_of(array) - _address_of(_ORIGIN)))
+        places.append(bounds[:-1] + (address_of(array) - address_of(_ORIGIN)))
         sizes.append(pieces)
     place, size = np.concatenate(places), np.concatenate(sizes)
     done, sums = np.empty(len(parts), np.int64), np.zeros(place.size, np.uint32)
-    room = _address_of(_steps.hold(most + 2 * _PAGE_BYTES))
+    room = address_of(_steps.hold(most + 2 * _PAGE_BYTES))
     _read_fields(
-        _ORIGIN, np.frombuffer(bytes(names), np.uint8), _address_of(_ORIGIN), room,
+        _ORIGIN, np.frombuffer(bytes(names), np.uint8), address_of(_ORIGIN), room,
         np.array(requests, np.int64), np.array(files, np.int64), place, size, done, sums,
     )  # fmt: skip
     return done, sums

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
-from numpy.typing import NDArray
 
-from tiercache.kernels.cpu.checksum import _ORIGIN, Part, Runs, _address_of, _crc32c, has_crc32c
-from tiercache.kernels.cpu.jit import intrinsic, serial
+from tiercache.kernels.arrays import I8, U1, U4, Matrix, Written, address_of
+from tiercache.kernels.cpu.checksum import _ORIGIN, Part, Runs, _checksums, has_crc32c
+from tiercache.kernels.cpu.jit import intrinsic, serial_where
 from tiercache.kernels.cpu.simd import _call
 
 __all__ = ["has_reads", "read_checked"]
@@ -75,8 +75,18 @@ def _copy(_typing: Any, target: Any, source: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), emit
 
 
-@serial
-def _read_checked(memory, requests, origin, ends, first, begins, endings, done, sums):  # type: ignore[no-untyped-def]
+@serial_where(has_reads)
+def _read_checked(
+    memory: U1,
+    requests: Matrix[I8],
+    origin: int,
+    ends: int,
+    first: I8,
+    begins: I8,
+    endings: I8,
+    done: Written[I8],
+    sums: Written[U4],
+) -> None:
     parts = np.empty(6, np.int64)  # of a request: the page at its head, what lies between, the page at its tail
     for i in range(done.size):
         in_pages, offset, place, size = requests[i, 1], requests[i, 2], requests[i, 3], requests[i, 4]
@@ -95,12 +105,10 @@ def _read_checked(memory, requests, origin, ends, first, begins, endings, done, 
         _copy(origin + place, ends + before, head)
         _copy(origin + place + head + inner, ends + _PAGE_BYTES, tail)
         low, high = first[i], first[i + 1]
-        _crc32c(memory, begins[low:high] + place, endings[low:high] - begins[low:high], sums[low:high])
+        _checksums(memory, begins[low:high] + place, endings[low:high] - begins[low:high], sums[low:high])
 
 
-def read_checked(
-    sources: Sequence[tuple[int, bool, int]], parts: Sequence[Part]
-) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+def read_checked(sources: Sequence[tuple[int, bool, int]], parts: Sequence[Part]) -> tuple[I8, U4]:
     """Fill arrays from files; returns the bytes read of each (N,), or -errno, and the CRC32C of runs of bytes (R,).
 
     A source is a file descriptor, whether it is read in whole pages (as past the page cache), and an offset: in whole
@@ -115,7 +123,7 @@ def read_checked(
     handles, in_pages, offsets = (np.array(column, np.int64) for column in zip(*sources, strict=True))
     if handles.size != len(parts) or offsets.min() < 0:
         raise ValueError(f"{handles.size} sources for {len(parts)} parts begin at {offsets.tolist()}: from 0 on.")
-    origin, sums = _address_of(_ORIGIN), np.zeros(runs.begin.size, np.uint32)
+    origin, sums = address_of(_ORIGIN), np.zeros(runs.begin.size, np.uint32)
     apart = (in_pages != 0) & ((runs.sizes < 2 * _PAGE_BYTES) | ((runs.places + origin - offsets) % _PAGE_BYTES != 0))
     if apart.any():
         i = int(apart.argmax())
@@ -126,6 +134,6 @@ def read_checked(
     requests = np.stack([handles, in_pages, offsets, runs.places, runs.sizes], axis=1)
     done = np.empty(len(parts), np.int64)
     _read_checked(
-        _ORIGIN, requests, origin, _address_of(_ends.pages), runs.first, runs.begin, runs.end, done, sums
+        _ORIGIN, requests, origin, address_of(_ends.pages), runs.first, runs.begin, runs.end, done, sums
     )  # fmt: skip
     return done, sums

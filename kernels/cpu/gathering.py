@@ -8,12 +8,12 @@ Ids are not checked by lookups: call `check_ids` first, for an id outside its ta
 
 import numpy as np
 from numba import prange
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import F4, I4, I8, U8, Matrix, Rows, Written, address_of, same_length
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.cpu.simd import atomic_next, fence, store, stream
-from tiercache.kernels.cpu.vectors import Vectors, ask_row, expect_vectors, read, shape_of
+from tiercache.kernels.cpu.vectors import ask_row, read, shape_of
+from tiercache.kernels.step import Vectors
 
 __all__ = ["can_spread", "check_ids", "gather", "map_slots", "pool_one", "spread_one"]
 
@@ -76,7 +76,21 @@ def _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, phase
 
 
 @parallel
-def _pool_one(vectors, slot_of_local, ids, bases, cols, out, slots, phase, counter, parts):  # type: ignore[no-untyped-def]
+def _pool_one(
+    values: Matrix[Rows],
+    dim: int,
+    is_half: int,
+    slot_of_local: I4,
+    ids: I4,
+    bases: I8,
+    cols: I8,
+    out: Written[Matrix[F4]],
+    slots: Written[I4],
+    phase: int,
+    counter: Written[I8],
+    parts: int,
+) -> None:
+    vectors = Vectors(values, dim, is_half)
     for _ in prange(parts):
         _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, phase, counter)
 
@@ -96,14 +110,24 @@ def _gather_blocks(vectors, slots, out, phase, counter):  # type: ignore[no-unty
 
 
 @parallel
-def _gather(vectors, slots, out, phase, counter, parts):  # type: ignore[no-untyped-def]
+def _gather(
+    values: Matrix[Rows],
+    dim: int,
+    is_half: int,
+    slots: I4,
+    out: Written[Matrix[F4]],
+    phase: int,
+    counter: Written[I8],
+    parts: int,
+) -> None:
+    vectors = Vectors(values, dim, is_half)
     for _ in prange(parts):
         _gather_blocks(vectors, slots, out, phase, counter)
 
 
 @worker
-def _spread_tasks(vectors, pairs, num_samples, cols, out, phase, counter):  # type: ignore[no-untyped-def]
-    width = out.shape[1]
+def _spread_tasks(vectors, pairs, cols, out, phase, counter):  # type: ignore[no-untyped-def]
+    num_samples, width = out.shape
     dim, stride = shape_of(vectors)
     task = atomic_next(counter)
     while task * GATHER_BLOCK < pairs.size:
@@ -120,9 +144,20 @@ def _spread_tasks(vectors, pairs, num_samples, cols, out, phase, counter):  # ty
 
 
 @parallel
-def _spread_one(vectors, pairs, num_samples, cols, out, phase, counter, parts):  # type: ignore[no-untyped-def]
+def _spread_one(
+    values: Matrix[Rows],
+    dim: int,
+    is_half: int,
+    pairs: U8,
+    cols: I8,
+    out: Written[Matrix[F4]],
+    phase: int,
+    counter: Written[I8],
+    parts: int,
+) -> None:
+    vectors = Vectors(values, dim, is_half)
     for _ in prange(parts):
-        _spread_tasks(vectors, pairs, num_samples, cols, out, phase, counter)
+        _spread_tasks(vectors, pairs, cols, out, phase, counter)
 
 
 @worker
@@ -135,13 +170,13 @@ def _map_part(part, parts, ids, bases, entry_starts, slot_of_local, slots):  # t
 
 
 @parallel
-def _map_slots(ids, bases, entry_starts, slot_of_local, slots, parts):  # type: ignore[no-untyped-def]
+def _map_slots(ids: I4, bases: I8, entry_starts: I8, slot_of_local: I4, slots: Written[I4], parts: int) -> None:
     for part in prange(parts):
         _map_part(part, parts, ids, bases, entry_starts, slot_of_local, slots)
 
 
 @serial
-def _check_ids(ids, entry_starts, limits):  # type: ignore[no-untyped-def]
+def _check_ids(ids: I4, entry_starts: I8, limits: I8) -> int:
     for f in range(limits.size):
         limit = np.uint32(min(limits[f], np.int64(2147483648)))
         worst = np.uint32(0)
@@ -151,47 +186,38 @@ def _check_ids(ids, entry_starts, limits):  # type: ignore[no-untyped-def]
         if worst >= limit:
             for e in range(part.size):
                 if np.uint32(part[e]) >= limit:
-                    return entry_starts[f] + e
-    return np.int64(-1)
+                    return entry_starts[f] + e  # type: ignore[no-any-return]
+    return -1
 
 
-def line_phase(out: NDArray[np.float32]) -> int:
+def line_phase(out: Matrix[F4]) -> int:
     """Return how many floats after a cache line `out` begins, or -1 where it is small enough to stay in the caches."""
-    return int(out.ctypes.data) // 4 % 16 if out.nbytes >= STREAM_BYTES else -1
+    return address_of(out) // 4 % 16 if out.nbytes >= STREAM_BYTES else -1
 
 
-def expect_columns(cols: NDArray[np.int64], dim: int, width: int) -> NDArray[np.int64]:
-    cols = expect("cols", cols, np.int64)
+def check_columns(cols: I8, dim: int, width: int) -> None:
+    """Raise ValueError where rows of `dim` would leave an output of `width` columns."""
     if cols.size and not 0 <= cols.min() <= cols.max() <= width - dim:
         raise ValueError(
             f"cols must lie in [0, {width - dim}]: rows have {dim} elements and the output {width} columns."
         )
-    return cols
 
 
 def num_parts(num_samples: int) -> int:
     return max(1, min(threads(), num_samples // BLOCK))
 
 
-def check_ids(ids: NDArray[np.int32], entry_starts: NDArray[np.int64], limits: NDArray[np.int64]) -> int:
+def check_ids(ids: I4, entry_starts: I8, limits: I8) -> int:
     """Return the first entry, feature by feature, whose id is not in [0, limit of its feature); -1 where all are.
 
     ids (E,), entry_starts (F + 1,), limits (F,): the number of keys of each feature's table in this pass.
     """
-    starts = expect("entry_starts", entry_starts, np.int64)
-    ids, limits = expect("ids", ids, np.int32), expect("limits", limits, np.int64)
-    if starts.size != limits.size + 1 or (starts.size and starts[-1] > ids.size):
-        raise ValueError(f"{limits.size} features and {ids.size} ids do not fit entry starts {starts.tolist()}.")
-    return int(_check_ids(ids, starts, limits))
+    if entry_starts.size != limits.size + 1 or (entry_starts.size and entry_starts[-1] > ids.size):
+        raise ValueError(f"{limits.size} features and {ids.size} ids do not fit entry starts {entry_starts.tolist()}.")
+    return _check_ids(ids, entry_starts, limits)
 
 
-def map_slots(
-    ids: NDArray[np.int32],
-    bases: NDArray[np.int64],
-    entry_starts: NDArray[np.int64],
-    slot_of_local: NDArray[np.int32],
-    slots: NDArray[np.int32],
-) -> None:
+def map_slots(ids: I4, bases: I8, entry_starts: I8, slot_of_local: I4, slots: I4) -> None:
     """Write the slot of each id (E,) to `slots` (E,).
 
     Feature f has entries `entry_starts[f]` to `entry_starts[f + 1]`.
@@ -199,55 +225,30 @@ def map_slots(
     same_length(ids=ids, slots=slots)
     if entry_starts.size != bases.size + 1 or entry_starts[-1] > ids.size:
         raise ValueError(f"{bases.size} features and {ids.size} ids do not fit {entry_starts.size} entry starts.")
-    _map_slots(
-        expect("ids", ids, np.int32),
-        expect("bases", bases, np.int64),
-        expect("entry_starts", entry_starts, np.int64),
-        expect("slot_of_local", slot_of_local, np.int32),
-        expect("slots", slots, np.int32, written=True),
-        max(1, min(threads(), ids.size // MAP_PART)),
-    )
+    parts = max(1, min(threads(), ids.size // MAP_PART))
+    _map_slots(ids, bases, entry_starts, slot_of_local, slots, parts)
 
 
-def pool_one(
-    vectors: NDArray[np.float32] | Vectors,
-    slot_of_local: NDArray[np.int32],
-    ids: NDArray[np.int32],
-    bases: NDArray[np.int64],
-    cols: NDArray[np.int64],
-    num_samples: int,
-    out: NDArray[np.float32],
-    slots: NDArray[np.int32],
-) -> None:
+def pool_one(vectors: Vectors, slot_of_local: I4, ids: I4, bases: I8, cols: I8, out: Matrix[F4], slots: I4) -> None:
     """Write each feature's row for each sample to its columns of `out` (N, T), and each entry's slot to `slots`.
 
-    vectors (S, D) of float32, or Vectors, slot_of_local (L,), ids and slots (F * N,), bases (F,), cols (F,). Other
-    columns of `out` stay. A large output is written past the caches, a line at a time: best where dim, width and
-    columns are multiples of 16.
+    vectors (S, D), slot_of_local (L,), ids and slots (F * N,), bases (F,), cols (F,). Other columns of `out` stay. A
+    large output is written past the caches, a line at a time: best where dim, width and columns are multiples of 16.
     """
-    vectors, out = expect_vectors(vectors), expect("out", out, np.float32, 2, written=True)
-    cols = expect_columns(cols, vectors.dim, out.shape[1])
-    if out.shape[0] != num_samples or ids.size != bases.size * num_samples or slots.size != ids.size:
+    vectors.check()
+    check_columns(cols, vectors.dim, out.shape[1])
+    num_samples = out.shape[0]
+    if ids.size != bases.size * num_samples or slots.size != ids.size:
         raise ValueError(
             f"{ids.size} ids and {slots.size} slots do not make one id for each of {num_samples} samples and "
-            f"{bases.size} features, written to {out.shape[0]} rows."
+            f"{bases.size} features."
         )
     same_length(bases=bases, cols=cols)
-    _pool_one(
-        vectors,
-        expect("slot_of_local", slot_of_local, np.int32),
-        expect("ids", ids, np.int32),
-        expect("bases", bases, np.int64),
-        cols,
-        out,
-        expect("slots", slots, np.int32, written=True),
-        line_phase(out),
-        np.zeros(1, np.int64),
-        num_parts(num_samples),
-    )
+    counter, parts = np.zeros(1, np.int64), num_parts(num_samples)
+    _pool_one(*vectors, slot_of_local, ids, bases, cols, out, slots, line_phase(out), counter, parts)
 
 
-def can_spread(out: NDArray[np.float32], cols: NDArray[np.int64], dim: int) -> bool:
+def can_spread(out: Matrix[F4], cols: I8, dim: int) -> bool:
     """Return whether rows can be written to `out` (N, T) in any order: it is large, and every row has lines of its own.
 
     dim: that of the rows; cols (F,) as of `pool_one`.
@@ -255,49 +256,28 @@ def can_spread(out: NDArray[np.float32], cols: NDArray[np.int64], dim: int) -> b
     return line_phase(out) == 0 and dim % 16 == 0 and out.shape[1] % 16 == 0 and not (cols % 16).any()
 
 
-def spread_one(
-    vectors: NDArray[np.float32] | Vectors,
-    pairs: NDArray[np.uint64],
-    cols: NDArray[np.int64],
-    num_samples: int,
-    out: NDArray[np.float32],
-) -> None:
+def spread_one(vectors: Vectors, pairs: U8, cols: I8, out: Matrix[F4]) -> None:
     """Write what `pool_one` writes to `out` (N, T), row by row: each is read once, and in the order of memory.
 
-    vectors (S, D) of float32, or Vectors; pairs (F * N,) from `sort_slots`; cols (F,). Faster than `pool_one` where
-    `can_spread` holds and rows do not lie in the caches.
+    vectors (S, D); pairs (F * N,) from `sort_slots`; cols (F,). Faster than `pool_one` where `can_spread` holds and
+    rows do not lie in the caches.
     """
-    vectors, out = expect_vectors(vectors), expect("out", out, np.float32, 2, written=True)
-    cols, pairs = expect_columns(cols, vectors.dim, out.shape[1]), expect("pairs", pairs, np.uint64)
-    if out.shape[0] != num_samples or pairs.size != cols.size * num_samples:
+    vectors.check()
+    check_columns(cols, vectors.dim, out.shape[1])
+    if pairs.size != cols.size * out.shape[0]:
         raise ValueError(
-            f"{pairs.size} entries do not make one for each of {num_samples} samples and {cols.size} features, written "
-            f"to {out.shape[0]} rows."
+            f"{pairs.size} entries do not make one for each of {out.shape[0]} samples and {cols.size} features."
         )
     if pairs.size and int(pairs[-1] >> _HALF) >= vectors.values.shape[0]:
         raise ValueError(f"pairs name slot {int(pairs[-1] >> _HALF)}: there are {vectors.values.shape[0]}.")
-    _spread_one(
-        vectors,
-        pairs,
-        num_samples,
-        cols,
-        out,
-        line_phase(out),
-        np.zeros(1, np.int64),
-        max(1, min(threads(), pairs.size // GATHER_BLOCK)),
-    )
+    counter, parts = np.zeros(1, np.int64), max(1, min(threads(), pairs.size // GATHER_BLOCK))
+    _spread_one(*vectors, pairs, cols, out, line_phase(out), counter, parts)
 
 
-def gather(vectors: NDArray[np.float32] | Vectors, slots: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+def gather(vectors: Vectors, slots: I4, out: Matrix[F4]) -> None:
     """Write the row in each slot (E,) to `out` (E, D)."""
-    vectors, out = expect_vectors(vectors), expect("out", out, np.float32, 2, written=True)
+    vectors.check()
     if out.shape != (slots.size, vectors.dim):
         raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {vectors.dim} elements were asked for.")
-    _gather(
-        vectors,
-        expect("slots", slots, np.int32),
-        out,
-        line_phase(out),
-        np.zeros(1, np.int64),
-        max(1, min(threads(), slots.size // GATHER_BLOCK)),
-    )
+    counter, parts = np.zeros(1, np.int64), max(1, min(threads(), slots.size // GATHER_BLOCK))
+    _gather(*vectors, slots, out, line_phase(out), counter, parts)

@@ -1,70 +1,28 @@
-"""Where the gradients of a step's entries lie, and adding those of one row up.
+"""Adding the gradients of one row up.
 
-Legend: E entries, D dim, N samples, F features, T width of the gradient's rows.
+Legend: E entries, D dim, N samples, F features, T width of the gradient's rows; `source` is a `step.Gradients`.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, expect
 from tiercache.kernels.cpu.jit import inlined
 from tiercache.kernels.cpu.simd import load, splat, store
 
-__all__ = ["Gradients", "bag_gradients", "one_id_gradients"]
+__all__ = ["add_entries", "add_mixed", "entry_of", "gradient_start", "same_row"]
 
 _ONE = np.ones(1, np.float32)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-class Gradients(NamedTuple):
-    """Where each entry's gradient lies. Make one with `one_id_gradients` or `bag_gradients`."""
-
-    flat: NDArray[np.float32]
-    """The gradient of the pooled output, (N, T) seen as one axis."""
-    offsets: NDArray[np.int64]
-    """Per entry, the place of its first element (the complement for max pooling); empty for one id per sample."""
-    scales: NDArray[np.float32]
-    """Per entry, the factor of its gradient (weight, 1 / ids of a mean); empty: 1."""
-    argmax: NDArray[np.int32]
-    """Per element of the output, the entry that was largest; empty where nothing is max-pooled."""
-    num_samples: int
-    width: int
-    cols: NDArray[np.int64]
-    one: NDArray[np.float32] = _ONE
-
-
-def one_id_gradients(gradient: NDArray[np.float32], cols: NDArray[np.int64]) -> Gradients:
-    """Describe the gradient (N, T) of `pool_one`'s output, or with N = E and cols = [0] that of `gather`'s."""
-    gradient, cols = expect("gradient", gradient, np.float32, 2), expect("cols", cols, np.int64)
-    return Gradients(gradient.reshape(-1), NONE_I8, NONE_F4, NONE_I4, gradient.shape[0], gradient.shape[1], cols)
-
-
-def bag_gradients(
-    gradient: NDArray[np.float32],
-    entry_offset: NDArray[np.int64],
-    entry_scale: NDArray[np.float32] = NONE_F4,
-    argmax: NDArray[np.int32] | None = None,
-) -> Gradients:
-    """Describe the gradient (N, T) of `pool_bags`' output by what that call wrote."""
-    gradient, offsets = expect("gradient", gradient, np.float32, 2), expect("entry_offset", entry_offset, np.int64)
-    scales = expect("entry_scale", entry_scale, np.float32)
-    if scales.size not in (0, offsets.size):
-        raise ValueError(f"entry_scale has {scales.size} elements for {offsets.size} entries: give one each, or none.")
-    if argmax is not None and argmax.size not in (0, gradient.size):
-        raise ValueError(f"argmax has shape {argmax.shape}, the gradient {gradient.shape}: they must be equal.")
-    largest = NONE_I4 if argmax is None else expect("argmax", argmax.reshape(-1), np.int32)
-    return Gradients(gradient.reshape(-1), offsets, scales, largest, gradient.shape[0], gradient.shape[1], NONE_I8)
-
-
 @inlined
 def entry_of(pairs, i):  # type: ignore[no-untyped-def]
+    """Return the entry of the pair at `i`."""
     return np.int64(pairs[i] & _LOW)
 
 
 @inlined
 def same_row(pairs, i, j):  # type: ignore[no-untyped-def]
+    """Tell whether two pairs name one row."""
     return (pairs[i] >> _HALF) == (pairs[j] >> _HALF)
 
 
@@ -121,7 +79,7 @@ def add_entries(pairs, first, last, source, dim, sums, at, fresh):  # type: igno
     `sums` has room for whole 64s.
     """
     each = min(source.scales.size, 1)  # without scales a single 1 stands for all: no branch in the loops
-    scales = source.scales if each else source.one
+    scales = source.scales if each else _ONE
     d = 0
     while d + 48 < dim:  # no register is loaded that has nothing in it: it would cost as much as a full one, or more
         _add_four(pairs, first, last, source, scales, each, d, dim - d, sums, at + d, fresh)

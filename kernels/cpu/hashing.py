@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
+from tiercache.kernels.arrays import I8, U1, U8, Matrix, Word, Written
 from tiercache.kernels.cpu.jit import inlined, intrinsic, serial
 
 __all__ = [
@@ -34,7 +33,7 @@ def mix_word(x):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _hash_keys(keys, table_id, out):  # type: ignore[no-untyped-def]
+def _hash_keys(keys: I8, table_id: Word, out: Written[U8]) -> None:
     for i in range(keys.size):
         out[i] = mix_word(np.uint64(keys[i]) ^ table_id)
 
@@ -42,15 +41,14 @@ def _hash_keys(keys, table_id, out):  # type: ignore[no-untyped-def]
 def mix(value: int) -> int:
     """Return splitmix64's finalizer of an unsigned 64-bit integer."""
     out = np.empty(1, np.uint64)
-    _hash_keys(np.array([value & _U64], np.uint64).view(np.int64), np.uint64(0), out)
+    _hash_keys(np.array([value & _U64], np.uint64).view(np.int64), 0, out)
     return int(out[0])
 
 
-def hash_keys(keys: NDArray[np.int64], table_id: int) -> NDArray[np.uint64]:
+def hash_keys(keys: I8, table_id: int) -> U8:
     """Return the hash of each key of a table: keys are kept in the order of this number."""
-    keys = expect("keys", keys, np.int64)
     out = np.empty(keys.size, np.uint64)
-    _hash_keys(keys, np.uint64(table_id), out)
+    _hash_keys(keys, table_id, out)
     return out
 
 
@@ -122,13 +120,14 @@ def _xxh64(data, start, length, seed):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _hash_spans(data, offsets, seed, out):  # type: ignore[no-untyped-def]
+def _hash_spans(data: U1, offsets: I8, seed: Word, out: Written[U8]) -> None:
     for i in range(out.size):
         out[i] = _xxh64(data, offsets[i], offsets[i + 1] - offsets[i], seed)
 
 
 @serial
-def _hash_records(data, width, seed, out):  # type: ignore[no-untyped-def]
+def _hash_words(words: Matrix[U8], seed: Word, out: Written[U8]) -> None:
+    data, width = words.reshape(words.size).view(np.uint8), 8 * words.shape[1]
     for i in range(out.size):
         out[i] = _xxh64(data, i * width, width, seed)
 
@@ -136,28 +135,26 @@ def _hash_records(data, width, seed, out):  # type: ignore[no-untyped-def]
 def xxh64(data: bytes, seed: int = 0) -> int:
     """Return XXH64 of the bytes, an unsigned 64-bit integer, whose values are published."""
     out = np.empty(1, np.uint64)
-    _hash_spans(np.frombuffer(bytearray(data), np.uint8), np.array([0, len(data)]), np.uint64(seed), out)
+    _hash_spans(np.frombuffer(data, np.uint8), np.array([0, len(data)]), seed, out)
     return int(out[0])
 
 
-def xxh64_strings(data: NDArray[np.uint8], offsets: NDArray[np.int64], seed: int = 0) -> NDArray[np.uint64]:
+def xxh64_strings(data: U1, offsets: I8, seed: int = 0) -> U8:
     """Return XXH64 of each string `data[offsets[i]:offsets[i + 1]]`.
 
     Raises ValueError when the offsets decrease or leave the data.
     """
-    data, offsets = expect("data", data, np.uint8), expect("offsets", offsets, np.int64)
     if offsets.size == 0:
         raise ValueError("offsets is empty: n strings have n + 1 offsets.")
     if offsets[0] < 0 or offsets[-1] > data.size or np.any(offsets[1:] < offsets[:-1]):
         raise ValueError(f"offsets must not decrease and must stay within the {data.size} bytes of data.")
     out = np.empty(offsets.size - 1, np.uint64)
-    _hash_spans(data, offsets, np.uint64(seed), out)
+    _hash_spans(data, offsets, seed, out)
     return out
 
 
-def xxh64_words(words: NDArray[np.uint64], seed: int = 0) -> NDArray[np.uint64]:
+def xxh64_words(words: Matrix[U8], seed: int = 0) -> U8:
     """Return XXH64 of each row's k * 8 little-endian bytes; `words` is (n, k)."""
-    words = expect("words", words, np.uint64, 2)
     out = np.empty(words.shape[0], np.uint64)
-    _hash_records(words.reshape(-1).view(np.uint8), 8 * words.shape[1], np.uint64(seed), out)
+    _hash_words(words, seed, out)
     return out

@@ -4,9 +4,8 @@ Serial and without the GIL: the reader thread makes rows that are used for the f
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import F4, I8, Matrix, Single, Word, Written, same_length
 from tiercache.kernels.cpu.hashing import mix
 from tiercache.kernels.cpu.jit import inlined, serial
 
@@ -78,7 +77,7 @@ def _pair(first, second, mean, deviation):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _uniform_rows(keys, stream, low, span, out):  # type: ignore[no-untyped-def]
+def _uniform_rows(keys: I8, stream: Word, low: Single, span: Single, out: Written[Matrix[F4]]) -> None:
     k0, k1, dim = stream & _LOW, stream >> _HALF, out.shape[1]
     for i in range(keys.size):
         key, row = np.uint64(keys[i]), out[i]
@@ -96,7 +95,7 @@ def _uniform_rows(keys, stream, low, span, out):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _normal_rows(keys, stream, mean, deviation, out):  # type: ignore[no-untyped-def]
+def _normal_rows(keys: I8, stream: Word, mean: Single, deviation: Single, out: Written[Matrix[F4]]) -> None:
     k0, k1, dim = stream & _LOW, stream >> _HALF, out.shape[1]
     for i in range(keys.size):
         key, row = np.uint64(keys[i]), out[i]
@@ -113,24 +112,20 @@ def _normal_rows(keys, stream, mean, deviation, out):  # type: ignore[no-untyped
                 row[dim - dim % 4 + j] = rest[j]
 
 
-def initial_rows(
-    keys: NDArray[np.int64], table_id: int, seed: int, kind: int, a: float, b: float, out: NDArray[np.float32]
-) -> None:
+def initial_rows(keys: I8, table_id: int, seed: int, kind: int, a: float, b: float, out: Matrix[F4]) -> None:
     """Write the initial vector of each key to `out` (n, dim).
 
     `kind` is ZEROS, CONSTANT (a), UNIFORM (low a, high b) or NORMAL (mean a, standard deviation b). A row depends only
     on table, seed and key. NORMAL is made here alone; the others have the same bits on every device.
     """
-    keys = expect("keys", keys, np.int64)
-    out = expect("out", out, np.float32, 2, written=True)
     same_length(keys=keys, out=out)
-    stream = np.uint64(mix((seed ^ table_id) & ((1 << 64) - 1)))
+    stream = mix((seed ^ table_id) & ((1 << 64) - 1))
     if kind in (ZEROS, CONSTANT):
         out[:] = a if kind == CONSTANT else 0.0
     elif kind == UNIFORM:
         low = np.float32(a)
-        _uniform_rows(keys, stream, low, np.float32(np.float32(b) - low), out)
+        _uniform_rows(keys, stream, a, float(np.float32(b) - low), out)
     elif kind == NORMAL:
-        _normal_rows(keys, stream, np.float32(a), np.float32(b), out)
+        _normal_rows(keys, stream, a, b, out)
     else:
         raise ValueError(f"initializer kind {kind} is unknown: 0 zeros, 1 constant, 2 uniform, 3 normal.")

@@ -17,21 +17,27 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numba
+import numpy as np
 from numba import extending
 from numba.core import config
 from numba.core.caching import FunctionCache
+from numba.core.registry import cpu_target
+
+from tiercache.kernels.cpu.signature import parameters_of
 
 __all__ = [
     "KERNELS",
+    "Kernel",
     "cache_folder",
     "inlined",
     "intrinsic",
     "on_all_cores",
     "parallel",
     "serial",
+    "serial_where",
     "set_threads",
     "threads",
     "worker",
@@ -60,8 +66,11 @@ _UNCOUNTED = {**_COMMON, "_nrt": False}
 
 _MOST_CORES = 16
 
-KERNELS: list[Any] = []
-"""Every compiled entry point, in the order of definition."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+KERNELS: list["Kernel"] = []
+"""Every entry point, in the order of definition."""
 
 
 @functools.cache
@@ -86,25 +95,95 @@ def cache_folder() -> Path | None:
         return None
 
 
-def _compiled(function: Callable[..., Any], **options: Any) -> Any:
-    try:
-        kernel = _njit(cache=True, **_COMMON, **options)(function)
-        # numba compares the stamp of the caller's file only, so an edited callee in another file would stay stale.
-        kernel._cache._cache_file._source_stamp = _source_stamp(function.__module__.removeprefix("tiercache.kernels."))
-    except (RuntimeError, OSError):  # neither the package's folder nor the user's cache folder can be written
-        kernel = _njit(**_COMMON, **options)(function)
+class Kernel:
+    """A function that is compiled for the types of its annotations, when it is first called or before."""
+
+    def __init__(self, function: Callable[..., Any], is_available: Callable[[], bool], **options: Any) -> None:
+        self.name, self.parameters, self.is_available = function.__name__, parameters_of(function), is_available
+        self.has_narrow = any(len(parameter.dtypes) > 1 for parameter in self.parameters)
+        """Whether it is compiled for rows of 16-bit dtypes, too."""
+        self.entry = _njit(**_COMMON, **options)(function)
+        """What is called. It compiles nothing by itself, for whatever types; and what is a number is converted."""
+        self.entry._can_compile = False
+        try:
+            self.compiler = _njit(cache=True, **_COMMON, **options)(function)
+            # numba compares the stamp of the caller's file only, so an edited callee in another one would stay stale.
+            stamp = _source_stamp(function.__module__.removeprefix("tiercache.kernels."))
+            self.compiler._cache._cache_file._source_stamp = stamp
+        except (RuntimeError, OSError):  # neither the package's folder nor the user's cache folder can be written
+            self.compiler = _njit(**_COMMON, **options)(function)
+        self._lock = threading.Lock()
+
+    def _types(self, *, narrow: bool) -> tuple[Any, ...]:
+        return tuple(parameter.type(narrow=narrow) for parameter in self.parameters)
+
+    def compile(self, *, narrow: bool = False) -> None:
+        """Compile it, or load it from disk; for 16-bit dtypes where `narrow` says so."""
+        wanted = self._types(narrow=narrow)
+        with self._lock:
+            if wanted not in self.entry.overloads:
+                self.compiler.compile(wanted)
+                self.entry.add_overload(self.compiler.overloads[wanted])
+
+    def compile_for(self, arguments: Sequence[Any]) -> None:
+        """Compile it for some arguments. Raises ValueError, with what is wrong, where they are not of its types."""
+        for parameter, argument in zip(self.parameters, arguments, strict=False):
+            parameter.check(argument)
+        self.compile(narrow=any(getattr(argument, "dtype", None) == np.uint16 for argument in arguments))
+
+    def is_compiled(self, *, narrow: bool = False) -> bool:
+        """Tell whether it is compiled, or lies compiled on disk, as its source is now, for this processor."""
+        wanted = self._types(narrow=narrow)
+        if wanted in self.entry.overloads:
+            return True
+        try:
+            index = self.compiler._cache._cache_file._load_index()
+            processor = cpu_target.target_context.codegen().magic_tuple()
+        except Exception:
+            return False
+        return any(key[:2] == (wanted, processor) for key in index)
+
+
+def _entry(
+    function: Callable[_P, _R], is_available: Callable[[], bool] = lambda: True, **options: Any
+) -> Callable[_P, _R]:
+    """Make an entry point. Compiled code is tried first: numba refuses arguments that are not of its types.
+
+    Whether arrays are aligned is all that it does not look at.
+    """
+    kernel = Kernel(function, is_available, **options)
     KERNELS.append(kernel)
-    return kernel
+    entry, arrays = kernel.entry, [i for i, parameter in enumerate(kernel.parameters) if parameter.ndim]
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            for at in arrays:
+                if not arguments[at].flags.aligned:
+                    break
+            else:
+                return entry(*arguments)
+        except (TypeError, AttributeError, IndexError):
+            pass
+        kernel.compile_for(arguments)
+        return entry(*arguments)
+
+    return call  # type: ignore[return-value] # numba's kernels take arguments by their places
 
 
-def serial(function: Callable[..., Any]) -> Any:
+def serial(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile an entry point that any thread may call."""
-    return _compiled(function)
+    return _entry(function)
 
 
-def parallel(function: Callable[..., Any]) -> Any:
+def serial_where(is_available: Callable[[], bool]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Compile an entry point, as `serial`, that some processors or systems do not have: then nobody may call it."""
+    return functools.partial(_entry, is_available=is_available)
+
+
+def parallel(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile an entry point that runs on all threads; only the training thread may call it."""
-    return _compiled(function, parallel=True)
+    return _entry(function, parallel=True)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import I4, I8, U8, Matrix, Word, Written, expect, same_length
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.cpu.simd import prefetch
@@ -84,19 +83,12 @@ def check_positions(first: int, size: int) -> None:
         raise ValueError(f"positions {first:,} to {first + size - 1:,} must lie in [0, {MOST_POSITIONS:,}].")
 
 
-def check_entries(
-    num_keys: int, entry_starts: NDArray[np.int64], tables: NDArray[np.int64], num_tables: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return entry starts and tables of a batch's features as they must be.
-
-    Raises ValueError.
-    """
-    starts, tables = expect("entry_starts", entry_starts, np.int64), expect("tables", tables, np.int64)
+def check_entries(num_keys: int, starts: I8, tables: I8, num_tables: int) -> None:
+    """Raise ValueError where entry starts and tables of a batch's features do not fit."""
     if starts.size != tables.size + 1 or (np.diff(starts) < 0).any() or starts[0] != 0 or starts[-1] != num_keys:
         raise ValueError(f"{tables.size} features and {num_keys} keys do not fit entry starts {starts.tolist()}.")
     for table in (int(tables.min()), int(tables.max())) if tables.size else ():
         check_table(table, num_tables)
-    return starts, tables
 
 
 @inlined
@@ -105,7 +97,15 @@ def _home(key, table_id, mask):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _insert(keys, table, table_id, first_position, places, apart, mask):  # type: ignore[no-untyped-def]
+def _insert(
+    keys: I8,
+    table: int,
+    table_id: Word,
+    first_position: int,
+    places: Written[Matrix[I8]],
+    apart: Written[I8],
+    mask: int,
+) -> None:
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
             prefetch(places, 2 * _home(keys[i + _AHEAD], table_id, mask))
@@ -144,7 +144,18 @@ def _find_stretch(keys, table, table_id, start, stop, places, apart, mask, posit
 
 
 @parallel
-def _find(keys, starts, tables, table_ids, places, apart, mask, positions, missing, parts):  # type: ignore[no-untyped-def]
+def _find(
+    keys: I8,
+    starts: I8,
+    tables: I8,
+    table_ids: U8,
+    places: Matrix[I8],
+    apart: I8,
+    mask: int,
+    positions: Written[I4],
+    missing: Written[Matrix[I8]],
+    parts: int,
+) -> None:
     for part in prange(parts):
         low, high = keys.size * part // parts, keys.size * (part + 1) // parts
         for f in range(tables.size):
@@ -162,8 +173,9 @@ class KeyIndex:
     room: how many keys fit. Not thread-safe.
     """
 
-    def __init__(self, room: int, table_ids: NDArray[np.uint64]) -> None:
-        self._table_ids = expect("table_ids", table_ids, np.uint64).copy()
+    def __init__(self, room: int, table_ids: U8) -> None:
+        expect("table_ids", table_ids, np.uint64)
+        self._table_ids = table_ids.copy()
         self.capacity = capacity_for(room)
         self.count = 0
         """Keys taken in."""
@@ -187,35 +199,28 @@ class KeyIndex:
 
         Raises ValueError before anything is changed.
         """
-        checked = [expect("keys", key_set.keys, np.int64) for key_set in key_sets]
-        for keys, key_set in zip(checked, key_sets, strict=True):
-            check_table(key_set.table, self._table_ids.size)
-            check_positions(key_set.first_position, keys.size)
-        check_room(self.count, sum(keys.size for keys in checked), self.capacity)
-        for keys, (table, _, first) in zip(checked, key_sets, strict=True):
+        for table, keys, first in key_sets:
+            check_table(table, self._table_ids.size)
+            expect("keys", keys, np.int64)
+            check_positions(first, keys.size)
+        check_room(self.count, sum(key_set.keys.size for key_set in key_sets), self.capacity)
+        for table, keys, first in key_sets:
             _insert(keys, table, self._table_ids[table], first, self._places, self._apart, self.capacity - 1)
             self.count += keys.size
 
-    def find(
-        self,
-        keys: NDArray[np.int64],
-        entry_starts: NDArray[np.int64],
-        tables: NDArray[np.int64],
-        positions: NDArray[np.int32],
-    ) -> Missing:
+    def find(self, keys: I8, entry_starts: I8, tables: I8, positions: I4) -> Missing:
         """Write the position of each key (E,) to `positions` (E,), -1 where it is missing; return what is missing.
 
         The entries of feature f, of table `tables[f]`, are `entry_starts[f]` to `entry_starts[f + 1]`. On all threads:
         only the training thread may call it.
         """
-        keys, positions = expect("keys", keys, np.int64), expect("positions", positions, np.int32, written=True)
         same_length(keys=keys, positions=positions)
-        starts, tables = check_entries(keys.size, entry_starts, tables, self._table_ids.size)
+        check_entries(keys.size, entry_starts, tables, self._table_ids.size)
         parts = max(1, min(threads(), keys.size // _PART_KEYS))
         missing = np.zeros((parts, 8), np.int64)  # a cache line each
         _find(
-            keys, starts, tables, self._table_ids, self._places, self._apart, self.capacity - 1, positions, missing,
-            parts,
+            keys, entry_starts, tables, self._table_ids, self._places, self._apart, self.capacity - 1, positions,
+            missing, parts,
         )  # fmt: skip
         count = int(missing[:, 0].sum())
         return Missing(count, int(missing[missing[:, 0] > 0, 1].min()) if count else -1)

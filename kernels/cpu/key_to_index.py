@@ -1,9 +1,8 @@
 """Numbers for keys in the order of their first appearance: an open-addressing table with a way back. Serial."""
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import I4, I8, Written, same_length
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, serial
 from tiercache.kernels.cpu.simd import prefetch
@@ -34,7 +33,9 @@ def _ask_ahead(keys, i, numbers, order, counts, mask):  # type: ignore[no-untype
 
 
 @serial
-def _insert(keys, out, numbers, order, counts, count, mask):  # type: ignore[no-untyped-def]
+def _insert(
+    keys: I8, out: Written[I4], numbers: Written[I4], order: Written[I8], counts: Written[I8], count: int, mask: int
+) -> tuple[int, int]:
     for i in range(keys.size):
         _ask_ahead(keys, i, numbers, order, counts, mask)
         key = keys[i]
@@ -56,7 +57,7 @@ def _insert(keys, out, numbers, order, counts, count, mask):  # type: ignore[no-
 
 
 @serial
-def _remove_newest(numbers, order, count, wanted, mask):  # type: ignore[no-untyped-def]
+def _remove_newest(numbers: Written[I4], order: I8, count: int, wanted: int, mask: int) -> None:
     # newest first: a key that came later can only stand behind the ones before it, so no probe is ever broken
     for number in range(count - 1, wanted - 1, -1):
         place = _home(order[number], mask)
@@ -66,13 +67,13 @@ def _remove_newest(numbers, order, count, wanted, mask):  # type: ignore[no-unty
 
 
 @serial
-def _subtract(numbers_of, counts):  # type: ignore[no-untyped-def]
-    for i in range(numbers_of.size):
-        counts[numbers_of[i]] -= 1
+def _subtract(numbers: I4, counts: Written[I8]) -> None:
+    for i in range(numbers.size):
+        counts[numbers[i]] -= 1
 
 
 @serial
-def _rehash(numbers, order, count, mask):  # type: ignore[no-untyped-def]
+def _rehash(numbers: Written[I4], order: I8, count: int, mask: int) -> None:
     for number in range(count):
         if number + 2 * _AHEAD < count:
             prefetch(numbers, _home(order[number + 2 * _AHEAD], mask))
@@ -99,10 +100,9 @@ class KeyToIndex:
         self._mask = 0
         self._resize_table(room)
 
-    def insert(self, keys: NDArray[np.int64], out: NDArray[np.int32]) -> int:
+    def insert(self, keys: I8, out: I4) -> int:
         """Write the number of each key (n,) to `out` (n,), numbering new ones; returns how many have numbers now."""
         same_length(keys=keys, out=out)
-        keys, out = expect("keys", keys, np.int64), expect("out", out, np.int32, written=True)
         done = 0
         while done < keys.size:
             step, self.count = _insert(
@@ -123,15 +123,15 @@ class KeyToIndex:
         _remove_newest(self._numbers, self._order, self.count, count, self._mask)
         self.count = count
 
-    def uncount(self, numbers: NDArray[np.int32]) -> None:
+    def uncount(self, numbers: I4) -> None:
         """Take back occurrences that `insert` counted."""
-        _subtract(expect("numbers", numbers, np.int32), self._counts)
+        _subtract(numbers, self._counts)
 
-    def keys(self) -> NDArray[np.int64]:
+    def keys(self) -> I8:
         """Return the keys by number: a view, valid until the next insert."""
         return self._order[: self.count]
 
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> I8:
         """Return how often each key occurred: a view, valid until the next insert."""
         return self._counts[: self.count]
 

@@ -1,9 +1,8 @@
 """When keys are used next, and where they stand: sweeps and searches over key sets in hash order. Serial kernels."""
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import I4, I8, Word, Written, same_length
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, serial
 from tiercache.kernels.cpu.simd import prefetch
@@ -14,7 +13,16 @@ _AHEAD = 8  # queries between asking for memory and using it
 
 
 @serial
-def _sweep(numbers, pass_starts, before, order, after, next_gap, prev_gap, seen):  # type: ignore[no-untyped-def]
+def _sweep(
+    numbers: I4,
+    pass_starts: I8,
+    before: I8,
+    order: I8,
+    after: I8,
+    next_gap: Written[I4],
+    prev_gap: Written[I4],
+    seen: Written[I8],
+) -> None:
     places = order.size
     seen[:] = -1
     for place in range(places):
@@ -42,14 +50,7 @@ def _sweep(numbers, pass_starts, before, order, after, next_gap, prev_gap, seen)
 
 
 def sweep_uses(
-    numbers: NDArray[np.int32],
-    pass_starts: NDArray[np.int64],
-    num_keys: int,
-    before: NDArray[np.int64],
-    order: NDArray[np.int64],
-    after: NDArray[np.int64],
-    next_gap: NDArray[np.int32],
-    prev_gap: NDArray[np.int32],
+    numbers: I4, pass_starts: I8, num_keys: int, before: I8, order: I8, after: I8, next_gap: I4, prev_gap: I4
 ) -> None:
     """Write the passes to the next use and since the last use of every key of every sub-dataset, for one epoch.
 
@@ -59,16 +60,7 @@ def sweep_uses(
     below 2 P.
     """
     same_length(numbers=numbers, next_gap=next_gap, prev_gap=prev_gap)
-    _sweep(
-        expect("numbers", numbers, np.int32),
-        expect("pass_starts", pass_starts, np.int64),
-        expect("before", before, np.int64),
-        expect("order", order, np.int64),
-        expect("after", after, np.int64),
-        expect("next_gap", next_gap, np.int32, written=True),
-        expect("prev_gap", prev_gap, np.int32, written=True),
-        np.empty(num_keys, np.int64),
-    )
+    _sweep(numbers, pass_starts, before, order, after, next_gap, prev_gap, np.empty(num_keys, np.int64))
 
 
 @inlined
@@ -84,15 +76,13 @@ def _first_at_least(keys, table_id, wanted, low, high):  # type: ignore[no-untyp
 
 
 @serial
-def _bound(keys, table_id, upper):  # type: ignore[no-untyped-def]
-    return _first_at_least(keys, table_id, upper, np.int64(0), np.int64(keys.size))
+def _bound(keys: I8, table_id: Word, upper: Word) -> int:
+    return _first_at_least(keys, table_id, upper, np.int64(0), np.int64(keys.size))  # type: ignore[no-any-return]
 
 
-def hash_range_bound(keys: NDArray[np.int64], table_id: int, upper: int) -> int:
+def hash_range_bound(keys: I8, table_id: int, upper: int) -> int:
     """Return how many of `keys`, which stand in hash order, have a hash below `upper` (0 to 2^64)."""
-    if upper >= 1 << 64:
-        return int(keys.size)
-    return int(_bound(expect("keys", keys, np.int64), np.uint64(table_id), np.uint64(upper)))
+    return _bound(keys, table_id, upper) if upper < 1 << 64 else int(keys.size)
 
 
 @inlined
@@ -123,7 +113,7 @@ def _place(keys, table_id, wanted, size):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _search(keys, table_id, queries, out):  # type: ignore[no-untyped-def]
+def _search(keys: I8, table_id: Word, queries: I8, out: Written[I8]) -> None:
     size = np.int64(keys.size)
     for i in range(queries.size):
         if i + _AHEAD < queries.size:
@@ -132,12 +122,7 @@ def _search(keys, table_id, queries, out):  # type: ignore[no-untyped-def]
         out[i] = place if place < size and keys[place] == queries[i] else -1
 
 
-def search_keys(keys: NDArray[np.int64], table_id: int, queries: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+def search_keys(keys: I8, table_id: int, queries: I8, out: I8) -> None:
     """Write to `out` the place of each query among `keys`, which stand in hash order; -1 where it is not there."""
     same_length(queries=queries, out=out)
-    _search(
-        expect("keys", keys, np.int64),
-        np.uint64(table_id),
-        expect("queries", queries, np.int64),
-        expect("out", out, np.int64, written=True),
-    )
+    _search(keys, table_id, queries, out)

@@ -5,33 +5,24 @@ Legend and promises as in `gathering`, which holds the lookups of exactly one id
 
 import numpy as np
 from numba import prange
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import F4, I1, I4, I8, Matrix, Rows, Written, same_length
 from tiercache.kernels.cpu.gathering import (
     AHEAD,
     BLOCK,
-    can_spread,
-    check_ids,
-    expect_columns,
+    check_columns,
     first_lanes,
-    gather,
     line_phase,
     map_entries,
-    map_slots,
     num_parts,
-    pool_one,
-    spread_one,
     write,
 )
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, worker
 from tiercache.kernels.cpu.simd import atomic_next, fence, load, splat, total
-from tiercache.kernels.cpu.vectors import Vectors, ask_row, element, expect_vectors, read, shape_of
+from tiercache.kernels.cpu.vectors import ask_row, element, read, shape_of
+from tiercache.kernels.step import Vectors
 
-__all__ = [
-    "MAX", "MEAN", "SUM", "can_spread", "check_ids", "gather", "map_slots", "pool_bags", "pool_one", "spread_one",
-    "weight_gradient",
-]  # fmt: skip
+__all__ = ["MAX", "MEAN", "SUM", "pool_bags", "weight_gradient"]
 
 SUM, MEAN, MAX = range(3)
 
@@ -109,10 +100,27 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
 
 
 @parallel
-def _pool_bags(  # type: ignore[no-untyped-def]
-    vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset, entry_scale,
-    phase, counter, parts,
-):  # fmt: skip
+def _pool_bags(
+    values: Matrix[Rows],
+    dim: int,
+    is_half: int,
+    slot_of_local: I4,
+    ids: I4,
+    bases: I8,
+    offsets: I8,
+    weights: F4,
+    modes: I1,
+    cols: I8,
+    out: Written[Matrix[F4]],
+    slots: Written[I4],
+    argmax: Written[Matrix[I4]],
+    entry_offset: Written[I8],
+    entry_scale: Written[F4],
+    phase: int,
+    counter: Written[I8],
+    parts: int,
+) -> None:
+    vectors = Vectors(values, dim, is_half)
     for _ in prange(parts):
         _pool_bags_blocks(
             vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset,
@@ -139,13 +147,26 @@ def _weight_gradient_blocks(vectors, slots, offsets, modes, cols, gradient, out,
 
 
 @parallel
-def _weight_gradient(vectors, slots, offsets, modes, cols, gradient, out, counter, parts):  # type: ignore[no-untyped-def]
+def _weight_gradient(
+    values: Matrix[Rows],
+    dim: int,
+    is_half: int,
+    slots: I4,
+    offsets: I8,
+    modes: I1,
+    cols: I8,
+    gradient: Matrix[F4],
+    out: Written[F4],
+    counter: Written[I8],
+    parts: int,
+) -> None:
+    vectors = Vectors(values, dim, is_half)
     for _ in prange(parts):
         _weight_gradient_blocks(vectors, slots, offsets, modes, cols, gradient, out, counter)
 
 
 @serial
-def _decreases(offsets):  # type: ignore[no-untyped-def]
+def _decreases(offsets: I8) -> bool:
     found = False
     for i in range(offsets.size - 1):
         found |= offsets[i] > offsets[i + 1]
@@ -153,20 +174,19 @@ def _decreases(offsets):  # type: ignore[no-untyped-def]
 
 
 def pool_bags(
-    vectors: NDArray[np.float32] | Vectors | Vectors,
-    slot_of_local: NDArray[np.int32],
-    ids: NDArray[np.int32],
-    bases: NDArray[np.int64],
-    entry_starts: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    weights: NDArray[np.float32],
-    modes: NDArray[np.int8],
-    cols: NDArray[np.int64],
-    out: NDArray[np.float32],
-    slots: NDArray[np.int32],
-    argmax: NDArray[np.int32],
-    entry_offset: NDArray[np.int64],
-    entry_scale: NDArray[np.float32],
+    vectors: Vectors,
+    slot_of_local: I4,
+    ids: I4,
+    bases: I8,
+    offsets: I8,
+    weights: F4,
+    modes: I1,
+    cols: I8,
+    out: Matrix[F4],
+    slots: I4,
+    argmax: Matrix[I4],
+    entry_offset: I8,
+    entry_scale: F4,
 ) -> None:
     """Write each bag's pooled row to its feature's columns of `out` (N, T): zeros for an empty bag.
 
@@ -174,11 +194,10 @@ def pool_bags(
     MEAN (of the ids, after weights) or MAX (the first of equals; takes no weights). weights (E,), or empty: 1.
     Written for the step: slots (E,); argmax (N, T), the entry of each max-pooled element, -1 in an empty bag (may be
     empty where no feature is MAX); entry_offset (E,) and entry_scale (E,) (may be empty: then all are 1) as
-    `bag_gradients` takes them. Sums go over the entries in order.
+    `step.Gradients` has them. Sums go over the entries in order.
     """
-    vectors, out = expect_vectors(vectors), expect("out", out, np.float32, 2, written=True)
-    cols, offsets = expect_columns(cols, vectors.dim, out.shape[1]), expect("offsets", offsets, np.int64)
-    modes = expect("modes", modes, np.int8)
+    vectors.check()
+    check_columns(cols, vectors.dim, out.shape[1])
     num_features, num_samples = same_length(bases=bases, cols=cols, modes=modes), out.shape[0]
     if offsets.size != num_features * num_samples + 1 or offsets[0] != 0 or offsets[-1] != ids.size:
         raise ValueError(
@@ -187,8 +206,6 @@ def pool_bags(
         )
     if _decreases(offsets):
         raise ValueError("offsets must not decrease.")
-    if not np.array_equal(entry_starts, offsets[np.arange(num_features + 1) * num_samples]):
-        raise ValueError("entry_starts must be where each feature's first bag begins, and the number of entries.")
     for name, array, sizes in (
         ("slots", slots, (ids.size,)),
         ("entry_offset", entry_offset, (ids.size,)),
@@ -202,57 +219,28 @@ def pool_bags(
         ids.size and not entry_scale.size and (weights.size or np.any(modes == MEAN))
     ):
         raise ValueError("max pooling needs argmax like out; weights and means need an entry_scale for each id.")
+    weights, argmax = weights if weights.size else _ONE, argmax if has_max else _NO_ARGMAX
     _pool_bags(
-        vectors,
-        expect("slot_of_local", slot_of_local, np.int32),
-        expect("ids", ids, np.int32),
-        expect("bases", bases, np.int64),
-        offsets,
-        expect("weights", weights if weights.size else _ONE, np.float32),
-        modes,
-        cols,
-        out,
-        expect("slots", slots, np.int32, written=True),
-        expect("argmax", argmax, np.int32, 2, written=True) if has_max else _NO_ARGMAX,
-        expect("entry_offset", entry_offset, np.int64, written=True),
-        expect("entry_scale", entry_scale, np.float32, written=True),
-        -1 if has_max else line_phase(out),
-        np.zeros(1, np.int64),
-        num_parts(num_samples),
-    )
+        *vectors, slot_of_local, ids, bases, offsets, weights, modes, cols, out, slots, argmax, entry_offset,
+        entry_scale, -1 if has_max else line_phase(out), np.zeros(1, np.int64), num_parts(num_samples),
+    )  # fmt: skip
 
 
 def weight_gradient(
-    vectors: NDArray[np.float32] | Vectors,
-    slots: NDArray[np.int32],
-    entry_starts: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    modes: NDArray[np.int8],
-    cols: NDArray[np.int64],
-    gradient: NDArray[np.float32],
-    out: NDArray[np.float32],
+    vectors: Vectors, slots: I4, offsets: I8, modes: I1, cols: I8, gradient: Matrix[F4], out: F4
 ) -> None:
     """Write the gradient of each entry's weight to `out` (E,): row times gradient, over the ids of the bag for MEAN.
 
     Call it before the step: `vectors` (S, D) must be as they were in the lookup. gradient (N, T); the rest as in
     `pool_bags`. Not for MAX features, which take no weights: what is written for them means nothing.
     """
-    vectors, gradient = expect_vectors(vectors), expect("gradient", gradient, np.float32, 2)
-    cols, offsets = expect_columns(cols, vectors.dim, gradient.shape[1]), expect("offsets", offsets, np.int64)
+    vectors.check()
+    check_columns(cols, vectors.dim, gradient.shape[1])
     same_length(modes=modes, cols=cols)
     same_length(slots=slots, out=out)
-    if offsets.size != cols.size * gradient.shape[0] + 1 or offsets[-1] != slots.size or entry_starts[-1] != slots.size:
+    if offsets.size != cols.size * gradient.shape[0] + 1 or offsets[-1] != slots.size:
         raise ValueError(
             f"offsets do not fit {cols.size} features, {gradient.shape[0]} samples and {slots.size} entries."
         )
-    _weight_gradient(
-        vectors,
-        expect("slots", slots, np.int32),
-        offsets,
-        expect("modes", modes, np.int8),
-        cols,
-        gradient,
-        expect("out", out, np.float32, written=True),
-        np.zeros(1, np.int64),
-        num_parts(gradient.shape[0]),
-    )
+    counter, parts = np.zeros(1, np.int64), num_parts(gradient.shape[0])
+    _weight_gradient(*vectors, slots, offsets, modes, cols, gradient, out, counter, parts)

@@ -4,19 +4,18 @@ A row's *stream* is its key with the table's `mix(seed ^ table id)`, so that tab
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import NONE_U8, expect, same_length
+from tiercache.kernels.arrays import I4, I8, U8, same_length
 from tiercache.kernels.cpu.hashing import mix
 from tiercache.kernels.cpu.jit import inlined, intrinsic
-from tiercache.kernels.cpu.simd import address_of
+from tiercache.kernels.cpu.simd import element_address
 
-__all__ = ["NO_ROUNDING", "Rounding", "draw", "make_rounding", "set_streams"]
+__all__ = ["draw", "set_streams"]
 
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _WORD = ir.IntType(32)
@@ -24,28 +23,7 @@ _WORDS = ir.VectorType(_WORD, 8)
 _CHUNK = 1 << 16
 
 
-class Rounding(NamedTuple):
-    """What decides the random bits of a step."""
-
-    streams: NDArray[np.uint64]
-    """(S,): of the row in each slot."""
-    low: np.uint64
-    high: np.uint64
-    """The generator's key: the halves of `mix(step)`."""
-
-
-NO_ROUNDING = Rounding(NONE_U8, np.uint64(0), np.uint64(0))
-
-
-def make_rounding(streams: NDArray[np.uint64], step: int) -> Rounding:
-    """Return what rounds the rows with `streams` (S,) in a step, which is counted over the whole training."""
-    key = mix(step)
-    return Rounding(expect("streams", streams, np.uint64), np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32))
-
-
-def set_streams(
-    streams: NDArray[np.uint64], slots: NDArray[np.int32] | None, keys: NDArray[np.int64], table_id: int, seed: int
-) -> None:
+def set_streams(streams: U8, slots: I4 | None, keys: I8, table_id: int, seed: int) -> None:
     """Write the streams of rows of one table to their slots (n,); None: that of key i to place i of (n,).
 
     A few keys (n,) at a time are brought in memory.
@@ -83,7 +61,7 @@ def _draw_eight(_typing: Any, noise: Any, at: Any, low: Any, high: Any, block: A
         ]
         order = ir.Constant(ir.VectorType(_WORD, 32), [8 * word + lane for lane in range(8) for word in range(4)])
         words = builder.shuffle_vector(*pairs, order)
-        address = address_of(context, builder, noise, array, place)
+        address = element_address(context, builder, noise, array, place)
         builder.store(words, builder.bitcast(address, words.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -104,12 +82,12 @@ def _product(builder: Any, words: Any, factor: int) -> tuple[Any, Any]:
 
 
 @inlined
-def draw(rounding, slot, dim, noise, at):  # type: ignore[no-untyped-def]
+def draw(rows, slot, dim, noise, at):  # type: ignore[no-untyped-def]
     """Write 16 random bits for each number of a row, and up to 63 more, to `noise` (words) from word `at` on.
 
     Eight blocks at a time, of eight numbers each.
     """
-    stream = rounding.streams[slot]
+    stream, key = rows.streams[slot], rows.key
     low, high = stream & _LOW, stream >> _HALF
     for block in range(0, (dim + 7) // 8, 8):
-        _draw_eight(noise, at + 4 * block, low, high, np.uint64(block), rounding.low, rounding.high)
+        _draw_eight(noise, at + 4 * block, low, high, np.uint64(block), key & _LOW, key >> _HALF)

@@ -6,38 +6,18 @@ Legend: S slots, R rows, P pieces, W width of a field.
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import NONE_I4, aligned_zeros, expect
+from tiercache.kernels.arrays import F4, I4, I8, NONE_I4, Matrix, Written, address_of, aligned_zeros
 from tiercache.kernels.cpu.jit import inlined, on_all_cores, serial, worker
 from tiercache.kernels.cpu.simd import ask, atomic_next, fence, load, store, stream
-from tiercache.kernels.pieces import Memory, PieceTable
+from tiercache.kernels.pieces import Pieces
 
-__all__ = ["Pieces", "pack", "unpack"]
+__all__ = ["pack", "unpack"]
 
 _TASK = 512  # rows a thread takes at a time
 _AHEAD = 8  # rows between asking for memory and copying it
 _LOOKUP = 64  # rows of which the piece is known in which the first one stands
 _ORIGIN = aligned_zeros(1, 1)[0]  # places in memory are counted from here, in floats
-
-
-class Pieces(PieceTable):
-    """Pieces in arrays of float32."""
-
-    def _memory_of(self, data: NDArray[np.float32]) -> Memory:
-        writable, data = data.flags.writeable, expect("data", data, np.float32)
-        return Memory(_address(data), data.size, data, writable)
-
-    def table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows so far (P + 1), place among the slots (P) and place in memory (P), from `_ORIGIN` on."""
-        address, rows, first = self.columns()
-        so_far = np.zeros(rows.size + 1, np.int64)
-        np.cumsum(rows, out=so_far[1:])
-        return so_far, first, (address - _address(_ORIGIN)) // 4
-
-
-def _address(array: NDArray[np.float32]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 @inlined
@@ -92,7 +72,19 @@ def _slot(slots, order, i):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _move(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter):  # type: ignore[no-untyped-def]
+def _move(
+    values: Written[Matrix[F4]],
+    slots: I4,
+    order: I4,
+    so_far: I8,
+    first: I8,
+    place: I8,
+    before: int,
+    memory: Written[F4],
+    packing: bool,
+    past_caches: bool,
+    counter: Written[I8],
+) -> None:
     _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter)
 
 
@@ -120,12 +112,22 @@ def _scatter_tasks(values, place_of_slot, so_far, piece_of_lookup, place, before
 
 
 @serial
-def _scatter(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter):  # type: ignore[no-untyped-def]
+def _scatter(
+    values: Matrix[F4],
+    place_of_slot: I4,
+    so_far: I8,
+    piece_of_lookup: I8,
+    place: I8,
+    before: int,
+    memory: Written[F4],
+    past_caches: bool,
+    counter: Written[I8],
+) -> None:
     _scatter_tasks(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter)
 
 
 @serial
-def _place_of_slot(slots, order, out):  # type: ignore[no-untyped-def]
+def _place_of_slot(slots: I4, order: I4, out: Written[I4]) -> int:
     """Write the place of the row in each slot, -1 where none is; return the first place without its own, or -1."""
     out[:] = -1
     for place in range(order.size):
@@ -138,15 +140,15 @@ def _place_of_slot(slots, order, out):  # type: ignore[no-untyped-def]
     return -1
 
 
-def _move_fields(
-    fields: tuple[NDArray[np.float32], ...],
-    slots: NDArray[np.int32],
-    order: NDArray[np.int32],
-    pieces: Pieces,
-    *,
-    packing: bool,
-) -> None:
-    slots, order = expect("slots", slots, np.int32), expect("order", order, np.int32)
+def _table(pieces: Pieces) -> tuple[I8, I8, I8]:
+    """Return rows so far (P + 1), place among the slots (P) and place in memory (P), from `_ORIGIN` on."""
+    address, rows, first = pieces.columns()
+    so_far = np.zeros(rows.size + 1, np.int64)
+    np.cumsum(rows, out=so_far[1:])
+    return so_far, first, (address - address_of(_ORIGIN)) // 4
+
+
+def _move_fields(fields: tuple[Matrix[F4], ...], slots: I4, order: I4, pieces: Pieces, *, packing: bool) -> None:
     width = sum(values.shape[1] for values in fields)
     if width != pieces.row_floats:
         raise ValueError(f"the pieces have rows of {pieces.row_floats} floats, the fields of {width}.")
@@ -157,7 +159,7 @@ def _move_fields(
     known = order.size or slots.size
     if pieces.highest > known:
         raise ValueError(f"the pieces have rows up to {pieces.highest}, and there are {known}.")
-    table, num_slots = pieces.table(), fields[0].shape[0]
+    table, num_slots = _table(pieces), fields[0].shape[0]
     scattering = packing and 2 * order.size >= num_slots and _in_order(*table[:2])
     if scattering:
         place_of_slot = np.empty(num_slots, np.int32)
@@ -169,10 +171,9 @@ def _move_fields(
             )
         lookup = np.searchsorted(table[0], np.arange(0, pieces.num_rows, _LOOKUP), side="right") - 1
     before, calls = 0, list[tuple[Any, ...]]()
-    for values in fields:
-        moved = expect("field", values, np.float32, 2, written=not packing)
+    for moved in fields:
         if moved.shape[1]:
-            past_caches = moved.shape[1] % 16 == 0 and (packing or _address(moved) % 64 == 0)
+            past_caches = moved.shape[1] % 16 == 0 and (packing or address_of(moved) % 64 == 0)
             counter = np.zeros(1, np.int64)
             if scattering:
                 calls.append((moved, place_of_slot, table[0], lookup, table[2], before, _ORIGIN, past_caches, counter))
@@ -182,14 +183,12 @@ def _move_fields(
     on_all_cores(_scatter if scattering else _move, pieces.num_rows // _TASK, calls)
 
 
-def _in_order(so_far: NDArray[np.int64], first: NDArray[np.int64]) -> bool:
+def _in_order(so_far: I8, first: I8) -> bool:
     """Whether pieces stand one behind the other, without a gap, from place 0 on."""
     return np.array_equal(so_far[:-1], first)
 
 
-def pack(
-    fields: tuple[NDArray[np.float32], ...], slots: NDArray[np.int32], order: NDArray[np.int32], pieces: Pieces
-) -> None:
+def pack(fields: tuple[Matrix[F4], ...], slots: I4, order: I4, pieces: Pieces) -> None:
     """Write rows to pieces, in an order.
 
     fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces, none at two;
@@ -199,6 +198,6 @@ def pack(
     _move_fields(fields, slots, order, pieces, packing=True)
 
 
-def unpack(fields: tuple[NDArray[np.float32], ...], slots: NDArray[np.int32], pieces: Pieces) -> None:
+def unpack(fields: tuple[Matrix[F4], ...], slots: I4, pieces: Pieces) -> None:
     """Write the rows of pieces to their slots. slots (R,): the slot of the row at each place, no two the same."""
     _move_fields(fields, slots, NONE_I4, pieces, packing=False)

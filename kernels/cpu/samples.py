@@ -7,9 +7,8 @@ Legend: n samples asked for, C batches, W words of a sample, S features with one
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import I4, I8, Matrix, Written
 from tiercache.kernels.cpu.jit import serial
 
 __all__ = [
@@ -23,7 +22,14 @@ __all__ = [
 
 
 @serial
-def _gather_rows(words, starts, shift, samples, out):  # type: ignore[no-untyped-def]
+def gather_rows(
+    words: I4,  # (file,)
+    starts: I8,  # (C,)
+    shift: int,
+    samples: I8,  # (n,) each within the file
+    out: Written[Matrix[I4]],  # (n, W)
+) -> None:
+    """Copy the W words of each sample, which lie side by side in the file."""
     mask, width = (1 << shift) - 1, out.shape[1]
     for i in range(samples.size):
         at = starts[samples[i] >> shift] + (samples[i] & mask) * width
@@ -32,7 +38,16 @@ def _gather_rows(words, starts, shift, samples, out):  # type: ignore[no-untyped
 
 
 @serial
-def _gather_columns(words, starts, shift, samples, width, columns, out):  # type: ignore[no-untyped-def]
+def gather_columns(
+    words: I4,  # (file,)
+    starts: I8,  # (C,)
+    shift: int,
+    samples: I8,  # (n,) each within the file
+    width: int,  # words of a sample
+    columns: I8,  # (S,) word of a sample that each row of out is made of
+    out: Written[Matrix[I4]],  # (S, n)
+) -> None:
+    """Copy S of the words of each sample and transpose them: out is feature-major."""
     # Tiles of 16 samples: the lines that a tile reads stay in the first cache while each column writes one line.
     mask, tile = (1 << shift) - 1, 16
     at = np.empty(tile, np.int64)
@@ -47,7 +62,19 @@ def _gather_columns(words, starts, shift, samples, width, columns, out):  # type
 
 
 @serial
-def _gather_offsets(longs, starts, counts, shift, samples, begins, offsets):  # type: ignore[no-untyped-def]
+def gather_offsets(
+    longs: I8,  # (file,) the file as 64-bit words
+    starts: I8,  # (C,) where the offsets of each batch begin
+    counts: I8,  # (C,) values of each batch
+    shift: int,
+    samples: I8,  # (n,)
+    begins: Written[I8],  # (n,) where each list begins in its batch's values
+    offsets: Written[I8],  # (n + 1,) offsets of the gathered lists
+) -> int:
+    """Read where lists begin and lay them out one after another.
+
+    Return the first of the n whose list does not lie within its batch's values, -1 where all do.
+    """
     mask = (1 << shift) - 1
     offsets[0] = 0
     for i in range(samples.size):
@@ -62,7 +89,16 @@ def _gather_offsets(longs, starts, counts, shift, samples, begins, offsets):  # 
 
 
 @serial
-def _gather_lists(words, starts, shift, samples, begins, offsets, out):  # type: ignore[no-untyped-def]
+def gather_lists(
+    words: I4,  # (file,)
+    starts: I8,  # (C,) where the values of each batch begin
+    shift: int,
+    samples: I8,  # (n,)
+    begins: I8,  # (n,)
+    offsets: I8,  # (n + 1,)
+    out: Written[I4],  # (offsets[n],)
+) -> None:
+    """Copy the lists that `gather_offsets` laid out."""
     for i in range(samples.size):
         at = starts[samples[i] >> shift] + begins[i]
         for e in range(offsets[i + 1] - offsets[i]):
@@ -70,117 +106,19 @@ def _gather_lists(words, starts, shift, samples, begins, offsets, out):  # type:
 
 
 @serial
-def _permute(ids, positions):  # type: ignore[no-untyped-def]
+def permute(ids: Written[I4], positions: I4) -> None:
+    """Replace each of the E ids by `positions[id]`, in place."""
     for e in range(ids.size):
         ids[e] = positions[ids[e]]
 
 
 @serial
-def _permute_columns(ids, positions, bases):  # type: ignore[no-untyped-def]
+def permute_columns(
+    ids: Written[Matrix[I4]],  # (n, S) changed in place
+    positions: I4,  # positions of all tables, one table after another
+    bases: I8,  # (S,) where the table of each column begins in positions
+) -> None:
+    """Replace each id of column s by `positions[bases[s] + id]`, in place."""
     for n in range(ids.shape[0]):
         for s in range(ids.shape[1]):
             ids[n, s] = positions[bases[s] + ids[n, s]]
-
-
-def gather_rows(
-    words: NDArray[np.int32],  # (file,)
-    starts: NDArray[np.int64],  # (C,)
-    shift: int,
-    samples: NDArray[np.int64],  # (n,) each within the file
-    out: NDArray[np.int32],  # (n, W)
-) -> None:
-    """Copy the W words of each sample, which lie side by side in the file."""
-    _gather_rows(
-        expect("words", words, np.int32),
-        expect("starts", starts, np.int64),
-        shift,
-        expect("samples", samples, np.int64),
-        expect("out", out, np.int32, 2, written=True),
-    )
-
-
-def gather_columns(
-    words: NDArray[np.int32],  # (file,)
-    starts: NDArray[np.int64],  # (C,)
-    shift: int,
-    samples: NDArray[np.int64],  # (n,) each within the file
-    width: int,  # words of a sample
-    columns: NDArray[np.int64],  # (S,) word of a sample that each row of out is made of
-    out: NDArray[np.int32],  # (S, n)
-) -> None:
-    """Copy S of the words of each sample and transpose them: out is feature-major."""
-    _gather_columns(
-        expect("words", words, np.int32),
-        expect("starts", starts, np.int64),
-        shift,
-        expect("samples", samples, np.int64),
-        width,
-        expect("columns", columns, np.int64),
-        expect("out", out, np.int32, 2, written=True),
-    )
-
-
-def gather_offsets(
-    longs: NDArray[np.int64],  # (file,) the file as 64-bit words
-    starts: NDArray[np.int64],  # (C,) where the offsets of each batch begin
-    counts: NDArray[np.int64],  # (C,) values of each batch
-    shift: int,
-    samples: NDArray[np.int64],  # (n,)
-    begins: NDArray[np.int64],  # (n,) written: where each list begins in its batch's values
-    offsets: NDArray[np.int64],  # (n + 1,) written: offsets of the gathered lists
-) -> int:
-    """Read where lists begin and lay them out one after another.
-
-    Return the first of the n whose list does not lie within its batch's values, -1 where all do.
-    """
-    same_length(starts=starts, counts=counts)
-    bad = _gather_offsets(
-        expect("longs", longs, np.int64),
-        expect("starts", starts, np.int64),
-        expect("counts", counts, np.int64),
-        shift,
-        expect("samples", samples, np.int64),
-        expect("begins", begins, np.int64, written=True),
-        expect("offsets", offsets, np.int64, written=True),
-    )
-    return int(bad)
-
-
-def gather_lists(
-    words: NDArray[np.int32],  # (file,)
-    starts: NDArray[np.int64],  # (C,) where the values of each batch begin
-    shift: int,
-    samples: NDArray[np.int64],  # (n,)
-    begins: NDArray[np.int64],  # (n,)
-    offsets: NDArray[np.int64],  # (n + 1,)
-    out: NDArray[np.int32],  # (offsets[n],)
-) -> None:
-    """Copy the lists that `gather_offsets` laid out."""
-    same_length(samples=samples, begins=begins)
-    _gather_lists(
-        expect("words", words, np.int32),
-        expect("starts", starts, np.int64),
-        shift,
-        expect("samples", samples, np.int64),
-        expect("begins", begins, np.int64),
-        expect("offsets", offsets, np.int64),
-        expect("out", out, np.int32, written=True),
-    )
-
-
-def permute(ids: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
-    """Replace each of the E ids by `positions[id]`, in place."""
-    _permute(expect("ids", ids, np.int32, written=True), expect("positions", positions, np.int32))
-
-
-def permute_columns(
-    ids: NDArray[np.int32],  # (n, S) changed in place
-    positions: NDArray[np.int32],  # positions of all tables, one table after another
-    bases: NDArray[np.int64],  # (S,) where the table of each column begins in positions
-) -> None:
-    """Replace each id of column s by `positions[bases[s] + id]`, in place."""
-    _permute_columns(
-        expect("ids", ids, np.int32, 2, written=True),
-        expect("positions", positions, np.int32),
-        expect("bases", bases, np.int64),
-    )

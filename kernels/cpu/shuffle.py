@@ -6,8 +6,8 @@ and Rogaway, "Ciphers with arbitrary finite domains", 2002). The kernel is seria
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tiercache.kernels.arrays import I8, U8, Word, Written
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, serial
 
@@ -27,7 +27,7 @@ def _permuted(x, low_bits, high_mask, low_mask, keys):  # type: ignore[no-untype
 
 
 @serial
-def _shuffled(state, count, first, out):  # type: ignore[no-untyped-def]
+def _shuffled(state: Word, count: Word, first: Word, out: Written[U8]) -> None:
     one, bits = np.uint64(1), np.uint64(_LEAST_BITS)
     while one << bits < count:
         bits += one
@@ -36,8 +36,7 @@ def _shuffled(state, count, first, out):  # type: ignore[no-untyped-def]
     high_mask, low_mask = (one << high_bits) - one, (one << low_bits) - one
     keys = np.empty(6, np.uint64)
     for j in range(6):
-        state += _STEP
-        keys[j] = mix_word(state)
+        keys[j] = mix_word(np.uint64(state) + np.uint64(j + 1) * _STEP)
     for i in range(out.size):
         out[i] = _permuted(first + np.uint64(i), low_bits, high_mask, low_mask, keys)
     for i in range(out.size):  # a loop of its own: the one above has no branch and runs several samples at once
@@ -45,7 +44,7 @@ def _shuffled(state, count, first, out):  # type: ignore[no-untyped-def]
             out[i] = _permuted(out[i], low_bits, high_mask, low_mask, keys)
 
 
-def shuffled(state: int, count: int, first: int, last: int) -> NDArray[np.int64]:
+def shuffled(state: int, count: int, first: int, last: int) -> I8:
     """Return what stands at the places [first, last) of a permutation of 0..count-1 that `state` (uint64) decides.
 
     Takes time and memory for these places alone, wherever they are. For shuffling, not for secrets. Raises ValueError
@@ -54,5 +53,5 @@ def shuffled(state: int, count: int, first: int, last: int) -> NDArray[np.int64]
     if not 0 <= first <= last <= count:
         raise ValueError(f"places {first} to {last} were asked for: they must be within 0 to {count}.")
     out = np.empty(last - first, np.uint64)
-    _shuffled(np.uint64(state), np.uint64(count), np.uint64(first), out)
+    _shuffled(state, count, first, out)
     return out.view(np.int64)

@@ -16,8 +16,21 @@ from numba.extending import lower_builtin, models, register_model, type_callable
 from tiercache.kernels.cpu.jit import inlined, intrinsic
 
 __all__ = [
-    "WIDTH", "address_of", "ask", "atomic_next", "fence", "lanes", "load", "masked_load", "masked_store", "prefetch",
-    "splat", "sqrt", "store", "stream", "total",
+    "WIDTH",
+    "ask",
+    "atomic_next",
+    "element_address",
+    "fence",
+    "lanes",
+    "load",
+    "masked_load",
+    "masked_store",
+    "prefetch",
+    "splat",
+    "sqrt",
+    "store",
+    "stream",
+    "total",
 ]  # fmt: skip
 
 WIDTH = 16
@@ -66,7 +79,7 @@ for _function, _instruction in (
     _operator(_function, _instruction)
 
 
-def address_of(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+def element_address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
     """Return the address of an element: for code that emits instructions."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [offset])
@@ -80,7 +93,7 @@ def _kind(array_type: Any) -> tuple[Any, str, int]:
 
 
 def _vector_address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    address = address_of(context, builder, array_type, array, offset)
+    address = element_address(context, builder, array_type, array, offset)
     return builder.bitcast(address, _kind(array_type)[0].as_pointer())
 
 
@@ -220,7 +233,7 @@ def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
     """Ask for the cache line of the element at `offset` of the flattened array; never faults."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = address_of(context, builder, array, arguments[0], arguments[1])
+        address = element_address(context, builder, array, arguments[0], arguments[1])
         # for reading, into the second-level cache: more of them can be under way than of those into the first
         inputs = [builder.bitcast(address, cgutils.voidptr_t), _INT(0), _INT(2), _INT(1)]
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
@@ -254,7 +267,7 @@ def atomic_next(_typing: Any, counter: Any) -> Any:
     """Return the first element of an int64 array and add one to it, as one step for all threads."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = address_of(context, builder, counter, arguments[0], ir.IntType(64)(0))
+        address = element_address(context, builder, counter, arguments[0], ir.IntType(64)(0))
         return builder.atomic_rmw("add", address, ir.IntType(64)(1), "monotonic")
 
     return types.int64(counter), emit

@@ -6,9 +6,8 @@ result does not depend on the number of threads.
 
 import numpy as np
 from numba import prange
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
+from tiercache.kernels.arrays import I4, I8, U8, Matrix, Written
 from tiercache.kernels.cpu.jit import inlined, parallel, threads, worker
 
 __all__ = ["SortBuffers", "sort_slots"]
@@ -62,7 +61,17 @@ def _to_places(counts, parts, buckets):  # type: ignore[no-untyped-def]
 
 
 @parallel
-def _sort(slots, num_slots, bits, passes, first, second, counts, highest, parts):  # type: ignore[no-untyped-def]
+def _sort(
+    slots: I4,
+    num_slots: int,
+    bits: int,
+    passes: int,
+    first: Written[U8],
+    second: Written[U8],
+    counts: Written[Matrix[I8]],
+    highest: Written[I8],
+    parts: int,
+) -> bool:
     digit_bits = (bits + passes - 1) // passes
     mask = np.uint64((1 << digit_bits) - 1)
     for turn in range(passes):
@@ -101,13 +110,12 @@ class SortBuffers:
         return self.first.nbytes + self.second.nbytes + self.counts.nbytes
 
 
-def sort_slots(slots: NDArray[np.int32], num_slots: int, buffers: SortBuffers) -> NDArray[np.uint64]:
+def sort_slots(slots: I4, num_slots: int, buffers: SortBuffers) -> U8:
     """Return (slot << 32 | entry) for every entry, ascending: a row's entries stand together in batch order.
 
     slots (E,), fewer than 2^31. The result lies in `buffers` and is valid until they are used again.
     Raises ValueError when a slot is not in [0, num_slots).
     """
-    slots = expect("slots", slots, np.int32)
     if slots.size >= 1 << 31:
         raise ValueError(f"a step of {slots.size:,} entries is too large: at most {(1 << 31) - 1:,} fit.")
     parts = max(1, min(threads(), slots.size // _PART_ENTRIES))

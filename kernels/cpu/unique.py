@@ -6,9 +6,8 @@ position of a key in a pass.
 
 import numpy as np
 from numba import prange
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
+from tiercache.kernels.arrays import B1, I4, I8, U8, Written, same_length
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 
 __all__ = ["BITS_PER_ENTRY", "lay_out", "mark_slots", "unique_positions", "unique_slots"]
@@ -50,7 +49,7 @@ def _work(numbering, part, parts, pairs, counts, unique, inverse):  # type: igno
 
 
 @parallel
-def _unique(pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
+def _unique(pairs: U8, counts: Written[I8], unique: Written[I4], inverse: Written[I4]) -> None:
     parts = counts.size
     for step in range(2):  # not two loops one behind the other: the compiler may merge what it sees no bond between
         if step == 1 or parts > 1:
@@ -58,14 +57,12 @@ def _unique(pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
                 _work(step == 1, part, parts, pairs, counts, unique, inverse)
 
 
-def unique_slots(pairs: NDArray[np.uint64], unique: NDArray[np.int32], inverse: NDArray[np.int32]) -> int:
+def unique_slots(pairs: U8, unique: I4, inverse: I4) -> int:
     """Write the slots of `pairs` (from `sort_slots`) once each, and which of them each entry has; return U.
 
     unique (E,): its first U elements are written, ascending. inverse (E,): entry e has slot `unique[inverse[e]]`.
     The same for any number of threads.
     """
-    pairs = expect("pairs", pairs, np.uint64)
-    unique, inverse = (expect(n, a, np.int32, written=True) for n, a in (("unique", unique), ("inverse", inverse)))
     if not same_length(pairs=pairs, unique=unique, inverse=inverse):
         return 0
     parts = max(1, min(threads(), pairs.size // _PART_ENTRIES))
@@ -82,7 +79,9 @@ def _count_ones(word):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _unique_positions(positions, bits, before, unique, inverse):  # type: ignore[no-untyped-def]
+def _unique_positions(
+    positions: I4, bits: Written[U8], before: Written[I4], unique: Written[I4], inverse: Written[I4]
+) -> int:
     one, low = np.uint64(1), np.uint64(63)
     for i in range(positions.size):
         p = np.uint64(positions[i])
@@ -104,22 +103,12 @@ def _unique_positions(positions, bits, before, unique, inverse):  # type: ignore
     return count
 
 
-def unique_positions(
-    positions: NDArray[np.int32],
-    num_positions: int,
-    bits: NDArray[np.uint64],
-    before: NDArray[np.int32],
-    unique: NDArray[np.int32],
-    inverse: NDArray[np.int32],
-) -> int:
+def unique_positions(positions: I4, num_positions: int, bits: U8, before: I4, unique: I4, inverse: I4) -> int:
     """Do what `sort_slots` and `unique_slots` do together, by a bit for each position: U is returned.
 
     positions (E,), each in [0, num_positions). bits: a word for each 64 positions, zero before and after. before: as
     many words of scratch. On one thread; worth it while `num_positions` is at most `BITS_PER_ENTRY` times E.
     """
-    positions, bits = expect("positions", positions, np.int32), expect("bits", bits, np.uint64, written=True)
-    before = expect("before", before, np.int32, written=True)
-    unique, inverse = (expect(n, a, np.int32, written=True) for n, a in (("unique", unique), ("inverse", inverse)))
     words = -(-num_positions // 64)
     if same_length(positions=positions, unique=unique, inverse=inverse) == 0:
         return 0
@@ -128,11 +117,13 @@ def unique_positions(
             f"positions go from {positions.min()} to {positions.max()}, and there are {num_positions} with room for "
             f"{64 * min(bits.size, before.size)}."
         )
-    return int(_unique_positions(positions, bits[:words], before[:words], unique, inverse))
+    return _unique_positions(positions, bits[:words], before[:words], unique, inverse)
 
 
 @serial
-def _lay_out(unique, first, last, shift, wire, slot, addresses, slots):  # type: ignore[no-untyped-def]
+def _lay_out(
+    unique: I4, first: I8, last: I8, shift: I8, wire: I8, slot: I8, addresses: Written[I4], slots: Written[I4]
+) -> None:
     for k in range(first.size):
         to, place = wire[k] - first[k], slot[k] - first[k]
         for u in range(first[k], last[k]):
@@ -142,26 +133,12 @@ def _lay_out(unique, first, last, shift, wire, slot, addresses, slots):  # type:
                 slots[u] = np.int32(place + u)
 
 
-def lay_out(
-    unique: NDArray[np.int32],
-    first: NDArray[np.int64],
-    last: NDArray[np.int64],
-    shift: NDArray[np.int64],
-    wire: NDArray[np.int64],
-    slot: NDArray[np.int64],
-    addresses: NDArray[np.int32],
-    slots: NDArray[np.int32],
-) -> None:
+def lay_out(unique: I4, first: I8, last: I8, shift: I8, wire: I8, slot: I8, addresses: I4, slots: I4) -> None:
     """Write the addresses of K stretches of `unique` (U,) in the order of the wire, and the slots of their rows.
 
     Stretch k has the rows [first[k], last[k]) of `unique`. Their addresses, `unique + shift[k]`, go to `addresses` from
     `wire[k]` on; their slots count from `slot[k]` on in `slots` (U,), where it is not negative.
     """
-    unique, first = expect("unique", unique, np.int32), expect("first", first, np.int64)
-    last, shift = expect("last", last, np.int64), expect("shift", shift, np.int64)
-    wire, slot = expect("wire", wire, np.int64), expect("slot", slot, np.int64)
-    addresses = expect("addresses", addresses, np.int32, written=True)
-    slots = expect("slots", slots, np.int32, written=True)
     same_length(unique=unique, slots=slots)
     if same_length(first=first, last=last, shift=shift, wire=wire, slot=slot) == 0:
         return
@@ -174,17 +151,16 @@ def lay_out(
 
 
 @serial
-def _mark(slots, seen):  # type: ignore[no-untyped-def]
-    count = np.int64(0)
+def _mark(slots: I4, seen: Written[B1]) -> int:
+    count = 0
     for i in range(slots.size):  # without a branch: whether a slot is new is anybody's guess
         count += 1 - int(seen[slots[i]])
         seen[slots[i]] = True
     return count
 
 
-def mark_slots(slots: NDArray[np.int32], seen: NDArray[np.bool_]) -> int:
+def mark_slots(slots: I4, seen: B1) -> int:
     """Set `seen` (S,) at every slot (E,), each in [0, S); return how many were not set before."""
-    slots, seen = expect("slots", slots, np.int32), expect("seen", seen, np.bool_, written=True)
     if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < seen.size:
         raise ValueError(f"slots go from {slots.min()} to {slots.max()}, and there are {seen.size}.")
-    return int(_mark(slots, seen))
+    return _mark(slots, seen)

@@ -8,47 +8,16 @@ threads can share a hot row, and the bits depend on the batch alone, never on sl
 
 import numpy as np
 from numba import prange
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
-from tiercache.kernels.cpu.gradients import (
-    Gradients,
-    add_entries,
-    add_mixed,
-    bag_gradients,
-    entry_of,
-    gradient_start,
-    one_id_gradients,
-    same_row,
-)
+from tiercache.kernels.arrays import F4, I4, I8, U4, U8, Matrix, Rows, Single, Word, Written
+from tiercache.kernels.cpu.gradients import add_entries, add_mixed, entry_of, gradient_start, same_row
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
-from tiercache.kernels.cpu.optimizers import (
-    ADAGRAD,
-    ROWWISE,
-    SGD,
-    SUM,
-    Rows,
-    Rule,
-    adam_rule,
-    apply,
-    make_rule,
-    vectors_of,
-)
-from tiercache.kernels.cpu.rounding import NO_ROUNDING, Rounding
+from tiercache.kernels.cpu.optimizers import RowFields, apply
 from tiercache.kernels.cpu.simd import ask, atomic_next, load, splat, store
-from tiercache.kernels.cpu.vectors import Vectors, ask_row, expect_vectors, shape_of
+from tiercache.kernels.cpu.vectors import ask_row, shape_of
+from tiercache.kernels.step import Gradients, Rule, Step, check_step
 
-__all__ = [
-    "Gradients",
-    "UpdateBuffers",
-    "bag_gradients",
-    "one_id_gradients",
-    "sum_rows",
-    "update_adagrad",
-    "update_adam",
-    "update_rowwise_adagrad",
-    "update_sgd",
-]
+__all__ = ["UpdateBuffers", "step_rows"]
 
 _STRETCH = 4096  # part of the definition of the bits
 _TASK = 1024  # entries a thread takes at a time
@@ -71,7 +40,7 @@ def _ask_entry(pairs, i, source, rows, dim, stride):  # type: ignore[no-untyped-
         ask(source.flat, begin if begin >= 0 else ~begin, dim)
         if not same_row(pairs, i, i - 1):
             slot = np.int64(pairs[i] >> _HALF)
-            ask_row(vectors_of(rows), slot * stride, dim)
+            ask_row(rows, slot * stride, dim)
             if rows.first.shape[1]:
                 ask(rows.first, slot * rows.first.shape[1], rows.first.shape[1])
             if rows.second.shape[1]:
@@ -149,7 +118,7 @@ def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches,
 
     One loop does both, so that its large body is compiled once.
     """
-    dim, stride = shape_of(vectors_of(rows))
+    dim, stride = shape_of(rows)
     padded = _padded(dim)
     size = pairs.size
     num_tasks = (size + _TASK - 1) // _TASK if whole else num_stretches
@@ -178,7 +147,39 @@ def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches,
 
 
 @parallel
-def _update(pairs, source, rows, rule, long, num_long, num_stretches, sums, counter, parts):  # type: ignore[no-untyped-def]
+def _update(
+    pairs: U8,
+    flat: F4,
+    num_samples: int,
+    width: int,
+    cols: I8,
+    offsets: I8,
+    scales: F4,
+    argmax: I4,
+    values: Written[Matrix[Rows]],
+    dim: int,
+    is_half: int,
+    first: Written[Matrix[F4]],
+    second: Written[Matrix[F4]],
+    streams: U8,
+    key: Word,
+    noise: Written[U4],
+    kind: int,
+    rate: Single,
+    eps: Single,
+    decay: Single,
+    new1: Single,
+    new2: Single,
+    long: Matrix[I8],
+    num_long: int,
+    num_stretches: int,
+    sums: Written[F4],
+    counter: Written[I8],
+    parts: int,
+) -> None:
+    source = Gradients(flat, num_samples, width, cols, offsets, scales, argmax)
+    rows = RowFields(values, dim, is_half, first, second, streams, key, noise)
+    rule = Rule(kind, rate, eps, decay, new1, new2)
     for step in range(2):
         if step or num_stretches:
             counter[0] = 0
@@ -187,7 +188,7 @@ def _update(pairs, source, rows, rule, long, num_long, num_stretches, sums, coun
 
 
 @serial
-def _find_long(pairs, long):  # type: ignore[no-untyped-def]
+def _find_long(pairs: U8, long: Written[Matrix[I8]]) -> tuple[int, int]:
     """Write (start, stop, first stretch) of every long run to the rows of `long`; return runs and stretches."""
     num_long = num_stretches = 0
     place = 0
@@ -236,137 +237,20 @@ class UpdateBuffers:
 _NO_STATE = np.empty((0, 0), np.float32)
 
 
-def _step(
-    vectors: Vectors,
-    first: NDArray[np.float32],
-    second: NDArray[np.float32],
-    widths: tuple[int, int],
-    pairs: NDArray[np.uint64],
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    rule: Rule,
-    rounding: Rounding,
-) -> None:
-    num_slots, dim = vectors.values.shape[0], vectors.dim
-    rounds = vectors.values.dtype != np.float32
-    if rounds and rounding.streams.size != num_slots:
-        raise ValueError(
-            f"{num_slots} rows of a 16-bit dtype are rounded by {rounding.streams.size} streams: give each."
-        )
-    for name, state, width in (("the first state", first, widths[0]), ("the second state", second, widths[1])):
-        expect(name, state, np.float32, 2, written=True)
-        if width and state.shape != (num_slots, width):
-            raise ValueError(
-                f"{name} has shape {state.shape}: {num_slots} vectors of dim {dim} need {(num_slots, width)}."
-            )
-    pairs = expect("pairs", pairs, np.uint64)
-    if gradients.offsets.size:
-        if gradients.offsets.size != pairs.size:
-            raise ValueError(f"gradients describe {gradients.offsets.size} entries, but {pairs.size} were sorted.")
-    elif gradients.num_samples * gradients.cols.size != pairs.size:
-        raise ValueError(
-            f"{pairs.size} entries were sorted, but the gradient has {gradients.num_samples} samples of "
-            f"{gradients.cols.size} features: every sample has one id per feature here."
-        )
-    elif gradients.cols.size and not 0 <= gradients.cols.min() <= gradients.cols.max() <= gradients.width - dim:
-        raise ValueError(f"cols must lie in [0, {gradients.width - dim}] for rows of {dim} in width {gradients.width}.")
+def step_rows(step: Step, buffers: UpdateBuffers) -> None:
+    """Change each row that is named, once. Raises ValueError where something does not fit, before a row changes."""
+    check_step(step)
+    vectors, pairs, rule = step.vectors, step.pairs, step.rule
     if pairs.size == 0:
         return
-    if int(pairs[-1]) >> 32 >= num_slots:
-        raise ValueError(f"slot {int(pairs[-1]) >> 32} was sorted, but there are {num_slots} rows.")
+    if int(pairs[-1]) >> 32 >= vectors.values.shape[0]:
+        raise ValueError(f"slot {int(pairs[-1]) >> 32} was sorted, but there are {vectors.values.shape[0]} rows.")
     parts = max(1, min(threads(), pairs.size // _TASK))
-    buffers.reserve(pairs.size, dim, parts, rounds=rounds)
-    rows = Rows(*vectors, first, second, *rounding, buffers.noise)
+    buffers.reserve(pairs.size, vectors.dim, parts, rounds=vectors.is_narrow)
+    first, second = (*step.states, _NO_STATE, _NO_STATE)[:2]
     num_long, num_stretches = _find_long(pairs, buffers.long)
-    _update(pairs, gradients, rows, rule, buffers.long, num_long, num_stretches, buffers.sums, buffers.counter, parts)
-
-
-def sum_rows(
-    out: NDArray[np.float32],
-    pairs: NDArray[np.uint64],
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    scale: float,
-) -> None:
-    """Write to each row of `out` (S, D) that `pairs` (from `sort_slots`) names: scale * g. Other rows stay."""
-    rule = make_rule(SUM, scale, 0.0, 0.0)
-    _step(expect_vectors(out, written=True), _NO_STATE, _NO_STATE, (0, 0), pairs, gradients, buffers, rule, NO_ROUNDING)
-
-
-def update_sgd(
-    vectors: NDArray[np.float32] | Vectors,
-    pairs: NDArray[np.uint64],
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    learning_rate: float,
-    decay: float = 0.0,
-    rounding: Rounding = NO_ROUNDING,
-) -> None:
-    """Change each row that `pairs` (from `sort_slots`) names: row -= rate * g, with g += decay * row before.
-
-    vectors (S, D) of float32, or Vectors; those of 16-bit dtypes are rounded by `rounding`, here and below.
-    """
-    rule = make_rule(SGD, learning_rate, 0.0, decay)
-    _step(
-        expect_vectors(vectors, written=True), _NO_STATE, _NO_STATE, (0, 0), pairs, gradients, buffers, rule, rounding
-    )
-
-
-def update_adagrad(
-    vectors: NDArray[np.float32] | Vectors,
-    sums: NDArray[np.float32],
-    pairs: NDArray[np.uint64],
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    learning_rate: float,
-    eps: float = 1e-10,
-    decay: float = 0.0,
-    rounding: Rounding = NO_ROUNDING,
-) -> None:
-    """Per element: sum += g * g; row -= rate * g / (sqrt(sum) + eps). `sums` is (S, D)."""
-    rule = make_rule(ADAGRAD, learning_rate, eps, decay)
-    vectors = expect_vectors(vectors, written=True)
-    _step(vectors, sums, _NO_STATE, (vectors.dim, 0), pairs, gradients, buffers, rule, rounding)
-
-
-def update_rowwise_adagrad(
-    vectors: NDArray[np.float32] | Vectors,
-    sums: NDArray[np.float32],
-    pairs: NDArray[np.uint64],
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    learning_rate: float,
-    eps: float = 1e-8,
-    decay: float = 0.0,
-    rounding: Rounding = NO_ROUNDING,
-) -> None:
-    """Per row: sum += mean(g * g); row -= rate / (sqrt(sum) + eps) * g. `sums` is (S, 1)."""
-    rule = make_rule(ROWWISE, learning_rate, eps, decay)
-    _step(expect_vectors(vectors, written=True), sums, _NO_STATE, (1, 0), pairs, gradients, buffers, rule, rounding)
-
-
-def update_adam(
-    vectors: NDArray[np.float32] | Vectors,
-    exp_avg: NDArray[np.float32],
-    exp_avg_sq: NDArray[np.float32],
-    pairs: NDArray[np.uint64],
-    gradients: Gradients,
-    buffers: UpdateBuffers,
-    *,
-    step: int,
-    learning_rate: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    decay: float = 0.0,
-    rounding: Rounding = NO_ROUNDING,
-) -> None:
-    """Adam on the rows of the batch only, as torch.optim.SparseAdam; `step` counts applied steps from 1."""
-    rule = adam_rule(step, learning_rate, beta1, beta2, eps, decay)
-    vectors = expect_vectors(vectors, written=True)
-    dim = vectors.dim
-    _step(vectors, exp_avg, exp_avg_sq, (dim, dim), pairs, gradients, buffers, rule, rounding)
+    _update(
+        pairs, *step.gradients, *vectors, first, second, *step.rounding, buffers.noise, rule.kind, rule.rate,
+        rule.eps, rule.decay, rule.new1, rule.new2, buffers.long,
+        num_long, num_stretches, buffers.sums, buffers.counter, parts,
+    )  # fmt: skip

@@ -8,50 +8,18 @@ generated: what is not for float32 is not in its kernels.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
-import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
 from tiercache.kernels.cpu.jit import inlined, intrinsic
-from tiercache.kernels.cpu.simd import WIDTH, address_of, ask, lanes, masked_load, masked_store, prefetch
+from tiercache.kernels.cpu.simd import WIDTH, ask, element_address, lanes, masked_load, masked_store, prefetch
 
-__all__ = ["Vectors", "ask_row", "element", "expect_vectors", "is_narrow", "read", "shape_of", "write_rounded"]
+__all__ = ["ask_row", "element", "is_narrow", "read", "shape_of", "write_rounded"]
 
 _LONG, _WORD, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
-
-
-class Vectors(NamedTuple):
-    """The vectors of a group's rows, one in each slot."""
-
-    values: NDArray[Any]
-    """(S, P): float32, or the bits of 16-bit numbers as uint16."""
-    dim: int
-    """D."""
-    is_half: int
-    """1 for float16, 0 for bfloat16; means nothing for float32."""
-
-    @classmethod
-    def of(cls, words: NDArray[np.float32], dim: int, dtype: str) -> "Vectors":
-        """See words of 4 bytes (S, words) as vectors of "float32", "bfloat16" or "float16", without a copy."""
-        return cls(words if dtype == "float32" else words.view(np.uint16), dim, int(dtype == "float16"))
-
-
-def expect_vectors(vectors: NDArray[np.float32] | Vectors, *, written: bool = False) -> Vectors:
-    """Return vectors as kernels want them; an array of float32 (S, D) is taken, too. Raises ValueError."""
-    if not isinstance(vectors, Vectors):
-        values = expect("vectors", vectors, np.float32, 2, written=written)
-        return Vectors(values, values.shape[1], 0)
-    is_wide = vectors.values.dtype == np.float32
-    values = expect("vectors", vectors.values, np.float32 if is_wide else np.uint16, 2, written=written)
-    stride = vectors.dim if is_wide else vectors.dim + vectors.dim % 2
-    if values.shape[1] != stride:
-        raise ValueError(f"vectors of dim {vectors.dim} stand {values.shape[1]} numbers apart, not {stride}.")
-    return Vectors(values, int(vectors.dim), int(vectors.is_half))
 
 
 def _is_16_bits(array: Any) -> bool:
@@ -154,7 +122,7 @@ def _load_one(_typing: Any, values: Any, is_half: Any, offset: Any) -> Any:
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         array, half, at = arguments
-        number = builder.load(address_of(context, builder, values, array, at))
+        number = builder.load(element_address(context, builder, values, array, at))
         return _widen(builder, number, half, 1) if _is_16_bits(values) else number
 
     return types.float32(values, types.intp, types.intp), emit
@@ -169,7 +137,7 @@ def _store_rounded(
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         array, half, at, row, some, random, random_at = arguments
         if _is_16_bits(values):
-            first = builder.bitcast(address_of(context, builder, noise, random, _LONG(0)), _SHORT.as_pointer())
+            first = builder.bitcast(element_address(context, builder, noise, random, _LONG(0)), _SHORT.as_pointer())
             address = builder.bitcast(builder.gep(first, [random_at]), _wide(_SHORT, WIDTH).as_pointer())
             drawn = builder.zext(builder.load(address, align=2), _wide(_WORD, WIDTH))
             row = _round(builder, row, drawn, half)

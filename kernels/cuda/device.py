@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from tiercache.kernels.arrays import View
 from tiercache.kernels.cuda.kernel_cache import kept
-from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, View, describe, source
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, describe, source
 
 __all__ = [
     "ARCHITECTURES",
@@ -316,7 +317,7 @@ class CudaDevice:
             pointer = self._host.stream()
             if pointer not in self._streams:
                 self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
-            held = [self._copy(a, pointer) if isinstance(a, np.ndarray) else a for a in arguments]
+            held = [self.table(a) if isinstance(a, np.ndarray) else a for a in arguments]
             words = tuple(np.float32(a) if isinstance(a, float) else np.int64(self._address(a)) for a in held)
             self._function(kernel)((blocks,), (BLOCK_THREADS,), words, stream=self._streams[pointer])
 
@@ -324,18 +325,18 @@ class CudaDevice:
         found = None if isinstance(argument, int) else self.describe(argument)
         return argument if found is None else found.address
 
-    def _copy(self, table: NDArray[Any], stream: int) -> Any:
-        """Return a copy of a table on the device.
+    def table(self, array: NDArray[Any]) -> Any:
+        """Return a copy of a table on the device, which nobody may write to.
 
         The tables of one step are those of the step before where arrays lie at the same places, so recent ones are
         kept. Large ones are those of a switch, and no two switches have the same.
         """
-        if table.nbytes > _KEPT_BYTES:
-            return self._host.put(table)
-        key = stream, table.tobytes()
+        if array.nbytes > _KEPT_BYTES:
+            return self.put(array)
+        key = self.stream(), array.tobytes()
         with self._tables_lock:
             if key not in self._tables:
-                self._tables[key] = self._host.put(table)
+                self._tables[key] = self.put(array)
                 if len(self._tables) > _KEPT_TABLES:
                     self._tables.popitem(last=False)
             self._tables.move_to_end(key)

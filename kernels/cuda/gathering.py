@@ -9,60 +9,49 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
-from tiercache.kernels.cuda.launch import Device, access, launch_parts, struct, view
+from tiercache.kernels.arrays import I8, expect
+from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import by_width, rows_at
+from tiercache.kernels.step import Vectors
 
-__all__ = ["Gathered", "Mapped", "gather", "gather_many", "limits_of", "map_slots"]
+__all__ = ["Gathered", "Mapped", "gather", "limits_of", "map_slots"]
 
 _GATHER_PART, _MAP_PART = struct("GatherPart", "gathering"), struct("MapPart", "gathering")
 _GATHER_TASK, _MAP_TASK = 32, 256  # entries
 
 
 class Gathered(NamedTuple):
-    """One table's part of `gather_many`: as `gather`'s arguments."""
+    """One table's part of `gather`: the row in each slot (E,) is written to `out` (E, D)."""
 
-    vectors: Any
+    vectors: Vectors
     slots: Any
     out: Any
 
 
 class Mapped(NamedTuple):
-    """One group's part of `map_slots`: slots (E,) are written; bases, entry_starts and limits are NumPy arrays."""
+    """One group's part of `map_slots`: slots (E,) are written; bases and entry_starts are NumPy arrays."""
 
     ids: Any
-    bases: NDArray[np.int64]
-    entry_starts: NDArray[np.int64]
+    bases: I8
+    entry_starts: I8
     slot_of_local: Any
     slots: Any
-    limits: NDArray[np.int64] | None = None
 
 
-def limits_of(
-    bases: NDArray[np.int64], limits: NDArray[np.int64] | None, num_local: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return bases and limits as they must be; without limits an id may reach to the last local position.
+def limits_of(bases: I8, num_local: int) -> I8:
+    """Return below which number an id of each feature must be: there are no more local positions from its base on.
 
-    Raises ValueError where a table would end behind it.
+    Raises ValueError where a table would begin behind them.
     """
-    bases = expect("bases", bases, np.int64)
-    limits = num_local - bases if limits is None else expect("limits", limits, np.int64)
-    if limits.shape != bases.shape:
-        raise ValueError(f"{limits.size} limits do not fit {bases.size} bases: each feature has one of both.")
-    if bases.size and (int(bases.min()) < 0 or int(limits.min()) < 0 or int((bases + limits).max()) > num_local):
-        raise ValueError(f"a feature's table ends behind the {num_local} local positions.")
-    return bases, limits
+    expect("bases", bases, np.int64)
+    if bases.size and not 0 <= int(bases.min()) <= int(bases.max()) <= num_local:
+        raise ValueError(f"a feature's table begins outside the {num_local} local positions.")
+    return num_local - bases
 
 
-def gather(device: Device, vectors: Any, slots: Any, out: Any) -> None:
-    """Write the row in each slot (E,) of `vectors`, an array (S, D) of float32 or Vectors, to `out` (E, D)."""
-    gather_many(device, [Gathered(vectors, slots, out)])
-
-
-def gather_many(device: Device, tables: Sequence[Gathered]) -> None:
-    """Do `gather` for several tables, which may have different dims, in one launch, or one for each width."""
+def gather(device: Device, tables: Sequence[Gathered]) -> None:
+    """Copy the rows of several tables, which may have different dims, in one launch, or one for each width."""
     parts = []
     for table in tables:
         vectors = rows_at(device, table.vectors)
@@ -71,7 +60,7 @@ def gather_many(device: Device, tables: Sequence[Gathered]) -> None:
         dim = vectors.dim
         if out.shape != (slots.size, dim):
             raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
-        vec, team = access(dim, *vectors.wide, out.address, narrow=vectors.narrow)
+        vec, team = vectors.access(out.address)
         part = vectors.address, slots.address, out.address, slots.size, dim, vec, team, vectors.is_half
         parts.append((vectors, part, -(-slots.size // _GATHER_TASK)))
     for suffix, some, tasks in by_width(parts):
@@ -84,11 +73,11 @@ def map_slots(device: Device, groups: Sequence[Mapped]) -> None:
     for group in groups:
         local = view(device, "slot_of_local", group.slot_of_local, np.int32)
         to = view(device, "slots", group.slots, np.int32, written=True)
-        bases, limits = limits_of(group.bases, group.limits, local.size)
+        bases, starts, limits = group.bases, group.entry_starts, limits_of(group.bases, local.size)
         seen = view(device, "ids", group.ids, np.int32, np.int64)
         if to.size != seen.size:
             raise ValueError(f"{to.size} slots cannot hold those of {seen.size} ids.")
-        starts = expect("entry_starts", group.entry_starts, np.int64)
+        expect("entry_starts", starts, np.int64)
         if starts.size != bases.size + 1 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > seen.size:
             raise ValueError(f"{bases.size} features and {seen.size} ids do not fit entry starts {starts.tolist()}.")
         columns = (array.tolist() for array in (bases, limits, starts[:-1], starts[1:]))

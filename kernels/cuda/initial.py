@@ -9,21 +9,22 @@ import numpy as np
 
 from tiercache.kernels.cpu.hashing import mix
 from tiercache.kernels.cpu.initial import CONSTANT, UNIFORM, ZEROS
-from tiercache.kernels.cuda.launch import Device, access, launch_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import rows_at
+from tiercache.kernels.step import Vectors
 
-__all__ = ["CONSTANT", "UNIFORM", "ZEROS", "fill_rows", "initial_rows"]
+__all__ = ["fill_rows", "initial_rows", "set_streams"]
 
 _PART = struct("NewRows", "initial")
 _TASK = 32  # rows
 
 
 def initial_rows(
-    device: Device, keys: Any, table_id: int, seed: int, kind: int, a: float, b: float, out: Any, slots: Any = None
+    device: Device, keys: Any, table_id: int, seed: int, kind: int, a: float, b: float, out: Vectors, slots: Any = None
 ) -> None:
-    """Write the initial vector of each key (n,) to `out`: float32, or Vectors, which are rounded to the nearest.
+    """Write the initial vector of each key (n,) to `out`; 16-bit dtypes are rounded to the nearest.
 
-    Without `slots`, `out` is (n, dim); with them it is (S, dim), and the vector of key i goes to `out[slots[i]]`: slots
+    Without `slots`, `out` has n rows; with them it has S, and the vector of key i goes to `out[slots[i]]`: slots
     (n,) int32, no two the same; -1 is passed over. `kind` is ZEROS, CONSTANT (a) or UNIFORM (low a, high b).
     """
     if kind not in (ZEROS, CONSTANT, UNIFORM):
@@ -35,14 +36,33 @@ def initial_rows(
     _launch(device, seen.address, seen.size, stream, kind, first, second, out, slots)
 
 
-def fill_rows(device: Device, value: float, out: Any, slots: Any) -> None:
-    """Write `value` to every element of the rows of `out` (S, dim) in `slots` (n,): a new row's optimizer state."""
-    size = view(device, "slots", slots, np.int32).size
+def fill_rows(device: Device, value: float, field: Any, slots: Any) -> None:
+    """Write `value` to every element of the rows of `field` (S, width) in `slots` (n,): a new row's optimizer state."""
+    size, out = view(device, "slots", slots, np.int32).size, Vectors(field, field.shape[1])
     _launch(device, 0, size, 0, CONSTANT, np.float32(value), np.float32(0), out, slots)
 
 
+def set_streams(device: Device, streams: Any, slots: Any, keys: Any, table_id: int, seed: int) -> None:
+    """Write the streams of rows of one table to their slots: slots (n,) int32, -1 is passed over; keys (n,) int64.
+
+    Slots None: that of key i goes to place i of `streams` (n,). As `kernels.cpu.rounding.set_streams`.
+    """
+    to = view(device, "streams", streams, np.uint64, written=True)
+    given = view(device, "keys", keys, np.int64)
+    places = None if slots is None else view(device, "slots", slots, np.int32)
+    room = to.size if places is None else places.size
+    if room != given.size:
+        raise ValueError(f"{given.size} keys have {room} slots: give one each.")
+    if given.size == 0:
+        return
+    table = int(np.array(mix((seed ^ table_id) & ((1 << 64) - 1)), np.uint64).view(np.int64))
+    blocks = blocks_for(device, -(-given.size // 32))
+    address = 0 if places is None else places.address
+    device.launch("initial.set_streams", blocks, (to.address, address, given.address, given.size, table))
+
+
 def _launch(
-    device: Device, keys: int, size: int, stream: int, kind: int, a: np.float32, b: np.float32, out: Any, slots: Any
+    device: Device, keys: int, size: int, stream: int, kind: int, a: np.float32, b: np.float32, out: Vectors, slots: Any
 ) -> None:
     to, address = rows_at(device, out, "out", written=True), 0
     if slots is not None:
@@ -53,6 +73,6 @@ def _launch(
     elif to.num_slots != size:
         raise ValueError(f"out has {to.num_slots} rows for {size} keys: give one each.")
     rows = size if to.dim else 0
-    vec = access(to.dim, *to.wide, narrow=to.narrow)[0]
+    vec = to.access()[0]
     part = keys, address, to.address, rows, stream, to.dim, vec, kind, a, b, to.is_half
     launch_parts(device, f"initial.initial_rows{to.suffix}", _PART, [part], [-(-rows // _TASK)])

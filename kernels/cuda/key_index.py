@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect
+from tiercache.kernels.arrays import I8, U8, expect
 from tiercache.kernels.cpu.key_index import (
     KeySet,
     Missing,
@@ -18,7 +17,7 @@ from tiercache.kernels.cpu.key_index import (
 )
 from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
 
-__all__ = ["KeyIndex", "KeySet", "Missing", "MissingKeys"]
+__all__ = ["KeyIndex", "MissingKeys"]
 
 _INSERT, _FIND = struct("InsertPart", "key_index"), struct("FindPart", "key_index")
 _TASK = 256  # keys
@@ -53,9 +52,10 @@ class KeyIndex:
     room: how many keys fit. Nothing waits for the device. No search may run beside an insert on another stream.
     """
 
-    def __init__(self, device: Device, room: int, table_ids: NDArray[np.uint64]) -> None:
+    def __init__(self, device: Device, room: int, table_ids: U8) -> None:
         self._device = device
-        self._table_ids = [int(table_id) for table_id in expect("table_ids", table_ids, np.uint64)]
+        expect("table_ids", table_ids, np.uint64)
+        self._table_ids = [int(table_id) for table_id in table_ids]
         self.capacity = capacity_for(room)
         self.count = 0
         """Keys taken in."""
@@ -101,8 +101,8 @@ class KeyIndex:
     def find(
         self,
         keys: Any,
-        entry_starts: NDArray[np.int64],
-        tables: NDArray[np.int64],
+        entry_starts: I8,
+        tables: I8,
         positions: Any,
         missing: MissingKeys | None = None,
     ) -> None:
@@ -114,8 +114,8 @@ class KeyIndex:
         to = view(self._device, "positions", positions, np.int32, written=True)
         if to.size != seen.size:
             raise ValueError(f"{to.size} positions cannot hold those of {seen.size} keys.")
-        starts, tables = check_entries(seen.size, entry_starts, tables, len(self._table_ids))
-        cuts = starts.tolist()
+        check_entries(seen.size, entry_starts, tables, len(self._table_ids))
+        cuts = entry_starts.tolist()
         parts = [
             (first, last, table, self._table_ids[table])
             for table, first, last in zip(tables.tolist(), cuts[:-1], cuts[1:], strict=True)

@@ -9,17 +9,18 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from tiercache.kernels.arrays import View
 
 __all__ = [
     "BLOCK_THREADS",
     "Argument",
     "Device",
     "Part",
-    "View",
     "access",
     "blocks_for",
     "describe",
@@ -39,24 +40,6 @@ Argument = int | float | NDArray[Any]
 Part = tuple[Any, ...]
 
 
-class View(NamedTuple):
-    """Where an array lies on a device."""
-
-    address: int
-    shape: tuple[int, ...]
-    dtype: "np.dtype[Any]"
-    contiguous: bool = True
-    writable: bool = True
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
-
-
 class Device(Protocol):
     """Where kernels run: everything happens in the order of the calls, and only `read` waits for it."""
 
@@ -73,6 +56,10 @@ class Device(Protocol):
 
     def put(self, table: NDArray[Any]) -> Any:
         """Return a copy of a table on the device, which nobody may write to."""
+        ...
+
+    def table(self, array: NDArray[Any]) -> Any:
+        """Do so for what the next steps will want again: recent copies are kept."""
         ...
 
     def read(self, array: Any) -> NDArray[Any]:
@@ -120,28 +107,15 @@ def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype
     return True
 
 
-def view(
-    device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False
-) -> View:  # fmt: skip
+def view(device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> View:
     """Return where an array lies on the device. Its owner must live until the launch that uses it is done.
 
-    Raises ValueError when its dtype is none of `dtypes`, when its number of dimensions or memory order is another, or
-    when a kernel would write to a read-only array.
+    Raises ValueError as `View.check`.
     """
     found = device.describe(array)
     if found is None:
         raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
-    aligned = found.address % found.dtype.itemsize == 0
-    if found.dtype not in dtypes or len(found.shape) != ndim or not found.contiguous or not aligned:
-        flaws = "" if found.contiguous else ", not C-contiguous"
-        flaws += "" if aligned else ", not aligned"
-        wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
-        raise ValueError(
-            f"{name} is {len(found.shape)}-dimensional {found.dtype}{flaws}: "
-            f"give an aligned C-contiguous {ndim}-dimensional array of {wanted}."
-        )
-    if written and not found.writable:
-        raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
+    found.check(name, dtypes, ndim, written=written)
     return found
 
 

@@ -167,33 +167,6 @@ __device__ __forceinline__ void pool_samples(const PoolPart& part, int64 first, 
         part.out + first * part.width + part.of.col, part.width);
 }
 
-// A task is 32 samples of one feature; `chunks` tasks make a feature.
-template <class T>
-__device__ __forceinline__ void pool_features(
-    const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out,
-    int64 num_samples, int64 width) {
-    for (int64 task = warp_id(); task < num_features * chunks; task += num_warps()) {
-        const PoolFeature& feature = features[task / chunks];
-        const PoolPart part = {feature, batch[feature.group], out, num_samples, width};
-        const int64 first = task % chunks * 32;
-        const int count = num_samples - first < 32 ? static_cast<int>(num_samples - first) : 32;
-        if (part.of.vec == 4) pool_samples<T, 4>(part, first, count);
-        else pool_samples<T, 1>(part, first, count);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-pool(const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out,
-     int64 num_samples, int64 width) {
-    pool_features<float>(features, num_features, chunks, batch, out, num_samples, width);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-pool_narrow(const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out,
-     int64 num_samples, int64 width) {
-    pool_features<uint16>(features, num_features, chunks, batch, out, num_samples, width);
-}
-
 // Row times gradient of each entry, summed as the CPU's kernel sums: 16 sums, added by halves.
 template <class T, int VEC>
 __device__ __forceinline__ void weigh_bags(
@@ -225,9 +198,10 @@ __device__ __forceinline__ void weigh_bags(
     }
 }
 
-// `out` is the gradient here, which is read, and the batch's `entry_scale` that of the weights, which is written.
-template <class T>
-__device__ __forceinline__ void weigh_features(
+// A task is 32 samples of one feature; `chunks` tasks make a feature. To weigh, `out` is the gradient, which is read,
+// and the batch's `entry_scale` that of the weights, which is written.
+template <class T, bool WEIGHS>
+__device__ __forceinline__ void do_features(
     const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out,
     int64 num_samples, int64 width) {
     for (int64 task = warp_id(); task < num_features * chunks; task += num_warps()) {
@@ -235,19 +209,24 @@ __device__ __forceinline__ void weigh_features(
         const PoolPart part = {feature, batch[feature.group], out, num_samples, width};
         const int64 first = task % chunks * 32;
         const int count = num_samples - first < 32 ? static_cast<int>(num_samples - first) : 32;
-        if (part.of.vec == 4) weigh_bags<T, 4>(part, part.out, part.batch.entry_scale, first, count);
-        else weigh_bags<T, 1>(part, part.out, part.batch.entry_scale, first, count);
+        if constexpr (WEIGHS) {
+            if (part.of.vec == 4) weigh_bags<T, 4>(part, part.out, part.batch.entry_scale, first, count);
+            else weigh_bags<T, 1>(part, part.out, part.batch.entry_scale, first, count);
+        } else {
+            if (part.of.vec == 4) pool_samples<T, 4>(part, first, count);
+            else pool_samples<T, 1>(part, first, count);
+        }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-weight_gradient(const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out,
-     int64 num_samples, int64 width) {
-    weigh_features<float>(features, num_features, chunks, batch, out, num_samples, width);
-}
+#define POOL_KERNEL(NAME, T, WEIGHS) \
+    extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) \
+    NAME(const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out, \
+         int64 num_samples, int64 width) { \
+        do_features<T, WEIGHS>(features, num_features, chunks, batch, out, num_samples, width); \
+    }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-weight_gradient_narrow(const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out,
-     int64 num_samples, int64 width) {
-    weigh_features<uint16>(features, num_features, chunks, batch, out, num_samples, width);
-}
+POOL_KERNEL(pool, float, false)
+POOL_KERNEL(pool_narrow, uint16, false)
+POOL_KERNEL(weight_gradient, float, true)
+POOL_KERNEL(weight_gradient_narrow, uint16, true)

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tiercache.kernels.arrays import expect, same_length
-from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.arrays import I1, I8, View, expect, same_length
+from tiercache.kernels.cpu.gathering import check_columns
+from tiercache.kernels.cpu.pooling import MAX, MEAN
 from tiercache.kernels.cuda.gathering import limits_of
-from tiercache.kernels.cuda.launch import Device, View, access, blocks_for, given, struct, view
+from tiercache.kernels.cuda.launch import Device, blocks_for, given, struct, view
 from tiercache.kernels.cuda.vectors import rows_at
+from tiercache.kernels.step import Vectors
 
-__all__ = ["MAX", "MEAN", "SUM", "Features", "Ids", "PoolPlan"]
+__all__ = ["Features", "Ids", "PoolPlan"]
 
 _FEATURE, _BATCH = struct("PoolFeature", "pooling"), struct("PoolBatch", "pooling")
 _SAMPLES_OF_TASK = 32
@@ -25,17 +26,14 @@ _SAMPLES_OF_TASK = 32
 class Features(NamedTuple):
     """The features of a group that a module looks up. Arrays of an element a feature are NumPy arrays.
 
-    vectors: (S, D) float32, or `Vectors`; slot_of_local (L,) int32. Both lie on the device.
+    slot_of_local: (L,) int32. It lies on the device as vectors do.
     """
 
-    vectors: Any
+    vectors: Vectors
     slot_of_local: Any
-    bases: NDArray[np.int64]
-    cols: NDArray[np.int64]
-    modes: NDArray[np.int8] | None = None
-    """None: SUM."""
-    limits: NDArray[np.int64] | None = None
-    """The number of keys of each feature's table; None: up to the last local position."""
+    bases: I8
+    cols: I8
+    modes: I1
 
 
 class Ids(NamedTuple):
@@ -74,14 +72,14 @@ class PoolPlan:
         for g, group in enumerate(groups):
             rows = rows_at(device, group.vectors)
             local = view(device, "slot_of_local", group.slot_of_local, np.int32)
-            bases, limits = limits_of(group.bases, group.limits, local.size)
-            cols = _columns(group.cols, rows.dim, width)
-            num_features = same_length(bases=bases, cols=cols)
-            modes = np.zeros(num_features, np.int8) if group.modes is None else expect("modes", group.modes, np.int8)
-            same_length(bases=bases, modes=modes)
+            bases, cols, modes, limits = group.bases, group.cols, group.modes, limits_of(group.bases, local.size)
+            expect("cols", cols, np.int64)
+            expect("modes", modes, np.int8)
+            check_columns(cols, rows.dim, width)
+            num_features = same_length(bases=bases, cols=cols, modes=modes)
             columns = (array.tolist() for array in (bases, limits, cols, modes))
             for f, (base, limit, col, mode) in enumerate(zip(*columns, strict=True)):
-                vec, team = access(rows.dim, *rows.wide, 4 * col, columns=width if aligned else 1, narrow=rows.narrow)
+                vec, team = rows.access(4 * col, columns=width if aligned else 1)
                 of_rows = rows.address, local.address, base, limit, col, g, f, rows.dim, vec, team, mode, rows.is_half
                 features[rows.suffix].append(of_rows)
             self._groups.append(_Group(num_features, MAX in modes, MEAN in modes))
@@ -152,15 +150,6 @@ class PoolPlan:
         for suffix, count, features in self._features:
             arguments = features, count, chunks, table, out.address, num_samples, width
             self._device.launch(kernel + suffix, blocks_for(self._device, count * chunks), arguments)
-
-
-def _columns(cols: NDArray[np.int64], dim: int, width: int) -> NDArray[np.int64]:
-    cols = expect("cols", cols, np.int64)
-    if cols.size and not 0 <= cols.min() <= cols.max() <= width - dim:
-        raise ValueError(
-            f"cols must lie in [0, {width - dim}]: rows have {dim} elements and the output {width} columns."
-        )
-    return cols
 
 
 def _optional(

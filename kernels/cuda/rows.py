@@ -8,37 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiercache.kernels.cuda.launch import Device, given, launch_parts, struct, view
-from tiercache.kernels.pieces import Memory, PieceTable
+from tiercache.kernels.pieces import Pieces
 
-__all__ = ["Memory", "Pieces", "pack", "unpack"]
+__all__ = ["pack", "unpack"]
 
 _PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
 _TASK = 32  # rows
 _LINK_BLOCKS = 2
 """For each processor, a quarter of what it holds: some MB on their way, where a link of 64 GB/s has 0.1 MB in the 2 us
 that an access takes. The rest is for rows that move the other way, and for whoever comes beside."""
-
-
-class Pieces(PieceTable):
-    """Pieces in arrays of float32 on the device, or in `Memory` that it sees; they live until the launch is done."""
-
-    def __init__(self, device: Device, row_floats: int) -> None:
-        super().__init__(row_floats)
-        self._device = device
-
-    def _memory_of(self, data: Any) -> Memory:
-        if isinstance(data, Memory):
-            return data
-        seen = view(self._device, "data", data, np.float32)
-        return Memory(seen.address, seen.size, data, seen.writable)
-
-    def table(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
-        """Return address, rows and first place of every piece, and their rows again as an array."""
-        columns = self.columns()
-        return list(zip(*(column.tolist() for column in columns), strict=True)), columns[1]
 
 
 def _move(
@@ -63,8 +43,9 @@ def _move(
     before = np.cumsum([0, *widths])
     moved = [(field.address, width, at) for field, width, at in zip(values, widths, before[:-1], strict=True) if width]
     table = np.array(moved, _FIELD)
-    parts, rows = pieces.table()
-    tasks = (-(-rows // _TASK) * len(moved)).tolist()
+    columns = pieces.columns()
+    parts = list(zip(*(column.tolist() for column in columns), strict=True))
+    tasks = (-(-columns[1] // _TASK) * len(moved)).tolist()
     blocks = {"per_processor": _LINK_BLOCKS} if over_link else {}
     launch_parts(device, kernel, _PIECE, parts, tasks, table, known.address, ordered, **blocks)
 

@@ -277,50 +277,18 @@ __device__ __forceinline__ void update_parts(
 
 #define WARPS (BLOCK_THREADS / 32)
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-update_sgd(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
-    __shared__ Window windows[WARPS];
-    update_parts<float, SGD>(parts, num_parts, num_tasks, windows);
-}
+#define UPDATE_KERNEL(NAME, T, KIND) \
+    extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) \
+    NAME(const UpdatePart* parts, int64 num_parts, int64 num_tasks) { \
+        __shared__ Window windows[WARPS]; \
+        update_parts<T, KIND>(parts, num_parts, num_tasks, windows); \
+    }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-update_adagrad(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
-    __shared__ Window windows[WARPS];
-    update_parts<float, ADAGRAD>(parts, num_parts, num_tasks, windows);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-update_rowwise_adagrad(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
-    __shared__ Window windows[WARPS];
-    update_parts<float, ROWWISE>(parts, num_parts, num_tasks, windows);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-update_adam(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
-    __shared__ Window windows[WARPS];
-    update_parts<float, ADAM>(parts, num_parts, num_tasks, windows);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-update_sgd_narrow(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
-    __shared__ Window windows[WARPS];
-    update_parts<uint16, SGD>(parts, num_parts, num_tasks, windows);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-update_adagrad_narrow(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
-    __shared__ Window windows[WARPS];
-    update_parts<uint16, ADAGRAD>(parts, num_parts, num_tasks, windows);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-update_rowwise_adagrad_narrow(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
-    __shared__ Window windows[WARPS];
-    update_parts<uint16, ROWWISE>(parts, num_parts, num_tasks, windows);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-update_adam_narrow(const UpdatePart* parts, int64 num_parts, int64 num_tasks) {
-    __shared__ Window windows[WARPS];
-    update_parts<uint16, ADAM>(parts, num_parts, num_tasks, windows);
-}
+UPDATE_KERNEL(update_sgd, float, SGD)
+UPDATE_KERNEL(update_adagrad, float, ADAGRAD)
+UPDATE_KERNEL(update_rowwise_adagrad, float, ROWWISE)
+UPDATE_KERNEL(update_adam, float, ADAM)
+UPDATE_KERNEL(update_sgd_narrow, uint16, SGD)
+UPDATE_KERNEL(update_adagrad_narrow, uint16, ADAGRAD)
+UPDATE_KERNEL(update_rowwise_adagrad_narrow, uint16, ROWWISE)
+UPDATE_KERNEL(update_adam_narrow, uint16, ADAM)

@@ -1,28 +1,17 @@
-"""Vectors on a CUDA device, of float32 or of a 16-bit dtype: `vectors`, by the words that rows are kept in.
+"""Vectors on a CUDA device, of float32 or of a 16-bit dtype: where they lie.
 
 Kernels have an instantiation for each width, whose names differ by a suffix; the parts of one launch have one width.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tiercache.kernels.cuda.launch import Device, Part, view
+from tiercache.kernels.cuda.launch import Device, Part, access, view
+from tiercache.kernels.step import Vectors
 
-__all__ = ["RowsAt", "Vectors", "by_width", "rows_at"]
-
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-class Vectors(NamedTuple):
-    """The vectors of a group's rows, one in each slot."""
-
-    words: Any
-    """(S, W): the 4-byte words of a row, as an array of float32; rows of an odd dim end with 16 zero bits."""
-    dim: int
-    dtype: str
-    """float32, bfloat16 or float16."""
+__all__ = ["RowsAt", "by_width", "rows_at"]
 
 
 class RowsAt(NamedTuple):
@@ -31,39 +20,25 @@ class RowsAt(NamedTuple):
     address: int
     num_slots: int
     dim: int
+    is_half: int
     suffix: str
     """Of the kernels that take them."""
-    is_half: int
 
-    @property
-    def wide(self) -> tuple[int, ...]:
-        """Their address, if they are float32: then they are taken as all other rows are."""
-        return () if self.suffix else (self.address,)
-
-    @property
-    def narrow(self) -> int | None:
-        """Their address, if they have 16 bits."""
-        return self.address if self.suffix else None
+    def access(self, *addresses: int, columns: int = 0) -> tuple[int, int]:
+        """Return `launch.access` for these rows, with others of float32 at some addresses."""
+        if self.suffix:
+            return access(self.dim, *addresses, columns=columns, narrow=self.address)
+        return access(self.dim, self.address, *addresses, columns=columns)
 
 
-def rows_at(device: Device, vectors: Any, name: str = "vectors", *, written: bool = False) -> RowsAt:
-    """Return where Vectors, or an array (S, D) of float32, lie.
-
-    Raises ValueError as `view` does, and where words and dim do not fit.
-    """
-    if not isinstance(vectors, Vectors):
-        seen = view(device, name, vectors, np.float32, ndim=2, written=written)
-        return RowsAt(seen.address, seen.shape[0], seen.shape[1], "", 0)
-    seen = view(device, name, vectors.words, np.float32, ndim=2, written=written)
-    if vectors.dtype not in _DTYPES:
-        raise ValueError(f"{name} are of dtype {vectors.dtype}: rows are kept in {', '.join(_DTYPES)}.")
-    is_wide = vectors.dtype == "float32"
-    words = vectors.dim if is_wide else (vectors.dim + 1) // 2
-    if seen.shape[1] != words:
-        raise ValueError(f"{name} of {vectors.dtype} and dim {vectors.dim} have {seen.shape[1]} words, not {words}.")
-    return RowsAt(
-        seen.address, seen.shape[0], vectors.dim, "" if is_wide else "_narrow", int(vectors.dtype == "float16")
-    )
+def rows_at(device: Device, vectors: Vectors, name: str = "vectors", *, written: bool = False) -> RowsAt:
+    """Return where vectors lie. Raises ValueError as `launch.view` and `Vectors.check` do."""
+    seen = view(device, name, vectors.values, np.float32, np.uint16, ndim=2, written=written)
+    vectors.check()
+    if seen.address % 4:
+        raise ValueError(f"{name} begin at address {seen.address:#x}: rows begin at multiples of 4.")
+    suffix = "_narrow" if seen.dtype == np.uint16 else ""
+    return RowsAt(seen.address, seen.shape[0], vectors.dim, vectors.is_half, suffix)
 
 
 def by_width(parts: Sequence[tuple[RowsAt, Part, int]]) -> Iterator[tuple[str, list[Part], list[int]]]:

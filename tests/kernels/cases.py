@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
+from tests.kernels.machines import Cpu, Cuda
+from tests.kernels.shim.device import ORDERS, device_for
 from tiercache.kernels.cpu.jit import set_threads, threads
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 
@@ -17,7 +20,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+DTYPES = ("bfloat16", "float16")
 DIMS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 48, 63, 64, 65, 80, 100, 127, 128, 130)
+
+
+every_machine = pytest.mark.parametrize("kind", ["cpu", "cuda"])
+"""A test that is written once: for the CPU, and for the shim or the GPU of `make test-gpu`."""
 
 
 @contextmanager
@@ -29,6 +37,27 @@ def use_threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         set_threads(before)
+
+
+@contextmanager
+def machine(kind: str, turn: int = 0) -> Iterator[Any]:
+    """Give a machine: the CPU with one thread or two, a device with its threads in one order or another."""
+    if kind == "cpu":
+        with use_threads(1 + turn % 2):
+            yield Cpu()
+        return
+    device = device_for(ORDERS[turn % len(ORDERS)])
+    try:
+        yield Cuda(device)
+    finally:
+        device.close()
+
+
+def machines(kind: str) -> Iterator[Any]:
+    """Give a machine of a kind for each number, or order, of threads."""
+    for turn in range(2 if kind == "cpu" else len(ORDERS)):
+        with machine(kind, turn) as one:
+            yield one
 
 
 def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
@@ -72,11 +101,6 @@ class Bags:
     def width(self) -> int:
         """Columns of the output."""
         return self.gap + self.num_features * (self.dim + self.gap)
-
-    @property
-    def entry_starts(self) -> NDArray[np.int64]:
-        """Where each feature's entries begin."""
-        return self.offsets[np.arange(self.num_features + 1) * self.num_samples]
 
     def entries(self) -> Iterator[tuple[int, int, int, int]]:
         """Give (feature, sample, first entry, entry behind the last) of every bag."""

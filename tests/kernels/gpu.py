@@ -36,7 +36,7 @@ class GpuDevice:
         self.num_processors = self._device.num_processors
         self.launches: list[str] = []
         self.describe, self.empty, self.sort = self._device.describe, self._device.empty, self._device.sort
-        self.put, self.read = self._device.put, self._device.read
+        self.put, self.table, self.read = self._device.put, self._device.table, self._device.read
 
     def place(self, array: Any) -> torch.Tensor:
         """Return a copy of an array on the GPU that may be written to."""

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MASK = 0xFFFFFFFF
+AWKWARD = (
+    0x00000000, 0x80000000, 0x00000001, 0x0003A5C1, 0x33000000, 0x33000001, 0xB3800000, 0x33C00000, 0x34200000,
+    0x387FC000, 0x387FE000, 0x387FFFFF, 0x38800000, 0x38801000, 0x38803000, 0x3F800000, 0x3F801000, 0x3F808000,
+    0x3F818000, 0x3F803000, 0x477FE000, 0x477FEFFF, 0xC77FF000, 0x47800000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF,
+    0x7F800000, 0xFF800000,
+)  # fmt: skip
+"""float32 bits: zeros, subnormals of both, ties, the ends of float16 and bfloat16, infinities."""
 
 
 def mix_one(number: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kernels.test_cuda_key_index import keys_of_hashes
+from tests.kernels.test_key_index import keys_of_hashes
 from tiercache.kernels.cpu.bucketing import key_owners
 
 

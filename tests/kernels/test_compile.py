@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tiercache.kernels.cpu import jit
-from tiercache.kernels.cpu.compile import _READING, is_cached, prepare
+from tiercache.kernels.cpu.compile import is_cached, prepare
+from tiercache.kernels.cpu.hashing import hash_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,16 +36,20 @@ def test_prepare_compiles_every_kernel_and_tells_how_far_it_is() -> None:
     assert told[-1] == ("done", told[-1][2], told[-1][2])
     for path in (ROOT / "kernels" / "cpu").glob("*.py"):
         __import__(f"tiercache.kernels.cpu.{path.stem}")
-    assert [kernel.__name__ for kernel in jit.KERNELS if not kernel.signatures] == []
+    assert [kernel.name for kernel in jit.KERNELS if kernel.is_available() and not kernel.entry.signatures] == []
     assert is_cached(narrow=True)
 
 
 def test_a_kernel_has_one_set_of_types_and_those_that_read_vectors_two() -> None:
     """Another set would be compiled in the middle of training."""
     prepare(narrow=True)
-    reading = [kernel.__name__ for kernel in _READING]
-    several = {kernel.__name__: len(kernel.signatures) for kernel in jit.KERNELS if len(kernel.signatures) > 1}
-    assert several == dict.fromkeys(reading, 2)
+    several = {kernel.name for kernel in jit.KERNELS if len(kernel.entry.signatures) > 1}
+    assert several == {"_gather", "_pool_one", "_spread_one", "_pool_bags", "_weight_gradient", "_update"}
+    with pytest.raises(ValueError, match=r"keys is 1-dimensional float64: give an aligned .* array of int64"):
+        hash_keys(np.zeros(3), 5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="No matching definition"):
+        hash_keys(np.zeros(3, np.int64), None)  # type: ignore[arg-type]
+    assert all(len(kernel.entry.signatures) <= 1 + kernel.has_narrow for kernel in jit.KERNELS)
 
 
 def test_importing_kernels_loads_no_numba() -> None:
@@ -57,8 +63,8 @@ def test_a_new_process_finds_the_compiled_code(tmp_path: Path) -> None:
     code = (
         "from tiercache.kernels.cpu import jit, hashing, compile; import numpy as np;"
         "hashing.hash_keys(np.arange(3), 5);"
-        "kernel = next(k for k in jit.KERNELS if k.__name__ == '_hash_keys');"
-        "print(compile.is_cached(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))"
+        "stats = next(k for k in jit.KERNELS if k.name == '_hash_keys').compiler.stats;"
+        "print(compile.is_cached(), sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))"
     )
     assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "False 0 1"
     assert run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "False 1 0"

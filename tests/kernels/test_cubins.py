@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
-from tiercache.kernels.cpu.jit import cache_folder
+from tiercache.kernels.cpu.jit import KERNELS, cache_folder
 from tiercache.kernels.cuda import kernel_cache as cubins
 
 
@@ -82,6 +83,5 @@ def test_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, c
 
 def test_it_lies_where_numba_keeps_its_code() -> None:
     """So one folder holds all that is compiled, and NUMBA_CACHE_DIR moves both."""
-    from tiercache.kernels.cpu import hashing as bits
-
-    assert cache_folder() == Path(bits._hash_keys._cache.cache_path)
+    importlib.import_module("tiercache.kernels.cpu.hashing")
+    assert cache_folder() == Path(KERNELS[0].compiler._cache.cache_path)

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels import one_group
 from tests.kernels.cases import same_bits
+from tests.kernels.machines import Cpu
 from tests.kernels.shim.device import ShimDevice
-from tests.kernels.test_update import update as update_on_cpu
-from tiercache.kernels.cpu import jit, update
+from tests.kernels.test_update import rule_of, stepped
+from tiercache.kernels.cpu import jit
 from tiercache.kernels.cuda import device as cuda
-from tiercache.kernels.cuda import gathering as cuda_gathering
 from tiercache.kernels.cuda import kernel_cache as cubins
 from tiercache.kernels.cuda import launch
-from tiercache.kernels.cuda import update as cuda_update
+from tiercache.kernels.cuda.gathering import Gathered, gather
+from tiercache.kernels.cuda.sorting import sort_groups
+from tiercache.kernels.cuda.update import update_many
+from tiercache.kernels.step import Gradients, Step, Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,13 +206,13 @@ def test_a_step_runs_on_the_given_stream_with_memory_of_torch(cupy: Cupy) -> Non
     rng, cols = np.random.default_rng(0), np.zeros(1, np.int64)
     vectors, sums = rng.standard_normal((30, 8)).astype(np.float32), rng.random((30, 8)).astype(np.float32)
     slots, gradient = rng.integers(0, 30, 100).astype(np.int32), rng.standard_normal((100, 8)).astype(np.float32)
-    wanted = update_on_cpu("adagrad", vectors, [sums], slots, update.one_id_gradients(gradient, cols))
+    wanted = stepped(Cpu(), "adagrad", [vectors, sums], slots, Cpu().one_id(gradient))
     place = cupy.shim.place
     fields = [place(field).view(OnDevice) for field in (vectors, sums)]
     device, host = opened(cupy)
-    pairs = one_group.sort_slots(device, place(slots).view(OnDevice), 30)
-    described = cuda_update.one_id_gradients(device, place(gradient).view(OnDevice), cols)
-    one_group.update_adagrad(device, *fields, pairs, described, None, learning_rate=0.1)
+    (pairs,) = sort_groups(device, [(place(slots).view(OnDevice), 30)])
+    described = Gradients(place(gradient.reshape(-1)).view(OnDevice), 100, 8, cols)
+    update_many(device, [Step(Vectors(fields[0], 8), fields[1:], pairs, described, rule_of("adagrad"))])
     assert all(same_bits(np.array(field), right) for field, right in zip(fields, wanted, strict=True))
     assert host.taken
     assert host.inside == 0
@@ -223,7 +225,8 @@ def test_tables_of_parts_go_to_the_device_once(cupy: Cupy) -> None:
     arrays = [place(np.ones((5, 4), np.float32)), place(np.zeros(3, np.int32)), place(np.zeros((3, 4), np.float32))]
     device, host = opened(cupy)
     for _ in range(3):
-        cuda_gathering.gather(device, *(array.view(OnDevice) for array in arrays))
+        vectors, slots, out = (array.view(OnDevice) for array in arrays)
+        gather(device, [Gathered(Vectors(vectors, 4), slots, out)])
     assert (host.uploads, len(cupy.loaded)) == (1, 1)
     assert (arrays[2] == 1).all()
     device.prepare()
@@ -285,7 +288,7 @@ def test_large_tables_are_not_kept(cupy: Cupy) -> None:
     device, host = opened(cupy)
     for size, uploads in ((64 << 10, 1), ((64 << 10) + 1, 3)):
         for _ in range(2):
-            device._copy(np.zeros(size, np.uint8), STREAM)
+            device.table(np.zeros(size, np.uint8))
         assert host.uploads == uploads
 
 
@@ -293,12 +296,12 @@ def test_an_array_that_is_not_on_the_device_is_refused(cupy: Cupy) -> None:
     """A list has no address, and a kernel cannot reach an array in host memory."""
     device, _ = opened(cupy)
     with pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):
-        one_group.sort_slots(device, [1, 2], 3)
+        sort_groups(device, [([1, 2], 3)])
     out = np.zeros((3, 4), np.float32)
-    arrays = [cupy.shim.place(a).view(OnDevice) for a in (np.ones((5, 4), np.float32), np.zeros(3, np.int32))]
+    vectors, slots = (cupy.shim.place(a).view(OnDevice) for a in (np.ones((5, 4), np.float32), np.zeros(3, np.int32)))
     for host in (out, torch.from_numpy(out)):
         with pytest.raises(ValueError, match=r"out is of type (ndarray|Tensor): give an array on the CUDA device"):
-            cuda_gathering.gather(device, *arrays, host)
+            gather(device, [Gathered(Vectors(vectors, 4), slots, host)])
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

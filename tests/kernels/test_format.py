@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.kernels.machines import Cpu
 from tests.kernels.shuffling import sample_at
 from tests.kernels.stochastic import philox, random_bits, rounded
-from tiercache.kernels.cpu.gradients import one_id_gradients
 from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64, xxh64_words
 from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
-from tiercache.kernels.cpu.rounding import make_rounding, set_streams
-from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
-from tiercache.kernels.cpu.update import UpdateBuffers, update_sgd
-from tiercache.kernels.cpu.vectors import Vectors
+from tiercache.kernels.cpu.rounding import set_streams
+from tiercache.kernels.step import SGD, Rule, Step, Vectors, make_rounding
 from tiercache.passes.keyset import KeySet, write_key_set
 from tiercache.planning.schedule import Schedule
 from tiercache.store import hashing
@@ -95,9 +93,8 @@ def test_random_bits_of_steps_are_those_of_the_page() -> None:
         streams = np.zeros(1, np.uint64)
         set_streams(streams, np.zeros(1, np.int32), np.array([int(key)]), ITEM, SEED)
         gradient = -np.full((1, 8), 0x3F807FFF, np.uint32).view(np.float32)
-        pairs = sort_slots(np.zeros(1, np.int32), 1, SortBuffers())
-        described, rounding = one_id_gradients(gradient, np.zeros(1, np.int64)), make_rounding(streams, int(step))
-        update_sgd(held, pairs, described, UpdateBuffers(), learning_rate=1.0, rounding=rounding)
+        pairs, rounding = Cpu().sort(np.zeros(1, np.int32), 1), make_rounding(streams, int(step))
+        Cpu().step(Step(held, (), pairs, Cpu().one_id(gradient), Rule(SGD, 1.0), rounding))
         assert held.values[0].tolist() == [0x3F80 + (0x7FFF + r >> 16) for r in wanted]
 
 

@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import DIMS, same_bits
-from tests.kernels.stochastic import philox
+from tests.kernels.cases import DIMS, DTYPES, every_machine, machine, machines, same_bits
+from tests.kernels.machines import Cuda
+from tests.kernels.shim.device import ShimDevice
+from tests.kernels.stochastic import AWKWARD, philox
 from tiercache.kernels.cpu.hashing import mix
 from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda.launch import launch_parts, view
+from tiercache.kernels.step import Vectors
+from tiercache.store.vectors import to_bits
 
 MASK = 2**64 - 1
 LOW = 2**32 - 1
@@ -43,27 +49,6 @@ def test_philox_gives_the_published_answers(
 ) -> None:
     """The slow definition, to which the words of rows are held."""
     assert philox(counter, key) == wanted
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4),
-    table_id=st.integers(0, MASK),
-    seed=st.integers(-(2**63), MASK),
-    dim=st.sampled_from(DIMS),
-    low=st.floats(-10, 0, width=32),
-    high=st.floats(0, 10, width=32),
-)
-def test_uniform_rows_follow_their_definition_bit_for_bit(
-    keys: list[int], table_id: int, seed: int, dim: int, low: float, high: float
-) -> None:
-    """Low + (word >> 8) * 2^-24 * (high - low) in float32, each operation rounded: nothing fused."""
-    out = np.full((len(keys), dim), np.nan, np.float32)
-    initial_rows(np.array(keys, np.int64), table_id, seed, UNIFORM, low, high, out)
-    f4 = np.float32
-    for row, key in zip(out, keys, strict=True):
-        unit = (words_of(key, table_id, seed, dim) >> np.uint64(8)).astype(f4) * f4(2.0**-24)
-        assert same_bits(row, f4(low) + unit * (f4(high) - f4(low)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -113,16 +98,6 @@ def test_a_longer_row_begins_like_a_shorter_one() -> None:
     assert np.array_equal(short, long[:, :30])
 
 
-def test_zeros_and_constants_are_what_they_say() -> None:
-    """No generator at all; no keys at all."""
-    out = np.full((3, 5), np.nan, np.float32)
-    initial_rows(np.arange(3), 1, 1, ZEROS, 7.0, 7.0, out)
-    assert (out == 0).all()
-    initial_rows(np.arange(3), 1, 1, CONSTANT, 0.25, 7.0, out)
-    assert (out == 0.25).all()
-    initial_rows(np.empty(0, np.int64), 1, 1, NORMAL, 0.0, 1.0, out[:0])
-
-
 def test_an_unknown_kind_or_a_wrong_length_is_refused() -> None:
     """A sentence, and nothing written."""
     out = np.zeros((2, 3), np.float32)
@@ -130,3 +105,99 @@ def test_an_unknown_kind_or_a_wrong_length_is_refused() -> None:
         initial_rows(np.arange(2), 0, 0, 4, 0.0, 0.0, out)
     with pytest.raises(ValueError, match="one length"):
         initial_rows(np.arange(3), 0, 0, UNIFORM, 0.0, 1.0, out)
+
+
+@every_machine
+@settings(max_examples=100, deadline=None)
+@given(
+    keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=70, unique=True),
+    table_id=st.integers(0, MASK),
+    seed=st.integers(-(2**63), MASK),
+    dim=st.sampled_from(DIMS),
+    kind_of_row=st.sampled_from((ZEROS, CONSTANT, UNIFORM)),
+    low=st.floats(-10, 0, width=32) | st.just(-1e5),
+    high=st.floats(0, 10, width=32) | st.just(1e-6),
+    dtype=st.sampled_from(("float32", *DTYPES)),
+    turn=st.integers(0, 2),
+)
+def test_rows_follow_their_definition_bit_for_bit(
+    kind: str, keys: list[int], table_id: int, seed: int, dim: int, kind_of_row: int, low: float, high: float,
+    dtype: str, turn: int,
+) -> None:  # fmt: skip
+    """Low + (word >> 8) * 2^-24 * (high - low) in float32, each operation rounded: nothing fused.
+
+    On a device also of 16 bits, rounded to the nearest, and straight into slots, where other rows stay as they are.
+    """
+    f4, size = np.float32, len(keys)
+    wanted = np.full((size, dim), low if kind_of_row == CONSTANT else 0, f4)
+    if kind_of_row == UNIFORM:
+        for row, key in zip(wanted, keys, strict=True):
+            unit = (words_of(key, table_id, seed, dim) >> np.uint64(8)).astype(f4) * f4(2.0**-24)
+            row[:] = f4(low) + unit * (f4(high) - f4(low))
+    dtype = "float32" if kind == "cpu" else dtype
+    with machine(kind, turn) as m:
+        there, how = m.place(np.array(keys, np.int64)), (table_id, seed, kind_of_row, low, high)
+        out = m.vectors(np.full((size, dim), 9, f4), dtype)
+        m.initial_rows(there, *how, out)
+        right = m.read(m.vectors(wanted, dtype).values)
+        assert m.read(out.values).tobytes() == right.tobytes()
+        if kind == "cpu":
+            return
+        slots = np.random.default_rng(0).permutation(size + 5)[:size].astype(np.int32)
+        rows = m.vectors(np.full((size + 5, dim), 9, f4), dtype)
+        expected = m.read(rows.values)
+        expected[slots[1:]] = right[1:]
+        slots[:1] = -1
+        m.initial_rows(there, *how, rows, m.place(slots))
+        assert m.read(rows.values).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (5, 0)])
+def test_nothing_to_write_launches_nothing_on_cuda(shape: tuple[int, int]) -> None:
+    """No new keys, or rows of no elements."""
+    with machine("cuda") as m:
+        m.initial_rows(m.place(np.arange(shape[0])), 1, 3, UNIFORM, -0.5, 0.5, m.vectors(np.zeros(shape, np.float32)))
+        assert m.device.launches == []
+
+
+@pytest.mark.parametrize("dim", [1, 3, 64])
+def test_states_of_new_rows_begin_with_their_value_on_cuda(dim: int) -> None:
+    """In the slots that were named and no other."""
+    wanted = np.zeros((9, dim), np.float32)
+    wanted[[3, 0, 7]] = np.float32(0.1)
+    for m in machines("cuda"):
+        state = m.place(np.zeros((9, dim), np.float32))
+        cuda_initial.fill_rows(m.device, 0.1, state, m.place(np.array([3, 0, -1, 7], np.int32)))
+        assert same_bits(m.read(state), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_nearest_is_that_of_numpy_on_cuda(dtype: str) -> None:
+    """Ends and ties of the dtypes, and three thousand bit patterns; NaN stays NaN with its sign and upper bits."""
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, 3000, dtype=np.uint64).astype(np.uint32)
+    drawn[:1000] = drawn[:1000] % 0x10000000 + 0x30000000  # where float16 has its numbers
+    nan = np.array([0x7FC00001, 0xFFC12345, 0x7FFFFFFF], np.uint32)
+    values = np.concatenate([np.array(AWKWARD, np.uint32), drawn, nan]).view(np.float32)
+    values = values[~np.isnan(values) | (values.view(np.uint32) & 0x400000 != 0)]  # else Python makes NaN quiet
+    with machine("cuda") as m:
+        out, count = m.array((values.size, 2), np.float32), [1] * values.size
+        at = view(m.device, "out", out, np.float32, ndim=2).address
+        parts = [
+            (0, 0, at + 8 * i, 1, 0, 3, 1, CONSTANT, value, 0, dtype == "float16") for i, value in enumerate(values)
+        ]
+        launch_parts(m.device, "initial.initial_rows_narrow", cuda_initial._PART, parts, count)  # a row of each number
+        assert np.array_equal(m.read(out).view(np.uint16)[:, 2], to_bits(values, dtype))
+
+
+def test_rows_that_do_not_fit_are_refused_on_cuda() -> None:
+    """An unknown kind, another number of rows or slots: a sentence, and nothing is launched."""
+    m, out = Cuda(ShimDevice()), Vectors(np.zeros((2, 3), np.float32), 3)
+    for keys, kind_of_row, slots, said in (
+        (2, NORMAL, None, "kind 3 is not made on a device"),
+        (2, 4, None, "kind 4 is not made on a device"),
+        (3, UNIFORM, None, "2 rows for 3 keys"),
+        (2, UNIFORM, np.zeros(1, np.int32), "2 keys have 1 slots"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            m.initial_rows(np.arange(keys), 0, 0, kind_of_row, 0.0, 1.0, out, slots)
+    assert m.device.launches == []

@@ -1,83 +1,96 @@
-"""Lookups: gather and pool."""
+"""Lookups: gather and pool, on every machine and from rows of every dtype."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.kernels.cases import DIMS, Bags, bags, same_bits, use_threads
-from tiercache.kernels.cpu.pooling import (
-    MAX,
-    MEAN,
-    SUM,
-    can_spread,
-    check_ids,
-    gather,
-    map_slots,
-    pool_bags,
-    pool_one,
-    spread_one,
-    weight_gradient,
-)
+from tests.kernels.cases import DIMS, DTYPES, Bags, bags, every_machine, machine, machines, same_bits, use_threads
+from tests.kernels.machines import Cpu, Cuda, narrow, numbers
+from tests.kernels.shim.device import ShimDevice
+from tiercache.kernels.cpu.gathering import can_spread, check_ids, map_slots, pool_one, spread_one
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cuda.pooling import Features, Ids
+from tiercache.kernels.step import Vectors
+from tiercache.store.vectors import from_bits
 
-NONE = np.empty(0, np.float32)
+F4 = np.float32
+ALL_DTYPES = st.sampled_from(("float32", *DTYPES))
+TURNS = st.integers(0, 2)
+ID_DTYPES = st.sampled_from((np.int32, np.int64))
 
 
-def pool(case: Bags, *, scaled: bool = True) -> dict[str, Any]:
-    """Call ``pool_bags`` on a case."""
-    done: dict[str, Any] = {
-        "out": np.zeros((case.num_samples, case.width), np.float32),
-        "slots": np.full(case.ids.size, -7, np.int32),
-        "argmax": np.full((case.num_samples, case.width), -7, np.int32),
-        "entry_offset": np.full(case.ids.size, -7, np.int64),
-        "entry_scale": np.full(case.ids.size if scaled else 0, np.nan, np.float32),
+def as_held(case: Bags, dtype: str) -> Bags:
+    """Return a case whose vectors are numbers of a dtype."""
+    return (
+        case if dtype == "float32" else dataclasses.replace(case, vectors=numbers(narrow(case.vectors, dtype), dtype))
+    )
+
+
+def written(m: Any, case: Bags, *, scaled: bool = True) -> dict[str, Any]:
+    """Return the arrays that `pool_bags` writes."""
+    size = case.ids.size
+    return {
+        "out": m.place(np.zeros((case.num_samples, case.width), F4)),
+        "slots": m.place(np.full(size, -7, np.int32)),
+        "argmax": m.place(np.full((case.num_samples, case.width), -7, np.int32)),
+        "entry_offset": m.place(np.full(size, -7, np.int64)),
+        "entry_scale": m.place(np.full(size if scaled else 0, np.nan, F4)),
     }
-    pool_bags(
-        case.vectors, case.slot_of_local, case.ids, case.bases, case.entry_starts, case.offsets, case.weights,
-        case.modes, case.cols, *done.values(),
+
+
+def pool(
+    m: Any, case: Bags, dtype: str = "float32", *, ids_dtype: type = np.int32, scaled: bool = True
+) -> dict[str, Any]:
+    """Call ``pool_bags`` on a case and return what it wrote, where it lies."""
+    done = written(m, case, scaled=scaled)
+    m.pool_bags(
+        m.vectors(case.vectors, dtype), m.place(case.slot_of_local), m.ids(case.ids, ids_dtype), case.bases,
+        m.place(case.offsets), m.place(case.weights), case.modes, case.cols, *done.values(),
     )  # fmt: skip
     return done
 
 
+@every_machine
 @settings(max_examples=60, deadline=None)
-@given(bags(one_id=True, modes=(SUM,)))
-def test_one_id_per_sample_copies_its_row(case: Bags) -> None:
-    """pool_one writes each id's row to its columns, and its slot, and nothing else."""
-    out = np.zeros((case.num_samples, case.width), np.float32)
-    slots = np.empty(case.ids.size, np.int32)
-    pool_one(case.vectors, case.slot_of_local, case.ids, case.bases, case.cols, case.num_samples, out, slots)
-    assert same_bits(out, case.pooled())
-    assert np.array_equal(slots, case.slots())
+@given(case=bags(one_id=True, modes=(SUM,)), dtype=ALL_DTYPES, turn=TURNS, ids_dtype=ID_DTYPES)
+def test_one_id_per_sample_copies_its_row(kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type) -> None:
+    """pool_one writes each id's row to its columns, and its slot, and nothing else; so does spread_one of the CPU."""
+    with machine(kind, turn) as m:
+        held, wanted = m.vectors(case.vectors, dtype), as_held(case, dtype).pooled()
+        done = written(m, case)
+        ids, local = m.ids(case.ids, ids_dtype), m.place(case.slot_of_local)
+        m.pool_one(held, local, ids, case.bases, case.cols, done["out"], done["slots"])
+        assert same_bits(m.read(done["out"]), wanted)
+        assert np.array_equal(m.read(done["slots"]), case.slots())
+        if kind == "cpu":
+            out = np.zeros_like(wanted)
+            spread_one(held, m.sort(case.slots(), len(case.vectors)), case.cols, out)
+            assert same_bits(out, wanted)
 
 
-@settings(max_examples=60, deadline=None)
-@given(bags(one_id=True, modes=(SUM,)))
-def test_rows_in_the_order_of_memory_fill_the_same_output(case: Bags) -> None:
-    """spread_one writes what pool_one writes, and nothing else."""
-    out = np.zeros((case.num_samples, case.width), np.float32)
-    pairs = sort_slots(case.slots(), len(case.vectors), SortBuffers())
-    spread_one(case.vectors, pairs, case.cols, case.num_samples, out)
-    assert same_bits(out, case.pooled())
+@every_machine
+@settings(max_examples=100, deadline=None)
+@given(case=bags(), dtype=ALL_DTYPES, turn=TURNS, ids_dtype=ID_DTYPES)
+def test_bags_pool_like_the_obvious_loop_bit_for_bit(
+    kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type
+) -> None:
+    """Sum, mean and max, weights, empty bags: the sums go over the entries in order, so bits agree.
 
-
-@settings(max_examples=80, deadline=None)
-@given(bags())
-def test_bags_pool_like_the_obvious_loop_bit_for_bit(case: Bags) -> None:
-    """Sum, mean and max, weights, empty bags: the sums go over the entries in order, so bits agree."""
-    done = pool(case)
+    entry_offset, entry_scale and argmax say where gradients come from.
+    """
+    with machine(kind, turn) as m:
+        done = {name: m.read(array) for name, array in pool(m, case, dtype, ids_dtype=ids_dtype).items()}
+    case = as_held(case, dtype)
     assert same_bits(done["out"], case.pooled())
     assert np.array_equal(done["slots"], case.slots())
-
-
-@settings(max_examples=40, deadline=None)
-@given(bags())
-def test_bags_describe_their_entries_for_the_step(case: Bags) -> None:
-    """entry_offset, entry_scale and argmax say where gradients come from."""
-    done = pool(case)
     for f, n, first, last in case.entries():
         place = n * case.width + case.cols[f]
         assert (done["entry_offset"][first:last] == (~place if case.modes[f] == MAX else place)).all()
@@ -88,34 +101,153 @@ def test_bags_describe_their_entries_for_the_step(case: Bags) -> None:
             else:
                 assert np.array_equal(piece, first + np.argmax(case.vectors[case.slots()[first:last]], axis=0))
         else:
-            share = np.float32(last - first) if case.modes[f] == MEAN else np.float32(1)
+            share = F4(last - first) if case.modes[f] == MEAN else F4(1)
             assert all(done["entry_scale"][e] == case.weight(e) / share for e in range(first, last))
 
 
-@settings(max_examples=20, deadline=None)
-@given(bags())
-def test_lookups_do_not_depend_on_the_number_of_threads(case: Bags) -> None:
-    """One thread or two: the same bits."""
-    both = []
-    for count in (1, 2):
-        with use_threads(count):
-            both.append(pool(case))
-    assert all(np.array_equal(both[0][name], both[1][name], equal_nan=True) for name in both[0])
+def by_halves(products: np.ndarray) -> Any:
+    """Sum float32 as kernels do: sixteen sums in order, added by halves."""
+    sums = functools.reduce(np.add, np.pad(products, (0, -products.size % 16)).reshape(-1, 16))
+    while sums.size > 1:
+        sums = sums[: sums.size // 2] + sums[sums.size // 2 :]
+    return sums[0]
 
 
-@settings(max_examples=40, deadline=None)
-@given(bags(modes=(SUM, MEAN)))
-def test_the_gradient_of_a_weight_is_row_times_gradient(case: Bags) -> None:
-    """D out / d weight of each entry, divided by the ids of the bag for a mean."""
-    rng = np.random.default_rng(0)
-    gradient = rng.standard_normal((case.num_samples, case.width)).astype(np.float32)
-    out, slots = np.full(case.ids.size, np.nan, np.float32), case.slots()
-    weight_gradient(case.vectors, slots, case.entry_starts, case.offsets, case.modes, case.cols, gradient, out)
+@every_machine
+@settings(max_examples=60, deadline=None)
+@given(case=bags(modes=(SUM, MEAN)), dtype=ALL_DTYPES, turn=TURNS)
+def test_the_gradient_of_a_weight_is_row_times_gradient(kind: str, case: Bags, dtype: str, turn: int) -> None:
+    """D out / d weight of each entry, divided by the ids of the bag for a mean: bit for bit, for any dim."""
+    gradient = np.random.default_rng(0).standard_normal((case.num_samples, case.width)).astype(F4)
+    slots = case.slots()
+    with machine(kind, turn) as m:
+        out = m.place(np.full(case.ids.size, np.nan, F4))
+        m.weight_gradient(
+            m.vectors(case.vectors, dtype), m.place(slots), m.place(case.offsets), case.modes, case.cols,
+            m.place(gradient), out,
+        )  # fmt: skip
+        found, case = m.read(out), as_held(case, dtype)
     for f, n, first, last in case.entries():
-        grad = gradient[n, case.cols[f] : case.cols[f] + case.dim].astype(np.float64)
+        grad = gradient[n, case.cols[f] : case.cols[f] + case.dim]
         for e in range(first, last):
-            wanted = grad @ case.vectors[slots[e]] / (last - first if case.modes[f] == MEAN else 1)
-            assert out[e] == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+            share = F4(last - first) if case.modes[f] == MEAN else F4(1)
+            assert found[e] == by_halves(case.vectors[slots[e]] * grad) / share
+            assert found[e] == pytest.approx(grad.astype(float) @ case.vectors[slots[e]] / share, rel=1e-4, abs=1e-4)
+
+
+@every_machine
+@pytest.mark.parametrize("dim", DIMS)
+def test_gather_copies_rows(kind: str, dim: int) -> None:
+    """Unpooled: one row for each entry, in order; none at all works too; slot -1 of a device reads as zeros."""
+    rng = np.random.default_rng(dim)
+    values = rng.standard_normal((50, dim)).astype(F4)
+    for dtype in ("float32", DTYPES[dim % 2]):
+        case = values if dtype == "float32" else numbers(narrow(values, dtype), dtype)
+        for size in (0, 1, 31, 3000 if kind == "cpu" else 300):
+            slots = rng.integers(0, 50, size).astype(np.int32)
+            wanted = case[slots]
+            if kind == "cuda":
+                slots[:1], wanted[:1] = -1, 0
+            for m in machines(kind):
+                out = m.array((size, dim), F4)
+                m.gather(m.vectors(values, dtype), m.place(slots), out)
+                assert same_bits(m.read(out), wanted)
+
+
+@every_machine
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 4, 16, 37, 256])
+def test_every_number_of_16_bits_is_read_exactly(kind: str, dtype: str, dim: int) -> None:
+    """All 65,536 bit patterns, in whole accesses and in parts of them: subnormals, infinities and NaN too.
+
+    Reading does not depend on subnormal numbers of float32: a GPU that takes them for zero reads the same.
+    """
+    bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // dim), dim))
+    padded = np.zeros((bits.shape[0], dim + dim % 2), np.uint16)
+    padded[:, :dim] = bits
+    expected = from_bits(bits, dtype)
+    nan = np.isnan(expected)
+    flushing = [Cuda(ShimDevice("random", flush=True))] if (kind, dim) == ("cuda", 4) else []
+    with machine(kind, 2) as first:
+        for m in (first, *flushing):
+            out, held = m.array(bits.shape, F4), Vectors.of(padded.view(F4), dim, dtype)
+            m.gather(held._replace(values=m.place(held.values)), m.place(np.arange(len(bits), dtype=np.int32)), out)
+            found = m.read(out)
+            assert np.array_equal(np.isnan(found), nan)
+            assert same_bits(found[~nan], expected[~nan])
+
+
+@every_machine
+def test_max_pooling_keeps_the_first_of_equals_and_none_of_an_empty_bag(kind: str) -> None:
+    """The entry of the largest element, the first where several are equal."""
+    vectors = np.array([[1, 2, 3, 4], [1, 3, 3, 0]], F4)
+    case = Bags(
+        2, 4, [2], np.array([MAX], np.int8), np.array([0, 3, 3]), np.array([0, 1, 0], np.int32),
+        np.empty(0, F4), np.arange(2, dtype=np.int32), vectors, 0,
+    )  # fmt: skip
+    for m in machines(kind):
+        done = pool(m, case)
+        assert m.read(done["argmax"]).tolist() == [[0, 1, 0, 0], [-1, -1, -1, -1]]
+        assert m.read(done["out"]).tolist() == [[1, 3, 3, 4], [0, 0, 0, 0]]
+
+
+@every_machine
+def test_map_slots_follows_each_features_table(kind: str) -> None:
+    """Each feature's ids count from its table's first position."""
+    for m in machines(kind):
+        slots, local = m.array((4,), np.int32), m.place(np.array([9, 8, 7, 6, 5], np.int32))
+        ids = m.place(np.array([0, 1, 0, 2], np.int32))
+        m.map_slots(ids, np.array([0, 2], np.int64), np.array([0, 2, 4]), local, slots)
+        assert m.read(slots).tolist() == [9, 8, 7, 5]
+
+
+def test_groups_of_all_dims_and_dtypes_pool_in_a_launch_for_each_width_on_cuda() -> None:
+    """One id per sample and bags, each into columns of its own, as the CPU pools each; 16-bit dtypes share a launch."""
+    rng, cpu = np.random.default_rng(0), Cpu()
+    with machine("cuda", 2) as m:
+        groups, col, wanted = [], 0, np.zeros((70, 110), F4)
+        for dim, dtype, bagged in (
+            (4, "float32", True), (5, "float32", False), (64, "float32", True), (16, "bfloat16", False),
+            (21, "float16", True),
+        ):  # fmt: skip
+            offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 4, 70) if bagged else np.ones(70, np.int64))])
+            size, values = int(offsets[-1]), rng.standard_normal((9, dim)).astype(F4)
+            ids, local = rng.integers(0, 9, size).astype(np.int32), np.arange(9, dtype=np.int32)[::-1].copy()
+            of_all = np.zeros(1, np.int64), np.array([col]), np.zeros(1, np.int8)
+            slots, places, none = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(0, F4)
+            cpu.pool_bags(
+                cpu.vectors(values, dtype), local, ids, of_all[0], offsets, none, of_all[2], of_all[1], wanted, slots,
+                np.empty((0, 0), np.int32), places, none,
+            )  # fmt: skip
+            there = Ids(m.place(ids), m.place(slots))
+            if bagged:
+                there = there._replace(offsets=m.place(offsets), entry_offset=m.place(places))
+            groups.append((Features(m.vectors(values, dtype), m.place(local), *of_all), there))
+            col += dim
+        out = m.place(np.zeros((70, 110), F4))
+        m.device.launches.clear()
+        m.pool(groups, out)
+        assert m.device.launches == ["pooling.pool", "pooling.pool_narrow"]
+        assert same_bits(m.read(out), wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(("bad", "where"), [(-1, 1), (10, 3), (2**31 - 1, 2), (-(2**31), 0), (2**32 + 1, 2)])
+def test_an_id_outside_its_table_reads_as_zeros_on_cuda(bad: int, where: int, dtype: type) -> None:
+    """A lookup goes on without that row; one beyond 32 bits is bad though its low half alone would be good."""
+    if dtype == np.int32 and bad >= 2**31 + 1:
+        return
+    ids = np.array([0, 6, 6, 0, 3], dtype)
+    ids[where] = bad
+    right = np.repeat([0, 7], [4, 1]) + ids
+    right[[where, 4]] = -1  # the second feature's table has the last three of ten positions
+    for m in machines("cuda"):
+        slots, local = m.array((5,), np.int32), m.place(np.arange(10, dtype=np.int32))
+        m.map_slots(m.place(ids), np.array([0, 7]), np.array([0, 4, 5]), local, slots)
+        assert m.read(slots).tolist() == right.tolist()
+        out = m.array((5, 1), F4)
+        m.gather(m.vectors(np.arange(1, 11, dtype=F4).reshape(10, 1)), slots, out)
+        assert m.read(out)[:, 0].tolist() == (right + 1).tolist()
 
 
 def test_a_large_output_is_the_same_past_the_caches() -> None:
@@ -123,47 +255,25 @@ def test_a_large_output_is_the_same_past_the_caches() -> None:
     rng = np.random.default_rng(0)
     num_samples, features = 8200, 5
     for dim, gap in ((64, 0), (32, 16), (48, 3), (130, 0)):
-        vectors = rng.standard_normal((400, dim)).astype(np.float32)
+        vectors = rng.standard_normal((400, dim)).astype(F4)
         ids = rng.integers(0, 400, features * num_samples).astype(np.int32)
         cols = np.arange(features, dtype=np.int64) * (dim + gap)
-        room = np.zeros(num_samples * features * (dim + gap) + 16, np.float32)
+        room = np.zeros(num_samples * features * (dim + gap) + 16, F4)
         for shift in (0, 1):
             start = (-room.ctypes.data % 64) // 4 + shift
             out = room[start : start + room.size - 16].reshape(num_samples, -1)
             out[:] = 0
             slots = np.empty(ids.size, np.int32)
             slot_of_local = rng.permutation(400).astype(np.int32)
-            pool_one(vectors, slot_of_local, ids, np.zeros(features, np.int64), cols, num_samples, out, slots)
+            pool_one(Vectors(vectors, dim), slot_of_local, ids, np.zeros(features, np.int64), cols, out, slots)
             for f in range(features):
                 mine = slot_of_local[ids[f * num_samples : (f + 1) * num_samples]]
                 assert np.array_equal(out[:, cols[f] : cols[f] + dim], vectors[mine])
             wanted = out.copy()
             out[:] = 0
-            spread_one(vectors, sort_slots(slots, 400, SortBuffers()), cols, num_samples, out)
+            spread_one(Vectors(vectors, dim), sort_slots(slots, 400, SortBuffers()), cols, out)
             assert same_bits(out, wanted)
             assert can_spread(out, cols, dim) == (shift == 0 and dim % 16 == 0 and gap % 16 == 0)
-
-
-@pytest.mark.parametrize("dim", DIMS)
-def test_gather_copies_rows(dim: int) -> None:
-    """Unpooled: one row for each entry, in order; none at all works too."""
-    rng = np.random.default_rng(dim)
-    vectors = rng.standard_normal((50, dim)).astype(np.float32)
-    for size in (0, 1, 3000):
-        slots = rng.integers(0, 50, size).astype(np.int32)
-        out = np.empty((size, dim), np.float32)
-        gather(vectors, slots, out)
-        assert np.array_equal(out, vectors[slots])
-
-
-def test_map_slots_follows_each_features_table() -> None:
-    """Each feature's ids count from its table's first position."""
-    slots = np.empty(4, np.int32)
-    map_slots(
-        np.array([0, 1, 0, 2], np.int32), np.array([0, 2], np.int64), np.array([0, 2, 4]),
-        np.array([9, 8, 7, 6, 5], np.int32), slots,
-    )  # fmt: skip
-    assert slots.tolist() == [9, 8, 7, 5]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -198,40 +308,60 @@ def test_check_ids_takes_the_limit_of_each_feature() -> None:
     assert check_ids(np.empty(0, np.int32), np.array([0, 0]), np.array([0])) == -1
 
 
-def test_arrays_of_another_type_or_shape_are_refused() -> None:
-    """A wrong dtype, order, length or column is a sentence, never memory of someone else."""
-    vectors, slots = np.zeros((5, 4), np.float32), np.zeros(3, np.int32)
-    with pytest.raises(ValueError, match="float64"):
-        gather(vectors.astype(np.float64), slots, np.zeros((3, 4), np.float32))
-    with pytest.raises(ValueError, match="C-contiguous"):
-        gather(np.asfortranarray(vectors), slots, np.zeros((3, 4), np.float32))
-    with pytest.raises(ValueError, match="3 rows of 4"):
-        gather(vectors, slots, np.zeros((2, 4), np.float32))
-    with pytest.raises(ValueError, match="not aligned"):
-        gather(np.zeros(81, np.uint8)[1:].view(np.float32).reshape(5, 4), slots, np.zeros((3, 4), np.float32))
-    read_only = np.zeros((3, 4), np.float32)
+@every_machine
+def test_arrays_of_another_type_or_shape_are_refused(kind: str) -> None:
+    """A wrong dtype, order, length, column or table is a sentence, never memory of someone else."""
+    m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
+    vectors, slots, out = np.zeros((5, 4), F4), np.zeros(3, np.int32), np.zeros((3, 4), F4)
+    odd, read_only = np.zeros(81, np.uint8)[1:].view(F4).reshape(5, 4), out.copy()
     read_only.flags.writeable = False
-    with pytest.raises(ValueError, match="read-only"):
-        gather(vectors, slots, read_only)
-    with pytest.raises(ValueError, match="cols must lie in"):
-        pool_one(
-            vectors, np.zeros(5, np.int32), slots, np.zeros(1, np.int64), np.array([1]), 3,
-            np.zeros((3, 4), np.float32), slots.copy(),
-        )  # fmt: skip
-    case = Bags(1, 4, [5], np.array([SUM], np.int8), np.array([0, 3]), slots, NONE, np.zeros(5, np.int32), vectors, 0)
+    for values, at, into, said in (
+        (vectors.astype(np.float64), slots, out, "float64"),
+        (np.asfortranarray(vectors), slots, out, "C-contiguous"),
+        (odd, slots, out, "not aligned"),
+        (vectors, slots.astype(np.int64), out, "int64"),
+        (vectors, slots, out[:2], "3 rows of 4"),
+        (vectors, slots, read_only, "read-only"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            m.gather(Vectors(values, 4), at, into)
+    with pytest.raises(ValueError, match="of dim 5 stand 6 numbers apart, not 5"):
+        m.gather(Vectors(np.zeros((2, 6), F4), 5), slots, np.zeros((3, 5), F4))
+    with pytest.raises(ValueError, match="of dim 5 stand 4 numbers apart, not 6"):
+        m.gather(Vectors.of(np.zeros((3, 2), F4), 5, "bfloat16"), slots, np.zeros((3, 5), F4))
+    given_one: dict[str, Any] = {
+        "vectors": Vectors(vectors, 4), "local": np.zeros(5, np.int32), "ids": slots, "bases": np.zeros(1, np.int64),
+        "cols": np.zeros(1, np.int64), "out": out, "slots": slots.copy(),
+    }  # fmt: skip
+    for changed, said in (
+        ({"cols": np.array([1])}, "cols must lie in"),
+        ({"ids": slots[:2]}, "2 ids"),
+        ({"bases": np.array([0, 0]), "cols": np.array([0, 0])}, "one id for each of 3 samples and 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            m.pool_one(*{**given_one, **changed}.values())
+    if kind == "cuda":
+        with pytest.raises(ValueError, match="begins outside the 5 local positions"):
+            m.pool_one(*{**given_one, "bases": np.array([6])}.values())
+        with pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):
+            m.gather(Vectors(vectors, 4), [0, 0, 0], out)
+        assert m.device.launches == []
+        return
     pairs = sort_slots(np.array([0, 0, 5], np.int32), 6, SortBuffers())
-    with pytest.raises(ValueError, match="3 entries do not make"):
-        spread_one(vectors, pairs, np.zeros(1, np.int64), 2, np.zeros((2, 4), np.float32))
-    with pytest.raises(ValueError, match="slot 5: there are 5"):
-        spread_one(vectors, pairs, np.zeros(1, np.int64), 3, np.zeros((3, 4), np.float32))
-    with pytest.raises(ValueError, match="cols must lie in"):
-        spread_one(vectors, pairs[:2], np.ones(1, np.int64), 2, np.zeros((2, 4), np.float32))
-    case.offsets = np.array([0, 2])
+    for some, col, samples, said in (
+        (pairs, 0, 2, "3 entries do not make"),
+        (pairs, 0, 3, "slot 5: there are 5"),
+        (pairs[:2], 1, 2, "cols must lie in"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            spread_one(Vectors(vectors, 4), some, np.array([col]), np.zeros((samples, 4), F4))
+    none = np.empty(0, F4)
+    case = Bags(1, 4, [5], np.array([SUM], np.int8), np.array([0, 2]), slots, none, np.zeros(5, np.int32), vectors, 0)
     with pytest.raises(ValueError, match="from 0 to 3"):
-        pool(case)
+        pool(m, case)
     case.offsets, case.modes = np.array([0, 3]), np.array([MEAN], np.int8)
     with pytest.raises(ValueError, match="entry_scale"):
-        pool(case, scaled=False)
+        pool(m, case, scaled=False)
     case.num_samples, case.offsets = 2, np.array([0, 5, 3])
     with pytest.raises(ValueError, match="must not decrease"):
-        pool(case)
+        pool(m, case)

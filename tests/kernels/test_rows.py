@@ -1,14 +1,19 @@
-"""Rows between slots and pieces."""
+"""Rows between slots and pieces, on every machine."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import use_threads
-from tiercache.kernels.cpu.rows import Pieces, pack, unpack
+from tests.kernels.cases import DIMS, every_machine, machine, machines
+from tests.kernels.machines import Cpu, Cuda
+from tests.kernels.shim.device import KernelError, ShimDevice
+from tiercache.kernels.cpu.rows import pack
+from tiercache.kernels.pieces import Memory, Pieces
 
 
 def pieces_of(sizes: list[int], width: int, gap: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -18,56 +23,81 @@ def pieces_of(sizes: list[int], width: int, gap: int) -> tuple[np.ndarray, np.nd
     return first, offset, int(first[-1]) * width + gap * len(sizes)
 
 
-@settings(max_examples=60, deadline=None)
+def mapped(m: Any, array: Any, *, writable: bool = True) -> Any:
+    """Give an array to a device by its address, as pinned host memory is given."""
+    return Memory(m.device.describe(array).address, array.size, array, writable) if m.kind == "cuda" else array
+
+
+def frozen(m: Any, array: Any) -> Any:
+    """Give an array that nobody may write to."""
+    if m.kind == "cuda":
+        return mapped(m, array, writable=False)
+    seen = array.view()
+    seen.flags.writeable = False
+    return seen
+
+
+@every_machine
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    widths=st.lists(st.sampled_from([1, 2, 3, 15, 16, 17, 64, 65, 130]), min_size=1, max_size=3),
-    arrays=st.lists(st.lists(st.sampled_from([0, 1, 2, 30, 700]), min_size=1, max_size=6), min_size=1, max_size=3),
-    gap=st.sampled_from([0, 5]),
+    widths=st.lists(st.sampled_from([0, *DIMS]), min_size=1, max_size=3),
+    arrays=st.lists(
+        st.lists(st.sampled_from([0, 1, 2, 31, 33, 200, 700]), min_size=1, max_size=5), min_size=1, max_size=3
+    ),
+    gap=st.sampled_from([0, 4, 5]),
     others=st.sampled_from([3, 5000]),
-    num_threads=st.sampled_from([1, 2]),
+    any_bits=st.booleans(),
+    turn=st.integers(0, 2),
 )
 def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
-    seed: int, widths: list[int], arrays: list[list[int]], gap: int, others: int, num_threads: int
-) -> None:
-    """A piece holds all vectors, then all of each state, in whatever array; what lies between stays as it is.
+    kind: str, seed: int, widths: list[int], arrays: list[list[int]], gap: int, others: int, turn: int, *,
+    any_bits: bool,
+) -> None:  # fmt: skip
+    """A piece holds all vectors, then all of each state, at any float of whatever array; what lies between stays.
 
-    Whether it has the rows of most slots or of few.
+    Whether it has the rows of most slots or of few. Rows move as words, those that are NaN as float32 too: two numbers
+    of 16 bits may be a word.
     """
     rng = np.random.default_rng(seed)
     num_rows, row_floats = sum(map(sum, arrays)), sum(widths)
-    fields = tuple(rng.standard_normal((num_rows + others, w)).astype(np.float32) for w in widths)
+    others = others if kind == "cpu" else 3
+    fields = [rng.standard_normal((num_rows + others, w)).astype(np.float32) for w in widths]
+    if any_bits:
+        fields = [rng.integers(0, 1 << 32, f.shape, np.uint64).astype(np.uint32).view(np.float32) for f in fields]
     slots = rng.permutation(num_rows + others).astype(np.int32)
     order = rng.permutation(num_rows + others)[:num_rows].astype(np.int32)
-    packing, unpacking, packed, wanted, begun = Pieces(row_floats), Pieces(row_floats), [], [], 0
-    begins, counts, offsets, frozen = list[int](), [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
-    for sizes in arrays:
-        first, offset, size = pieces_of(sizes, row_floats, gap)
-        out, expected = np.full(size, np.nan, np.float32), np.full(size, np.nan, np.float32)
-        for p in range(len(sizes)):
-            rows = slots[order[begun + first[p] : begun + first[p + 1]]]
-            piece = np.concatenate([field[rows].reshape(-1) for field in fields])
-            expected[offset[p] : offset[p] + piece.size] = piece
-        packing.add(begun, np.diff(first), offset, out)
-        packed.append(out)
-        wanted.append(expected)
-        counts.append(np.diff(first))
-        begins.append(begun)
-        offsets.append(offset)
-        frozen.append(out.view())
-        frozen[-1].flags.writeable = False
-        begun += int(first[-1])
-    cuts = np.cumsum([0, *(len(sizes) for sizes in arrays)])
-    unpacking.add_each(np.array(begins), np.concatenate(counts), np.concatenate(offsets), frozen, cuts)
-    with use_threads(num_threads):
-        pack(fields, slots, order, packing)
-        back = tuple(np.full_like(field, -1) for field in fields)
-        unpack(back, slots[order], unpacking)
-    for out, expected in zip(packed, wanted, strict=True):
-        assert np.array_equal(out, expected, equal_nan=True)
-    for field, copy in zip(fields, back, strict=True):
-        assert np.array_equal(copy[slots[order]], field[slots[order]])
-        assert (copy[np.setdiff1d(np.arange(num_rows + others), slots[order])] == -1).all()
+    targets = slots[order]
+    with machine(kind, turn) as m:
+        packing, unpacking, packed, wanted, begun = m.pieces(row_floats), m.pieces(row_floats), [], [], 0
+        begins, counts, offsets, sources = list[int](), [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
+        for number, sizes in enumerate(arrays):
+            first, offset, size = pieces_of(sizes, row_floats, gap)
+            out, expected = m.place(np.full(size, np.nan, np.float32)), np.full(size, np.nan, np.float32)
+            for p in range(len(sizes)):
+                rows = targets[begun + first[p] : begun + first[p + 1]]
+                piece = np.concatenate([field[rows].reshape(-1) for field in fields])
+                expected[offset[p] : offset[p] + piece.size] = piece
+            packing.add(begun, np.diff(first), offset, mapped(m, out) if number == 1 else out)
+            packed.append(out)
+            wanted.append(expected)
+            counts.append(np.diff(first))
+            begins.append(begun)
+            offsets.append(offset)
+            sources.append(frozen(m, out) if number == 1 else out)
+            begun += int(first[-1])
+        cuts = np.cumsum([0, *(len(sizes) for sizes in arrays)])
+        unpacking.add_each(np.array(begins), np.concatenate(counts), np.concatenate(offsets), sources, cuts)
+        m.pack(tuple(m.place(field) for field in fields), m.place(slots), m.place(order), packing)
+        for out, expected in zip(packed, wanted, strict=True):
+            assert m.read(out).tobytes() == expected.tobytes()
+        assert kind == "cpu" or len(m.device.launches) == (1 if num_rows and row_floats else 0)
+        back = tuple(m.place(np.full_like(field, -1)) for field in fields)
+        m.unpack(back, m.place(targets), unpacking)
+        for field, there in zip(fields, back, strict=True):
+            copy = m.read(there)
+            assert copy[targets].tobytes() == field[targets].tobytes()
+            assert (copy[np.setdiff1d(np.arange(num_rows + others), targets)] == -1).all()
 
 
 @given(st.permutations(range(4)), st.integers(0, 2))
@@ -82,6 +112,54 @@ def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], 
     pack((field,), slots, order, pieces)
     for place, out in packed.items():
         assert np.array_equal(out, slots[order[10 * place : 10 * place + 10]])
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_one_large_piece_is_shared_by_all_warps_on_cuda(dim: int) -> None:
+    """A piece of 3,000 rows, more than the blocks of a small device take at once, with a state of one float."""
+    rng = np.random.default_rng(dim)
+    fields = [rng.standard_normal((3000, width)).astype(np.float32) for width in (dim, 1)]
+    slots, whole = rng.permutation(3000).astype(np.int32), np.array([3000])
+    wanted = np.concatenate([field[slots].reshape(-1) for field in fields])
+    with machine("cuda", 2) as m:
+        out, back = m.array((wanted.size,), np.float32), [m.place(np.zeros_like(field)) for field in fields]
+        pieces = m.pieces(dim + 1)
+        pieces.add(0, whole, np.zeros(1, np.int64), out)
+        m.pack([m.place(field) for field in fields], m.place(slots), None, pieces)
+        assert np.array_equal(m.read(out), wanted)
+        m.unpack(back, m.place(slots), pieces, over_link=True)
+        assert all(np.array_equal(field, m.read(copy)) for field, copy in zip(fields, back, strict=True))
+
+
+def test_slot_minus_one_packs_zeros_and_unpacks_nothing_on_cuda() -> None:
+    """As everywhere, -1 is no row."""
+    slots = np.array([2, -1, 0], np.int32)
+    for m in machines("cuda"):
+        values = m.place(np.arange(12, dtype=np.float32).reshape(3, 4))
+        out, pieces = m.array((12,), np.float32), m.pieces(4)
+        pieces.add(0, np.array([3]), np.zeros(1, np.int64), out)
+        m.pack([values], m.place(slots), None, pieces)
+        assert m.read(out).tolist() == [8, 9, 10, 11, 0, 0, 0, 0, 0, 1, 2, 3]
+        back = m.place(np.full((3, 4), 7, np.float32))
+        m.unpack([back], m.place(slots), pieces)
+        assert m.read(back).tolist() == [[0, 1, 2, 3], [7, 7, 7, 7], [8, 9, 10, 11]]
+
+
+def test_an_access_of_16_bytes_that_is_not_aligned_is_caught_on_cuda() -> None:
+    """A piece at any float, taken for one at a multiple of 16 bytes: a GPU would stop, and so does the shim."""
+
+    def changed(_: str, text: str) -> str:
+        assert text.count("reinterpret_cast<uint64>(at) | ") == 1
+        return text.replace("reinterpret_cast<uint64>(at) | ", "")
+
+    def pack_on(m: Cuda) -> None:
+        pieces, values = m.pieces(8), m.place(np.zeros((3, 8), np.float32))
+        pieces.add(0, np.array([3]), np.array([1]), m.array((28,), np.float32))
+        m.pack([values], m.place(np.arange(3, dtype=np.int32)), None, pieces)
+
+    pack_on(Cuda(ShimDevice()))
+    with pytest.raises(KernelError, match="an access not aligned"):
+        pack_on(Cuda(ShimDevice(changed=changed)))
 
 
 @pytest.mark.parametrize(
@@ -102,43 +180,44 @@ def test_rows_without_a_slot_of_their_own_are_refused(slots: list[int], order: l
     assert (out == -1).all()
 
 
-def test_no_pieces_move_nothing() -> None:
-    """A stream without rows has no pieces."""
-    pieces = Pieces(4)
-    pieces.add(0, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
-    pack((np.zeros((3, 4), np.float32),), np.zeros(0, np.int32), np.zeros(0, np.int32), pieces)
-
-
-def test_pieces_that_do_not_fit_are_refused() -> None:
-    """Too few floats, rows that nothing names, or rows of another width are a sentence."""
+@every_machine
+def test_pieces_that_do_not_fit_are_refused(kind: str) -> None:
+    """Too few floats, rows that nothing names, rows of another width, read-only arrays: a sentence, and no launch."""
+    m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
     field, slots, of_three = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([3])
-    pieces = Pieces(4)
-    with pytest.raises(ValueError, match="within the 11 floats"):
-        pieces.add(0, of_three, np.array([0]), np.zeros(11, np.float32))
-    with pytest.raises(ValueError, match="within the 12 floats"):
-        pieces.add(0, of_three, np.array([-1]), np.zeros(12, np.float32))
-    with pytest.raises(ValueError, match="2 pieces need 2 offsets, not 1"):
-        pieces.add(0, np.array([1, 2]), np.array([0]), np.zeros(12, np.float32))
+    pieces, places = m.pieces(4), np.array([0, 3])
+    pieces.add(0, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+    m.pack(field, slots, slots, pieces)  # no pieces move nothing
+    for rows, offset, data, said in (
+        (of_three, [0], np.zeros(11, np.float32), "within the 11 floats"),
+        (of_three, [-1], np.zeros(12, np.float32), "within the 12 floats"),
+        (of_three, [0], mapped(m, np.zeros(11, np.float32)), "within the 11 floats"),
+        (of_three, [0], np.zeros(12, np.float64), "float64"),
+        (np.array([1, 2]), [0], np.zeros(12, np.float32), "2 pieces need 2 offsets, not 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pieces.add(0, rows, np.array(offset), data)
     with pytest.raises(ValueError, match="begin at place -1"):
         pieces.add(-1, of_three, np.array([0]), np.zeros(12, np.float32))
-    two, places = [np.zeros(12, np.float32), np.zeros(11, np.float32)], np.array([0, 3])
-    with pytest.raises(ValueError, match="piece 2 does not lie within the 11 floats"):
-        pieces.add_each(places, np.array([1, 2, 3]), np.array([0, 4, 0]), two, np.array([0, 2, 3]))
-    with pytest.raises(ValueError, match=r"2 arrays, 2 first places and cuts .* do not fit 3 pieces"):
-        pieces.add_each(places, np.array([1, 1, 1]), np.array([0, 4, 0]), two, np.array([0, 2]))
-    with pytest.raises(ValueError, match=r"cuts \[0, 4, 3\] do not fit 3 pieces"):
-        pieces.add_each(places, np.array([1, 1, 1]), np.array([0, 4, 0]), two, np.array([0, 4, 3]))
-    with pytest.raises(ValueError, match="2 arrays, 1 first places"):
-        pieces.add_each(places[:1], np.array([1, 1, 1]), np.array([0, 4, 0]), two, np.array([0, 2, 3]))
+    with pytest.raises(ValueError, match="a multiple of 4"):
+        Pieces(4, lambda _: Memory(1026, 99, None)).add(0, of_three, np.array([0]), None)
+    two = [np.zeros(12, np.float32), np.zeros(11, np.float32)]
+    for first, rows, cuts, said in (
+        (places, [1, 2, 3], [0, 2, 3], "piece 2 does not lie within the 11 floats"),
+        (places, [1, 1, 1], [0, 2], r"2 arrays, 2 first places and cuts .* do not fit 3 pieces"),
+        (places, [1, 1, 1], [0, 4, 3], r"cuts \[0, 4, 3\] do not fit 3 pieces"),
+        (places[:1], [1, 1, 1], [0, 2, 3], "2 arrays, 1 first places"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pieces.add_each(first, np.array(rows), np.array([0, 4, 0]), two, np.array(cuts))
     assert pieces.num_rows == 0
     pieces.add(1, of_three, np.array([0]), np.zeros(12, np.float32))
     with pytest.raises(ValueError, match="rows up to 4, and there are 3"):
-        unpack(field, slots, pieces)
+        m.unpack(field, slots, pieces)
     with pytest.raises(ValueError, match="rows of 4 floats, the fields of 8"):
-        unpack(field * 2, slots, pieces)
-    frozen = np.zeros(12, np.float32)
-    frozen.flags.writeable = False
-    pieces = Pieces(4)
-    pieces.add(0, of_three, np.array([0]), frozen)
+        m.unpack(field * 2, slots, pieces)
+    pieces = m.pieces(4)
+    pieces.add(0, of_three, np.array([0]), frozen(m, np.zeros(12, np.float32)))
     with pytest.raises(ValueError, match="read-only"):
-        pack(field, slots, slots, pieces)
+        m.pack(field, slots, slots, pieces)
+    assert kind == "cpu" or m.device.launches == []

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from tests.kernels.cases import Bags, same_bits
-from tests.kernels.one_group import pool_many
+from tests.kernels.machines import Cuda
 from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice
-from tests.kernels.test_cuda_pooling import group, outputs
+from tests.kernels.test_pooling import pool
 from tiercache.kernels.cpu.pooling import SUM
-from tiercache.kernels.cuda import gathering as cuda_gathering
 
 TURN = "__shared__ int64 s[256]; s[i] = a[i]; {wait} b[i] = s[i / 32 * 32 + (i + {step}) % 32];"
 BODIES = {
@@ -80,7 +79,7 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
     vectors, slots = rng.standard_normal((50, dim)).astype(np.float32), rng.integers(0, 50, 40).astype(np.int32)
     slots[[3, 4]] = 0, 49
     out = device.array((40, dim), np.float32)
-    cuda_gathering.gather(device, device.place(vectors), device.place(slots), out)
+    Cuda(device).gather(Cuda(device).vectors(vectors), device.place(slots), out)
     assert np.array_equal(out, vectors[slots])
 
 
@@ -135,12 +134,10 @@ def test_a_missing_barrier_in_a_kernel_of_ours_is_caught() -> None:
     )  # fmt: skip
 
     def agrees(device: ShimDevice) -> bool:
-        done = outputs(device, case)
         try:
-            pool_many(device, [group(device, case, done)], done["out"])
+            return same_bits(pool(Cuda(device), case)["out"], case.pooled())
         except KernelError:
             return False
-        return same_bits(done["out"], case.pooled())
 
     barrier = "__syncwarp();  // from here on"
     assert all(agrees(planted(barrier, barrier, order)) for order in ORDERS)

@@ -1,4 +1,4 @@
-"""The stable sort of a step's entries by slot."""
+"""The stable sort of a step's entries by slot, on every machine."""
 
 from __future__ import annotations
 
@@ -7,28 +7,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import use_threads
+from tests.kernels.cases import every_machine, machine
+from tests.kernels.shim.device import ShimDevice, devices
+from tiercache.kernels.cpu import sorting
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cuda.sorting import sort_groups
+
+ALL_SLOTS = 2**31 - 1
 
 
-@settings(max_examples=60, deadline=None)
+@every_machine
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    size=st.sampled_from([0, 1, 2, 100, 8191, 40_000]),
-    num_slots=st.sampled_from([1, 2, 3, 2**13, 2**13 + 1, 10**6, 2**26, 2**26 + 1, 2**31 - 1]),
+    sizes=st.lists(st.sampled_from([0, 1, 2, 100, 255, 256, 257, 8191, 40_000]), min_size=1, max_size=4),
+    num_slots=st.sampled_from([1, 2, 3, 255, 2**11 + 1, 2**13, 2**13 + 1, 10**6, 2**26, 2**26 + 1, 2**29, ALL_SLOTS]),
     skew=st.sampled_from([1, 8]),
-    num_threads=st.sampled_from([1, 2]),
+    turn=st.integers(0, 2),
 )
 def test_entries_come_by_slot_and_within_it_in_batch_order(
-    seed: int, size: int, num_slots: int, skew: int, num_threads: int
+    kind: str, seed: int, sizes: list[int], num_slots: int, skew: int, turn: int
 ) -> None:
-    """As NumPy's stable argsort, for any number of slots and threads."""
-    slots = (np.random.default_rng(seed).random(size) ** skew * num_slots).astype(np.int32)
-    with use_threads(num_threads):
-        pairs = sort_slots(slots, num_slots, SortBuffers())
-    order = np.argsort(slots, kind="stable")
-    assert np.array_equal(pairs >> np.uint64(32), slots[order])
-    assert np.array_equal(pairs & np.uint64(2**32 - 1), order)
+    """As NumPy's stable argsort, for any number of groups, slots and threads, sizes beside a task's."""
+    rng = np.random.default_rng(seed)
+    slots = [(rng.random(size) ** skew * num_slots).astype(np.int32) for size in sizes]
+    with machine(kind, turn) as m:
+        if kind == "cpu":
+            found = [m.sort(some, num_slots).copy() for some in slots]
+        else:
+            found = [m.read(pairs) for pairs in sort_groups(m.device, [(m.place(some), num_slots) for some in slots])]
+    for pairs, some in zip(found, slots, strict=True):
+        order = np.argsort(some, kind="stable")
+        assert np.array_equal(pairs >> np.uint64(32), some[order])
+        assert np.array_equal(pairs & np.uint64(2**32 - 1), order)
 
 
 def test_one_slot_keeps_batch_order() -> None:
@@ -53,3 +64,31 @@ def test_a_slot_beyond_the_last_is_refused() -> None:
     for bad in (10, -1, 2**31 - 1):
         with pytest.raises(ValueError, match="slot"):
             sort_slots(np.array([3, bad, 4], np.int32), 10, SortBuffers())
+
+
+@pytest.mark.parametrize(("num_slots", "sorts"), [(100, 1), (2**30, 3), (ALL_SLOTS, 3)])
+def test_groups_share_a_sort_as_long_as_their_slots_are_int32_numbers_on_cuda(num_slots: int, sorts: int) -> None:
+    """Three groups: a launch before and one behind each sort."""
+    device = ShimDevice()
+    slots = np.array([num_slots - 1, 0, 0], np.int32)
+    found = sort_groups(device, [(device.place(slots), num_slots)] * 3)
+    assert device.launches == ["sorting.make_keys", "sorting.make_pairs"] * sorts
+    wanted = sorting.sort_slots(slots, num_slots, sorting.SortBuffers())
+    assert all(np.array_equal(pairs, wanted) for pairs in found)
+
+
+def test_entries_without_a_row_come_last_in_their_group_on_cuda() -> None:
+    """Slot -1, and slots that no row has, in batch order behind all others, as of the slot behind the last."""
+    slots = np.array([3, -1, 0, 10, 9, 2**31 - 1, 0, -(2**31)], np.int32)
+    for device in devices():
+        for pairs in sort_groups(device, [(device.place(slots), 10)] * 2):
+            assert (device.read(pairs) & np.uint64(2**32 - 1)).tolist() == [2, 6, 0, 4, 1, 3, 5, 7]
+            assert (device.read(pairs) >> np.uint64(32)).tolist() == [0, 0, 3, 9, 10, 10, 10, 10]
+
+
+def test_without_entries_nothing_is_launched_on_cuda() -> None:
+    """Groups have no entries, or there are no groups."""
+    device = ShimDevice()
+    assert sort_groups(device, []) == []
+    assert [pairs.size for pairs in sort_groups(device, [(np.empty(0, np.int32), 5)] * 2)] == [0, 0]
+    assert device.launches == []

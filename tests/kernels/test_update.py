@@ -1,37 +1,57 @@
-"""The optimizer step of a batch's rows."""
+"""The optimizer step of a batch's rows, on every machine and of rows of every dtype."""
 
 from __future__ import annotations
 
 import functools
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import DIMS, Bags, bags, same_bits, use_threads
-from tiercache.kernels.cpu.pooling import MAX, pool_bags
-from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
-from tiercache.kernels.cpu.update import (
+from tests.kernels.cases import DIMS, DTYPES, Bags, bags, every_machine, machine, machines, same_bits
+from tests.kernels.machines import Cpu, Cuda
+from tests.kernels.shim.device import ORDERS, KernelError, ShimDevice
+from tests.kernels.test_pooling import pool
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cuda.update import STRETCH
+from tiercache.kernels.step import (
+    ADAGRAD,
+    NO_ROUNDING,
+    ROWWISE,
+    SGD,
     Gradients,
-    UpdateBuffers,
-    bag_gradients,
-    one_id_gradients,
-    sum_rows,
-    update_adagrad,
-    update_adam,
-    update_rowwise_adagrad,
-    update_sgd,
+    Rule,
+    Step,
+    Vectors,
+    adam_rule,
+    make_rounding,
 )
+from tiercache.kernels.step import SUM as SUM_RULE
+from tiercache.store.vectors import from_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 F4 = np.float32
 OPTIMIZERS = ("sgd", "adagrad", "rowwise", "adam")
-STEP, RATE = 3, 0.1
+APPLIED, RATE = 3, 0.1
+NO_COLS = np.zeros(1, np.int64)
+
+
+def rule_of(optimizer: str, decay: float = 0.0, rate: float = RATE) -> Rule:
+    """Return an optimizer's numbers."""
+    match optimizer:
+        case "adagrad":
+            return Rule(ADAGRAD, rate, 1e-10, decay)
+        case "rowwise":
+            return Rule(ROWWISE, rate, 1e-8, decay)
+        case "adam":
+            return adam_rule(APPLIED, rate, 0.9, 0.999, 1e-8, decay)
+    return Rule(SGD, rate, decay=decay)
 
 
 def states(optimizer: str, num_slots: int, dim: int, rng: np.random.Generator) -> list[NDArray[np.float32]]:
@@ -40,35 +60,21 @@ def states(optimizer: str, num_slots: int, dim: int, rng: np.random.Generator) -
     return [rng.random((num_slots, width)).astype(F4) for width in widths]
 
 
-def update(
-    optimizer: str,
-    vectors: NDArray[np.float32],
-    state: list[NDArray[np.float32]],
-    slots: NDArray[np.int32],
-    gradients: Gradients,
-    decay: float = 0.0,
-) -> list[NDArray[np.float32]]:
-    """Sort, step copies of the fields, and return them."""
-    fields: Any = [vectors.copy(), *(s.copy() for s in state)]
-    pairs = sort_slots(slots, vectors.shape[0], SortBuffers())
-    buffers = UpdateBuffers()
-    call: Any = {
-        "sgd": update_sgd,
-        "adagrad": update_adagrad,
-        "rowwise": update_rowwise_adagrad,
-        "adam": functools.partial(update_adam, step=STEP),
-    }[optimizer]
-    call(*fields, pairs, gradients, buffers, learning_rate=RATE, decay=decay)
-    return list(fields)
+def stepped(
+    m: Any, optimizer: str, fields: list[NDArray[np.float32]], slots: NDArray[np.int32], gradients: Gradients,
+    decay: float = 0.0, *, dtype: str = "float32", rounding: Any = NO_ROUNDING,
+) -> list[NDArray[Any]]:  # fmt: skip
+    """Sort, step copies of the fields on a machine, and return them: vectors of 16 bits as their bits."""
+    vectors, placed = m.vectors(fields[0], dtype), [m.place(field) for field in fields[1:]]
+    pairs = m.sort(m.place(slots), len(fields[0]))
+    m.step(Step(vectors, placed, pairs, gradients, rule_of(optimizer, decay), rounding))
+    return [m.read(vectors.values), *(m.read(state) for state in placed)]
 
 
 def oracle(
-    optimizer: str,
-    fields: list[NDArray[np.float32]],
-    rows: NDArray[np.integer[Any]],
-    g: NDArray[np.float64],
+    optimizer: str, fields: list[NDArray[np.float32]], rows: NDArray[np.integer[Any]], g: NDArray[np.float64],
     decay: float,
-) -> list[NDArray[np.float64]]:
+) -> list[NDArray[np.float64]]:  # fmt: skip
     """Step `rows` by their gradients `g` in float64, by the optimizers' definitions."""
     vectors, *state = (field.astype(np.float64) for field in fields)
     g = g + decay * vectors[rows]
@@ -83,71 +89,137 @@ def oracle(
     else:
         state[0][rows] += (g - state[0][rows]) * 0.1
         state[1][rows] += (g * g - state[1][rows]) * 0.001
-        rate = RATE * math.sqrt(1 - 0.999**STEP) / (1 - 0.9**STEP)
+        rate = RATE * math.sqrt(1 - 0.999**APPLIED) / (1 - 0.9**APPLIED)
         vectors[rows] -= rate * state[0][rows] / (np.sqrt(state[1][rows]) + 1e-8)
     return [vectors, *state]
 
 
+def hot_bags(modes: tuple[int, ...], *, weighted: bool) -> Bags:
+    """Return 300 bags of two ids for each feature, nearly all of one row of two."""
+    rng, num_entries = np.random.default_rng(1), 600 * len(modes)
+    return Bags(
+        num_samples=300, dim=5, table_rows=[2] * len(modes), modes=np.array(modes, np.int8),
+        offsets=np.arange(0, num_entries + 1, 2), ids=(rng.random(num_entries) < 0.1).astype(np.int32),
+        weights=rng.random(num_entries, F4) if weighted else np.zeros(0, F4),
+        slot_of_local=rng.permutation(2 * len(modes)).astype(np.int32),
+        vectors=rng.standard_normal((2 * len(modes), 5)).astype(F4), gap=1,
+    )  # fmt: skip
+
+
+@every_machine
 @settings(max_examples=120, deadline=None)
+@example(case=hot_bags((MEAN, MAX, SUM), weighted=False), optimizer="adam", decay=0.01, turn=2)
+@example(case=hot_bags((SUM, MEAN), weighted=True), optimizer="rowwise", decay=0.0, turn=1)
 @given(
     case=bags(),
     optimizer=st.sampled_from(OPTIMIZERS),
     decay=st.sampled_from((0.0, 0.01)),
-    num_threads=st.sampled_from((1, 2)),
+    turn=st.integers(0, 2),
 )
 def test_a_step_of_bags_is_the_sum_of_all_gradients_then_one_update(
-    case: Bags, optimizer: str, decay: float, num_threads: int
+    kind: str, case: Bags, optimizer: str, decay: float, turn: int
 ) -> None:
-    """Every optimizer, any dim, sum, mean and max mixed, weights, empty bags, with and without decay."""
-    rng = np.random.default_rng(0)
-    gradient = rng.standard_normal((case.num_samples, case.width)).astype(F4)
-    size = case.ids.size
-    slots, offset, scale = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, F4)
-    out, argmax = np.zeros_like(gradient), np.zeros(gradient.shape, np.int32)
-    with use_threads(num_threads):
-        pool_bags(
-            case.vectors, case.slot_of_local, case.ids, case.bases, case.entry_starts, case.offsets, case.weights,
-            case.modes, case.cols, out, slots, argmax, offset, scale,
-        )  # fmt: skip
-        state = states(optimizer, case.vectors.shape[0], case.dim, rng)
-        gradients = bag_gradients(gradient, offset, scale, argmax if (case.modes == MAX).any() else None)
-        done = update(optimizer, case.vectors, state, slots, gradients, decay)
+    """Every optimizer, any dim, sum, mean and max mixed, weights, empty bags, with and without decay.
+
+    To the last bit it is the step of one entry a row that has the defined sum; the sum is that of the definition.
+    """
+    rng, cpu = np.random.default_rng(0), Cpu()
+    gradient, state = (
+        rng.standard_normal((case.num_samples, case.width)).astype(F4),
+        states(optimizer, case.vectors.shape[0], case.dim, rng),
+    )
+    fields = [case.vectors, *state]
+    with machine(kind, turn) as m:
+        done = pool(m, case)
+        described = m.of_bags(gradient, done)
+        if not (case.modes == MAX).any():
+            described = described._replace(argmax=np.empty(0, np.int32))
+        slots, found = m.read(done["slots"]), stepped(m, optimizer, fields, m.read(done["slots"]), described, decay)
+        entries = gradients_of_entries(gradient, {name: m.read(array) for name, array in done.items()}, case.dim)
     rows = np.unique(slots)
-    wanted = oracle(optimizer, [case.vectors, *state], rows, case.row_gradients(gradient)[rows], decay)
-    for field, right in zip(done, wanted, strict=True):
+    wanted = oracle(optimizer, fields, rows, case.row_gradients(gradient)[rows], decay)
+    for field, right in zip(found, wanted, strict=True):
         np.testing.assert_allclose(field, right, rtol=1e-3, atol=1e-4)
+    sums = sums_by_stretches(kind, slots, entries, len(case.vectors))[rows]
+    defined = stepped(cpu, optimizer, fields, rows.astype(np.int32), cpu.one_id(sums), decay)
+    assert all(same_bits(field, right) for field, right in zip(found, defined, strict=True))
     untouched = np.setdiff1d(np.arange(case.vectors.shape[0]), rows)
-    for field, before in zip(done, [case.vectors, *state], strict=True):
+    for field, before in zip(found, fields, strict=True):
         assert same_bits(field[untouched], before[untouched])
 
 
-def sums_in_order(slots: NDArray[np.int32], rows: NDArray[np.float32], num_slots: int) -> NDArray[np.float32]:
-    """Sum each slot's rows in float32 in batch order; more than 8192 in stretches of 4096."""
-    out = np.zeros((num_slots, rows.shape[1]), F4)
-    for slot in np.unique(slots):
-        mine = rows[slots == slot]
-        stretches = [mine] if len(mine) <= 8192 else [mine[i : i + 4096] for i in range(0, len(mine), 4096)]
-        for stretch in stretches:
-            part = np.zeros(rows.shape[1], F4)
-            for row in stretch:
-                part = part + row
-            out[slot] = out[slot] + part
+def gradients_of_entries(gradient: NDArray[np.float32], done: dict[str, Any], dim: int) -> NDArray[np.float32]:
+    """Write out the gradient of each entry of bags, (E, dim): scaled, or where a maximum was taken only what it won."""
+    offsets, flat = done["entry_offset"], gradient.reshape(-1)
+    out = np.zeros((offsets.size, dim), F4)
+    for entry, offset in enumerate(offsets.tolist()):
+        begin = offset if offset >= 0 else ~offset
+        out[entry] = flat[begin : begin + dim]
+        if offset < 0:
+            out[entry][done["argmax"].reshape(-1)[begin : begin + dim] != entry] = 0
+        else:
+            out[entry] *= done["entry_scale"][entry]
     return out
 
 
-@pytest.mark.parametrize("dim", [1, 3, 16, 17, 32, 40, 50, 64, 96, 130])
-def test_the_order_of_the_sum_is_defined_to_the_last_bit(dim: int) -> None:
-    """A row's gradients are added in batch order; above 8192 entries by stretches of 4096."""
-    rng = np.random.default_rng(dim)
-    num_samples, features = 9000, 2
-    slots = rng.choice(40, num_samples * features, p=[0.5, 0.3, 0.12, *[0.08 / 37] * 37]).astype(np.int32)
-    gradient = (rng.standard_normal((num_samples, features * dim)) * 10 ** rng.uniform(-3, 3)).astype(F4)
-    cols = np.arange(features) * dim
-    done = update("sgd", np.zeros((40, dim), F4), [], slots, one_id_gradients(gradient, cols))
-    rows = np.concatenate([gradient[:, c : c + dim] for c in cols])
-    assert same_bits(done[0], F4(0) - F4(RATE) * sums_in_order(slots, rows, 40))
+def sums_by_stretches(
+    kind: str, slots: NDArray[np.int32], rows: NDArray[np.float32], num_slots: int
+) -> NDArray[np.float32]:
+    """Sum each slot's rows in float32 in batch order: more than 8192 in stretches of 4096, on a device 256 of 256."""
+    stretch, most = (4096, 8192) if kind == "cpu" else (STRETCH, STRETCH)
+    out = np.zeros((num_slots, rows.shape[1]), F4)
+    for slot in np.unique(slots):
+        mine = rows[slots == slot]
+        length = len(mine) if len(mine) <= most else stretch
+        parts = [functools.reduce(np.add, mine[i : i + length]) for i in range(0, len(mine), length)]
+        out[slot] = functools.reduce(np.add, parts)
+    return out
 
 
+COUNTS = {
+    "cpu": [9000, 8192, 8193, 1, 4097, 12_289, 300],
+    "cuda": [1, 255, 256, 257, 511, 512, 513, 3, 1025, 77, 300],
+}
+
+
+@every_machine
+@pytest.mark.parametrize("dim", [1, 3, 16, 17, 40, 64, 96, 130, 132])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_order_of_the_sum_is_defined_to_the_last_bit(kind: str, dim: int, optimizer: str) -> None:
+    """Runs shorter and longer than each multiple of a stretch: as one entry with the sum, which is nearly the exact."""
+    if optimizer != "sgd" and (kind == "cpu" or dim not in {3, 16, 132}):
+        return  # the sum knows no optimizer on the CPU
+    rng, counts, cpu = np.random.default_rng(dim), COUNTS[kind], Cpu()
+    slots = rng.permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
+    gradient = (rng.standard_normal((slots.size, dim)) * 10.0 ** rng.integers(-3, 4, (slots.size, 1))).astype(F4)
+    fields = [rng.standard_normal((len(counts), dim)).astype(F4), *states(optimizer, len(counts), dim, rng)]
+    sums, rows = sums_by_stretches(kind, slots, gradient, len(counts)), np.arange(len(counts), dtype=np.int32)
+    wanted = stepped(cpu, optimizer, fields, rows, cpu.one_id(sums))
+    exact = np.array([gradient[slots == slot].astype(float).sum(axis=0) for slot in rows])
+    most = np.array([np.abs(gradient[slots == slot]).sum(axis=0, dtype=float) for slot in rows])
+    assert (np.abs(sums - exact) <= 1e-5 * np.maximum(most, 1)).all()
+    for m in machines(kind):
+        done = stepped(m, optimizer, fields, slots, m.one_id(gradient))
+        assert all(same_bits(field, right) for field, right in zip(done, wanted, strict=True))
+
+
+@every_machine
+def test_one_hot_row_takes_all(kind: str) -> None:
+    """3000 entries of one row, also of an only row; of 600 entries without a row a device takes nothing."""
+    rng = np.random.default_rng(0)
+    for num_slots, hot, size in ((5, 2, 3000), (1, 0, 3000), (5, -1, 600)):
+        if kind == "cpu" and hot < 0:
+            continue
+        slots, gradient = np.full(size, hot, np.int32), rng.standard_normal((size, 8)).astype(F4)
+        wanted = np.ones((num_slots, 8), F4)
+        if hot >= 0:
+            wanted[hot] -= F4(RATE) * sums_by_stretches(kind, slots, gradient, num_slots)[hot]
+        for m in machines(kind):
+            (done,) = stepped(m, "sgd", [np.ones((num_slots, 8), F4)], slots, m.one_id(gradient))
+            assert same_bits(done, wanted)
+
+
+@every_machine
 @settings(max_examples=40, deadline=None)
 @given(
     optimizer=st.sampled_from(OPTIMIZERS),
@@ -158,81 +230,216 @@ def test_the_order_of_the_sum_is_defined_to_the_last_bit(dim: int) -> None:
     hot=st.booleans(),
 )
 def test_bits_depend_on_neither_threads_nor_slots(
-    optimizer: str, dim: int, decay: float, seed: int, size: int, *, hot: bool
+    kind: str, optimizer: str, dim: int, decay: float, seed: int, size: int, *, hot: bool
 ) -> None:
-    """The same batch on one thread and on two, and with rows in other slots: the same rows, bit for bit."""
-    rng = np.random.default_rng(seed)
+    """The same batch on one thread and on two, or one multiprocessor and three, and with rows in other slots."""
+    size, rng = size if kind == "cpu" else min(size, 700), np.random.default_rng(seed)
     num_slots = 1 if hot else 300
     slots = (rng.random(size) ** 3 * num_slots).astype(np.int32)
-    vectors = rng.standard_normal((num_slots, dim)).astype(F4)
-    state = states(optimizer, num_slots, dim, rng)
-    gradients = one_id_gradients(rng.standard_normal((size, dim)).astype(F4), np.zeros(1, np.int64))
-    with use_threads(1):
-        alone = update(optimizer, vectors, state, slots, gradients, decay)
-    moved = rng.permutation(num_slots).astype(np.int32)
+    fields = [rng.standard_normal((num_slots, dim)).astype(F4), *states(optimizer, num_slots, dim, rng)]
+    gradient, moved = rng.standard_normal((size, dim)).astype(F4), rng.permutation(num_slots).astype(np.int32)
     back = np.argsort(moved)
-    with use_threads(2):
-        together = update(optimizer, vectors, state, slots, gradients, decay)
-        elsewhere = update(optimizer, vectors[back], [s[back] for s in state], moved[slots], gradients, decay)
+    with machine(kind, 0) as m:
+        alone = stepped(m, optimizer, fields, slots, m.one_id(gradient), decay)
+    with machine(kind, 1) as m:
+        if kind == "cuda":
+            m.device.num_processors = 3
+        together = stepped(m, optimizer, fields, slots, m.one_id(gradient), decay)
+        moved_fields = [field[back] for field in fields]
+        elsewhere = stepped(m, optimizer, moved_fields, moved[slots], m.one_id(gradient), decay)
     for a, b, c in zip(alone, together, elsewhere, strict=True):
         assert same_bits(a, b)
         assert same_bits(a, np.ascontiguousarray(c[moved]))
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    case=bags(),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    dtype=st.sampled_from(DTYPES),
+    decay=st.sampled_from((0.0, 0.01)),
+    scale=st.sampled_from([1.0, 1e-6, 3e4]),
+    applied=st.integers(1, 2**40),
+    turn=st.integers(0, 2),
+)
+def test_a_step_of_16_bit_rows_on_cuda_has_the_cpus_bits(
+    case: Bags, optimizer: str, dtype: str, decay: float, scale: float, applied: int, turn: int
+) -> None:
+    """Every optimizer, dim and mode; numbers below float16's smallest and above its largest; rows of no entry stay.
+
+    As long as no row has more entries than a stretch: how the others are summed, the steps of float32 are tested for.
+    """
+    rng, num_slots = np.random.default_rng(0), case.vectors.shape[0]
+    assume(np.bincount(case.slots()).max(initial=0) <= STRETCH)
+    gradient = (rng.standard_normal((case.num_samples, case.width)) * scale).astype(F4)
+    fields = [(case.vectors * scale).astype(F4), *states(optimizer, num_slots, case.dim, rng)]
+    streams, results = rng.integers(0, 2**64, num_slots, np.uint64), []
+    for kind in ("cpu", "cuda"):
+        with machine(kind, turn) as m:
+            done = pool(m, case)
+            rounding = make_rounding(m.place(streams), applied)
+            slots = m.read(done["slots"])
+            results.append(
+                stepped(m, optimizer, fields, slots, m.of_bags(gradient, done), decay, dtype=dtype, rounding=rounding)
+            )
+    for i, (found, wanted) in enumerate(zip(*results, strict=True)):
+        assert same_but_nan(found, wanted, "float32" if i else dtype)
+
+
+def same_but_nan(found: NDArray[Any], wanted: NDArray[Any], dtype: str = "float32") -> bool:
+    """Tell whether all but NaN, whose sign is the processor's, have the same bits."""
+    numbers_found, numbers_wanted = (
+        bits if dtype == "float32" else from_bits(np.ascontiguousarray(bits), dtype) for bits in (found, wanted)
+    )
+    nan = np.isnan(numbers_wanted)
+    return bool(np.array_equal(np.isnan(numbers_found), nan)) and found[~nan].tobytes() == wanted[~nan].tobytes()
+
+
 @pytest.mark.parametrize("dim", [1, 17, 64, 130])
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_sums_are_the_steps_of_rows_of_zeros(dim: int, num_threads: int) -> None:
+@pytest.mark.parametrize("turn", [0, 1])
+def test_sums_are_the_steps_of_rows_of_zeros(dim: int, turn: int) -> None:
     """To the last bit, hot rows too, whatever stood there; rows without an entry stay as they are."""
     rng = np.random.default_rng(dim)
     slots = np.minimum(rng.integers(0, 300, 30_000), 200).astype(np.int32)  # slot 200 has a third of all
     slots[slots == 7] = 8
-    gradients = one_id_gradients(rng.standard_normal((slots.size, dim), dtype=F4), np.zeros(1, np.int64))
-    pairs, out = sort_slots(slots, 300, SortBuffers()), np.full((300, dim), np.nan, F4)
-    stepped = np.zeros_like(out)
-    with use_threads(num_threads):
-        update_sgd(stepped, pairs, gradients, UpdateBuffers(), learning_rate=-0.25)
-        sum_rows(out, pairs, gradients, UpdateBuffers(), scale=0.25)
+    out = np.full((300, dim), np.nan, F4)
+    zeros = np.zeros_like(out)
+    with machine("cpu", turn) as m:
+        gradients, pairs = m.one_id(rng.standard_normal((slots.size, dim), dtype=F4)), m.sort(slots, 300)
+        m.step(Step(Vectors(zeros, dim), (), pairs, gradients, Rule(SGD, -0.25)))
+        m.step(Step(Vectors(out, dim), (), pairs, gradients, Rule(SUM_RULE, 0.25)))
     named = np.unique(slots)
-    assert same_bits(out[named], stepped[named])
+    assert same_bits(out[named], zeros[named])
     assert np.isnan(np.delete(out, named, axis=0)).all()
     assert np.isnan(out[7]).all()
 
 
-def test_no_entries_change_nothing() -> None:
+@every_machine
+def test_no_entries_change_nothing(kind: str) -> None:
     """An empty batch is a step without rows."""
     vectors = np.ones((3, 4), F4)
-    none = one_id_gradients(np.empty((0, 4), F4), np.zeros(1, np.int64))
-    assert same_bits(update("sgd", vectors, [], np.empty(0, np.int32), none)[0], vectors)
+    with machine(kind) as m:
+        (done,) = stepped(m, "sgd", [vectors], np.empty(0, np.int32), m.one_id(np.empty((0, 4), F4)))
+        assert same_bits(done, vectors)
 
 
-def test_adams_first_step_moves_by_the_learning_rate() -> None:
+@every_machine
+def test_adams_first_step_moves_by_the_learning_rate(kind: str) -> None:
     """Bias correction counts applied steps from 1; 0 is refused."""
-    vectors, first, second = np.zeros((1, 4), F4), np.zeros((1, 4), F4), np.zeros((1, 4), F4)
-    gradients = one_id_gradients(np.array([[1, -2, 3, -4]], F4), np.zeros(1, np.int64))
-    pairs = sort_slots(np.zeros(1, np.int32), 1, SortBuffers())
     with pytest.raises(ValueError, match="step is 0"):
-        update_adam(vectors, first, second, pairs, gradients, UpdateBuffers(), step=0, learning_rate=RATE)
-    update_adam(vectors, first, second, pairs, gradients, UpdateBuffers(), step=1, learning_rate=RATE)
-    np.testing.assert_allclose(vectors[0], [-RATE, RATE, -RATE, RATE], rtol=1e-5)
+        adam_rule(0, RATE, 0.9, 0.999, 1e-8, 0.0)
+    for m in machines(kind):
+        fields = [m.place(np.zeros((1, 4), F4)) for _ in range(3)]
+        pairs = m.sort(m.place(np.zeros(1, np.int32)), 1)
+        rule, gradients = adam_rule(1, RATE, 0.9, 0.999, 1e-8, 0.0), m.one_id(np.array([[1, -2, 3, -4]], F4))
+        m.step(Step(Vectors(fields[0], 4), fields[1:], pairs, gradients, rule))
+        np.testing.assert_allclose(m.read(fields[0])[0], [-RATE, RATE, -RATE, RATE], rtol=1e-5)
 
 
-def test_arrays_that_do_not_belong_together_are_refused() -> None:
-    """States of another shape, gradients of other entries, slots without rows, columns outside: each a sentence."""
-    vectors, slots = np.zeros((5, 4), F4), np.array([0, 4, 2], np.int32)
-    gradient, cols = np.zeros((3, 4), F4), np.zeros(1, np.int64)
-    good = one_id_gradients(gradient, cols)
-    with pytest.raises(ValueError, match="first state has shape"):
-        update("adagrad", vectors, [np.zeros((5, 1), F4)], slots, good)
-    with pytest.raises(ValueError, match="3 entries were sorted"):
-        update("sgd", vectors, [], slots, one_id_gradients(gradient[:2], cols))
-    with pytest.raises(ValueError, match="describe 2 entries"):
-        update("sgd", vectors, [], slots, bag_gradients(gradient, np.zeros(2, np.int64)))
-    with pytest.raises(ValueError, match="cols must lie in"):
-        update("sgd", vectors, [], slots, one_id_gradients(gradient, np.ones(1, np.int64)))
-    pairs = sort_slots(slots, 5, SortBuffers())
-    with pytest.raises(ValueError, match="slot 4 was sorted"):
-        update_sgd(vectors[:4].copy(), pairs, good, UpdateBuffers(), learning_rate=1.0)
-    with pytest.raises(ValueError, match="entry_scale has 2"):
-        bag_gradients(gradient, np.zeros(3, np.int64), np.ones(2, F4))
-    with pytest.raises(ValueError, match="argmax has shape"):
-        bag_gradients(gradient, np.zeros(3, np.int64), np.ones(3, F4), np.zeros((2, 4), np.int32))
+def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> None:
+    """And one for long runs; each group as if it stepped alone; one of them has no entries."""
+    rng, steps, wanted = np.random.default_rng(0), [], []
+    with machine("cuda", 2) as m:
+        for dim, size, dtype, optimizer in (
+            (4, 500, "float32", "adagrad"), (7, 0, "float32", "adagrad"), (65, 900, "float32", "adagrad"),
+            (7, 300, "bfloat16", "adagrad"), (64, 300, "float16", "adagrad"), (8, 300, "float16", "sgd"),
+        ):  # fmt: skip
+            slots, gradient = rng.integers(0, 20, size).astype(np.int32), rng.standard_normal((size, dim)).astype(F4)
+            fields = [rng.standard_normal((20, dim)).astype(F4), *states(optimizer, 20, dim, rng)]
+            noise = make_rounding(m.place(rng.integers(0, 1 << 63, 20).astype(np.uint64)), 4)
+            noise = NO_ROUNDING if dtype == "float32" else noise
+            described = m.one_id(gradient)
+            wanted.append(stepped(m, optimizer, fields, slots, described, dtype=dtype, rounding=noise))
+            pairs, placed = m.sort(m.place(slots), 20), [m.place(field) for field in fields[1:]]
+            steps.append(Step(m.vectors(fields[0], dtype), placed, pairs, described, rule_of(optimizer), noise))
+        m.device.launches.clear()
+        m.step(*steps)
+        assert m.device.launches == [
+            "update.sum_stretches", "update.update_sgd_narrow", "update.update_adagrad",
+            "update.update_adagrad_narrow",
+        ]  # fmt: skip
+        for step, right in zip(steps, wanted, strict=True):
+            found = [m.read(array) for array in (step.vectors.values, *step.states)]
+            assert all(one.tobytes() == other.tobytes() for one, other in zip(found, right, strict=True))
+
+
+def test_a_missing_barrier_in_the_window_of_a_warp_is_caught_on_cuda() -> None:
+    """Lanes read the places that other lanes looked up: without the barrier the parity tests fail in some order."""
+    rng = np.random.default_rng(0)
+    slots, gradient = rng.integers(0, 40, 96).astype(np.int32), rng.standard_normal((96, 8)).astype(F4)
+    cpu, barrier = Cpu(), "__syncwarp();  // from here on"
+    wanted = stepped(cpu, "sgd", [np.zeros((40, 8), F4)], slots, cpu.one_id(gradient))
+
+    def agrees(order: str, kept: str) -> bool:
+        def changed(name: str, text: str) -> str:
+            assert name != "update" or text.count(barrier) == 1
+            return text.replace(barrier, kept)
+
+        m = Cuda(ShimDevice(order, changed=changed))
+        try:
+            return same_bits(stepped(m, "sgd", [np.zeros((40, 8), F4)], slots, m.one_id(gradient))[0], wanted[0])
+        except KernelError:
+            return False
+
+    assert all(agrees(order, barrier) for order in ORDERS)
+    assert not all(agrees(order, "// from here on") for order in ORDERS)
+
+
+def test_what_a_launch_reads_lives_until_then_on_cuda() -> None:
+    """A device keeps few tables by itself: those of a step with more groups must not go before it runs."""
+
+    class Forgetful(ShimDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[weakref.ref[Any]] = []
+
+        def put(self, table: NDArray[Any]) -> NDArray[Any]:
+            there = super().put(table)
+            if table.dtype == np.int64:
+                self.made.append(weakref.ref(there))
+            return there
+
+        def launch(self, kernel: str, blocks: int, arguments: Any) -> None:
+            if kernel.startswith("update."):
+                assert [columns() is not None for columns in self.made] == [True, True], kernel
+            super().launch(kernel, blocks, arguments)
+
+    m, steps = Cuda(Forgetful()), []
+    for _ in range(2):
+        pairs = m.sort(m.place(np.arange(3, dtype=np.int32)), 3)
+        steps.append(Step(m.vectors(np.ones((3, 4), F4)), (), pairs, m.one_id(np.ones((3, 4), F4)), Rule(SGD, 1.0)))
+    m.step(*steps)
+    assert m.device.launches[-2:] == ["update.sum_stretches", "update.update_sgd"]
+    assert all(not step.vectors.values.any() for step in steps)
+
+
+@every_machine
+def test_arrays_that_do_not_belong_together_are_refused(kind: str) -> None:
+    """States of another shape, gradients of other entries, columns outside: a sentence, and nothing changes."""
+    m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
+    vectors, slots, gradient = np.zeros((5, 4), F4), np.array([0, 4, 2], np.int32), np.ones((3, 4), F4)
+    pairs, state, good = m.sort(m.place(slots), 5), m.place(np.zeros((5, 4), F4)), m.one_id(gradient)
+    bags_of = functools.partial(Gradients, good.flat, 3, 4, offsets=np.zeros(3, np.int64))
+    right = Step(m.vectors(vectors), (), pairs, good, rule_of("sgd"))
+    adagrad = right._replace(rule=rule_of("adagrad"), states=[state])
+    narrow_rows = right._replace(vectors=m.vectors(vectors, "bfloat16"))
+    for wrong, said in (
+        (adagrad._replace(states=[m.place(np.zeros((5, 1), F4))]), "first state has shape"),
+        (adagrad._replace(states=[]), "needs 1 states, and 0 were given"),
+        (adagrad._replace(states=[m.place(np.zeros((5, 4)))]), "float64"),
+        (right._replace(gradients=m.one_id(gradient[:2])), "3 entries were sorted"),
+        (right._replace(gradients=good._replace(num_samples=4)), "no gradient of 4 samples of 4"),
+        (right._replace(gradients=bags_of(offsets=np.zeros(2, np.int64))), "describe 2 entries"),
+        (right._replace(gradients=m.one_id(gradient, np.ones(1, np.int64))), "cols must lie in"),
+        (right._replace(gradients=bags_of(scales=np.ones(2, F4))), "entry_scale has 2"),
+        (right._replace(gradients=bags_of(argmax=np.zeros(8, np.int32))), "argmax has shape"),
+        (narrow_rows, "5 rows of a 16-bit dtype are rounded by 0 streams"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            m.step(wrong)
+    if kind == "cpu":
+        with pytest.raises(ValueError, match="slot 4 was sorted"):
+            m.step(right._replace(vectors=Vectors(vectors[:4], 4)))
+    else:
+        assert not any(kernel.startswith("update.") for kernel in m.device.launches)
+    assert not m.read(right.vectors.values).any()

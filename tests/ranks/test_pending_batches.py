@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tiercache.backends.jagged import LookupIds
-from tiercache.kernels.cpu.vectors import Vectors
+from tiercache.kernels.step import Vectors
 from tiercache.ranks.pending_batches import Coming, tensors_of
 from tiercache.ranks.pooling import PooledBatch, _Served
 from tiercache.tiers.rows import GroupRows

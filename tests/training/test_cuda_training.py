@@ -121,7 +121,7 @@ def test_rows_of_16_bits_on_cuda_are_rounded_as_on_a_cpu(tmp_path: Path, optimiz
     assert not any(np.array_equal(one, nearest(one, dtype)) for one in state)
     if not isinstance(device, str):
         assert_same_bits(ended, on_a_cpu(case, passes))
-        assert {"pooling.pool_narrow", "rounding.set_streams"} <= set(device._runtime.kernels.launches)
+        assert {"pooling.pool_narrow", "initial.set_streams"} <= set(device._runtime.kernels.launches)
 
 
 @pytest.mark.parametrize("missing", ["zero", "init", "load"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,33 +15,16 @@ from tiercache.backends.jagged import SortedSlots, merged
 from tiercache.backends.runs import Run, runs_of
 from tiercache.backends.upload import HostUpload
 from tiercache.kernels.arrays import NONE_I4, NONE_I8, NONE_U8, aligned_zeros
+from tiercache.kernels.cpu.gathering import can_spread, gather, map_slots, pool_one, spread_one
 from tiercache.kernels.cpu.key_index import bytes_for
-from tiercache.kernels.cpu.pooling import (
-    MAX,
-    can_spread,
-    gather,
-    map_slots,
-    pool_bags,
-    pool_one,
-    spread_one,
-    weight_gradient,
-)
-from tiercache.kernels.cpu.rounding import make_rounding, set_streams
-from tiercache.kernels.cpu.rows import Pieces, pack, unpack
+from tiercache.kernels.cpu.pooling import MAX, pool_bags, weight_gradient
+from tiercache.kernels.cpu.rounding import set_streams
+from tiercache.kernels.cpu.rows import pack, unpack
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cpu.unique import mark_slots
-from tiercache.kernels.cpu.update import (
-    Gradients,
-    UpdateBuffers,
-    bag_gradients,
-    one_id_gradients,
-    sum_rows,
-    update_adagrad,
-    update_adam,
-    update_rowwise_adagrad,
-    update_sgd,
-)
-from tiercache.store.table import SGD, Adagrad, Adam, RowWiseAdagrad
+from tiercache.kernels.cpu.update import UpdateBuffers, step_rows
+from tiercache.kernels.pieces import Pieces
+from tiercache.kernels.step import SUM, Rule, Step, Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -183,19 +166,17 @@ class CpuBackend:
                     map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
                     e.sorted = SortedSlots(e.slots, POOL.take((e.ids.size,), np.uint64))
                     e.sorted.pairs[:] = sort_slots(e.slots, rows.vectors.values.shape[0], self._sorting)
-                    spread_one(rows.vectors, e.sorted.pairs, e.cols, out.shape[0], out)
+                    spread_one(rows.vectors, e.sorted.pairs, e.cols, out)
                 else:
-                    pool_one(
-                        rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out.shape[0], out, e.slots
-                    )  # fmt: skip
+                    pool_one(rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out, e.slots)
                 continue
             if (e.modes == MAX).any():
                 e.argmax = POOL.take(out.shape, np.int32)
             e.places = POOL.take((e.ids.size,), np.int64)
             e.scales = POOL.take((e.ids.size,), np.float32)
             pool_bags(
-                rows.vectors, rows.slot_of_local, e.ids, e.bases, e.starts, e.offsets, e.weights, e.modes, e.cols,
-                out, e.slots, e.argmax, e.places, e.scales,
+                rows.vectors, rows.slot_of_local, e.ids, e.bases, e.offsets, e.weights, e.modes, e.cols, out, e.slots,
+                e.argmax, e.places, e.scales,
             )  # fmt: skip
 
     def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> list[Array]:
@@ -228,32 +209,21 @@ class CpuBackend:
         """Write it to a fresh array."""
         assert ids.offsets is not None, "features with weights are looked up as bags"
         out = np.empty(ids.ids.size, dtype=np.float32)
-        weight_gradient(rows.vectors, ids.slots, ids.starts, ids.offsets, ids.modes, ids.cols, gradient, out)
+        weight_gradient(rows.vectors, ids.slots, ids.offsets, ids.modes, ids.cols, gradient, out)
         return out
 
     def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
         """Write the sums, reading nothing of ``out``."""
         one = merged(self, saved)
-        sum_rows(out, self._sorted(one, out.shape[0]), _gradients(one), self._updates, scale=scale)
+        vectors, pairs = Vectors(out, out.shape[1]), self._sorted(one, out.shape[0])
+        step_rows(Step(vectors, (), pairs, one.gradients, Rule(SUM, scale)), self._updates)
 
     def step(self, groups: Sequence[OptimizerStep], number: int) -> None:
         """Step group after group."""
         for one in groups:
-            vectors, states, saved = one.rows.vectors, one.rows.states, merged(self, one.saved)
-            pairs, gradients, buffers = self._sorted(saved, vectors.values.shape[0]), _gradients(saved), self._updates
-            shared: dict[str, Any] = {"learning_rate": one.learning_rate, "decay": one.group.optimizer.decay}
-            if one.rows.streams.size:
-                shared["rounding"] = make_rounding(one.rows.streams, number)
-            match one.group.optimizer:
-                case SGD():
-                    update_sgd(vectors, pairs, gradients, buffers, **shared)
-                case Adagrad(eps=eps):
-                    update_adagrad(vectors, states[0], pairs, gradients, buffers, eps=eps, **shared)
-                case RowWiseAdagrad(eps=eps):
-                    update_rowwise_adagrad(vectors, states[0], pairs, gradients, buffers, eps=eps, **shared)
-                case Adam(beta1=beta1, beta2=beta2, eps=eps):
-                    shared |= {"step": number, "beta1": beta1, "beta2": beta2, "eps": eps}
-                    update_adam(vectors, states[0], states[1], pairs, gradients, buffers, **shared)
+            saved = merged(self, one.saved)
+            pairs = self._sorted(saved, one.rows.vectors.values.shape[0])
+            step_rows(one.kernel_step(saved, pairs, number), self._updates)
 
     def _sorted(self, saved: SavedGradient, num_slots: int) -> NDArray[np.uint64]:
         """Return the sorted slots of all ids, those of the lookup if it sorted them."""
@@ -334,10 +304,3 @@ class CpuBackend:
     def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
         """Index the field."""
         return np.asarray(field[slots])
-
-
-def _gradients(saved: SavedGradient) -> Gradients:
-    gradient = saved.gradient.reshape(saved.num_samples, saved.width)
-    if saved.places is None:
-        return one_id_gradients(gradient, saved.cols)
-    return bag_gradients(gradient, saved.places, saved.scales, saved.argmax)

@@ -12,21 +12,19 @@ import torch
 
 from tiercache.backends import cuda_key_index, cuda_memory
 from tiercache.backends.cuda_runtime import TORCH_DTYPES
-from tiercache.backends.jagged import merged
+from tiercache.backends.jagged import merged, vectors_of
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.runs import Run
-from tiercache.kernels.arrays import NONE_I4
-from tiercache.kernels.cpu.optimizers import ADAGRAD, ROWWISE, adam_rule, make_rule
-from tiercache.kernels.cpu.optimizers import SGD as PLAIN
-from tiercache.kernels.cuda import initial as cuda_initial
-from tiercache.kernels.cuda import rounding as cuda_rounding
+from tiercache.kernels.cpu.pooling import MAX
 from tiercache.kernels.cuda import rows as cuda_rows
-from tiercache.kernels.cuda import update as cuda_update
-from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, gather_many, map_slots
-from tiercache.kernels.cuda.pooling import MAX, Features, Ids, PoolPlan
+from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, map_slots
+from tiercache.kernels.cuda.initial import fill_rows, initial_rows, set_streams
+from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import sort_groups
-from tiercache.kernels.cuda.vectors import Vectors
-from tiercache.store.table import SGD, Adagrad, Adam, Constant, RowWiseAdagrad, Uniform, Zeros, initializer_code
+from tiercache.kernels.cuda.update import update_many
+from tiercache.kernels.pieces import Memory, Pieces
+from tiercache.kernels.step import SGD, Rule, Step, Vectors
+from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Layout, RowArrays
     from tiercache.backends.cuda_runtime import CudaRuntime
     from tiercache.backends.jagged import Array, LookupIds, OptimizerStep, RowRequest, SavedGradient
-    from tiercache.kernels.cpu.optimizers import Rule
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
@@ -59,12 +56,11 @@ class CudaBackend:
         self.random_state, self.set_random_state = runtime.random_state, runtime.set_random_state
         self.name = f"{runtime.name} (CUDA)"
         self._plans: OrderedDict[Any, PoolPlan] = OrderedDict()
-        self._cols: OrderedDict[Any, Any] = OrderedDict()
 
     @property
     def scratch_bytes(self) -> int:
         """Return the bytes of plans; what a step needs comes from torch's caching allocator, and goes back there."""
-        return sum(int(held.nbytes) for held in (*self._plans.values(), *self._cols.values()))
+        return sum(plan.nbytes for plan in self._plans.values())
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""
@@ -73,7 +69,6 @@ class CudaBackend:
     def drop_scratch(self) -> None:
         """Forget the plans of lookups."""
         self._plans.clear()
-        self._cols.clear()
 
     # -- arrays --------------------------------------------------------------------------------------------
 
@@ -163,7 +158,7 @@ class CudaBackend:
             )  # fmt: skip
 
         def prepare() -> PoolPlan:
-            features = [Features(_vectors(rows), rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
+            features = [Features(rows.vectors, rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
             return PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
 
         return _kept(self._plans, tuple(key), prepare)
@@ -172,15 +167,15 @@ class CudaBackend:
         """Map the ids of all groups in one launch, and gather all features in another."""
         found, mapped = list[Gathered](), list[Mapped]()
         for rows, e in parts:
-            vectors, dim, starts = _vectors(rows), rows.vectors.dim, e.starts.tolist()
+            dim, starts = rows.vectors.dim, e.starts.tolist()
             e.slots = self.empty((starts[-1],), np.int32)
             mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots))
             found.extend(
-                Gathered(vectors, e.slots[first:last], self.empty((last - first, dim), np.float32))
+                Gathered(rows.vectors, e.slots[first:last], self.empty((last - first, dim), np.float32))
                 for first, last in pairwise(starts)
             )
         map_slots(self._runtime.kernels, mapped)
-        gather_many(self._runtime.kernels, found)
+        gather(self._runtime.kernels, found)
         return [one.out for one in found]
 
     def find(self, requests: Sequence[RowRequest]) -> None:
@@ -192,9 +187,8 @@ class CudaBackend:
                 for rows, positions, slots, _ in requests
             ],
         )
-        found = [Gathered(_vectors(one.rows), one.slots, one.out) for one in requests if one.out is not None]
-        if found:
-            gather_many(self._runtime.kernels, found)
+        found = [Gathered(one.rows.vectors, one.slots, one.out) for one in requests if one.out is not None]
+        gather(self._runtime.kernels, found)
 
     def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
         """Mark them on the device, and wait for the marks."""
@@ -215,36 +209,19 @@ class CudaBackend:
         assert isinstance(out, torch.Tensor)
         one = merged(self, saved)
         (pairs,) = sort_groups(self._runtime.kernels, [(one.slots, out.shape[0])])
-        rule, vectors = make_rule(PLAIN, -scale, 0.0, 0.0), Vectors(out.zero_(), out.shape[1], "float32")
-        step = cuda_update.Step(vectors, None, None, pairs, self._gradients(one), rule)
-        cuda_update.update_many(self._runtime.kernels, [step])
+        vectors = Vectors(out.zero_(), out.shape[1])
+        update_many(self._runtime.kernels, [Step(vectors, (), pairs, one.gradients, Rule(SGD, -scale))])
 
     def step(self, groups: Sequence[OptimizerStep], number: int) -> None:
         """Sort the entries of all groups at once, then step all in one launch for each optimizer and one more."""
-        kernels, steps = self._runtime.kernels, []
+        kernels = self._runtime.kernels
         saved_G = [merged(self, one.saved) for one in groups]
         pairs_G = sort_groups(
             kernels,
             [(saved.slots, one.rows.vectors.values.shape[0]) for one, saved in zip(groups, saved_G, strict=True)],
         )
-        for one, saved, pairs in zip(groups, saved_G, pairs_G, strict=True):
-            vectors, states = _vectors(one.rows), one.rows.states
-            first, second = (states[i] if i < len(states) else None for i in range(2))
-            noise = cuda_rounding.NO_ROUNDING
-            if vectors.dtype != "float32":
-                noise = cuda_rounding.make_rounding(kernels, one.rows.streams, number)
-            gradients, rule = self._gradients(saved), _rule(one, number)
-            steps.append(cuda_update.Step(vectors, first, second, pairs, gradients, rule, noise))
-        cuda_update.update_many(kernels, steps)
-
-    def _gradients(self, saved: SavedGradient) -> cuda_update.Gradients:
-        kernels, gradient = self._runtime.kernels, saved.gradient.reshape(saved.num_samples, saved.width)
-        if saved.places is None:
-            key = self._runtime.stream(), saved.cols.tobytes()
-            there = _kept(self._cols, key, lambda: kernels.put(saved.cols))
-            return cuda_update.one_id_gradients(kernels, gradient, saved.cols, there)
-        argmax = saved.argmax.reshape(gradient.shape) if saved.argmax.shape[0] else NONE_I4
-        return cuda_update.bag_gradients(kernels, gradient, saved.places, saved.scales, argmax)
+        found = zip(groups, saved_G, pairs_G, strict=True)
+        update_many(kernels, [one.kernel_step(saved, pairs, number) for one, saved, pairs in found])
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
         """Return those of places and of the slice of keys that is on its way."""
@@ -281,15 +258,18 @@ class CudaBackend:
         """Copy them; nobody waits where they are pinned."""
         return self._copy(indices, into, lasting=True)
 
-    def pieces(self, row_floats: int) -> PinnedPieces:
-        """Return none yet."""
-        return PinnedPieces(self._runtime, row_floats)
+    def pieces(self, row_floats: int) -> Pieces:
+        """Return none yet: they are in pinned host memory, which kernels read and write over the link."""
+        return Pieces(row_floats, self._pinned_memory)
 
-    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: PinnedPieces) -> None:
+    def _pinned_memory(self, data: NDArray[np.float32]) -> Memory:
+        return Memory(self._runtime.address_of(data), data.size, data, data.flags.writeable)
+
+    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Pieces) -> None:
         """Launch it once for all fields and pieces."""
         cuda_rows.pack(self._runtime.kernels, fields, slots, order, pieces, over_link=True)
 
-    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: PinnedPieces) -> None:
+    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Pieces) -> None:
         """Launch it once for all fields and pieces."""
         cuda_rows.unpack(self._runtime.kernels, fields, slots, pieces, over_link=True)
 
@@ -301,22 +281,22 @@ class CudaBackend:
                  keys_there: Array | None) -> None:  # fmt: skip
         """Launch it once."""
         how = table.table_id, table.seed, *initializer_code(table.initializer)
-        out = Vectors(vectors, table.dim, table.dtype)
-        cuda_initial.initial_rows(self._runtime.kernels, self._keys(keys, keys_there), *how, out, slots)
+        out = vectors_of(vectors, table.dim, table.dtype)
+        initial_rows(self._runtime.kernels, self._keys(keys, keys_there), *how, out, slots)
 
     def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
                   keys_there: Array | None) -> None:  # fmt: skip
         """Launch it once."""
         there = self._keys(keys, keys_there)
         seed = table.seed ^ table.first_column
-        cuda_rounding.set_streams(self._runtime.kernels, streams, slots, there, table.table_id, seed)
+        set_streams(self._runtime.kernels, streams, slots, there, table.table_id, seed)
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
         """Launch it once."""
         if slots is None:
             field.fill_(value)
         else:
-            cuda_initial.fill_rows(self._runtime.kernels, value, field, slots)
+            fill_rows(self._runtime.kernels, value, field, slots)
 
     def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
         """Have them made in pinned memory, 16 MiB at a time."""
@@ -336,7 +316,7 @@ class CudaBackend:
         else:
             found = self._runtime.tensor((slots.size, field.shape[1]), torch.float32)
             there = self._copy(slots, self._runtime.tensor((slots.size,), torch.int32))
-            gather(self._runtime.kernels, field, there, found)
+            gather(self._runtime.kernels, [Gathered(Vectors(field, field.shape[1]), there, found)])
         return self._runtime.download(found)
 
     def _keys(self, keys: NDArray[np.int64], there: Array | None) -> Array:
@@ -351,17 +331,6 @@ class CudaBackend:
         return part
 
 
-class PinnedPieces(cuda_rows.Pieces):
-    """Pieces in pinned host memory, which kernels read and write over the link."""
-
-    def __init__(self, runtime: CudaRuntime, row_floats: int) -> None:
-        super().__init__(runtime.kernels, row_floats)
-        self._runtime = runtime
-
-    def _memory_of(self, data: NDArray[np.float32]) -> cuda_rows.Memory:
-        return cuda_rows.Memory(self._runtime.address_of(data), data.size, data, data.flags.writeable)
-
-
 def _kept(plans: OrderedDict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
     """Return what was made for a key, and keep the recent ones."""
     found = plans.get(key)
@@ -371,25 +340,3 @@ def _kept(plans: OrderedDict[Any, Kept], key: Any, make: Callable[[], Kept]) -> 
             plans.popitem(last=False)
     plans.move_to_end(key)
     return found
-
-
-def _vectors(rows: GroupRows) -> Vectors:
-    """Return the vectors of rows as the kernels take them."""
-    values, dim, is_half = rows.vectors
-    if values.dtype == torch.float32:
-        return Vectors(values, dim, "float32")
-    return Vectors(values.view(torch.float32), dim, "float16" if is_half else "bfloat16")
-
-
-def _rule(one: OptimizerStep, number: int) -> Rule:
-    decay, rate = one.group.optimizer.decay, one.learning_rate
-    match one.group.optimizer:
-        case Adagrad(eps=eps):
-            return make_rule(ADAGRAD, rate, eps, decay)
-        case RowWiseAdagrad(eps=eps):
-            return make_rule(ROWWISE, rate, eps, decay)
-        case Adam(beta1=beta1, beta2=beta2, eps=eps):
-            return adam_rule(number, rate, beta1, beta2, eps, decay)
-        case SGD():
-            return make_rule(PLAIN, rate, 0.0, decay)
-    raise AssertionError(f"there is no kernel for {one.group.optimizer}")

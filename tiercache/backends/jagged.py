@@ -12,6 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8
+from tiercache.kernels.step import (
+    ADAGRAD,
+    NO_ROUNDING,
+    ROWWISE,
+    SGD,
+    Gradients,
+    Rule,
+    Step,
+    Vectors,
+    adam_rule,
+    make_rounding,
+)
+from tiercache.store.table import Adagrad, Adam, RowWiseAdagrad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,6 +154,15 @@ class SavedGradient:
         return int(self.gradient.shape[0]) // self.width
 
     @property
+    def gradients(self) -> Gradients:
+        """The same as kernels take it."""
+        if self.places is None:
+            return Gradients(self.gradient, self.num_samples, self.width, self.cols)
+        return Gradients(
+            self.gradient, self.num_samples, self.width, NONE_I8, self.places, self.scales, self.argmax.reshape(-1)
+        )
+
+    @property
     def pairs(self) -> Array | None:
         """(E,) ``slots`` sorted; None where these slots were not: the gradient may have come to other rows since."""
         return self.sorted.pairs if self.sorted is not None and self.sorted.slots is self.slots else None
@@ -156,6 +178,26 @@ class OptimizerStep:
     """At least one, in the order of the backward calls."""
     learning_rate: float
 
+    def kernel_step(self, saved: SavedGradient, pairs: Array, number: int) -> Step:
+        """Return the step with all of ``saved`` as one, ``pairs`` its sorted slots, as kernels take it."""
+        rows, rule, rounding = self.rows, self._rule(number), NO_ROUNDING
+        if rows.streams.shape[0]:
+            rounding = make_rounding(rows.streams, number)
+        states = () if rule.kind == SGD else rows.states  # others may have stepped by them already
+        return Step(rows.vectors, states, pairs, saved.gradients, rule, rounding)
+
+    def _rule(self, number: int) -> Rule:
+        optimizer, rate = self.group.optimizer, self.learning_rate
+        match optimizer:
+            case Adagrad(eps=eps):
+                return Rule(ADAGRAD, rate, eps, optimizer.decay)
+            case RowWiseAdagrad(eps=eps):
+                return Rule(ROWWISE, rate, eps, optimizer.decay)
+            case Adam(beta1=beta1, beta2=beta2, eps=eps):
+                return adam_rule(number, rate, beta1, beta2, eps, optimizer.decay)
+            case _:
+                return Rule(SGD, rate, decay=optimizer.decay)
+
 
 class RowRequest(NamedTuple):
     """A request for rows of a group by their positions."""
@@ -167,6 +209,13 @@ class RowRequest(NamedTuple):
     """(n,) int32; written."""
     out: Array | None
     """(n, dim) float32 for the vectors; None: only slots are needed."""
+
+
+def vectors_of(words: Array, dim: int, dtype: str) -> Vectors:
+    """See words of 4 bytes (slots, words), on whatever device, as vectors."""
+    if isinstance(words, torch.Tensor) and dtype != "float32":
+        return Vectors(words.view(torch.uint16), dim, int(dtype == "float16"))
+    return Vectors.of(words, dim, dtype)
 
 
 def places_of(backend: Backend, saved: SavedGradient) -> Array:

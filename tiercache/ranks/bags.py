@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.kernels.cpu.pooling import MEAN, SUM, check_ids
+from tiercache.kernels.cpu.gathering import check_ids
+from tiercache.kernels.cpu.pooling import MEAN, SUM
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cpu.unique import unique_slots
 from tiercache.passes.samples import FeatureIds

@@ -16,7 +16,7 @@ import torch
 from tiercache.backends.jagged import RowRequest
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_U8
-from tiercache.kernels.cpu.vectors import Vectors
+from tiercache.kernels.step import Vectors
 from tiercache.ranks.bounds import Bounds
 from tiercache.ranks.mirrors import Mirrors
 from tiercache.ranks.received import Received

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.arrays import NONE_I4
-from tiercache.kernels.cpu.pooling import check_ids
+from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cpu.unique import BITS_PER_ENTRY, lay_out, unique_positions, unique_slots
 from tiercache.ranks.stretches import exclusive

@@ -6,20 +6,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from tiercache.backends.jagged import vectors_of
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_U8
-from tiercache.kernels.cpu.vectors import Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import Array
+    from tiercache.kernels.step import Vectors
     from tiercache.store.table import Group
     from tiercache.training.row_gradients import RowGradients
 
@@ -61,20 +62,13 @@ class GroupRows:
         """
         names = [table.name for table in group.tables]
         return cls(
-            _vectors(fields[0], group.dim, dtype or group.dtype),
+            vectors_of(fields[0], group.dim, dtype or group.dtype),
             fields[1:],
             slots,
             {name: int(table_starts[i]) for i, name in enumerate(names)},
             {name: int(table_starts[i + 1] - table_starts[i]) for i, name in enumerate(names)},
             streams,
         )
-
-
-def _vectors(words: Array, dim: int, dtype: str) -> Vectors:
-    """See words of 4 bytes (slots, words), on whatever device, as vectors."""
-    if isinstance(words, np.ndarray):
-        return Vectors.of(words, dim, dtype)
-    return Vectors(words if dtype == "float32" else words.view(torch.uint16), dim, int(dtype == "float16"))
 
 
 class RowView:

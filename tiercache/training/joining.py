@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from tiercache.backends.jagged import FoundIds
-from tiercache.kernels.cpu.pooling import check_ids
+from tiercache.kernels.cpu.gathering import check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence

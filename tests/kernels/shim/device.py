@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 
 from tests.kernels.shim.memory import GuardedMemory, reserved
-from tiercache.kernels.cuda.launch import BLOCK_THREADS, View, describe, source
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, describe, source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
+    from tiercache.kernels.arrays import View
     from tiercache.kernels.cuda.launch import Argument
 
 ORDERS = ("forward", "reversed", "random")
@@ -54,7 +55,9 @@ def compiled(text: str) -> ctypes.CDLL:
     """Return the library of a kernel source, compiled when first asked for."""
     if shutil.which("g++") is None:
         pytest.skip("g++, which compiles CUDA sources for the CPU, is not installed")
-    names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", text)
+    expanded = subprocess.run(["g++", "-E", "-x", "c++", "-"], input=text, capture_output=True, text=True, check=True)
+    pattern = r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\("
+    names = re.findall(pattern, re.sub(r"^#.*\n", "", expanded.stdout, flags=re.MULTILINE))
     calls = "".join(
         f'extern "C" const char* run_{name}(void** words, const unsigned* grid, const unsigned* block, int order,'
         f" uint64_t seed, int flush) {{ return shim::run([](void** w) {{ shim::call({name}, w); }}, words, grid, block,"
@@ -113,6 +116,10 @@ class ShimDevice:
     def put(self, table: NDArray[Any]) -> NDArray[Any]:
         """Return a copy of the bytes of a table in guarded memory."""
         return self.place(table.reshape(-1).view(np.uint8))
+
+    def table(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Make a copy each time."""
+        return self.put(array)
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return a copy of an array."""

@@ -1,4 +1,4 @@
-"""The key index on the CPU against a dict, and on the CUDA sources against both."""
+"""The key index, on every machine, against a dict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.shim.device import ORDERS, ShimDevice, device_for, devices
+from tests.kernels.cases import every_machine, machine, machines
+from tests.kernels.shim.device import ORDERS, ShimDevice, device_for
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.key_index import KeyIndex, KeySet, Missing, bytes_for
 from tiercache.kernels.cuda import key_index as cuda_key_index
@@ -46,18 +47,11 @@ SETS = st.lists(st.tuples(st.integers(0, 2), st.lists(KEYS, max_size=20, unique=
 
 
 class Index:
-    """An index on a device, or on the CPU where there is none, and the dict to which its answers are held."""
+    """An index on a machine, and the dict to which its answers are held."""
 
-    def __init__(self, device: Any, room: int) -> None:
-        self.device = device
-        self.held: Any = KeyIndex(room, TABLE_IDS)
-        if device is not None:
-            self.held = cuda_key_index.KeyIndex(device, room, TABLE_IDS)
+    def __init__(self, m: Any, room: int) -> None:
+        self.m, self.held = m, m.index(room, TABLE_IDS)
         self.known: dict[tuple[int, int], int] = {}
-
-    def place(self, array: np.ndarray) -> Any:
-        """Return an array where the index wants it."""
-        return array if self.device is None else self.device.place(array)
 
     def clear(self) -> None:
         """Forget all keys."""
@@ -66,20 +60,20 @@ class Index:
 
     def extend(self, *key_sets: KeySet) -> None:
         """Take in key sets."""
-        self.held.extend([KeySet(table, self.place(keys), first) for table, keys, first in key_sets])
+        self.held.extend([KeySet(table, self.m.place(keys), first) for table, keys, first in key_sets])
         for table, keys, first in key_sets:
             self.known |= {(table, key): i for i, key in enumerate(keys.tolist(), first)}
         assert self.held.count == len(self.known)
 
     def find(self, keys: np.ndarray, starts: np.ndarray, tables: np.ndarray) -> tuple[list[int], Missing]:
         """Return the position of each key, and what is missing."""
-        if self.device is None:
+        if self.m.kind == "cpu":
             positions = np.full(keys.size, 99, np.int32)
             missing = self.held.find(keys, starts, tables, positions)
             return positions.tolist(), missing
-        counted, out = cuda_key_index.MissingKeys(self.device), self.device.empty(keys.size, np.int32)
-        self.held.find(self.device.place(keys), starts, tables, out, counted)
-        return self.device.read(out).tolist(), counted.read()
+        counted, out = cuda_key_index.MissingKeys(self.m.device), self.m.array((keys.size,), np.int32)
+        self.held.find(self.m.place(keys), starts, tables, out, counted)
+        return self.m.read(out).tolist(), counted.read()
 
     def check(self, *asked: tuple[int, list[int]]) -> None:
         """Ask for keys of tables, some of them missing, and compare with the dict."""
@@ -91,36 +85,36 @@ class Index:
         assert self.find(keys, starts, np.array([table for table, _ in asked], np.int64)) == (wanted, told)
 
 
-def indexes(room: int) -> Iterator[Index]:
-    """Give an empty index on the CPU, then one on a device for each order of threads."""
-    yield Index(None, room)
-    for device in devices():
-        yield Index(device, room)
+def indexes(kind: str, room: int) -> Iterator[Index]:
+    """Give an empty index for each number, or order, of threads."""
+    for m in machines(kind):
+        yield Index(m, room)
 
 
-@settings(max_examples=100, deadline=None)
-@given(sets=SETS, asked=SETS, order=st.sampled_from([None, *ORDERS]), seed=st.integers(0, 99))
+@every_machine
+@settings(max_examples=60, deadline=None)
+@given(sets=SETS, asked=SETS, turn=st.integers(0, 2), seed=st.integers(0, 99))
 def test_an_index_answers_as_a_dict(
-    sets: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], order: str | None, seed: int
+    kind: str, sets: list[tuple[int, list[int]]], asked: list[tuple[int, list[int]]], turn: int, seed: int
 ) -> None:
     """Several tables with equal keys and equal hashes, both reserved keys, any order of threads."""
-    device, rng = None if order is None else device_for(order), np.random.default_rng(seed)
-    index = Index(device, 120)
-    for table, batch in sets:
-        new = [key for key in batch if (table, key) not in index.known]
-        index.extend(KeySet(table, np.array(new, np.int64), int(rng.integers(0, 2**31 - 20))))
-    index.check(*asked, *sets)
-    if device is not None:
-        device.close()
+    rng = np.random.default_rng(seed)
+    with machine(kind, turn) as m:
+        index = Index(m, 120)
+        for table, batch in sets:
+            new = [key for key in batch if (table, key) not in index.known]
+            index.extend(KeySet(table, np.array(new, np.int64), int(rng.integers(0, 2**31 - 20))))
+        index.check(*asked, *sets)
 
 
+@every_machine
 @pytest.mark.parametrize("size", [0, 1, 12, 13, 819, 3276])
-def test_key_sets_fill_an_index_to_four_fifths(size: int) -> None:
+def test_key_sets_fill_an_index_to_four_fifths(kind: str, size: int) -> None:
     """Two tables with the same keys fill it to its last place allowed; one more key is refused, and nothing is lost."""
     rng = np.random.default_rng(size)
     keys = np.concatenate([[MIN, MIN + 1], rng.integers(-(2**62), 2**62, max(0, size // 2 - 2))])[: size // 2]
     others = np.concatenate([keys, [77]])[: size - keys.size]
-    for index in indexes(size):
+    for index in indexes(kind, size):
         index.extend(KeySet(0, keys, 0), KeySet(1, others, size))
         more = np.arange(index.held.capacity * 4 // 5 - size) * 3 + 2**62
         index.extend(KeySet(2, more, 2 * size))
@@ -135,25 +129,27 @@ def test_key_sets_fill_an_index_to_four_fifths(size: int) -> None:
         index.check((0, [5, *keys[:9].tolist()]), (1, [5, MIN]))
 
 
-def test_keys_of_one_home_are_found_round_the_end_of_the_index() -> None:
+@every_machine
+def test_keys_of_one_home_are_found_round_the_end_of_the_index(kind: str) -> None:
     """A thousand keys whose search begins at the last place, in two tables; as many that are not there are missing."""
     size = 1000
     hashes = [(i << 30) + 0xFFFF for i in range(2 * size)]
     first, second = (keys_of_hashes(hashes, int(table_id)) for table_id in TABLE_IDS[:2])
-    for index in indexes(2 * size):
+    for index in indexes(kind, 2 * size):
         index.extend(KeySet(0, first[:size], 0), KeySet(1, second[size:], size))
         index.check((0, first.tolist()[::50]), (1, second.tolist()[::50]))
 
 
+@every_machine
 @pytest.mark.parametrize("step", [1, 7, 300, 2000])
-def test_an_index_is_extended_by_stretches(step: int) -> None:
+def test_an_index_is_extended_by_stretches(kind: str, step: int) -> None:
     """Of two tables with the same keys, INT64_MIN among them; it has the bytes that were promised."""
     keys = np.concatenate([[MIN], np.random.default_rng(0).integers(-(2**62), 2**62, 300 if step > 1 else 20)])
-    for index in indexes(2 * keys.size):
+    for index in indexes(kind, 2 * keys.size):
         for t in (0, 1):
             for first in range(0, keys.size, step):
                 index.extend(KeySet(t, keys[first : first + step], t * keys.size + first))
-        promised = bytes_for if index.device is None else cuda_key_index.bytes_for
+        promised = bytes_for if kind == "cpu" else cuda_key_index.bytes_for
         assert index.held.nbytes == promised(2 * keys.size, TABLE_IDS.size)
         index.check((0, keys.tolist()), (1, [*keys.tolist(), 5]), (2, [0, MIN]))
 
@@ -168,7 +164,7 @@ inline bool await_others() {
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_threads_that_overtake_each_other_lose_no_key(planted: bool) -> None:
+def test_threads_that_overtake_each_other_lose_no_key_on_cuda(planted: bool) -> None:
     """All pause between seeing an empty place and taking it; without the compare-and-swap keys would be lost."""
 
     def changed(_: str, text: str) -> str:
@@ -190,14 +186,15 @@ def test_threads_that_overtake_each_other_lose_no_key(planted: bool) -> None:
         device.close()
 
 
-def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special() -> None:
+@every_machine
+def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special(kind: str) -> None:
     """Features without entries, no features at all, an index with room for none."""
-    for index in indexes(0):
+    for index in indexes(kind, 0):
         index.check((0, []), (1, [3, MIN]), (2, []))
         index.check()
 
 
-def test_missing_keys_add_up_until_they_are_forgotten() -> None:
+def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
     """Two searches of a batch make one count, and the least entry of both."""
     device = device_for("forward")
     there, missing = cuda_key_index.KeyIndex(device, 4, TABLE_IDS), cuda_key_index.MissingKeys(device)

@@ -1,0 +1,163 @@
+"""What one optimizer step of a group's rows is given, on every device.
+
+Legend: S slots, D dim, P numbers from one row to the next, E entries, N samples, F features, T width of the gradient's
+rows. Arrays lie where the rows do; `cols` are NumPy arrays.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiercache.kernels.arrays import F4, I8, NONE_F4, NONE_I4, NONE_I8, NONE_U8
+from tiercache.kernels.cpu.hashing import mix
+
+__all__ = [
+    "ADAGRAD", "ADAM", "NO_ROUNDING", "ROWWISE", "SGD", "SUM", "Gradients", "Rounding", "Rule", "Step", "Vectors",
+    "adam_rule", "check_step", "make_rounding",
+]  # fmt: skip
+
+SGD, ADAGRAD, ROWWISE, ADAM = range(4)
+SUM = 4
+"""No optimizer: the row becomes rate times the gradient, whatever it was. For the CPU."""
+
+
+class Vectors(NamedTuple):
+    """The vectors of a group's rows, one in each slot."""
+
+    values: Any
+    """(S, P): float32, or the bits of 16-bit numbers as uint16. P is D, or for 16 bits D rounded up to whole words."""
+    dim: int
+    """D."""
+    is_half: int = 0
+    """1 for float16, 0 for bfloat16; means nothing for float32."""
+
+    @classmethod
+    def of(cls, words: F4, dim: int, dtype: str) -> "Vectors":
+        """See words of 4 bytes (S, words) as vectors of "float32", "bfloat16" or "float16", without a copy."""
+        return cls(words if dtype == "float32" else words.view(np.uint16), dim, int(dtype == "float16"))
+
+    def check(self) -> None:
+        """Raise ValueError where rows stand apart otherwise than their dim says."""
+        stride = self.dim + self.dim % 2 if self.is_narrow else self.dim
+        if self.values.shape[1] != stride:
+            raise ValueError(f"vectors of dim {self.dim} stand {self.values.shape[1]} numbers apart, not {stride}.")
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether they have 16 bits."""
+        return bool(self.values.itemsize == 2)
+
+
+class Gradients(NamedTuple):
+    """Where each entry's gradient lies."""
+
+    flat: Any
+    """The gradient of the pooled output, (N, T) seen as one axis."""
+    num_samples: int
+    width: int
+    """T."""
+    cols: I8 = NONE_I8
+    """(F,): the first column of each feature, where every sample has one id of each: entries are feature-major."""
+    offsets: Any = NONE_I8
+    """Else (E,): the place of each entry's first element; its complement for max pooling."""
+    scales: Any = NONE_F4
+    """(E,): the factor of each entry's gradient (weight, 1 / ids of a mean); empty: 1."""
+    argmax: Any = NONE_I4
+    """Like `flat`: the entry that was largest; empty where nothing is max-pooled."""
+
+
+class Rule(NamedTuple):
+    """An optimizer's numbers in one step, as kernels take them in float32."""
+
+    kind: int
+    rate: float
+    eps: float = 0.0
+    decay: float = 0.0
+    new1: float = 0.0
+    """The share of the new value in Adam's first average."""
+    new2: float = 0.0
+    """And in its second."""
+
+
+def adam_rule(step: int, learning_rate: float, beta1: float, beta2: float, eps: float, decay: float) -> Rule:
+    """Return Adam's rule in applied step `step`, counted from 1. Raises ValueError for a step before."""
+    if step < 1:
+        raise ValueError(f"step is {step}: the first applied step is 1.")
+    rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+    return Rule(ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
+
+
+class Rounding(NamedTuple):
+    """What decides the random bits of a step: rows of 16-bit dtypes are rounded stochastically."""
+
+    streams: Any
+    """(S,) uint64: of the row in each slot."""
+    key: int
+    """The generator's: `mix(step)`."""
+
+
+NO_ROUNDING = Rounding(NONE_U8, 0)
+
+
+def make_rounding(streams: Any, step: int) -> Rounding:
+    """Return what rounds the rows with `streams` (S,) in a step, which is counted over the whole training."""
+    return Rounding(streams, mix(step))
+
+
+class Step(NamedTuple):
+    """One step of the rows of a group.
+
+    SGD: row -= rate * g, with g += decay * row before, here and below. ADAGRAD, per element: sum += g * g;
+    row -= rate * g / (sqrt(sum) + eps). ROWWISE, per row: sum += mean(g * g); row -= rate / (sqrt(sum) + eps) * g.
+    ADAM: as torch.optim.SparseAdam.
+    """
+
+    vectors: Vectors
+    states: Sequence[Any]
+    """(S, D) of ADAGRAD, (S, 1) of ROWWISE, two of (S, D) of ADAM: all float32."""
+    pairs: Any
+    """(E,) uint64: sorted slots, those of one row in batch order. A row that none names stays."""
+    gradients: Gradients
+    rule: Rule
+    rounding: Rounding = NO_ROUNDING
+
+
+def check_step(step: Step) -> None:
+    """Raise ValueError where the arrays of a step do not belong together."""
+    vectors, source, size = step.vectors, step.gradients, step.pairs.shape[0]
+    num_slots, dim, samples, cols = vectors.values.shape[0], vectors.dim, source.num_samples, source.cols
+    vectors.check()
+    if vectors.is_narrow and step.rounding.streams.shape[0] != num_slots:
+        raise ValueError(
+            f"{num_slots} rows of a 16-bit dtype are rounded by {step.rounding.streams.shape[0]} streams: give each."
+        )
+    widths = {ADAGRAD: (dim,), ROWWISE: (1,), ADAM: (dim, dim)}.get(step.rule.kind, ())
+    for name, state, width in zip(("first", "second"), step.states, widths, strict=False):
+        if tuple(state.shape) != (num_slots, width):
+            raise ValueError(
+                f"the {name} state has shape {tuple(state.shape)}: {num_slots} vectors of dim {dim} need "
+                f"{(num_slots, width)}."
+            )
+    if len(step.states) != len(widths):
+        raise ValueError(f"the rule needs {len(widths)} states, and {len(step.states)} were given.")
+    if source.flat.shape[0] != samples * source.width:
+        raise ValueError(f"{source.flat.shape[0]} elements are no gradient of {samples} samples of {source.width}.")
+    if source.offsets.shape[0]:
+        if source.offsets.shape[0] != size:
+            raise ValueError(f"gradients describe {source.offsets.shape[0]} entries, but {size} were sorted.")
+    elif samples * cols.size != size:
+        raise ValueError(
+            f"{size} entries were sorted, but the gradient has {samples} samples of {cols.size} features: every sample "
+            "has one id per feature here."
+        )
+    elif cols.size and not 0 <= cols.min() <= cols.max() <= source.width - dim:
+        raise ValueError(f"cols must lie in [0, {source.width - dim}] for rows of {dim} in width {source.width}.")
+    if source.scales.shape[0] not in {0, source.offsets.shape[0]}:
+        raise ValueError(
+            f"entry_scale has {source.scales.shape[0]} elements for {source.offsets.shape[0]} entries: give one each, "
+            "or none."
+        )
+    if source.argmax.shape[0] not in {0, source.flat.shape[0]}:
+        raise ValueError(f"argmax has shape {tuple(source.argmax.shape)}, the gradient {tuple(source.flat.shape)}.")

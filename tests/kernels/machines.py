@@ -1,0 +1,218 @@
+"""What runs the kernels: the CPU, or the CUDA sources on a device, with the same calls and arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.kernels.cpu import gathering, initial, key_index, pooling, rounding, rows, sorting, update
+from tiercache.kernels.cuda import gathering as cuda_gathering
+from tiercache.kernels.cuda import initial as cuda_initial
+from tiercache.kernels.cuda import key_index as cuda_key_index
+from tiercache.kernels.cuda import rows as cuda_rows
+from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
+from tiercache.kernels.cuda.sorting import sort_groups
+from tiercache.kernels.cuda.update import update_many
+from tiercache.kernels.pieces import Memory, Pieces
+from tiercache.kernels.step import Gradients, Vectors
+from tiercache.store.vectors import from_bits, to_bits
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.kernels.step import Step
+
+F4 = np.float32
+
+
+def narrow(values: NDArray[np.float32], dtype: str) -> Vectors:
+    """Return numbers (S, D), rounded to the nearest, as kernels hold those of 16 bits: rows begin at a word."""
+    slots, dim = values.shape
+    bits = np.zeros((slots, dim + dim % 2), np.uint16)
+    bits[:, :dim] = to_bits(values, dtype)
+    return Vectors.of(bits.view(np.float32), dim, dtype)
+
+
+def numbers(held: Vectors, dtype: str) -> NDArray[np.float32]:
+    """Return what vectors hold, as float32."""
+    if dtype == "float32":
+        return np.array(held.values)
+    return np.array(from_bits(np.ascontiguousarray(held.values[:, : held.dim]), dtype))
+
+
+class Machine:
+    """What tests make of both."""
+
+    def place(self, array: Any) -> Any:
+        """Return a copy of an array where the kernels want it."""
+        raise NotImplementedError
+
+    def vectors(self, values: Any, dtype: str = "float32") -> Vectors:
+        """Return numbers (S, D), rounded to the nearest, as kernels hold them."""
+        if dtype == "float32":
+            return Vectors(self.place(values), values.shape[1])
+        held = narrow(values, dtype)
+        return held._replace(values=self.place(held.values))
+
+    def one_id(self, gradient: NDArray[np.float32], cols: NDArray[np.int64] | None = None) -> Gradients:
+        """Describe the gradient (N, T) of a lookup of one id a sample; without columns that of rows one by one."""
+        cols = np.zeros(1, np.int64) if cols is None else cols
+        return Gradients(self.place(gradient.reshape(-1)), *gradient.shape, cols)
+
+    def of_bags(self, gradient: NDArray[np.float32], done: dict[str, Any]) -> Gradients:
+        """Describe the gradient (N, T) of a lookup of bags by what that wrote."""
+        flat, argmax = self.place(gradient.reshape(-1)), done["argmax"].reshape(-1)
+        return Gradients(flat, *gradient.shape, offsets=done["entry_offset"], scales=done["entry_scale"], argmax=argmax)
+
+
+class Cpu(Machine):
+    """The numba kernels; sorts and steps in the same buffers again and again."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.sorting, self.updates = sorting.SortBuffers(), update.UpdateBuffers()
+
+    def place(self, array: Any) -> Any:
+        """Return a copy of an array."""
+        return np.array(array, order="C")
+
+    def read(self, array: Any) -> Any:
+        """Return a copy of an array."""
+        return array.copy()
+
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return an array of rubbish."""
+        rubbish = np.empty(shape, dtype)
+        rubbish.reshape(-1).view(np.uint8)[...] = 0xA5
+        return rubbish
+
+    def ids(self, ids: NDArray[np.int32], _dtype: type) -> Any:
+        """Return local ids, which are int32."""
+        return ids
+
+    gather = staticmethod(gathering.gather)
+    map_slots = staticmethod(gathering.map_slots)
+    pool_one = staticmethod(gathering.pool_one)
+    pool_bags = staticmethod(pooling.pool_bags)
+    weight_gradient = staticmethod(pooling.weight_gradient)
+    pack, unpack, pieces = staticmethod(rows.pack), staticmethod(rows.unpack), Pieces
+    set_streams = staticmethod(rounding.set_streams)
+    index = key_index.KeyIndex
+
+    def sort(self, slots: Any, num_slots: int) -> Any:
+        """Sort the entries of one group."""
+        return sorting.sort_slots(slots, num_slots, self.sorting)
+
+    def step(self, *steps: Step) -> None:
+        """Step rows."""
+        for step in steps:
+            update.step_rows(step, self.updates)
+
+    def initial_rows(self, keys: Any, *how: Any) -> None:
+        """Make rows of float32."""
+        *others, vectors = how
+        initial.initial_rows(keys, *others, vectors.values)
+
+
+class Cuda(Machine):
+    """The CUDA sources on a device."""
+
+    kind = "cuda"
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def place(self, array: Any) -> Any:
+        """Return a copy of an array on the device."""
+        return self.device.place(array)
+
+    def read(self, array: Any) -> Any:
+        """Return a copy of an array of the device."""
+        return self.device.read(array)
+
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return an array of rubbish on the device."""
+        return self.device.array(shape, dtype)
+
+    def ids(self, ids: NDArray[np.int32], dtype: type) -> Any:
+        """Return ids on the device."""
+        return self.place(ids.astype(dtype))
+
+    def gather(self, vectors: Vectors, slots: Any, out: Any) -> None:
+        """Copy rows of one table."""
+        cuda_gathering.gather(self.device, [cuda_gathering.Gathered(vectors, slots, out)])
+
+    def map_slots(self, ids: Any, bases: Any, entry_starts: Any, slot_of_local: Any, slots: Any) -> None:
+        """Map the ids of one group."""
+        cuda_gathering.map_slots(self.device, [cuda_gathering.Mapped(ids, bases, entry_starts, slot_of_local, slots)])
+
+    def pool(self, groups: list[tuple[Features, Ids]], out: Any) -> None:
+        """Pool groups by a plan of their own."""
+        aligned = self.device.describe(out).address % 16 == 0
+        plan = PoolPlan(self.device, [features for features, _ in groups], out.shape[1], aligned=aligned)
+        plan.pool([ids for _, ids in groups], out)
+
+    def pool_one(self, vectors: Vectors, local: Any, ids: Any, bases: Any, cols: Any, out: Any, slots: Any) -> None:
+        """Copy each feature's row for each sample to its columns."""
+        self.pool([(Features(vectors, local, bases, cols, np.zeros(cols.size, np.int8)), Ids(ids, slots))], out)
+
+    def pool_bags(
+        self, vectors: Vectors, local: Any, ids: Any, bases: Any, offsets: Any, weights: Any, modes: Any, cols: Any,
+        out: Any, slots: Any, *written: Any,
+    ) -> None:  # fmt: skip
+        """Pool bags; ``written``: argmax, entry_offset and entry_scale."""
+        features = Features(vectors, local, bases, cols, modes)
+        self.pool([(features, Ids(ids, slots, offsets, weights, *written))], out)
+
+    def weight_gradient(
+        self, vectors: Vectors, slots: Any, offsets: Any, modes: Any, cols: Any, gradient: Any, out: Any
+    ) -> None:
+        """Write the gradient of each entry's weight."""
+        bases, local = np.zeros(cols.size, np.int64), self.place(np.zeros(1, np.int32))
+        aligned = self.device.describe(gradient).address % 16 == 0
+        features = Features(vectors, local, bases, cols, modes)
+        plan = PoolPlan(self.device, [features], gradient.shape[1], aligned=aligned)
+        plan.weight_gradient(slots, offsets, gradient, out)
+
+    def sort(self, slots: Any, num_slots: int) -> Any:
+        """Sort the entries of one group."""
+        (pairs,) = sort_groups(self.device, [(slots, num_slots)])
+        return pairs
+
+    def step(self, *steps: Step) -> None:
+        """Step the rows of several groups at once."""
+        update_many(self.device, steps)
+
+    def pieces(self, row_floats: int) -> Pieces:
+        """Return no pieces yet: they come in arrays of the device, or where a `Memory` says."""
+
+        def locate(data: Any) -> Memory:
+            if isinstance(data, Memory):
+                return data
+            seen = self.device.describe(data)
+            seen.check("data", (F4,), 1, written=False)
+            return Memory(seen.address, seen.size, data, seen.writable)
+
+        return Pieces(row_floats, locate)
+
+    def pack(self, fields: Any, slots: Any, order: Any, pieces: Pieces, **how: bool) -> None:
+        """Write rows to pieces."""
+        cuda_rows.pack(self.device, fields, slots, order, pieces, **how)
+
+    def unpack(self, fields: Any, slots: Any, pieces: Pieces, **how: bool) -> None:
+        """Write the rows of pieces to their slots."""
+        cuda_rows.unpack(self.device, fields, slots, pieces, **how)
+
+    def set_streams(self, streams: Any, slots: Any, keys: Any, table_id: int, seed: int) -> None:
+        """Write the streams of rows."""
+        cuda_initial.set_streams(self.device, streams, slots, keys, table_id, seed)
+
+    def index(self, room: int, table_ids: Any) -> cuda_key_index.KeyIndex:
+        """Return an index without keys."""
+        return cuda_key_index.KeyIndex(self.device, room, table_ids)
+
+    def initial_rows(self, keys: Any, *how: Any) -> None:
+        """Make rows, side by side or into slots."""
+        cuda_initial.initial_rows(self.device, keys, *how)

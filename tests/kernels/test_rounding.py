@@ -1,0 +1,212 @@
+"""Steps of 16-bit rows: rounded stochastically, float32 in everything between, whatever the slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.cases import DIMS, DTYPES, every_machine, machine, same_bits
+from tests.kernels.machines import Cpu, narrow, numbers
+from tests.kernels.stochastic import AWKWARD, mix_one, random_bits, rounded
+from tests.kernels.test_update import OPTIMIZERS, same_but_nan, states, stepped
+from tiercache.kernels.cpu import vectors
+from tiercache.kernels.cpu.rounding import set_streams
+from tiercache.kernels.cpu.simd import store
+from tiercache.kernels.cpu.vectors import read
+from tiercache.kernels.step import SGD, Rule, Step, Vectors, make_rounding
+from tiercache.store.vectors import from_bits, nearest, to_bits
+
+F4 = np.float32
+SEED, TABLE_ID = 7, 0x5FE193BB4B6B9CD0
+
+
+def test_processors_without_float16_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no instruction for it, integer arithmetic gives the same numbers."""
+
+    @numba.njit
+    def read_all(held: Vectors, out: Any) -> None:
+        for at in range(0, out.size, 16):
+            store(out, at, read(held, at, 16), 16)
+
+    monkeypatch.setattr(vectors, "_has_halves", lambda: False)
+    bits, out = np.arange(1 << 16, dtype=np.uint16), np.empty(1 << 16, F4)
+    read_all(Vectors.of(bits.view(F4)[None, :], 1 << 16, "float16"), out)
+    expected = from_bits(bits, "float16")
+    nan = np.isnan(expected)
+    assert np.array_equal(np.isnan(out), nan)
+    assert same_bits(out[~nan], expected[~nan])
+
+
+@every_machine
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    dim=st.sampled_from(DIMS),
+    seed=st.integers(0, 2**32),
+    applied=st.integers(1, 2**40),
+    scale=st.sampled_from([1.0, 1e-6, 3e4]),
+    hot=st.booleans(),
+    turn=st.integers(0, 2),
+)
+def test_a_step_is_that_of_float32_rounded_by_the_bits_of_seed_table_key_and_step(
+    kind: str, dtype: str, optimizer: str, dim: int, seed: int, applied: int, scale: float, turn: int, *, hot: bool
+) -> None:
+    """State has the bits of float32 training; vectors are its vectors, rounded as NumPy does; other rows stay.
+
+    Whatever the slot of a key; runs longer than a device's stretches, too.
+    """
+    rng, num_slots = np.random.default_rng(seed), 20
+    keys, order = rng.integers(-(2**62), 2**62, num_slots), rng.permutation(num_slots).astype(np.int32)
+    counts = [1, 255, 256, 257, 513, 3, 1025] if hot and dim < 20 else [4] * 15
+    slots = rng.permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
+    values = numbers(narrow((rng.standard_normal((num_slots, dim)) * scale).astype(F4), dtype), dtype)
+    gradient = (rng.standard_normal((slots.size, dim)) * scale).astype(F4)
+    fields = [values, *states(optimizer, num_slots, dim, rng)]
+    with machine(kind, turn) as m:
+        streams = m.place(np.zeros(num_slots, np.uint64))
+        m.set_streams(streams, m.place(order), m.place(keys), TABLE_ID, SEED)
+        wide, *wide_states = stepped(m, optimizer, fields, slots, m.one_id(gradient), 0.01)
+        rounding = make_rounding(streams, applied)
+        bits, *after = stepped(m, optimizer, fields, slots, m.one_id(gradient), 0.01, dtype=dtype, rounding=rounding)
+    for one, other in zip(after, wide_states, strict=True):
+        assert same_bits(one, other)
+    before = narrow(values, dtype).values
+    for i, slot in enumerate(order):
+        if slot not in slots:
+            assert np.array_equal(bits[slot], before[slot])
+            continue
+        noise = random_bits(TABLE_ID, SEED, int(keys[i]), applied, dim)
+        expected = [rounded(value, int(drawn), dtype) for value, drawn in zip(wide[slot], noise, strict=True)]
+        assert bits[slot, :dim].tolist() == expected
+        assert not bits[slot, dim:].any()
+
+
+def rounded_once(m: Any, values: Any, dtype: str, applied: int = 1, *, rows: int = 1) -> Any:
+    """Return the bits of numbers (D,), or (S, D), in each of ``rows`` rows after a step from 0 that gives them."""
+    values = np.atleast_2d(values) if values.ndim == 2 else np.tile(values, (rows, 1))
+    slots, zeros = np.arange(len(values), dtype=np.int32), np.zeros_like(values, F4)
+    streams = np.zeros(len(values), np.uint64)
+    set_streams(streams, slots, slots.astype(np.int64), TABLE_ID, SEED)
+    held, pairs = m.vectors(zeros, dtype), m.sort(m.place(slots), len(values))
+    rounding, gradients = make_rounding(m.place(streams), applied), m.one_id(-values.astype(F4))
+    m.step(Step(held, (), pairs, gradients, Rule(SGD, 1.0), rounding))
+    return m.read(held.values)[:, : values.shape[1]]
+
+
+@every_machine
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=40),
+    dtype=st.sampled_from(DTYPES),
+    applied=st.integers(1, 1000),
+)
+def test_a_number_becomes_one_of_its_two_neighbors(kind: str, values: list[float], dtype: str, applied: int) -> None:
+    """What the dtype has stays; infinity and NaN stay; beyond the largest number the neighbor is infinity."""
+    given_numbers = np.array(values, F4)
+    with machine(kind) as m:
+        bits = rounded_once(m, given_numbers, dtype, applied)[0]
+    found = from_bits(np.ascontiguousarray(bits), dtype)
+    with np.errstate(all="ignore"):
+        exact = from_bits(to_bits(given_numbers, dtype), dtype)
+    for value, to, near in zip(given_numbers, found, exact, strict=True):
+        if np.isnan(value):
+            assert np.isnan(to)
+        elif near == value:
+            assert to == value
+        else:
+            low, high = neighbors(float(value), dtype)
+            assert float(to) in {low, high}
+
+
+def neighbors(value: float, dtype: str) -> tuple[float, float]:
+    """Return the largest number of a dtype not above ``value``, and the smallest not below it."""
+    lattice = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
+    lattice = np.sort(lattice[~np.isnan(lattice)])
+    at = int(np.searchsorted(lattice, F4(value)))
+    return float(lattice[at - 1]), float(lattice[at])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 65])
+def test_any_float32_is_rounded_on_cuda_as_on_the_cpu(dtype: str, dim: int) -> None:
+    """Ends, ties and subnormals of the dtypes, 8,000 bit patterns, infinities; NaN stays NaN."""
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, 8000, dtype=np.uint64).astype(np.uint32)
+    drawn[:4000] = drawn[:4000] % 0x18000000 + 0x30000000  # where float16 has its numbers
+    values = np.concatenate([np.repeat(np.array(AWKWARD, np.uint32), 40), drawn, [0x7F800001, 0xFFC12345]])
+    values = np.resize(values.astype(np.uint32), (-(-values.size // dim), dim)).view(F4)
+    assert np.isnan(values).sum() > 5
+    with machine("cuda", 2) as m:
+        assert same_but_nan(rounded_once(m, values, dtype, 9), rounded_once(Cpu(), values, dtype, 9), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_of_many_roundings_is_the_number(dtype: str) -> None:
+    """100,000 rows, one number each: the mean is off by less than five deviations of such a mean; seed and step fixed.
+
+    Rounding to the nearest would be off by hundreds of them.
+    """
+    rows = 100_000
+    for value in (1.0 + 2.0**-12, 0.3, -0.7123, 3e-6, -1.7e-7, 1234.567):
+        bits = rounded_once(Cpu(), np.array([value], F4), dtype, rows=rows)
+        found = from_bits(np.ascontiguousarray(bits), dtype)
+        low, high = neighbors(float(F4(value)), dtype)
+        share = (float(F4(value)) - low) / (high - low)
+        deviation = (high - low) * np.sqrt(share * (1 - share) / rows)
+        assert 0 < abs(found.astype(np.float64).mean() - float(F4(value))) < 5 * deviation
+        nearest_number = float(from_bits(to_bits(np.array([value], F4), dtype), dtype)[0])
+        assert abs(nearest_number - float(F4(value))) > 50 * deviation
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_far_below_a_unit_in_the_last_place_add_up(dtype: str) -> None:
+    """A thousand numbers of 1 take 64 steps of 2^-14: on the mean they go 2^-8 far; rounded to the nearest, nowhere."""
+    dim, slots, m = 1000, np.zeros(1, np.int32), Cpu()
+    held, streams = m.vectors(np.ones((1, dim), F4), dtype), np.zeros(1, np.uint64)
+    set_streams(streams, slots, np.array([5]), TABLE_ID, SEED)
+    one_step = F4(2.0**-14)
+    gradients = m.one_id(np.full((1, dim), one_step, F4))
+    for applied in range(1, 65):
+        m.step(Step(held, (), m.sort(slots, 1), gradients, Rule(SGD, 1.0), make_rounding(streams, applied)))
+    assert nearest(np.array([1 - one_step], F4), dtype)[0] == 1
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]  # below 1
+    deviation = np.sqrt(64 * 2.0**-14 * unit / dim)
+    assert abs(numbers(held, dtype).astype(np.float64).mean() - (1 - 2.0**-8)) < 5 * deviation
+
+
+def test_another_seed_table_key_or_step_has_other_random_bits() -> None:
+    """And none has those of initial rows."""
+    bits = {
+        tuple(random_bits(table, seed, key, step, 16).tolist())
+        for table, seed, key, step in [
+            (TABLE_ID, 7, 5, 1), (TABLE_ID + 1, 7, 5, 1), (TABLE_ID, 8, 5, 1), (TABLE_ID, 7, 6, 1), (TABLE_ID, 7, 5, 2),
+        ]
+    }  # fmt: skip
+    assert len(bits) == 5
+
+
+@every_machine
+@pytest.mark.parametrize("dim", DIMS)
+def test_streams_go_to_the_slots_of_their_keys(kind: str, dim: int) -> None:
+    """In the slots that were named, of which a device passes over -1; without slots side by side."""
+    rng, size = np.random.default_rng(dim), 3 * dim
+    keys, slots = rng.integers(-(2**63), 2**63 - 1, size), rng.permutation(size + 4)[:size].astype(np.int32)
+    of_keys = keys.view(np.uint64) ^ np.uint64(mix_one(SEED ^ TABLE_ID))
+    wanted = np.zeros(size + 4, np.uint64)
+    first = int(kind == "cuda")
+    slots[:first] = -1
+    wanted[slots[first:]] = of_keys[first:]
+    with machine(kind, dim) as m:
+        streams = m.place(np.zeros(size + 4, np.uint64))
+        m.set_streams(streams, m.place(slots), m.place(keys), TABLE_ID, SEED)
+        assert np.array_equal(m.read(streams), wanted)
+        m.set_streams(streams[:size], None, m.place(keys), TABLE_ID, SEED)
+        assert np.array_equal(m.read(streams)[:size], of_keys)
+        for given_slots, room in ((m.place(slots[:2]), 3), (None, 2)):
+            with pytest.raises(ValueError, match=r"3 keys have 2 slots|one length"):
+                m.set_streams(streams[:room], given_slots, m.place(keys[:3]), 0, 0)
