@@ -92,6 +92,18 @@ class Pieces:
         self.num_rows += int(so_far[-1])
         self.highest = max(self.highest, int((place + rows).max()))
 
+    def check(self, widths: Sequence[int], num_places: int, *, packing: bool) -> None:
+        """Raise ValueError where rows of so many places do not fit, or packing would write to a read-only array.
+
+        widths: floats of each field of a row.
+        """
+        if sum(widths) != self.row_floats:
+            raise ValueError(f"the pieces have rows of {self.row_floats} floats, the fields of {sum(widths)}.")
+        if self.num_rows and packing and not self.writable:
+            raise ValueError("an array of the pieces is read-only, and packing writes to it: give a writable array.")
+        if self.highest > num_places:
+            raise ValueError(f"the pieces have rows up to {self.highest}, and there are {num_places}.")
+
     def columns(self) -> tuple[I8, I8, I8]:
         """Return address, rows and first place of every piece, (P,) each."""
         return np.concatenate(self._address), np.concatenate(self._rows), np.concatenate(self._first)

@@ -15,9 +15,8 @@ from numba.core import types
 
 from tiercache.kernels.arrays import I8, U1, U4, Matrix, Written, address_of, expect
 from tiercache.kernels.cpu.checksum import _ORIGIN, Part, _checksums
-from tiercache.kernels.cpu.file_io import _INT, _LONG, _PAGE_BYTES, _copy, _or_error, _preadv, has_reads
-from tiercache.kernels.cpu.jit import inlined, intrinsic, serial_where
-from tiercache.kernels.cpu.simd import _call
+from tiercache.kernels.cpu.file_io import _PAGE_BYTES, _address, _copy, _or_error, _preadv, has_reads
+from tiercache.kernels.cpu.jit import inlined, serial_where
 
 __all__ = ["FieldFile", "read_fields"]
 
@@ -51,49 +50,11 @@ class _Steps(threading.local):
 _steps = _Steps()
 
 
-@intrinsic
-def _open(_typing: Any, names: Any, at: Any, flags: Any) -> Any:
-    """Open the file whose name begins at byte `at` of `names` and ends with a zero; returns -errno."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        data = context.make_array(names)(context, builder, arguments[0]).data
-        name = builder.gep(data, [arguments[1]])
-        handle = _call(builder, "open", _INT, [name, builder.trunc(arguments[2], _INT)])
-        return _or_error(builder, builder.sext(handle, _LONG))
-
-    return types.int64(names, types.int64, types.int64), emit
-
-
-@intrinsic
-def _seek(_typing: Any, handle: Any, offset: Any, whence: Any) -> Any:
-    """Call lseek; returns -errno."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        number, whence = builder.trunc(arguments[0], _INT), builder.trunc(arguments[2], _INT)
-        return _or_error(builder, _call(builder, "lseek", _LONG, [number, arguments[1], whence]))
-
-    return types.int64(types.int64, types.int64, types.int64), emit
-
-
-@intrinsic
-def _advise(_typing: Any, handle: Any, advice: Any) -> Any:
-    """Call posix_fadvise for a whole file."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        number, advice, nothing = builder.trunc(arguments[0], _INT), builder.trunc(arguments[1], _INT), _LONG(0)
-        return builder.sext(_call(builder, "posix_fadvise", _INT, [number, nothing, nothing, advice]), _LONG)
-
-    return types.int64(types.int64, types.int64), emit
-
-
-@intrinsic
-def _close(_typing: Any, handle: Any) -> Any:
-    """Close a file."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.sext(_call(builder, "close", _INT, [builder.trunc(arguments[0], _INT)]), _LONG)
-
-    return types.int64(types.int64), emit
+# of libc, where an address is a number; a handle that is negative is an error
+_open: Any = types.ExternalFunction("open", types.int32(types.int64, types.int32))
+_lseek: Any = types.ExternalFunction("lseek", types.int64(types.int32, types.int64, types.int32))
+_advise: Any = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))
+_close: Any = types.ExternalFunction("close", types.int32(types.int32))
 
 
 @inlined
@@ -114,7 +75,7 @@ def _fill(memory, origin, room, handles, files, row_bytes, widest, in_pages, pla
             parts[0], parts[1] = room, high - begin
             if in_pages:
                 parts[1] = (high - begin + _PAGE_BYTES - 1) // _PAGE_BYTES * _PAGE_BYTES
-            read = _preadv(handles[f], parts, 0, 1, begin)
+            read = _or_error(_preadv(handles[f], _address(parts, 0), 1, begin))
             if read < high - begin:
                 return read if read < 0 else _SHORT
             source = room + low - begin
@@ -149,12 +110,12 @@ def _read_fields(
         mine = files[first_file:last_file]
         seen, opened = 0, 0
         while seen >= 0 and opened < mine.shape[0]:
-            seen = _open(names, mine[opened, 0], _IN_PAGES if in_pages else _AS_IS)
+            seen = _or_error(np.int64(_open(_address(names, mine[opened, 0]), _IN_PAGES if in_pages else _AS_IS)))
             if seen >= 0:
                 handles[opened] = seen
                 if not in_pages:
-                    _advise(seen, _RANDOM)  # nothing is read beside what is asked for
-                if _seek(seen, 0, _SEEK_END) != mine[opened, 1]:
+                    _advise(seen, 0, 0, _RANDOM)  # nothing is read beside what is asked for
+                if _lseek(seen, 0, _SEEK_END) != mine[opened, 1]:
                     seen = _SHORT
                 opened += 1
         if seen >= 0:

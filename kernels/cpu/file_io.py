@@ -18,7 +18,7 @@ from numba.core import types
 from tiercache.kernels.arrays import I8, U1, U4, Matrix, Written, address_of
 from tiercache.kernels.cpu.checksum import _ORIGIN, Part, Runs, _checksums, has_crc32c
 from tiercache.kernels.cpu.jit import intrinsic, serial_where
-from tiercache.kernels.cpu.simd import _call
+from tiercache.kernels.cpu.simd import _call, element_address
 
 __all__ = ["has_reads", "read_checked"]
 
@@ -42,25 +42,30 @@ def has_reads() -> bool:
     return sys.platform == "linux" and has_crc32c()
 
 
-def _or_error(builder: Any, result: Any) -> Any:
-    """Emit what libc returned, or -errno where that is negative."""
-    error = builder.load(_call(builder, "__errno_location", _INT.as_pointer(), []))
-    failed = builder.icmp_signed("<", result, ir.Constant(_LONG, 0))
-    return builder.select(failed, builder.neg(builder.sext(error, _LONG)), result)
+# of libc, where an address is a number
+_preadv: Any = types.ExternalFunction("preadv", types.int64(types.int32, types.int64, types.int32, types.int64))
 
 
 @intrinsic
-def _preadv(_typing: Any, handle: Any, parts: Any, first: Any, count: Any, offset: Any) -> Any:
-    """Call preadv for `count` parts (address and bytes each) from element `first` of `parts` on; returns -errno."""
+def _or_error(_typing: Any, result: Any) -> Any:
+    """Return what libc returned, or -errno where that is negative."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        error = builder.load(_call(builder, "__errno_location", _INT.as_pointer(), []))
+        failed = builder.icmp_signed("<", arguments[0], ir.Constant(_LONG, 0))
+        return builder.select(failed, builder.neg(builder.sext(error, _LONG)), arguments[0])
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def _address(_typing: Any, array: Any, at: Any) -> Any:
+    """Return the address of the element at `at`."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        data = context.make_array(parts)(context, builder, arguments[1]).data
-        vectors = builder.bitcast(builder.gep(data, [arguments[2]]), ir.IntType(8).as_pointer())
-        numbers = [builder.trunc(arguments[i], _INT) for i in (0, 3)]
-        read = _call(builder, "preadv", _LONG, [numbers[0], vectors, numbers[1], arguments[4]])
-        return _or_error(builder, read)
+        return builder.ptrtoint(element_address(context, builder, array, *arguments), _LONG)
 
-    return types.int64(types.int64, parts, types.int64, types.int64, types.int64), emit
+    return types.int64(array, types.int64), emit
 
 
 @intrinsic
@@ -98,7 +103,8 @@ def _read_checked(
         parts[2], parts[3] = origin + place + head, inner
         parts[4], parts[5] = ends + _PAGE_BYTES, _PAGE_BYTES
         count = 1 + (1 if head else 0) + (1 if tail else 0)
-        read = _preadv(requests[i, 0], parts, 0 if head else 2, count, offset - before)
+        first_part = _address(parts, 0 if head else 2)
+        read = _or_error(_preadv(requests[i, 0], first_part, count, offset - before))
         done[i] = read if read < 0 else max(0, min(read - before, size))
         if done[i] < size:
             continue

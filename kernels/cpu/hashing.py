@@ -1,5 +1,6 @@
 """The hashes whose bits must not drift: key order and XXH64 (docs/format.md, "Bits").
 
+Owner r of W has the keys whose hash lies in [floor(r * 2^64 / W), floor((r + 1) * 2^64 / W)).
 All kernels here are serial and run without the GIL, so that the reader thread can call them.
 """
 
@@ -9,19 +10,21 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 
-from tiercache.kernels.arrays import I8, U1, U8, Matrix, Word, Written
+from tiercache.kernels.arrays import I2, I8, U1, U8, Matrix, Word, Written, same_length
 from tiercache.kernels.cpu.jit import inlined, intrinsic, serial
 
 __all__ = [
     "hash_keys",
+    "key_owners",
     "mix",
     "mix_word",
-    "xxh64",
     "xxh64_strings",
     "xxh64_words",
 ]
 
+MOST_OWNERS = 1024
 _U64 = (1 << 64) - 1
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @inlined
@@ -132,15 +135,8 @@ def _hash_words(words: Matrix[U8], seed: Word, out: Written[U8]) -> None:
         out[i] = _xxh64(data, i * width, width, seed)
 
 
-def xxh64(data: bytes, seed: int = 0) -> int:
-    """Return XXH64 of the bytes, an unsigned 64-bit integer, whose values are published."""
-    out = np.empty(1, np.uint64)
-    _hash_spans(np.frombuffer(data, np.uint8), np.array([0, len(data)]), seed, out)
-    return int(out[0])
-
-
 def xxh64_strings(data: U1, offsets: I8, seed: int = 0) -> U8:
-    """Return XXH64 of each string `data[offsets[i]:offsets[i + 1]]`.
+    """Return XXH64 of each string `data[offsets[i]:offsets[i + 1]]`, whose values are published.
 
     Raises ValueError when the offsets decrease or leave the data.
     """
@@ -158,3 +154,29 @@ def xxh64_words(words: Matrix[U8], seed: int = 0) -> U8:
     out = np.empty(words.shape[0], np.uint64)
     _hash_words(words, seed, out)
     return out
+
+
+@inlined
+def _owner(hashed, num_owners):  # type: ignore[no-untyped-def]
+    """Return the rank whose range has a hash.
+
+    The high half of the product with W is the rank, or one less where the hash is the first of its range and the
+    range's exact bound no whole number: adding W once more then passes 2^64.
+    """
+    product = (hashed & _LOW) * num_owners
+    high = ((hashed >> _HALF) * num_owners + (product >> _HALF)) >> _HALF
+    return np.int64(high) + (1 if hashed * num_owners > np.uint64(0) - num_owners else 0)
+
+
+@serial
+def _key_owners(keys: I8, table_id: Word, num_owners: Word, owners: Written[I2]) -> None:
+    for i in range(keys.size):
+        owners[i] = _owner(mix_word(np.uint64(keys[i]) ^ table_id), num_owners)
+
+
+def key_owners(keys: I8, table_id: int, num_owners: int, owners: I2) -> None:
+    """Write the owner of each key (n,) to `owners` (n,). Raises ValueError for too many owners."""
+    same_length(keys=keys, owners=owners)
+    if not 1 <= num_owners <= MOST_OWNERS:
+        raise ValueError(f"{num_owners} owners: from 1 to {MOST_OWNERS} are possible.")
+    _key_owners(keys, table_id, num_owners, owners)

@@ -62,25 +62,25 @@ def bytes_for(room: int, num_tables: int) -> int:
     return 16 * capacity_for(room) + 8 * num_tables
 
 
-def check_room(count: int, more: int, capacity: int) -> None:
-    """Raise ValueError where an index has no place for `more` keys."""
+def check_key_sets(key_sets: Sequence[KeySet], num_tables: int, count: int, capacity: int) -> int:
+    """Return how many keys these are. Raises ValueError where an index, which has `count` keys, cannot take them in."""
+    for table, keys, first in key_sets:
+        last = first + keys.shape[0] - 1
+        _check_table(table, num_tables)
+        if first < 0 or last > MOST_POSITIONS:
+            raise ValueError(f"positions {first:,} to {last:,} must lie in [0, {MOST_POSITIONS:,}].")
+    more = sum(int(key_set.keys.shape[0]) for key_set in key_sets)
     if count + more > capacity * 4 // 5:
         raise ValueError(
             f"the index has {count:,} keys and room for {capacity * 4 // 5:,}, and {more:,} more were given: "
             "make one with more room. Nothing was changed."
         )
+    return more
 
 
-def check_table(table: int, num_tables: int) -> None:
-    """Raise ValueError where an index has no such table."""
+def _check_table(table: int, num_tables: int) -> None:
     if not 0 <= table < num_tables:
         raise ValueError(f"there is no table {table}: the index has {num_tables}, counted from 0.")
-
-
-def check_positions(first: int, size: int) -> None:
-    """Raise ValueError where positions that run on from `first` are no int32."""
-    if first < 0 or first + size - 1 > MOST_POSITIONS:
-        raise ValueError(f"positions {first:,} to {first + size - 1:,} must lie in [0, {MOST_POSITIONS:,}].")
 
 
 def check_entries(num_keys: int, starts: I8, tables: I8, num_tables: int) -> None:
@@ -88,7 +88,7 @@ def check_entries(num_keys: int, starts: I8, tables: I8, num_tables: int) -> Non
     if starts.size != tables.size + 1 or (np.diff(starts) < 0).any() or starts[0] != 0 or starts[-1] != num_keys:
         raise ValueError(f"{tables.size} features and {num_keys} keys do not fit entry starts {starts.tolist()}.")
     for table in (int(tables.min()), int(tables.max())) if tables.size else ():
-        check_table(table, num_tables)
+        _check_table(table, num_tables)
 
 
 @inlined
@@ -199,14 +199,12 @@ class KeyIndex:
 
         Raises ValueError before anything is changed.
         """
-        for table, keys, first in key_sets:
-            check_table(table, self._table_ids.size)
-            expect("keys", keys, np.int64)
-            check_positions(first, keys.size)
-        check_room(self.count, sum(key_set.keys.size for key_set in key_sets), self.capacity)
+        for key_set in key_sets:
+            expect("keys", key_set.keys, np.int64)
+        more = check_key_sets(key_sets, self._table_ids.size, self.count, self.capacity)
         for table, keys, first in key_sets:
             _insert(keys, table, self._table_ids[table], first, self._places, self._apart, self.capacity - 1)
-            self.count += keys.size
+        self.count += more
 
     def find(self, keys: I8, entry_starts: I8, tables: I8, positions: I4) -> Missing:
         """Write the position of each key (E,) to `positions` (E,), -1 where it is missing; return what is missing.

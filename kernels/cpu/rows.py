@@ -149,16 +149,9 @@ def _table(pieces: Pieces) -> tuple[I8, I8, I8]:
 
 
 def _move_fields(fields: tuple[Matrix[F4], ...], slots: I4, order: I4, pieces: Pieces, *, packing: bool) -> None:
-    width = sum(values.shape[1] for values in fields)
-    if width != pieces.row_floats:
-        raise ValueError(f"the pieces have rows of {pieces.row_floats} floats, the fields of {width}.")
+    pieces.check([values.shape[1] for values in fields], order.size or slots.size, packing=packing)
     if pieces.num_rows == 0:
         return
-    if packing and not pieces.writable:
-        raise ValueError("an array of the pieces is read-only, and packing writes to it: give a writable array.")
-    known = order.size or slots.size
-    if pieces.highest > known:
-        raise ValueError(f"the pieces have rows up to {pieces.highest}, and there are {known}.")
     table, num_slots = _table(pieces), fields[0].shape[0]
     scattering = packing and 2 * order.size >= num_slots and _in_order(*table[:2])
     if scattering:

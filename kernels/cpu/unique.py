@@ -20,32 +20,21 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @worker
-def _count_firsts(part, parts, pairs, counts):  # type: ignore[no-untyped-def]
-    count = 0
-    for i in range(pairs.size * part // parts, pairs.size * (part + 1) // parts):
-        if i == 0 or (pairs[i] >> _HALF) != (pairs[i - 1] >> _HALF):
-            count += 1
-    counts[part] = count
-
-
-@worker
-def _number(part, parts, pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
+def _number(numbering, part, parts, pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
+    """Count the slots that begin in a part; or, `numbering`, write them and which of them each entry has."""
     number = np.int64(-1)
-    for before in range(part):
-        number += counts[before]
+    if numbering:
+        for before in range(part):
+            number += counts[before]
     for i in range(pairs.size * part // parts, pairs.size * (part + 1) // parts):
         if i == 0 or (pairs[i] >> _HALF) != (pairs[i - 1] >> _HALF):
             number += 1
-            unique[number] = np.int32(pairs[i] >> _HALF)
-        inverse[pairs[i] & _LOW] = np.int32(number)
-
-
-@worker
-def _work(numbering, part, parts, pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
-    if numbering:
-        _number(part, parts, pairs, counts, unique, inverse)
-    else:
-        _count_firsts(part, parts, pairs, counts)
+            if numbering:
+                unique[number] = np.int32(pairs[i] >> _HALF)
+        if numbering:
+            inverse[pairs[i] & _LOW] = np.int32(number)
+    if not numbering:
+        counts[part] = number + 1
 
 
 @parallel
@@ -54,7 +43,7 @@ def _unique(pairs: U8, counts: Written[I8], unique: Written[I4], inverse: Writte
     for step in range(2):  # not two loops one behind the other: the compiler may merge what it sees no bond between
         if step == 1 or parts > 1:
             for part in prange(parts):
-                _work(step == 1, part, parts, pairs, counts, unique, inverse)
+                _number(step == 1, part, parts, pairs, counts, unique, inverse)
 
 
 def unique_slots(pairs: U8, unique: I4, inverse: I4) -> int:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from tiercache.kernels.arrays import View
 from tiercache.kernels.cuda.kernel_cache import kept
-from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, describe, source
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, Arrays, describe, source
 
 __all__ = [
     "ARCHITECTURES",
@@ -140,7 +140,7 @@ def _kept_source(name: str, architecture: str) -> bytes:
     return kept(cache_folder(), f"{name}.{architecture}.cuda", made_from, lambda: compile_source(name, architecture))
 
 
-class Host(Protocol):
+class Host(Arrays, Protocol):
     """What a device takes from the library that computes with its arrays: torch. CuPy allocates nothing."""
 
     def stream(self) -> int:
@@ -152,22 +152,6 @@ class Host(Protocol):
 
         CuPy's own way returns to the GPU before by `cudaSetDevice`, which since CUDA 12 makes a context there.
         """
-        ...
-
-    def empty(self, size: int, dtype: DTypeLike) -> Any:
-        """Return an uninitialized array of one axis on the device."""
-        ...
-
-    def put(self, table: NDArray[Any]) -> Any:
-        """Return a copy of a small array on the device."""
-        ...
-
-    def read(self, array: Any) -> NDArray[Any]:
-        """Wait for the current stream and return a copy of a small array."""
-        ...
-
-    def sort(self, keys: Any) -> tuple[Any, Any]:
-        """Return int32 keys in ascending order, and where each was; equal keys keep their order."""
         ...
 
 

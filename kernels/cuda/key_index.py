@@ -11,9 +11,7 @@ from tiercache.kernels.cpu.key_index import (
     Missing,
     capacity_for,
     check_entries,
-    check_positions,
-    check_room,
-    check_table,
+    check_key_sets,
 )
 from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
 
@@ -84,19 +82,16 @@ class KeyIndex:
 
         Raises ValueError before anything is changed.
         """
-        parts, total = [], 0
-        for key_set in key_sets:
-            keys = view(self._device, "keys", key_set.keys, np.int64)
-            check_table(key_set.table, len(self._table_ids))
-            check_positions(key_set.first_position, keys.size)
-            table_id = self._table_ids[key_set.table]
-            parts.append((keys.address, key_set.first_position, keys.size, key_set.table, table_id))
-            total += keys.size
-        check_room(self.count, total, self.capacity)
+        seen = [view(self._device, "keys", key_set.keys, np.int64) for key_set in key_sets]
+        more = check_key_sets(key_sets, len(self._table_ids), self.count, self.capacity)
+        parts = [
+            (keys.address, first, keys.size, table, self._table_ids[table])
+            for keys, (table, _, first) in zip(seen, key_sets, strict=True)
+        ]
         tasks = [-(-part[2] // _TASK) for part in parts]
         arguments = (self._places, self.capacity, self._apart)
         launch_parts(self._device, "key_index.insert", _INSERT, parts, tasks, *arguments)
-        self.count += total
+        self.count += more
 
     def find(
         self,

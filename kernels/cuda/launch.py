@@ -19,6 +19,7 @@ from tiercache.kernels.arrays import View
 __all__ = [
     "BLOCK_THREADS",
     "Argument",
+    "Arrays",
     "Device",
     "Part",
     "access",
@@ -40,26 +41,15 @@ Argument = int | float | NDArray[Any]
 Part = tuple[Any, ...]
 
 
-class Device(Protocol):
-    """Where kernels run: everything happens in the order of the calls, and only `read` waits for it."""
-
-    num_processors: int
-    """Multiprocessors: how many blocks there are depends on it, and no bit of a result does."""
-
-    def describe(self, array: Any) -> View | None:
-        """Return where an array lies on this device; None for anything else."""
-        ...
+class Arrays(Protocol):
+    """Arrays on a device, in the order of the calls; only `read` waits."""
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
         """Return an uninitialized array of one axis."""
         ...
 
     def put(self, table: NDArray[Any]) -> Any:
-        """Return a copy of a table on the device, which nobody may write to."""
-        ...
-
-    def table(self, array: NDArray[Any]) -> Any:
-        """Do so for what the next steps will want again: recent copies are kept."""
+        """Return a copy of a table, which nobody may write to."""
         ...
 
     def read(self, array: Any) -> NDArray[Any]:
@@ -68,6 +58,21 @@ class Device(Protocol):
 
     def sort(self, keys: Any) -> tuple[Any, Any]:
         """Return int32 keys in ascending order, and where each was (int64); equal keys keep their order."""
+        ...
+
+
+class Device(Arrays, Protocol):
+    """Where kernels run."""
+
+    num_processors: int
+    """Multiprocessors: how many blocks there are depends on it, and no bit of a result does."""
+
+    def describe(self, array: Any) -> View | None:
+        """Return where an array lies on this device; None for anything else."""
+        ...
+
+    def table(self, array: NDArray[Any]) -> Any:
+        """Do as `put` for what the next steps will want again: recent copies are kept."""
         ...
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:

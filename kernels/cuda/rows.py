@@ -32,14 +32,9 @@ def _move(
         seen = view(device, "order", order, np.int32)
         ordered, num_rows = seen.address, seen.size
     widths = [field.shape[1] for field in values]
-    if sum(widths) != pieces.row_floats:
-        raise ValueError(f"the pieces have rows of {pieces.row_floats} floats, the fields of {sum(widths)}.")
+    pieces.check(widths, num_rows, packing=packing)
     if pieces.num_rows == 0 or pieces.row_floats == 0:
         return
-    if packing and not pieces.writable:
-        raise ValueError("an array of the pieces is read-only, and packing writes to it: give a writable array.")
-    if pieces.highest > num_rows:
-        raise ValueError(f"the pieces have rows up to {pieces.highest}, and there are {num_rows}.")
     before = np.cumsum([0, *widths])
     moved = [(field.address, width, at) for field, width, at in zip(values, widths, before[:-1], strict=True) if width]
     table = np.array(moved, _FIELD)

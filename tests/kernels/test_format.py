@@ -13,7 +13,8 @@ import tiercache as tc
 from tests.kernels.machines import Cpu
 from tests.kernels.shuffling import sample_at
 from tests.kernels.stochastic import philox, random_bits, rounded
-from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64, xxh64_words
+from tests.kernels.test_bits import xxh64
+from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64_words
 from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
 from tiercache.kernels.cpu.rounding import set_streams
 from tiercache.kernels.step import SGD, Rule, Step, Vectors, make_rounding

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.test_key_index import keys_of_hashes
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.next_use import hash_range_bound, search_keys, sweep_uses
 
@@ -65,22 +66,10 @@ def test_a_key_is_found_at_its_place_and_others_are_not(seed: int, size: int, ta
     assert np.array_equal(out, np.where(order < keys.size, order, -1))
 
 
-def unmix(value: int) -> int:
-    """Invert mix."""
-    mask = 2**64 - 1
-    value ^= value >> 31 ^ value >> 62
-    value = value * pow(0x94D049BB133111EB, -1, 2**64) & mask
-    value ^= value >> 27 ^ value >> 54
-    value = value * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
-    return value ^ value >> 30 ^ value >> 60
-
-
 def test_keys_whose_hashes_crowd_are_found_too() -> None:
     """Keys made so that interpolation is misled: the search falls back to halving."""
     hashes = [*range(0, 9000, 3), *range(2**63, 2**63 + 900, 3), *range(2**64 - 3000, 2**64, 3)]
-    keys = np.array([unmix(h) for h in hashes], np.uint64).view(np.int64)
-    assert hash_keys(keys, 0).tolist() == hashes
-    absent = np.array([unmix(h + 1) for h in hashes], np.uint64).view(np.int64)
+    keys, absent = keys_of_hashes(hashes, 0), keys_of_hashes([h + 1 for h in hashes], 0)
     out = np.empty(2 * keys.size, np.int64)
     search_keys(keys, 0, np.concatenate([keys, absent]), out)
     assert out.tolist() == [*range(keys.size), *([-1] * keys.size)]

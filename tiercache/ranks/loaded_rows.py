@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tiercache.errors import BudgetError
-from tiercache.kernels.cpu.bucketing import key_owners
+from tiercache.kernels.cpu.hashing import key_owners
 from tiercache.kernels.cpu.next_use import search_keys
 from tiercache.passes.keybatch import OOV_KEY
 from tiercache.sizes import format_bytes

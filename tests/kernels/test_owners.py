@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.test_key_index import keys_of_hashes
-from tiercache.kernels.cpu.bucketing import key_owners
+from tiercache.kernels.cpu.hashing import key_owners
 
 
 def owner_by_definition(hashed: int, num_owners: int) -> int:
