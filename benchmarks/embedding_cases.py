@@ -88,7 +88,7 @@ def gradients_of(shape: Shape) -> list[NDArray[np.float32]]:
 
 
 def bytes_to_move(shape: Shape, optimizer: str, distinct: float, *, rows_once: bool = False) -> float:
-    """Return the bytes that a step must move between memory and the processor.
+    """Return the bytes that a step must move between memory and the CPU.
 
     4 E of ids read, 4 E of the slot map read, 4 E of slots written and read; 4 E D of rows read, of pooled output
     written and of gradients read; and for each of U distinct rows, its vector and its state read and written once.

@@ -98,7 +98,7 @@ class IdleDevice(CudaDevice):
 
     def __init__(self, memory: Allocator) -> None:
         self.counts: Counter[str] = Counter()
-        self.num_processors, self._memory = 132, memory
+        self.num_sms, self._memory = 132, memory
         self._host: Any = IdleHost(memory)
         host = self._host
         self.empty, self.put, self.read, self.stream = host.empty, host.put, host.read, host.stream

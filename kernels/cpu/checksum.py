@@ -1,4 +1,4 @@
-"""CRC32C of many runs of bytes in one call and without the GIL, by the processor's own instruction.
+"""CRC32C of many runs of bytes in one call and without the GIL, by the CPU's own instruction.
 
 The store has a library for it, which holds the GIL: beside a training, each short call of it is a wait of the training
 thread. Test vectors: RFC 3720, appendix B.4.
@@ -27,7 +27,7 @@ Part = tuple[U1, I8]
 
 @functools.cache
 def has_crc32c() -> bool:
-    """Tell whether this processor has the instruction."""
+    """Tell whether this CPU has the instruction."""
     return bool(binding.get_host_cpu_features().get("sse4.2", False))
 
 
@@ -70,7 +70,7 @@ def _finish(crc, memory, at, size):  # type: ignore[no-untyped-def]
 def _checksums(memory, places, sizes, out):  # type: ignore[no-untyped-def]
     start, first = np.uint64(0xFFFFFFFF), 0
     while first + 4 <= places.size:
-        # Each step of a run waits for the one before it: four runs at a time keep the processor busy.
+        # Each step of a run waits for the one before it: four runs at a time keep the CPU busy.
         a, b, c, d = start, start, start, start
         i, j, k, m = places[first], places[first + 1], places[first + 2], places[first + 3]
         done = 8 * (min(sizes[first], sizes[first + 1], sizes[first + 2], sizes[first + 3]) // 8)
@@ -145,7 +145,7 @@ def crc32c(parts: Sequence[Part]) -> U4:
     """Return the CRC32C of runs of bytes in any number of arrays: (R,), part after part.
 
     A part is an array and the bounds of its runs (R_part + 1, rising). Raises ValueError where a bound lies outside
-    the array. Only for processors with the instruction.
+    the array. Only for CPUs with the instruction.
     """
     if not parts:
         return np.empty(0, np.uint32)

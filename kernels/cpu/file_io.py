@@ -1,7 +1,7 @@
 """Many reads of files in one call and without the GIL, what was read checked while it is in the caches.
 
 A thread that reads beside a training takes the GIL once for many reads, not several times for each. For Linux, on
-processors with an instruction for CRC32C: elsewhere `has_reads` says no, and whoever reads does it by itself.
+CPUs with an instruction for CRC32C: elsewhere `has_reads` says no, and whoever reads does it by itself.
 """
 
 import functools
@@ -38,7 +38,7 @@ _ends = _Ends()
 
 @functools.cache
 def has_reads() -> bool:
-    """Tell whether this is such a system and such a processor."""
+    """Tell whether this is such a system and such a CPU."""
     return sys.platform == "linux" and has_crc32c()
 
 

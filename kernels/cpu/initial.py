@@ -28,7 +28,7 @@ def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 @inlined
 def _unit(word):  # type: ignore[no-untyped-def]
-    # np.int64 because processors turn signed integers into floats in one instruction
+    # np.int64 because CPUs turn signed integers into floats in one instruction
     return np.float32(np.int64(word >> np.uint64(8))) * np.float32(2.0**-24)
 
 

@@ -142,16 +142,16 @@ class Kernel:
         self.compile(narrow=any(getattr(argument, "dtype", None) == np.uint16 for argument in arguments))
 
     def is_compiled(self, *, narrow: bool = False) -> bool:
-        """Tell whether it is compiled, or lies compiled on disk, as its source is now, for this processor."""
+        """Tell whether it is compiled, or lies compiled on disk, as its source is now, for this CPU."""
         wanted = self._types(narrow=narrow)
         if wanted in self.entry.overloads:
             return True
         try:
             index = self.compiler._cache._cache_file._load_index()
-            processor = cpu_target.target_context.codegen().magic_tuple()
+            cpu = cpu_target.target_context.codegen().magic_tuple()
         except Exception:
             return False
-        return any(key[:2] == (wanted, processor) for key in index)
+        return any(key[:2] == (wanted, cpu) for key in index)
 
 
 def _entry(
@@ -187,7 +187,7 @@ def serial(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def serial_where(is_available: Callable[[], bool]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Compile an entry point, as `serial`, that some processors or systems do not have: then nobody may call it."""
+    """Compile an entry point, as `serial`, that some CPUs or systems do not have: then nobody may call it."""
     return functools.partial(_entry, is_available=is_available)
 
 

@@ -2,7 +2,7 @@
 
 `Lanes` values live in registers. Offsets count elements of the flattened C-contiguous array and are not checked.
 `count` says how many lanes take part (a constant 16 after inlining costs nothing); the others read as zero and are not
-written. LLVM lowers everything to whatever the processor has. No operation is fused with another.
+written. LLVM lowers everything to whatever the CPU has. No operation is fused with another.
 """
 
 import operator
@@ -110,7 +110,7 @@ def _mask(builder: Any, count: Any) -> Any:
 
 
 def _all_lanes(builder: Any, count: Any) -> Any:
-    """Return whether no mask is needed: processors without registers for masks are slow at them, most at stores."""
+    """Return whether no mask is needed: CPUs without registers for masks are slow at them, most at stores."""
     return builder.icmp_signed(">=", count, ir.Constant(count.type, WIDTH))
 
 
@@ -244,7 +244,7 @@ def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
 
 @inlined
 def ask(array, offset, count):  # type: ignore[no-untyped-def]
-    """Ask for the first eight cache lines of `count` elements; the processor's own prefetcher follows a longer row.
+    """Ask for the first eight cache lines of `count` elements; the CPU's own prefetcher follows a longer row.
 
     Straight-line on purpose: LLVM unrolls a loop of prefetches without end.
     """

@@ -222,7 +222,7 @@ class CudaDevice:
         self.empty, self.put, self.read, self.sort = host.empty, host.put, host.read, host.sort
         self.stream = host.stream
         attributes = self._device.attributes
-        self.num_processors = int(attributes["MultiProcessorCount"])
+        self.num_sms = int(attributes["MultiProcessorCount"])
         capability = (int(attributes["ComputeCapabilityMajor"]), int(attributes["ComputeCapabilityMinor"]))
         if capability < _OLDEST:
             raise CudaError(

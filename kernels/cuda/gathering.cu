@@ -50,7 +50,7 @@ gather(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
     gather_parts<float>(parts, num_parts, num_tasks);
 }
 
-// Four blocks on a multiprocessor, as without being told for float32.
+// Four blocks on an SM, as without being told for float32.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 4)
 gather_narrow(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
     gather_parts<uint16>(parts, num_parts, num_tasks);

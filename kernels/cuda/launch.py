@@ -34,7 +34,7 @@ __all__ = [
 
 BLOCK_THREADS = 256
 """Threads of a block, in every launch: as in lanes.cuh."""
-_BLOCKS_PER_PROCESSOR = 32  # four times what a processor holds at once, so that the last ones end together
+_BLOCKS_PER_SM = 32  # four times what an SM holds at once, so that the last ones end together
 
 Argument = int | float | NDArray[Any]
 """Of a kernel: addresses and integers travel as int64, floats as float32, a table as the address of its copy."""
@@ -64,8 +64,8 @@ class Arrays(Protocol):
 class Device(Arrays, Protocol):
     """Where kernels run."""
 
-    num_processors: int
-    """Multiprocessors: how many blocks there are depends on it, and no bit of a result does."""
+    num_sms: int
+    """SMs: how many blocks there are depends on it, and no bit of a result does."""
 
     def describe(self, array: Any) -> View | None:
         """Return where an array lies on this device; None for anything else."""
@@ -170,9 +170,9 @@ def struct(name: str, of: str) -> "np.dtype[Any]":
     return np.dtype(fields, align=True)
 
 
-def blocks_for(device: Device, warps: int, per_processor: int = _BLOCKS_PER_PROCESSOR) -> int:
+def blocks_for(device: Device, warps: int, blocks_per_sm: int = _BLOCKS_PER_SM) -> int:
     """Return how many blocks share out the work of `warps` warps; kernels loop where these are fewer."""
-    return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_processors * per_processor))
+    return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_sms * blocks_per_sm))
 
 
 def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = None) -> tuple[int, int]:
@@ -189,15 +189,15 @@ def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = Non
 
 def launch_parts(
     device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument,
-    per_processor: int = _BLOCKS_PER_PROCESSOR,
+    blocks_per_sm: int = _BLOCKS_PER_SM,
 ) -> None:  # fmt: skip
     """Launch a kernel over the tasks of several parts; `dtype` is that of a part's struct, without its first field.
 
     Every part begins with its first task, which is filled in here. Of blocks there are at most so many for each
-    processor of the device.
+    SM of the device.
     """
     *firsts, num_tasks = accumulate(tasks, initial=0)
     if num_tasks:
         table = np.array([(first, *part) for first, part in zip(firsts, parts, strict=True)], dtype)
-        blocks = blocks_for(device, num_tasks, per_processor)
+        blocks = blocks_for(device, num_tasks, blocks_per_sm)
         device.launch(kernel, blocks, (table, len(parts), num_tasks, *more))

@@ -17,7 +17,7 @@ __all__ = ["pack", "unpack"]
 _PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
 _TASK = 32  # rows
 _LINK_BLOCKS = 2
-"""For each processor, a quarter of what it holds: some MB on their way, where a link of 64 GB/s has 0.1 MB in the 2 us
+"""For each SM, a quarter of what it holds: some MB on their way, where a link of 64 GB/s has 0.1 MB in the 2 us
 that an access takes. The rest is for rows that move the other way, and for whoever comes beside."""
 
 
@@ -41,7 +41,7 @@ def _move(
     columns = pieces.columns()
     parts = list(zip(*(column.tolist() for column in columns), strict=True))
     tasks = (-(-columns[1] // _TASK) * len(moved)).tolist()
-    blocks = {"per_processor": _LINK_BLOCKS} if over_link else {}
+    blocks = {"blocks_per_sm": _LINK_BLOCKS} if over_link else {}
     launch_parts(device, kernel, _PIECE, parts, tasks, table, known.address, ordered, **blocks)
 
 

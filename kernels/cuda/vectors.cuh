@@ -5,7 +5,7 @@
 // float32 is not in its machine code. bfloat16 and float16 share one, and `is_half` says which it is: the few
 // instructions more hide behind the memory. Rows of 16 bits begin at words, so they stand an even number apart. A lane
 // takes 4 numbers in 8 bytes, as one access to outputs, gradients and states has 4: with 8 numbers, the stores of a warp
-// would leave gaps, and pooling would take more registers than let four blocks share a multiprocessor.
+// would leave gaps, and pooling would take more registers than let four blocks share an SM.
 
 #pragma once
 #include "lanes.cuh"

@@ -33,7 +33,7 @@ class GpuDevice:
 
     def __init__(self) -> None:
         self._device = _opened()
-        self.num_processors = self._device.num_processors
+        self.num_sms = self._device.num_sms
         self.launches: list[str] = []
         self.describe, self.empty, self.sort = self._device.describe, self._device.empty, self._device.sort
         self.put, self.table, self.read = self._device.put, self._device.table, self._device.read

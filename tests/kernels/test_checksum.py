@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.store.blocks import piece_checksums
 
-pytestmark = pytest.mark.skipif(not has_crc32c(), reason="this processor has no instruction for CRC32C")
+pytestmark = pytest.mark.skipif(not has_crc32c(), reason="this CPU has no instruction for CRC32C")
 
 VECTORS = {
     b"123456789": 0xE3069283,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.disk,
-    pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors"),
+    pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or CPUs"),
 ]
 
 ROWS, WIDTHS = 5000, (256, 4, 12, 1)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.disk,
-    pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or processors"),
+    pytest.mark.skipif(not has_reads(), reason="the kernel is for other systems or CPUs"),
 ]
 
 PAGE, FILE_BYTES = 4096, 300_001

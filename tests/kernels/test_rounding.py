@@ -25,7 +25,7 @@ F4 = np.float32
 SEED, TABLE_ID = 7, 0x5FE193BB4B6B9CD0
 
 
-def test_processors_without_float16_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpus_without_float16_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no instruction for it, integer arithmetic gives the same numbers."""
 
     @numba.njit

@@ -232,7 +232,7 @@ def test_one_hot_row_takes_all(kind: str) -> None:
 def test_bits_depend_on_neither_threads_nor_slots(
     kind: str, optimizer: str, dim: int, decay: float, seed: int, size: int, *, hot: bool
 ) -> None:
-    """The same batch on one thread and on two, or one multiprocessor and three, and with rows in other slots."""
+    """The same batch on one thread and on two, or one SM and three, and with rows in other slots."""
     size, rng = size if kind == "cpu" else min(size, 700), np.random.default_rng(seed)
     num_slots = 1 if hot else 300
     slots = (rng.random(size) ** 3 * num_slots).astype(np.int32)
@@ -243,7 +243,7 @@ def test_bits_depend_on_neither_threads_nor_slots(
         alone = stepped(m, optimizer, fields, slots, m.one_id(gradient), decay)
     with machine(kind, 1) as m:
         if kind == "cuda":
-            m.device.num_processors = 3
+            m.device.num_sms = 3
         together = stepped(m, optimizer, fields, slots, m.one_id(gradient), decay)
         moved_fields = [field[back] for field in fields]
         elsewhere = stepped(m, optimizer, moved_fields, moved[slots], m.one_id(gradient), decay)
@@ -287,7 +287,7 @@ def test_a_step_of_16_bit_rows_on_cuda_has_the_cpus_bits(
 
 
 def same_but_nan(found: NDArray[Any], wanted: NDArray[Any], dtype: str = "float32") -> bool:
-    """Tell whether all but NaN, whose sign is the processor's, have the same bits."""
+    """Tell whether all but NaN, whose sign is the CPU's, have the same bits."""
     numbers_found, numbers_wanted = (
         bits if dtype == "float32" else from_bits(np.ascontiguousarray(bits), dtype) for bits in (found, wanted)
     )

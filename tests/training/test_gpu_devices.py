@@ -98,7 +98,7 @@ def kernels_of(machine: Machine, index: int) -> CudaDevice:
     kernels._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     within = partial(machine.device, torch.device("cuda", index))
     kernels._host = SimpleNamespace(within=within, stream=lambda: 0)
-    kernels.stream, kernels._streams, kernels.num_processors = kernels._host.stream, {0: None}, 1
+    kernels.stream, kernels._streams, kernels.num_sms = kernels._host.stream, {0: None}, 1
     kernels._functions = {"rows.pack": lambda *_, **__: launched.append(machine.current)}
     return kernels
 

@@ -14,7 +14,7 @@ def warmup(
 ) -> None:
     """Compile all kernels ahead of the first extraction or training.
 
-    The compiled code is kept on disk, beside the package or in your cache folder, for this version and processor.
+    The compiled code is kept on disk, beside the package or in your cache folder, for this version and CPU.
     """
     from tiercache.backends.opening import open_backend
     from tiercache.kernels.cpu.jit import cache_folder

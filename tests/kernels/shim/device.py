@@ -83,11 +83,11 @@ class ShimDevice:
     """A Device whose kernels run in this process; its arrays are NumPy arrays made by `place` and `empty`.
 
     ``order``: how the threads of a block take turns. ``changed`` edits a source before it is compiled: so errors are
-    planted. ``flush`` takes subnormal numbers for zero. One multiprocessor, so that small launches have more work than
+    planted. ``flush`` takes subnormal numbers for zero. One SM, so that small launches have more work than
     warps.
     """
 
-    num_processors = 1
+    num_sms = 1
 
     def __init__(
         self,
