@@ -114,7 +114,7 @@ class RankExchange:
         live_rows: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
         modules: features that none of these looks up are not brought.
         """
-        self.ranks, self._beside, self._beneath = ranks, beside, asking
+        self.ranks, self._beside, self._asking_ranks = ranks, beside, asking
         self._share, self._backend = share, backend
         self._optimizer, self._modules, self._comm_dtype = optimizer, modules, comm_dtype
         self._live_rows = weakref.WeakMethod(live_rows)
@@ -376,7 +376,7 @@ class RankExchange:
         """Return an exchange for batches of this rank's share of other passes, on the same threads."""
         assert isinstance(passes, Share)
         return RankExchange(
-            self.ranks, self._beside, self._beneath, passes, self._backend, self._optimizer, self._own_rows,
+            self.ranks, self._beside, self._asking_ranks, passes, self._backend, self._optimizer, self._own_rows,
             self._modules, comm_dtype=self._comm_dtype, threads=self._threads,
         )  # fmt: skip
 
