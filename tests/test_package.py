@@ -30,7 +30,7 @@ from tiercache.FROM_ARRAYS import write_dataset
 from tiercache.KEYBATCH import KeyBatch
 
 assert "site-packages" in tc.__file__, tc.__file__
-table = tc.Table(name="t", dim=4, optimizer=tc.Adagrad(learning_rate=0.1), initializer=tc.Uniform(low=-1.0, high=1.0))
+table = tc.Table(name="t", dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1), initializer=tc.init.Uniform(low=-1.0, high=1.0))
 schema = tc.Schema(label="label", features=(tc.Feature(name="f", table="t"),), tables=(table,))
 rng = np.random.default_rng(0)
 batches = [KeyBatch.of(schema, {"f": rng.integers(0, 50, 32)}, label=rng.integers(0, 2, 32)) for _ in range(3)]

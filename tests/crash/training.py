@@ -58,8 +58,8 @@ class Training:
     @property
     def schema(self) -> tc.Schema:
         """Two tables of two row layouts, float32 and bfloat16; one shared by two features, one looked up by lists."""
-        rowwise, normal = tc.RowWiseAdagrad(learning_rate=0.05), tc.Normal(mean=0.0, std=0.1)
-        item = tc.Table(name="item", dim=32, optimizer=self.optimizer, initializer=tc.Uniform(low=-0.1, high=0.1))
+        rowwise, normal = tc.optim.RowWiseAdagrad(learning_rate=0.05), tc.init.Normal(mean=0.0, std=0.1)
+        item = tc.Table(name="item", dim=32, optimizer=self.optimizer, initializer=tc.init.Uniform(low=-0.1, high=0.1))
         user = tc.Table(name="user", dim=16, optimizer=rowwise, initializer=normal, dtype="bfloat16")
         features = (
             tc.Feature(name="item", columns=("item",), table="item"),
@@ -67,7 +67,7 @@ class Training:
             tc.Feature(name="user", columns=("user",), table="user"),
             tc.Feature(name="seen", columns=("seen",), table="user", hotness="ragged"),
         )
-        return tc.Schema(label="label", dense=(tc.Dense(column="x"),), features=features, tables=(item, user))
+        return tc.Schema(label="label", dense=(tc.DenseFeature(column="x"),), features=features, tables=(item, user))
 
     def write_data(self, folder: Path) -> None:
         """Write the samples: keys skewed, so that some rows are in every pass and most in one or two."""
@@ -90,9 +90,11 @@ class Training:
 
 
 TRAININGS = (
-    Training(name="Adagrad, a commit each pass", optimizer=tc.Adagrad(learning_rate=0.05), host_budget="6MiB"),
-    Training(name="Adam, a commit each third pass", optimizer=tc.Adam(), host_budget="8MiB", commit_every=3),
-    Training(name="SGD, a new order each epoch", optimizer=tc.SGD(learning_rate=0.1), host_budget="5MiB", order_seed=5),
+    Training(name="Adagrad, a commit each pass", optimizer=tc.optim.Adagrad(learning_rate=0.05), host_budget="6MiB"),
+    Training(name="Adam, a commit each third pass", optimizer=tc.optim.Adam(), host_budget="8MiB", commit_every=3),
+    Training(
+        name="SGD, a new order each epoch", optimizer=tc.optim.SGD(learning_rate=0.1), host_budget="5MiB", order_seed=5
+    ),
 )
 
 

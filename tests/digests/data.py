@@ -27,11 +27,11 @@ SAMPLES = PASSES * PASS_SAMPLES
 KEYS = 240
 """Of a table."""
 OPTIMIZERS = {
-    "sgd": tc.SGD(learning_rate=0.1, decay=0.01),
-    "adagrad": tc.Adagrad(learning_rate=0.1),
-    "rowwise": tc.RowWiseAdagrad(learning_rate=0.1, decay=0.02),
+    "sgd": tc.optim.SGD(learning_rate=0.1, decay=0.01),
+    "adagrad": tc.optim.Adagrad(learning_rate=0.1),
+    "rowwise": tc.optim.RowWiseAdagrad(learning_rate=0.1, decay=0.02),
     # powers of these are exact in float64 for all steps: pow of others differs between C libraries
-    "adam": tc.Adam(learning_rate=0.05, beta1=0.5, beta2=0.75),
+    "adam": tc.optim.Adam(learning_rate=0.05, beta1=0.5, beta2=0.75),
 }
 
 
@@ -41,7 +41,7 @@ def table(name: str, dim: int) -> tc.Table:
         name=name,
         dim=dim,
         optimizer=OPTIMIZERS[name.split("_", maxsplit=1)[0]],
-        initializer=tc.Uniform(low=-0.5, high=0.5),
+        initializer=tc.init.Uniform(low=-0.5, high=0.5),
         dtype="bfloat16" if name.endswith("bf16") else "float32",
         seed=7,
     )
@@ -94,7 +94,7 @@ SPECS = (
     Spec("q", "adam_bf16", 1, "sum"),
 )
 SCHEMA = tc.Schema(
-    label="label", dense=(tc.Dense(column="x"),), features=tuple(spec.feature for spec in SPECS), tables=TABLES
+    label="label", dense=(tc.DenseFeature(column="x"),), features=tuple(spec.feature for spec in SPECS), tables=TABLES
 )
 
 

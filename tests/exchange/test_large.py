@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tiercache.store.dump import Block
 
 SEGMENTS, ROWS = 20, 1_000_000
-TABLE = tc.Table(name="items", dim=64, optimizer=tc.RowWiseAdagrad(learning_rate=0.05), initializer=tc.Zeros())
+TABLE = tc.Table(
+    name="items", dim=64, optimizer=tc.optim.RowWiseAdagrad(learning_rate=0.05), initializer=tc.init.Zeros()
+)
 STREAM = Stream(
     row_bytes=260, piece_rows=252, block_bytes=4 << 20, ranges=(Range(next_use=1 << 40, table_rows=(ROWS,)),)
 )

@@ -21,7 +21,7 @@ from tiercache.store import MemoryEngine, Store, fill
 if TYPE_CHECKING:
     from pathlib import Path
 
-ADAM = table("a", 4, tc.Adam(learning_rate=0.01))
+ADAM = table("a", 4, tc.optim.Adam(learning_rate=0.01))
 PLAIN = table("b", 4)
 CASE = Case(tables=(ADAM, PLAIN), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")), epochs=1, dense_lr=0.0)
 NARROW = Case(
@@ -88,8 +88,8 @@ def test_the_count_stands_where_the_state_does(trained: Path, tmp_path: Path, fo
         assert copy.commit.settings == ({} if expected is None else {"steps": STEPS})
 
 
-@pytest.mark.parametrize("optimizer", [tc.SGD(learning_rate=0.1), tc.Adagrad(learning_rate=0.1)])
-def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.SGD | tc.Adagrad) -> None:
+@pytest.mark.parametrize("optimizer", [tc.optim.SGD(learning_rate=0.1), tc.optim.Adagrad(learning_rate=0.1)])
+def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.optim.SGD | tc.optim.Adagrad) -> None:
     """With any optimizer, where all of a row leaves; files that do not say it are asked about."""
     narrow = dataclasses.replace(PLAIN, optimizer=optimizer, dtype="float16")
     fields = tuple(np.ones((5, field.width), np.float32) for field in narrow.fields)
@@ -97,7 +97,7 @@ def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.SGD 
         fill(store, [("b", (np.arange(5, dtype=np.int64), fields))], settings={"steps": 100})
         assert tc.export_store(store, tmp_path / "out", format="numpy").steps == 100
         bare = tc.export_store(store, tmp_path / "bare", format="numpy", with_state=False)
-        assert bare.steps == (100 if isinstance(optimizer, tc.SGD) else None)
+        assert bare.steps == (100 if isinstance(optimizer, tc.optim.SGD) else None)
     tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
     with Store.open(tmp_path / "copy.tc", mode="r") as copy:
         assert copy.commit is not None

@@ -25,7 +25,7 @@ ROW_BYTES = 4 * 4 + 24
 
 def table(name: str, dim: int = 4) -> tc.Table:
     """Return a table with rows of ``ROW_BYTES`` on the device."""
-    return tc.Table(name=name, dim=dim, optimizer=tc.SGD(learning_rate=1.0), initializer=tc.Zeros())
+    return tc.Table(name=name, dim=dim, optimizer=tc.optim.SGD(learning_rate=1.0), initializer=tc.init.Zeros())
 
 
 def plain_schema(**changes: Any) -> Schema:
@@ -38,7 +38,7 @@ def rich_schema() -> Schema:
     """Return a schema with every kind of feature, two groups, a shared table and weights."""
     return Schema(
         label="y",
-        dense=(tc.Dense(column="d0"), tc.Dense(column="d1")),
+        dense=(tc.DenseFeature(column="d0"), tc.DenseFeature(column="d1")),
         features=(
             tc.Feature(name="a"),
             tc.Feature(name="pair", hotness="fixed", length=2, table="b", weights="pair_w"),

@@ -70,7 +70,7 @@ def test_the_digest_is_about_content(tmp_path: Path, small: PassDataset) -> None
     assert reference(tmp_path / "label", schema, one_label, [0, 100, 300]).digest != small.digest
     meaning = replace(schema, features=(replace(schema.features[0], null="own"), *schema.features[1:]))
     assert reference(tmp_path / "null", meaning, columns, [0, 100, 300]).digest != small.digest
-    trained = replace(schema, tables=tuple(replace(t, optimizer=tc.Adam()) for t in schema.tables))
+    trained = replace(schema, tables=tuple(replace(t, optimizer=tc.optim.Adam()) for t in schema.tables))
     assert reference(tmp_path / "adam", trained, columns, [0, 100, 300]).digest == small.digest
 
 

@@ -156,7 +156,7 @@ def test_labels_and_dense_features_become_float32() -> None:
         "f": [0.1, float("nan"), None],
         "m": pa.array([1, 2, 3]).cast(pa.decimal128(21, 2)),
     }
-    dense = (tc.Dense(column="i", null=-1.0), tc.Dense(column="f", null=0.0), tc.Dense(column="m"))
+    dense = (tc.DenseFeature(column="i", null=-1.0), tc.DenseFeature(column="f", null=0.0), tc.DenseFeature(column="m"))
     batch = encoded(columns, tc.Feature(name="a"), label="y", dense=dense)
     assert batch.label is not None
     assert batch.label.tolist() == [1.0, 0.0, 1.0]
@@ -188,13 +188,13 @@ LISTS = pa.list_(pa.int64())
         (
             {"a": [1], "d": [float("nan")]},
             INTEGERS,
-            {"dense": (tc.Dense(column="d"),)},
+            {"dense": (tc.DenseFeature(column="d"),)},
             "column 'd': it is nan, but a dense",
         ),
         (
             {"a": [1], "d": [float("inf")]},
             INTEGERS,
-            {"dense": (tc.Dense(column="d", null=0.0),)},
+            {"dense": (tc.DenseFeature(column="d", null=0.0),)},
             "column 'd': it is inf, but a dense",
         ),
         (

@@ -143,7 +143,7 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path) -> None:
     again = extract(paths, schema, out, device_budget="1MiB", host_budget="2GiB", progress=False)
     assert again.digest == first.digest
     assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before
-    faster = replace(schema, tables=(replace(schema.tables[0], optimizer=tc.SGD(learning_rate=9.0)),))
+    faster = replace(schema, tables=(replace(schema.tables[0], optimizer=tc.optim.SGD(learning_rate=9.0)),))
     changed = extract(paths, faster, out, device_budget="1MiB", progress=False)
     assert changed.schema == faster
     assert changed.digest == first.digest
@@ -159,7 +159,11 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path) -> None:
         ({"min_count": 2}, "min_count was 1 and is 2 now"),
         ({"schema": plain_schema(label=None)}, "schema was"),
         (
-            {"schema": plain_schema(tables=(tc.Table(name="a", dim=9, optimizer=tc.Adam(), initializer=tc.Zeros()),))},
+            {
+                "schema": plain_schema(
+                    tables=(tc.Table(name="a", dim=9, optimizer=tc.optim.Adam(), initializer=tc.init.Zeros()),)
+                )
+            },
             "groups was",
         ),
     ],
@@ -329,14 +333,15 @@ def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> 
     """Text files and Parquet of the same values give the same passes, strings and crosses included."""
     schema = tc.Schema(
         label="y",
-        dense=(tc.Dense(column="d", null=-1.0),),
+        dense=(tc.DenseFeature(column="d", null=-1.0),),
         features=(
             tc.Feature(name="s", key="string", null="own"),
             tc.Feature(name="i", table="s"),
             tc.Feature(name="x", columns=("s", "i"), null="own"),
         ),
         tables=tuple(
-            tc.Table(name=n, dim=4, optimizer=tc.SGD(learning_rate=1.0), initializer=tc.Zeros()) for n in ("s", "x")
+            tc.Table(name=n, dim=4, optimizer=tc.optim.SGD(learning_rate=1.0), initializer=tc.init.Zeros())
+            for n in ("s", "x")
         ),
     )
     random = np.random.default_rng(0)

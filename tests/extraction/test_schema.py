@@ -64,13 +64,13 @@ def test_a_toml_file_says_everything_that_a_schema_holds(tmp_path: Path) -> None
     airport = tc.Table(
         name="airport",
         dim=16,
-        optimizer=tc.Adagrad(learning_rate=0.1),
-        initializer=tc.Uniform(low=-0.1, high=0.1),
+        optimizer=tc.optim.Adagrad(learning_rate=0.1),
+        initializer=tc.init.Uniform(low=-0.1, high=0.1),
     )
-    route = tc.Table(name="route", dim=8, optimizer=tc.Adam(), initializer=tc.Zeros(), seed=7)
+    route = tc.Table(name="route", dim=8, optimizer=tc.optim.Adam(), initializer=tc.init.Zeros(), seed=7)
     assert load(tmp_path, FULL) == Schema(
         label="late",
-        dense=(tc.Dense(column="distance"), tc.Dense(column="price")),
+        dense=(tc.DenseFeature(column="distance"), tc.DenseFeature(column="price")),
         csv=CsvFormat(header=False, types={"hour": "integer"}),
         tables=(airport, route),
         features=(
@@ -88,7 +88,7 @@ def test_dense_features_can_say_what_null_is(tmp_path: Path) -> None:
     text = (
         FULL.replace('dense = ["distance", "price"]', "") + '[[dense]]\ncolumn = "x"\nnull = -1\n[[dense]]\ncolumn="z"'
     )
-    assert load(tmp_path, text).dense == (tc.Dense(column="x", null=-1.0), tc.Dense(column="z"))
+    assert load(tmp_path, text).dense == (tc.DenseFeature(column="x", null=-1.0), tc.DenseFeature(column="z"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_schema_survives_its_record() -> None:
 def test_the_digest_is_about_meaning_and_not_about_training() -> None:
     """Columns, keys and tables' names change the digest; dims, optimizers and seeds do not."""
     schema = rich_schema()
-    trained = replace(schema, tables=tuple(replace(t, dim=3, seed=9, optimizer=tc.Adam()) for t in schema.tables))
+    trained = replace(schema, tables=tuple(replace(t, dim=3, seed=9, optimizer=tc.optim.Adam()) for t in schema.tables))
     assert trained.digest == schema.digest
     features = (replace(schema.features[0], null="own"), *schema.features[1:])
     for other in (

@@ -172,7 +172,7 @@ def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
 
 def training_case() -> Case:
     """Unshuffled, aligned."""
-    rule = tc.Adagrad(learning_rate=0.05)
+    rule = tc.optim.Adagrad(learning_rate=0.05)
     return Case(
         tables=(table("item", 5, rule), table("place", 3, rule)),
         specs=(Spec(name="a", table="item"), Spec(name="c", table="place", hotness="ragged")),

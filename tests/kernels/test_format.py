@@ -128,7 +128,7 @@ def test_passes_and_samples_have_the_orders_of_the_page() -> None:
 def test_digests_are_those_of_the_page(tmp_path: Path) -> None:
     """A key set that is written and opened, and a schedule."""
     wanted = dict(rows_below("| what | digest |"))
-    tables = (tc.Table(name="item", dim=1, optimizer=tc.SGD(learning_rate=0.1), initializer=tc.Zeros()),)
+    tables = (tc.Table(name="item", dim=1, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Zeros()),)
     columns = [(np.array([0, 2, 1]), np.array([5, 1, 2]))]
     write_key_set(tmp_path / "keys.arrow", tables, columns)
     keys = "key set of the table `item` with the keys 0, 2, 1 and the counts 5, 1, 2"

@@ -55,8 +55,8 @@ class Entry:
     accumulate: int = 1
     singles: tuple[str, ...] = ()
     """Features that are looked up unpooled."""
-    input: str = "data"
-    """What each rank reads: as of ``Pass.batches``. Weights have no factors where it is "model"."""
+    read_by: str = "rank"
+    """What each rank reads: as of ``Pass.batches``. Weights have no factors where it is "owner"."""
     idle: tuple[str, ...] = ()
     """Features that are looked up without a gradient: their rows are not stepped."""
     twice: bool = False
@@ -129,7 +129,7 @@ class Model(nn.Module):
         super().__init__()
         pooled = [spec for spec in entry.specs if spec.name not in {*entry.singles, *entry.idle}]
         modes = {spec.name: spec.mode for spec in pooled}
-        self.weighted = [spec.name for spec in pooled if spec.weighted and entry.input == "data"]
+        self.weighted = [spec.name for spec in pooled if spec.weighted and entry.read_by == "rank"]
         self.bags = nn.ModuleList(
             tc.EmbeddingBagCollection(cache.schema, list(modes), mode=modes, weighted=self.weighted)
             for _ in range(1 + entry.twice)
@@ -196,7 +196,7 @@ def run(
     step, outputs, weights = 0, [], []
     for p in cache.passes(epochs=entry.epochs):
         held = 0
-        for batch in p.batches(entry.batch, shuffle=entry.shuffle, input=entry.input):
+        for batch in p.batches(entry.batch, shuffle=entry.shuffle, read_by=entry.read_by):
             (trained(batch) * batch.weight).backward()
             counted = bool(batch.weight)
             outputs.append([one.numpy()[: None if counted else 0].copy() for one in model.looked_up])
@@ -277,7 +277,7 @@ def looked_up(cache: Any, entry: Entry, tests: tc.PassDataset, **options: Any) -
     """Return the vectors of an evaluation by batch, those of this rank's samples, and how many slices there were."""
     bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in entry.specs})
     slices, found = 0, []
-    for piece in cache.evaluation(tests):
+    for piece in cache.evaluate(tests):
         slices += 1
         for batch in piece.batches(7, **options):
             with torch.no_grad():

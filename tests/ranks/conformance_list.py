@@ -19,8 +19,8 @@ from tiercache.ranks.table_stats import TableStats
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-UNIFORM = tc.Uniform(low=-1.0, high=1.0)
-FAST = tc.SGD(learning_rate=1.5)
+UNIFORM = tc.init.Uniform(low=-1.0, high=1.0)
+FAST = tc.optim.SGD(learning_rate=1.5)
 
 
 def tables_of(sizes: Sequence[tuple[int, int]], *optimizers: Any, **options: Any) -> dict[str, Any]:
@@ -61,8 +61,8 @@ LIST: dict[str, Any] = {"hotness": "fixed"}
 SIX = ((40, 2), (7, 3), (60, 4), (30, 5), (50, 8), (20, 16))
 FOUR = ((40, 8), (30, 5), (50, 12), (20, 8))
 RULES = (
-    tc.SGD(learning_rate=0.5, decay=0.02), tc.Adagrad(learning_rate=0.1, decay=0.02),
-    tc.RowWiseAdagrad(learning_rate=0.1, decay=0.02), tc.Adam(learning_rate=0.02, decay=0.02),
+    tc.optim.SGD(learning_rate=0.5, decay=0.02), tc.optim.Adagrad(learning_rate=0.1, decay=0.02),
+    tc.optim.RowWiseAdagrad(learning_rate=0.1, decay=0.02), tc.optim.Adam(learning_rate=0.02, decay=0.02),
 )  # fmt: skip
 ALL = in_turn(*WAYS)
 SHARED = (
@@ -71,7 +71,7 @@ SHARED = (
     *(Spec(name=f"h{i}", table=f"t{i}", hotness="fixed", length=2) for i in range(4)),
 )
 EVERYTHING = Entry(
-    **tables_of((*FOUR, (9, 1), (33, 7), (44, 15), (25, 16)), *RULES, tc.Adagrad(learning_rate=0.05)),
+    **tables_of((*FOUR, (9, 1), (33, 7), (44, 15), (25, 16)), *RULES, tc.optim.Adagrad(learning_rate=0.05)),
     specs=(
         Spec(name="one", table="t0"), Spec(name="ragged", table="t0", hotness="ragged", weighted=True),
         Spec(name="mean", table="t1", hotness="ragged", mode="mean", weighted=True), Spec(name="list", table="t1"),
@@ -130,7 +130,7 @@ MERLIN = {
     ),
 }  # fmt: skip
 MERLIN |= {
-    f"{name}, input by model": replace(MERLIN[name], input="model")
+    f"{name}, input by model": replace(MERLIN[name], read_by="owner")
     for name in ("shared tables", "column slices merged on a rank", "two tables on more ranks, each on one")
 }
 """Its "weights set before the model is built" and "a batch that ranks do not divide" are errors there: see
@@ -196,19 +196,19 @@ BEYOND = {
     "everything at once": EVERYTHING,
 }  # fmt: skip
 BEYOND |= {
-    f"{name}, input by model": replace(BEYOND[name], input="model")
+    f"{name}, input by model": replace(BEYOND[name], read_by="owner")
     for name in ("empty bags", "shared tables in column slices", "batches of one sample", "everything at once")
 }
 
 EXACT = Entry(
-    **tables_of([(20, dim) for dim in (8, 8, 12, 16)], tc.SGD(learning_rate=0.25), tc.Adagrad(learning_rate=0.5)),
+    **tables_of([(20, dim) for dim in (8, 8, 12, 16)], tc.optim.SGD(learning_rate=0.25), tc.optim.Adagrad(learning_rate=0.5)),
     specs=(
         *a_feature_each(4), *(Spec(name=f"g{i}", table=f"t{i}", hotness="ragged") for i in range(4)),
         *(Spec(name=f"h{i}", table=f"t{i}", hotness="fixed", length=2, mode="mean") for i in range(4)),
     ),
     sharding=ALL, exact=True, num_samples=80, pass_samples=48,
 )  # fmt: skip
-EXACT = replace(EXACT, tables=tuple(replace(one, initializer=tc.Constant(value=0.5)) for one in EXACT.tables))
+EXACT = replace(EXACT, tables=tuple(replace(one, initializer=tc.init.Constant(value=0.5)) for one in EXACT.tables))
 OTHERS = {
     "no sum is rounded": EXACT,
     "no sum is rounded, bfloat16 rows": replace(
@@ -236,8 +236,8 @@ OTHERS = {
 ENTRIES = MERLIN | BEYOND | OTHERS
 
 STEADY = (
-    tc.SGD(learning_rate=0.1, decay=0.01), tc.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
-    tc.RowWiseAdagrad(learning_rate=0.1, eps=1e-2, decay=0.02), tc.Adam(learning_rate=0.01, eps=1e-3),
+    tc.optim.SGD(learning_rate=0.1, decay=0.01), tc.optim.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
+    tc.optim.RowWiseAdagrad(learning_rate=0.1, eps=1e-2, decay=0.02), tc.optim.Adam(learning_rate=0.01, eps=1e-3),
 )  # fmt: skip
 """Rules that do not make a large step of a gradient that is nothing but rounding."""
 

@@ -128,7 +128,7 @@ def run(
         if single is not None:
             bounds = cut(1, num_samples, size, "uneven")
             keys, others = dealt(foreign(given), *bounds[rank : rank + 2])
-            batch = cache.evaluation_batch(keys, **others)
+            batch = cache.evaluate_batch(keys, **others)
             evaluated.append({name: found.detach().numpy() for name, found in single(batch).items()})
     return dense_of(model) | {"evaluated": evaluated, "index_bytes": most}
 
@@ -184,7 +184,7 @@ def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
                 mine, others = dealt(arguments, 0, 3)
                 if last and number == 1:
                     if what == "evaluates":
-                        cache.evaluation_batch(mine)
+                        cache.evaluate_batch(mine)
                     if what == "leaves":
                         raise OSError("no such file: the loader's of rank 1")
                     if what == "shapes":
@@ -207,10 +207,10 @@ def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
             p.batch(none if ranks.rank else None, dense=np.empty((0, 1))),
         ]
         found = [[len(one), one.weight, list(model.bag(one).shape)] for one in made]
-        out = cache.evaluation_batch(none if ranks.rank else None, dense=np.empty((0, 1)))
+        out = cache.evaluate_batch(none if ranks.rank else None, dense=np.empty((0, 1)))
         assert out.dense.shape == (0, 1)
         return [*found, len(out), p.batches_done, p.samples_done, p.batch(None) is None, p.batches_done,
-                cache.evaluation_batch(None) is None]  # fmt: skip
+                cache.evaluate_batch(None) is None]  # fmt: skip
 
 
 def train_samples(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
@@ -234,4 +234,4 @@ def evaluate_unknown(ranks: AnyCommunicator, folder: str, *, asked: list[int]) -
                 (rows(batch)["a"].sum() * batch.weight).backward()
                 cache.optimizer.step()
         keys = asked[: ranks.rank + 1]
-        return {"found": rows(cache.evaluation_batch({"a": keys}))["a"].detach().numpy()}
+        return {"found": rows(cache.evaluate_batch({"a": keys}))["a"].detach().numpy()}

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 def one_case(**options: Any) -> Case:
     """Three tables, five passes, three epochs."""
-    rule = tc.Adam(learning_rate=0.01)
+    rule = tc.optim.Adam(learning_rate=0.01)
     options = {"num_samples": 5 * 48, "pass_rows": 48, "num_keys": 90, "batch": 8, "epochs": 3, **options}
     return Case(
         tables=(
             table("item", 5, rule),
-            table("user", 6, tc.RowWiseAdagrad(learning_rate=0.05)),
+            table("user", 6, tc.optim.RowWiseAdagrad(learning_rate=0.05)),
             table("place", 3, rule),
         ),
         specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),

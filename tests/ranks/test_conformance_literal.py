@@ -26,10 +26,10 @@ MEAN = [[0, 1], [3, 4], [0, 0], [4 / 3, 7 / 3]]
 ROWS = [[-2, -1], [1, 2], [0, 1], [6, 7]]
 """[[0, 1], [2, 3], [4, 5], [6, 7]] less how often each was in a bag."""
 RULES = {
-    "sgd": tc.SGD(learning_rate=1.0),
-    "adagrad": tc.Adagrad(learning_rate=1.0),
-    "rowwise": tc.RowWiseAdagrad(learning_rate=1.0),
-    "adam": tc.Adam(learning_rate=0.5),
+    "sgd": tc.optim.SGD(learning_rate=1.0),
+    "adagrad": tc.optim.Adagrad(learning_rate=1.0),
+    "rowwise": tc.optim.RowWiseAdagrad(learning_rate=1.0),
+    "adam": tc.optim.Adam(learning_rate=0.5),
 }
 NUMBERS = np.arange(8, dtype=np.float32).reshape(4, 2)
 """[[0, 1], [2, 3], [4, 5], [6, 7]]: the rows of keys 0 to 3, and the gradients of four samples."""
@@ -50,10 +50,10 @@ def cut(folder: Path) -> tc.PassDataset:
     rules = {f"by {n}": tc.Feature(name=f"by {n}", columns=(n,), table=n, hotness="ragged") for n in RULES}
     schema = tc.Schema(
         label="label",
-        dense=(tc.Dense(column="x"), tc.Dense(column="y")),
+        dense=(tc.DenseFeature(column="x"), tc.DenseFeature(column="y")),
         features=(tc.Feature(name="id", columns=("id",), table="rows"), *ragged.values(), *rules.values()),
         tables=tuple(
-            table(name, 2, rule, tc.Zeros()) for name, rule in [("rows", RULES["sgd"]), *RULES.items()]
+            table(name, 2, rule, tc.init.Zeros()) for name, rule in [("rows", RULES["sgd"]), *RULES.items()]
         ),
     )  # fmt: skip
     nothing: list[list[int]] = [[]] * 4

@@ -51,7 +51,7 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
         "pass_samples": draw(st.sampled_from([num_samples, -(-num_samples // 2)])),
         "longest": draw(st.sampled_from([1, 4, 20])), "empty": draw(st.sampled_from([0.0, 0.0, 0.8])),
         "seed": draw(st.integers(0, 1000)), "shuffle": draw(st.booleans()), "accumulate": draw(st.integers(1, 3)),
-        "input": draw(st.sampled_from(["data", "model"])),
+        "read_by": draw(st.sampled_from(["rank", "owner"])),
         "twice": draw(st.booleans()), "options": {"commit_every": draw(st.integers(1, 2))},
     }  # fmt: skip
 

@@ -19,7 +19,7 @@ from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 
 def test_learning_rates_follow_tables_to_their_new_groups() -> None:
     """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
-    alike = tuple(table(name, 4, tc.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
+    alike = tuple(table(name, 4, tc.optim.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
     row = TableSharding("row")
     old = ShardingPlan(2, {"a": row, "b": sliced(4, [0, 1])})
     new = ShardingPlan(1, {"a": row, "b": row})

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 BODIES = f"{__name__}:"
 CASE = Case(
     tables=(
-        table("users", 5, tc.SGD(learning_rate=0.1)),
-        table("words", 15, tc.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
-        table("tags", 16, tc.Adam(learning_rate=0.01, decay=0.01)),
-        table("items", 16, tc.Adagrad(learning_rate=0.05)),
+        table("users", 5, tc.optim.SGD(learning_rate=0.1)),
+        table("words", 15, tc.optim.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
+        table("tags", 16, tc.optim.Adam(learning_rate=0.01, decay=0.01)),
+        table("items", 16, tc.optim.Adagrad(learning_rate=0.05)),
     ),
     specs=(
         Spec(name="user", table="users"),
@@ -82,7 +82,7 @@ def train(
     name: str,
     *,
     kind: str,
-    input_: str = "data",
+    read_by: str = "rank",
     micro_batches: int | None = None,
     accumulate: int = 1,
     by_rows: bool = False,
@@ -90,7 +90,7 @@ def train(
 ) -> dict[str, Any]:
     """Train two epochs, then look all samples up; return what was pooled, bytes sent, vectors and dense weights."""
     torch.manual_seed(1)
-    given = {} if input_ == "data" else {"input": input_}
+    given = {} if read_by == "rank" else {"read_by": read_by}
     pooled: set[str] = set()
     with opened(folder, name, kind, **options) as cache:
         inner = Model(cache, by_rows=by_rows)
@@ -116,7 +116,7 @@ def train(
         sent = cache.bytes_sent
         found = [
             inner.left(batch).detach().numpy().copy()
-            for piece in cache.evaluation(cache.dataset)
+            for piece in cache.evaluate(cache.dataset)
             for batch in piece.batches(23)
             if batch.weight
         ]
@@ -182,7 +182,7 @@ def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[lis
     raise AssertionError("there was no pass")
 
 
-def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None:
+def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, read_by: str) -> None:
     """Make a batch in which the last rank reads an id that the table of a pooled feature does not have."""
     with opened(folder, "wrong.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title"], mode="mean")
@@ -190,9 +190,9 @@ def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, input_: str) -> None
         owner = cache.sharding.tables["words"].slices[0].rank
         for p in cache.passes(epochs=1):
             source = p.source
-            if ranks.rank == (owner if input_ == "model" else (owner + 1) % ranks.size):
+            if ranks.rank == (owner if read_by == "owner" else (owner + 1) % ranks.size):
                 source.read = partial(_with_a_wrong_id, source.read)  # type: ignore[method-assign]
-            bag(next(p.batches(8, input=input_)))
+            bag(next(p.batches(8, read_by=read_by)))
 
 
 def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
@@ -204,12 +204,12 @@ def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
 
 
 def differ(ranks: AnyCommunicator, folder: str) -> None:
-    """Have ranks with input by model pool a feature differently."""
+    """Have ranks that read by owner pool a feature differently."""
     with opened(folder, "differ.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["more"], mode="sum" if ranks.rank else "mean")
         cache.register(bag=bag)
         for p in cache.passes(epochs=1):
-            bag(next(p.batches(8, input="model")))
+            bag(next(p.batches(8, read_by="owner")))
 
 
 def train_on(pool: RanksPool, size: int, folder: Path, name: str, kind: str, **options: Any) -> list[dict[str, Any]]:
@@ -264,12 +264,12 @@ def test_features_pooled_by_their_owners_train_as_on_one_rank(
     assert_equal(tmp_path, ours, theirs)
 
 
-@pytest.mark.parametrize("input_", ["data", "model"])
+@pytest.mark.parametrize("read_by", ["rank", "owner"])
 def test_two_runs_with_pooled_features_end_with_the_same_bits(
-    ranks_pool: RanksPool, tmp_path: Path, input_: str
+    ranks_pool: RanksPool, tmp_path: Path, read_by: str
 ) -> None:
     """Gradients are added in the order of ranks and features."""
-    options = {"input_": input_, "comm_dtype": "bfloat16", "micro_batches": 2}
+    options = {"read_by": read_by, "comm_dtype": "bfloat16", "micro_batches": 2}
     ours = train_on(ranks_pool, 3, tmp_path, "ours", "column", **options)
     theirs = train_on(ranks_pool, 3, tmp_path, "theirs", "column", **options)
 
@@ -277,12 +277,12 @@ def test_two_runs_with_pooled_features_end_with_the_same_bits(
 
 
 @pytest.mark.parametrize(("size", "kind"), [(3, "table"), (2, "column")])
-def test_input_by_model_ends_the_same_and_sends_fewer_bytes(
+def test_reading_by_owner_ends_the_same_and_sends_fewer_bytes(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
 ) -> None:
     """Ids of features whose tables a rank owns do not travel to it; all that is not a maximum is pooled."""
     by_data = train_on(ranks_pool, size, tmp_path, "theirs", kind)
-    by_model = train_on(ranks_pool, size, tmp_path, "ours", kind, input_="model")
+    by_model = train_on(ranks_pool, size, tmp_path, "ours", kind, read_by="owner")
 
     assert all(one["pooled"] == sorted([*POOLED, "place", "user"]) for one in by_model)
     assert_equal(tmp_path, by_model, by_data)
@@ -302,14 +302,14 @@ def test_pooled_vectors_are_fewer_bytes_than_rows(ranks_pool: RanksPool, tmp_pat
     assert sum(one["bytes"] for one in pooled) < 0.7 * sum(one["bytes"] for one in rows)
 
 
-@pytest.mark.parametrize("input_", ["data", "model"])
+@pytest.mark.parametrize("read_by", ["rank", "owner"])
 def test_a_wrong_id_of_a_pooled_feature_is_said_on_all_ranks(
-    ranks_pool: RanksPool, tmp_path: Path, input_: str
+    ranks_pool: RanksPool, tmp_path: Path, read_by: str
 ) -> None:
     """With its place in the batch, before anything is pooled."""
     CASE.cut(tmp_path / "passes")
 
-    errors = ranks_pool.errors(2, BODIES + "have_a_wrong_id", folder=str(tmp_path), input_=input_)
+    errors = ranks_pool.errors(2, BODIES + "have_a_wrong_id", folder=str(tmp_path), read_by=read_by)
 
     said = "feature 'title' has local id 1048576 at entry 1 of the batch"
     assert all(error is not None and said in error[1] for error in errors), errors

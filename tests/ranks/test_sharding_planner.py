@@ -23,7 +23,7 @@ from tiercache.store.table import group_tables
 if TYPE_CHECKING:
     from pathlib import Path
 
-SGD = tc.SGD(learning_rate=1.5)
+SGD = tc.optim.SGD(learning_rate=1.5)
 
 
 def sizes(given: list[tuple[int, int]]) -> tuple[list[tc.Table], dict[str, TableStats]]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASE = Case(
-    tables=(table("a", 4), table("b", 4), table("c", 6, tc.RowWiseAdagrad(learning_rate=0.1)), table("d", 4)),
+    tables=(table("a", 4), table("b", 4), table("c", 6, tc.optim.RowWiseAdagrad(learning_rate=0.1)), table("d", 4)),
     specs=(
         Spec(name="f", table="a"),
         Spec(name="g", table="b", hotness="ragged"),

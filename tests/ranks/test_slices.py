@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STARTS: dict[str, Any] = {
-    "uniform": tc.Uniform(low=-1.0, high=1.0),
-    "normal": tc.Normal(std=0.5),
-    "constant": tc.Constant(value=0.25),
-    "zeros": tc.Zeros(),
+    "uniform": tc.init.Uniform(low=-1.0, high=1.0),
+    "normal": tc.init.Normal(std=0.5),
+    "constant": tc.init.Constant(value=0.25),
+    "zeros": tc.init.Zeros(),
 }
 
 

@@ -31,10 +31,10 @@ ONE = Case(
 )
 BAGS = Case(
     tables=(
-        table("users", 5, tc.SGD(learning_rate=0.1)),
-        table("items", 16, tc.Adagrad(learning_rate=0.05)),
-        table("words", 12, tc.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
-        table("tags", 16, tc.Adam(learning_rate=0.01)),
+        table("users", 5, tc.optim.SGD(learning_rate=0.1)),
+        table("items", 16, tc.optim.Adagrad(learning_rate=0.05)),
+        table("words", 12, tc.optim.RowWiseAdagrad(learning_rate=0.05, decay=0.01)),
+        table("tags", 16, tc.optim.Adam(learning_rate=0.01)),
     ),
     specs=(
         Spec(name="user", table="users"),
@@ -405,7 +405,7 @@ def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, sch
             return exchange
 
         cache._exchange.evaluating = noted  # type: ignore[method-assign]
-        some = next(iter(cache.evaluation(cache.dataset)))
+        some = next(iter(cache.evaluate(cache.dataset)))
         with torch.no_grad():
             for number, batch in enumerate(some.batches(-(-some.num_samples // 4), schedule=schedule)):
                 model(batch)

@@ -85,7 +85,7 @@ class Case:
             )
             for spec in self.specs
         )
-        return tc.Schema(label="label", dense=(tc.Dense(column="x"),), features=features, tables=self.tables)
+        return tc.Schema(label="label", dense=(tc.DenseFeature(column="x"),), features=features, tables=self.tables)
 
     def write(self, path: Path) -> Path:
         """Write the data as one Parquet file."""
@@ -303,8 +303,8 @@ def table(
     return tc.Table(
         name=name,
         dim=dim,
-        optimizer=optimizer or tc.Adagrad(learning_rate=0.05),
-        initializer=initializer or tc.Uniform(low=-0.1, high=0.1),
+        optimizer=optimizer or tc.optim.Adagrad(learning_rate=0.05),
+        initializer=initializer or tc.init.Uniform(low=-0.1, high=0.1),
         seed=seed,
         dtype=dtype,
     )

@@ -79,7 +79,7 @@ def trained(folder: Path, whole: tc.PassDataset) -> Iterable[Any]:
 def evaluated(folder: Path, cache: Any, model: Net) -> Iterable[Any]:
     """Evaluate the passes in ``folder`` and yield the model's outputs."""
     with torch.no_grad():
-        for piece in cache.evaluation(tc.PassDataset.open(folder)):
+        for piece in cache.evaluate(tc.PassDataset.open(folder)):
             for batch in piece.batches(CASE.batch):
                 yield model(batch).cpu().numpy()
 

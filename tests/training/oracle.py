@@ -51,13 +51,13 @@ def words(table: tc.Table, key: int) -> list[int]:
 def initial_row(table: tc.Table, key: int) -> NDArray[np.float32]:
     """Return the documented initial row, number by number in NumPy; uniform, zeros or constant."""
     match table.initializer:
-        case tc.Uniform(low=low, high=high):
+        case tc.init.Uniform(low=low, high=high):
             low, high = np.float32(low), np.float32(high)
             units = [np.float32(word >> 8) * np.float32(2.0**-24) for word in words(table, key)]
             return np.array([low + unit * np.float32(high - low) for unit in units], np.float32)
-        case tc.Constant(value=value):
+        case tc.init.Constant(value=value):
             return np.full(table.dim, value, np.float32)
-        case tc.Zeros():
+        case tc.init.Zeros():
             return np.zeros(table.dim, np.float32)
     raise AssertionError(f"{table.initializer} has no documented bits")
 
@@ -88,16 +88,16 @@ class Oracle:
         return torch.from_numpy(array.copy()).to(self.device)
 
     def _is_sparse(self, name: str) -> bool:
-        return isinstance(self.tables[name].optimizer, tc.Adam)
+        return isinstance(self.tables[name].optimizer, tc.optim.Adam)
 
     def _optimizer(self, name: str) -> Any:
         """Return torch's optimizer for a table, None where it has none: decay of touched rows, row-wise Adagrad."""
         match self.tables[name].optimizer:
-            case tc.SGD(learning_rate=rate, decay=0.0):
+            case tc.optim.SGD(learning_rate=rate, decay=0.0):
                 return torch.optim.SGD([self.weights[name]], lr=rate)
-            case tc.Adagrad(learning_rate=rate, eps=eps, initial_accumulator=first, decay=0.0):
+            case tc.optim.Adagrad(learning_rate=rate, eps=eps, initial_accumulator=first, decay=0.0):
                 return torch.optim.Adagrad([self.weights[name]], lr=rate, eps=eps, initial_accumulator_value=first)
-            case tc.Adam(learning_rate=rate, beta1=one, beta2=two, eps=eps, decay=0.0):
+            case tc.optim.Adam(learning_rate=rate, beta1=one, beta2=two, eps=eps, decay=0.0):
                 return torch.optim.SparseAdam([self.weights[name]], lr=rate, betas=(one, two), eps=eps)
         return None
 
@@ -166,10 +166,10 @@ class Oracle:
             return
         rows = weight[touched]
         gradient = weight.grad[touched] + spec.decay * rows
-        if isinstance(spec, tc.SGD):
+        if isinstance(spec, tc.optim.SGD):
             weight[touched] = rows - self.rates[name] * gradient
         else:
-            if isinstance(spec, tc.RowWiseAdagrad):
+            if isinstance(spec, tc.optim.RowWiseAdagrad):
                 squares = (gradient * gradient).mean(dim=1, keepdim=True)
             else:
                 squares, self.sums[name] = gradient * gradient, self.sums[name].expand(weight.shape).clone()

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 LOW, HIGH = -(1 << 63), (1 << 63) - 1
 PASS_KEYS = [[1, -2, 3, LOW + 2], [3, 4, HIGH, -1], [5, -6, 1, 0]]
 TABLES = (
-    table("a", 5, tc.SGD(learning_rate=0.5)),
-    table("b", 5, tc.SGD(learning_rate=0.5), seed=1),
-    table("c", 3, tc.SGD(learning_rate=0.5), tc.Constant(value=0.25), dtype="float16"),
+    table("a", 5, tc.optim.SGD(learning_rate=0.5)),
+    table("b", 5, tc.optim.SGD(learning_rate=0.5), seed=1),
+    table("c", 3, tc.optim.SGD(learning_rate=0.5), tc.init.Constant(value=0.25), dtype="float16"),
 )
 SCHEMA = tc.Schema(
     tables=TABLES,

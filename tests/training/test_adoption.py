@@ -41,8 +41,8 @@ GIVEN_UP = STEPS // 2 + 2
 """The step where a training is given up, to go on from its last commit."""
 DENSE_RATE, ROW_RATE = 0.05, 0.2
 ROW_OPTIMIZERS = {
-    "SGD": tc.SGD(learning_rate=ROW_RATE),
-    "Adagrad": tc.Adagrad(learning_rate=ROW_RATE, initial_accumulator=0.1),
+    "SGD": tc.optim.SGD(learning_rate=ROW_RATE),
+    "Adagrad": tc.optim.Adagrad(learning_rate=ROW_RATE, initial_accumulator=0.1),
 }
 
 
@@ -83,14 +83,16 @@ def schema_of(optimizer: str) -> tc.Schema:
     """Eight tables, of which half have bags of any length."""
     features = [tc.Feature(name=f"f{t}", hotness="ragged" if t % 2 else "one") for t in range(TABLES)]
     tables = [
-        tc.Table(name=f"f{t}", dim=DIM, optimizer=ROW_OPTIMIZERS[optimizer], initializer=tc.Uniform(low=-0.3, high=0.3))
+        tc.Table(
+            name=f"f{t}", dim=DIM, optimizer=ROW_OPTIMIZERS[optimizer], initializer=tc.init.Uniform(low=-0.3, high=0.3)
+        )
         for t in range(TABLES)
     ]
     return tc.Schema(
         features=tuple(features),
         tables=tuple(tables),
         label="y",
-        dense=tuple(tc.Dense(column=f"d{i}") for i in range(DENSE)),
+        dense=tuple(tc.DenseFeature(column=f"d{i}") for i in range(DENSE)),
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASE = Case(
-    tables=(table("a", 4), table("b", 4), table("c", 6, tc.SGD(learning_rate=0.1))),
+    tables=(table("a", 4), table("b", 4), table("c", 6, tc.optim.SGD(learning_rate=0.1))),
     specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b"), Spec(name="h", table="c")),
     num_samples=240,
     pass_rows=80,
@@ -165,7 +165,7 @@ def test_an_evaluation_set_with_other_features_is_refused(
     specs = (CASE.specs[0], replace(CASE.specs[1], hotness="ragged"), CASE.specs[2])
     other = replace(CASE, specs=specs).cut(tmp_path / "others")
     with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "otherwise"):
-        next(iter(cache.evaluation(other)))
+        next(iter(cache.evaluate(other)))
 
 
 def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
@@ -185,7 +185,7 @@ def test_training_on_a_store_open_for_reading_is_refused(tmp_path: Path, passes:
     with tc.Store.open(tmp_path / "new.tc", mode="r") as store, tiered(store, passes) as cache:
         tracked(cache)
         assert list(cache.passes(epochs=1)) == []
-        assert sum(piece.num_samples for piece in cache.evaluation(passes)) == CASE.num_samples
+        assert sum(piece.num_samples for piece in cache.evaluate(passes)) == CASE.num_samples
         with one_sentence(StateError, "open for reading", "mode='a'"):
             next(cache.passes(epochs=2))
 

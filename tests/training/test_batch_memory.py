@@ -147,7 +147,7 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(passes: tc.PassData
             store, passes, device=DEVICES[device](), device_budget="1MiB", host_budget="16MiB", eval_budget=4000
         ) as tiers,
     ):
-        slices = tiers.evaluation(passes)
+        slices = tiers.evaluate(passes)
         part = next(slices)
         for ahead in (0, 2):
             batches = part.batches(1, prefetch=ahead)

@@ -182,12 +182,12 @@ def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
         lambda: next(cache.passes(epochs=3)),
     ]  # fmt: skip
     if kind == "tiered":
-        slices, now = cache.evaluation(passes), cache.live_rows()
+        slices, now = cache.evaluate(passes), cache.live_rows()
         next(slices)
         keys, some = batch_arguments(passes, 0, 1, 1)[0], passes.passes[p.sub_dataset].keys("a")[:3]
         asked += [
             partial(next, slices), cache.commit, partial(now.fields, "a", some),
-            partial(cache.evaluation_batch, keys), lambda: next(cache.evaluation(passes)),
+            partial(cache.evaluate_batch, keys), lambda: next(cache.evaluate(passes)),
         ]  # fmt: skip
     else:
         asked.append(partial(cache.fields, "a"))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASE = Case(
-    tables=(table("user", 24), table("item", 24), table("word", 40, tc.Adam())),
+    tables=(table("user", 24), table("item", 24), table("word", 40, tc.optim.Adam())),
     specs=(Spec(name="u", table="user"), Spec(name="i", table="item", hotness="fixed"), Spec(name="w", table="word")),
     num_samples=512,
     num_keys=1000,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CASE = Case(
-    tables=(table("a", 128), table("b", 5, tc.Adam(learning_rate=0.01))),
+    tables=(table("a", 128), table("b", 5, tc.optim.Adam(learning_rate=0.01))),
     specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
     num_samples=4000,
     pass_rows=1000,

@@ -102,7 +102,7 @@ def test_rows_of_16_bits_on_cuda_are_rounded_as_on_a_cpu(tmp_path: Path, optimiz
     """
     case = Case(
         tables=(
-            table("a", 8, optimizer, dtype=dtype), table("c", 5, optimizer, tc.Normal(mean=0.0, std=0.1), dtype=dtype),
+            table("a", 8, optimizer, dtype=dtype), table("c", 5, optimizer, tc.init.Normal(mean=0.0, std=0.1), dtype=dtype),
             table("b", 3, optimizer),
         ),
         specs=(*SPECS, Spec(name="j", table="c", hotness="ragged", mode="max"), Spec(name="k", table="c")),
@@ -160,7 +160,7 @@ def test_an_evaluation_of_raw_keys_on_cuda_sees_rows_as_of_now(tmp_path: Path) -
         nonlocal seen
         if (pass_index, batch) != (1, 0):
             return
-        made = cache.evaluation_batch(asked)
+        made = cache.evaluate_batch(asked)
         vectors, now = tc.EmbeddingCollection(cache.schema)(made), cache.live_rows()
         np.testing.assert_array_equal(vectors["f"].detach().cpu().numpy(), now.fields("a", keys)[0])
         found = vectors["h"].detach().cpu().numpy().reshape(keys.size, 3, 3)
@@ -241,7 +241,9 @@ with tc.Store.open(sys.argv[2], tables=KILLED_CASE.tables) as store:
     with tiered(store, passes, device=cuda_device()) as cache:
         train(cache, KILLED_CASE, each_batch=each_batch)
 """
-KILLED_CASE = Case(tables=(table("a", 16, tc.Adam(learning_rate=0.01)),), specs=SPECS[:1], num_samples=96, pass_rows=32)
+KILLED_CASE = Case(
+    tables=(table("a", 16, tc.optim.Adam(learning_rate=0.01)),), specs=SPECS[:1], num_samples=96, pass_rows=32
+)
 
 
 def test_a_training_on_cuda_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_evaluation_on_cuda_sees_the_rows_of_a_cpu(tmp_path: Path) -> None:
         def each_batch(pass_index: int, batch: int, outs: list[torch.Tensor] = outs) -> None:
             if (pass_index, batch) == (2, 0):
                 bag = tc.EmbeddingBagCollection(cache.schema)
-                outs.extend(bag(b).detach().cpu() for part in cache.evaluation(others) for b in part.batches(16))
+                outs.extend(bag(b).detach().cpu() for part in cache.evaluate(others) for b in part.batches(16))
 
         with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=device) as cache:
             train(cache, case, each_batch=each_batch)

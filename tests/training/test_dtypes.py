@@ -38,7 +38,7 @@ DTYPES = ("bfloat16", "float16")
 @pytest.mark.parametrize(("engine", "dtype"), [("memory", "float16"), ("lmdb", "bfloat16"), ("zarr", "float16")])
 def test_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, engine: str, dtype: str) -> None:
     """Reorganized between, with new keys on each day: the count of steps goes on, and with it the rounding."""
-    plain = one_case(tc.Adam(learning_rate=0.01), num_samples=12 * 32, pass_rows=32, num_keys=60)
+    plain = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=12 * 32, pass_rows=32, num_keys=60)
     case = replace(plain, tables=tuple(replace(one, dtype=dtype) for one in plain.tables))
     cuts = cuts_of(case, drift=7)
     whole = write_dataset(tmp_path / "whole", case.schema, cuts)
@@ -79,7 +79,7 @@ def test_an_evaluation_looks_up_what_training_sees(tmp_path: Path, dtype: str) -
                 for t in memory.tables
             }
             vectors = tc.EmbeddingCollection(cache.schema)
-            for piece in cache.evaluation(others):
+            for piece in cache.evaluate(others):
                 source = others.passes[piece.sub_dataset]
                 for part in piece.batches(20):
                     with torch.no_grad():

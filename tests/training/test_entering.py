@@ -34,7 +34,7 @@ class _StopError(Exception):
 
 def one_case(**options: Any) -> Case:
     """Two tables of one group and one of another, five passes, three epochs."""
-    rule = tc.Adam(learning_rate=0.01)
+    rule = tc.optim.Adam(learning_rate=0.01)
     options = {"num_samples": 5 * 32, "pass_rows": 32, "num_keys": 60, "batch": 8, "epochs": 3, **options}
     return Case(
         tables=(table("item", 5, rule), table("user", 5, rule), table("place", 3, rule)),

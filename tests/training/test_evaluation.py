@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tiercache.training.cache import TierCache
 
 CASE = Case(
-    tables=(table("a", 8), table("b", 5, tc.Adam(learning_rate=0.05)), table("c", 8)),
+    tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8)),
     specs=(
         Spec(name="f", table="a", hotness="ragged"),
         Spec(name="g", table="b"),
@@ -92,7 +92,7 @@ def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> No
     """Every vector that an evaluation looks up is the one of ``now``, or the initial one; pooling sums them."""
     vectors, bag, samples = tc.EmbeddingCollection(cache.schema), tc.EmbeddingBagCollection(cache.schema), 0
     tables = {t.name: t for t in others.tables}
-    for piece in cache.evaluation(others):
+    for piece in cache.evaluate(others):
         source = others.passes[piece.sub_dataset]
         for batch in piece.batches(20):
             with torch.no_grad():
@@ -149,8 +149,8 @@ def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassData
                     optimizer.step()
                     optimizer.zero_grad()
                 if p.index % 2:
-                    seen += [model(batch).detach() for part in cache.evaluation(others) for batch in part.batches(64)]
-            seen += [model(batch).detach() for part in cache.evaluation(others) for batch in part.batches(64)]
+                    seen += [model(batch).detach() for part in cache.evaluate(others) for batch in part.batches(64)]
+            seen += [model(batch).detach() for part in cache.evaluate(others) for batch in part.batches(64)]
             found.append(torch.cat(seen))
             cache.close()
     assert found[0].numel() > others.passes[0].samples
@@ -196,7 +196,7 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
             if (pass_index, batch) == (2, 1):
                 cache._rows.transfer.drain()
                 before, state = written(store), torch.get_rng_state()
-                for piece in cache.evaluation(others):
+                for piece in cache.evaluate(others):
                     for samples in piece.batches(16):
                         model(samples).sum().backward()
                 assert not cache.optimizer.pending
@@ -220,7 +220,7 @@ def test_evaluation_is_cut_into_slices_within_its_budget(
         with store, tiered(store, passes, eval_budget=budget) as cache:
             pieces = [
                 (piece.num_samples, sum(rows.vectors.values.nbytes for rows in piece._rows.groups))
-                for piece in cache.evaluation(others)
+                for piece in cache.evaluate(others)
             ]
         counts[budget] = len(pieces)
         assert sum(samples for samples, _ in pieces) == others.samples
@@ -239,7 +239,7 @@ def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_traine
         keys, fields = result_of(store, passes, None).rows["a"]
         rows = dict(zip(keys.tolist(), fields[0], strict=True))
         unknown = 0
-        for piece in cache.evaluation(others):
+        for piece in cache.evaluate(others):
             for batch in piece.batches(64):
                 found = tc.EmbeddingCollection(cache.schema)(batch)["f"].detach().cpu().numpy()
                 for row, local in zip(found, batch.ids["f"].ids.tolist(), strict=True):

@@ -22,8 +22,15 @@ if TYPE_CHECKING:
 
 CASE = Case(
     tables=(
-        tc.Table(name="a", dim=4, optimizer=tc.Adagrad(learning_rate=0.1), initializer=tc.Uniform(low=-0.1, high=0.1)),
-        tc.Table(name="b", dim=6, optimizer=tc.SGD(learning_rate=0.1), initializer=tc.Uniform(low=-0.1, high=0.1)),
+        tc.Table(
+            name="a",
+            dim=4,
+            optimizer=tc.optim.Adagrad(learning_rate=0.1),
+            initializer=tc.init.Uniform(low=-0.1, high=0.1),
+        ),
+        tc.Table(
+            name="b", dim=6, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Uniform(low=-0.1, high=0.1)
+        ),
     ),
     specs=SPECS,
 )  # 4 passes of 4 batches, 2 epochs

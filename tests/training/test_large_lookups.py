@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASE = Case(
-    tables=(table("a", 32, tc.Adagrad(learning_rate=0.1)), table("b", 32, tc.Adagrad(learning_rate=0.1))),
+    tables=(table("a", 32, tc.optim.Adagrad(learning_rate=0.1)), table("b", 32, tc.optim.Adagrad(learning_rate=0.1))),
     specs=(Spec(name="f", table="a"), Spec(name="g", table="b"), Spec(name="h", table="a"), Spec(name="i", table="b")),
     num_samples=20_000, pass_rows=20_000, num_keys=3000, batch=8192, epochs=1,
 )  # fmt: skip

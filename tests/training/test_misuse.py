@@ -192,7 +192,7 @@ def test_a_second_loop_over_the_passes_ends_the_first(cache: TierCache) -> None:
 def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passes: tc.PassDataset) -> None:
     """Its rows are gone when the next slice is asked for."""
     model, _ = tracked(cache)
-    slices = cache.evaluation(passes)
+    slices = cache.evaluate(passes)
     batch = next(next(slices).batches(16))
     next(slices)
     with one_sentence(RuntimeError, "evaluation sub-dataset 0", "has ended"):
@@ -282,4 +282,4 @@ def train_one(cache: TierCache, rates: dict[str, float]) -> None:
 def test_an_evaluation_budget_below_the_rows_of_one_sample_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
     """The error names the sample, what its rows take, and the budget."""
     with tiered(store, passes, eval_budget=30) as cache, one_sentence(BudgetError, "sample", "eval_budget", "raise"):
-        list(cache.evaluation(passes))
+        list(cache.evaluate(passes))

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OPTIMIZERS = {
-    "sgd": tc.SGD(learning_rate=0.1),
-    "sgd decay": tc.SGD(learning_rate=0.1, decay=0.05),
-    "adagrad": tc.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
-    "adagrad decay": tc.Adagrad(learning_rate=0.1, decay=0.05),
-    "rowwise": tc.RowWiseAdagrad(learning_rate=0.1),
-    "rowwise decay": tc.RowWiseAdagrad(learning_rate=0.1, decay=0.05),
-    "adam": tc.Adam(learning_rate=0.01),
+    "sgd": tc.optim.SGD(learning_rate=0.1),
+    "sgd decay": tc.optim.SGD(learning_rate=0.1, decay=0.05),
+    "adagrad": tc.optim.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
+    "adagrad decay": tc.optim.Adagrad(learning_rate=0.1, decay=0.05),
+    "rowwise": tc.optim.RowWiseAdagrad(learning_rate=0.1),
+    "rowwise decay": tc.optim.RowWiseAdagrad(learning_rate=0.1, decay=0.05),
+    "adam": tc.optim.Adam(learning_rate=0.01),
 }
 SPECS = (
     Spec(name="one", table="a"),
@@ -126,7 +126,9 @@ def loss(case: Case, top: nn.Linear, out: torch.Tensor, batch: tc.Batch) -> torc
 def test_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, accumulate: int) -> None:
     """Sum, mean, max, weights of the data, empty bags, shared tables, lists, accumulation and a change of rate."""
     specs = [s for s in SPECS if s.mode != "max"] if optimizer == "adam" else SPECS  # SparseAdam takes no max
-    tables = tuple(table(n, dim, OPTIMIZERS[optimizer], tc.Uniform(low=-1, high=1)) for n, dim in (("a", 12), ("b", 7)))
+    tables = tuple(
+        table(n, dim, OPTIMIZERS[optimizer], tc.init.Uniform(low=-1, high=1)) for n, dim in (("a", 12), ("b", 7))
+    )
     compare(Case(tables=tables, specs=tuple(specs), num_keys=60, accumulate=accumulate), tmp_path)
 
 
@@ -134,14 +136,16 @@ def test_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, a
 def test_unpooled_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str) -> None:
     """One vector for each id, of single ids, fixed and ragged lists that share tables."""
     specs = tuple(Spec(name=s.name, table=s.table, hotness=s.hotness) for s in SPECS)
-    tables = tuple(table(n, dim, OPTIMIZERS[optimizer], tc.Uniform(low=-1, high=1)) for n, dim in (("a", 12), ("b", 7)))
+    tables = tuple(
+        table(n, dim, OPTIMIZERS[optimizer], tc.init.Uniform(low=-1, high=1)) for n, dim in (("a", 12), ("b", 7))
+    )
     compare(Case(tables=tables, specs=specs, num_keys=60, accumulate=2), tmp_path, unpooled=True)
 
 
 def test_weights_get_the_gradients_that_torch_gives_them(tmp_path: Path) -> None:
     """Weights given in the call, for single ids, lists and means, with their gradients."""
     specs = tuple(s for s in SPECS if s.mode != "max")
-    tables = tuple(table(n, 6, tc.SGD(learning_rate=0.1), tc.Uniform(low=-1, high=1)) for n in "ab")
+    tables = tuple(table(n, 6, tc.optim.SGD(learning_rate=0.1), tc.init.Uniform(low=-1, high=1)) for n in "ab")
     case = Case(tables=tables, specs=specs, num_keys=60)
     compare(case, tmp_path, weigh=("one", "shared", "mean", "fixed", "mean weighted"))
 
@@ -151,7 +155,7 @@ def test_whole_numbers_give_the_bits_of_torch(tmp_path: Path, unpooled: bool) ->
     """Where no rounding happens the order of sums cannot matter, and all bits are those of torch."""
     specs = (Spec(name="one", table="a"), Spec(name="list", table="a", hotness="ragged"),
              Spec(name="fixed", table="b", hotness="fixed", length=4, mode="mean"))  # fmt: skip
-    tables = tuple(table(name, 9, tc.SGD(learning_rate=1.0), tc.Constant(value=3.0)) for name in "ab")
+    tables = tuple(table(name, 9, tc.optim.SGD(learning_rate=1.0), tc.init.Constant(value=3.0)) for name in "ab")
     case = Case(tables=tables, specs=specs, num_keys=40, integers=True, accumulate=2)
     compare(case, tmp_path, exact=True, unpooled=unpooled, later_rate=0.5)
 
@@ -159,7 +163,7 @@ def test_whole_numbers_give_the_bits_of_torch(tmp_path: Path, unpooled: bool) ->
 def test_every_dim_from_1_to_130_equals_torch(tmp_path: Path) -> None:
     """One table of each dim, optimizers in turn."""
     optimizers: list[Any] = [*OPTIMIZERS.values()]
-    tables = tuple(table(f"t{d}", d, optimizers[d % 7], tc.Uniform(low=-1, high=1)) for d in range(1, 131))
+    tables = tuple(table(f"t{d}", d, optimizers[d % 7], tc.init.Uniform(low=-1, high=1)) for d in range(1, 131))
     specs = tuple(
         Spec(name=f"f{d}", table=f"t{d}", hotness="ragged" if d % 2 else "one", mode="mean" if d % 3 else "sum")
         for d in range(1, 131)
@@ -173,7 +177,7 @@ def test_initial_rows_have_the_documented_bits(dim: int, seed: int) -> None:
     """Uniform rows, for usual and extreme keys, equal the slow version from the format's definition, bit for bit."""
     keys = np.array([0, 1, -1, 2**40 + 3, (1 << 63) - 1, OOV_KEY, NULL_KEY, -(1 << 40)], np.int64)
     for low, high in ((-0.1, 0.1), (0.0, 1.0), (-3.0, 1e-3)):
-        spec = table("item", dim, initializer=tc.Uniform(low=low, high=high), seed=seed)
+        spec = table("item", dim, initializer=tc.init.Uniform(low=low, high=high), seed=seed)
         out = np.empty((keys.size, dim), np.float32)
         initial_rows(keys, spec.table_id, seed, *initializer_code(spec.initializer), out)
         expected = np.stack([initial_row(spec, int(key)) for key in keys])

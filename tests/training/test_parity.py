@@ -32,16 +32,16 @@ from tiercache.errors import StateError
 from tiercache.store.vectors import nearest
 
 OPTIMIZERS = [
-    tc.SGD(learning_rate=0.1, decay=0.01),
-    tc.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
-    tc.RowWiseAdagrad(learning_rate=0.1, decay=0.02),
-    tc.Adam(learning_rate=0.01),
+    tc.optim.SGD(learning_rate=0.1, decay=0.01),
+    tc.optim.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
+    tc.optim.RowWiseAdagrad(learning_rate=0.1, decay=0.02),
+    tc.optim.Adam(learning_rate=0.01),
 ]
 INITIALIZERS = [
-    tc.Uniform(low=-0.2, high=0.3),
-    tc.Normal(mean=0.0, std=0.1),
-    tc.Zeros(),
-    tc.Constant(value=0.25),
+    tc.init.Uniform(low=-0.2, high=0.3),
+    tc.init.Normal(mean=0.0, std=0.1),
+    tc.init.Zeros(),
+    tc.init.Constant(value=0.25),
 ]
 DTYPES = ("float32", "float32", "bfloat16", "float16")
 
@@ -70,7 +70,7 @@ def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(tmp_path: Path,
         tables=(
             table("a", 8, OPTIMIZERS[3], dtype=dtype),
             table("b", 8, OPTIMIZERS[3], seed=8, dtype=dtype),
-            table("c", 3, OPTIMIZERS[2], tc.Normal(mean=0.0, std=0.1), dtype=dtype),
+            table("c", 3, OPTIMIZERS[2], tc.init.Normal(mean=0.0, std=0.1), dtype=dtype),
         ),
         specs=(Spec(name="f", table="a"), Spec(name="g", table="b"), Spec(name="h", table="c", hotness="ragged")),
     )
@@ -150,7 +150,7 @@ class Stop(Exception):  # noqa: N818 - not an error
 
 def resumed_in_a_seeded_order() -> tuple[Case, dict[str, Any]]:
     """Return a run that began in the smallest budget, and was refused when it went on from another place."""
-    rule = tc.SGD(learning_rate=0.1, decay=0.01)
+    rule = tc.optim.SGD(learning_rate=0.1, decay=0.01)
     case = Case(
         tables=(table("t0", 1, rule),), specs=(Spec(name="f0", table="t0"),), num_samples=80, pass_rows=32,
         num_keys=10, data_seed=1, batch=5, epochs=1, shuffle=False, order_seed=3,
@@ -250,7 +250,7 @@ def test_a_pass_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path)
 def test_two_modules_in_one_step_add_their_gradients(tmp_path: Path, mode: str, join: str) -> None:
     """Autograd may hand both the same memory: each counts all the same."""
     specs = (Spec(name="f", table="a", hotness="ragged", mode=mode), Spec(name="g", table="a", mode=mode))
-    case = Case(tables=(table("a", 16, tc.SGD(learning_rate=0.5)),), specs=specs, shuffle=False)
+    case = Case(tables=(table("a", 16, tc.optim.SGD(learning_rate=0.5)),), specs=specs, shuffle=False)
     passes = case.cut(tmp_path / "passes")
     results = []
     for modules in (1, 2):

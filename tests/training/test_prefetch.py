@@ -181,7 +181,7 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassDataset, tmp_
                         out.sum().backward()
                         cache.optimizer.step()
                         outs.append(out.detach().clone())
-                    for part in cache.evaluation(others):
+                    for part in cache.evaluate(others):
                         outs += [bag(batch).clone() for batch in part.batches(16, prefetch=ahead)]
                 loop.close()
             found.append(outs)

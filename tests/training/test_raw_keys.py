@@ -49,7 +49,7 @@ from tiercache.errors import StateError
 from tiercache.passes.row_budget import RowBudget
 
 CASE = Case(
-    tables=(table("a", 8), table("b", 5, tc.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
+    tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
     specs=(
         Spec(name="f", table="a", hotness="ragged", weighted=True, mode="mean"),
         Spec(name="g", table="b"),
@@ -245,7 +245,7 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
     with open_store(tmp_path / "model.tc", case, engine) as store, tiered(store, passes) as cache:
 
         def check(now: Rows) -> None:
-            found = tc.EmbeddingCollection(cache.schema)(cache.evaluation_batch(keys))
+            found = tc.EmbeddingCollection(cache.schema)(cache.evaluate_batch(keys))
             for feature in SCHEMA.features:
                 spec = next(t for t in TABLES if t.name == feature.table)
                 expected = [now[spec.name].get(key, initial_row(spec, key)) for key in asked.tolist()]
@@ -264,9 +264,9 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
             check({t.name: dict(zip(memory.keys(t.name).tolist(), memory.fields(t.name)[0], strict=True))
                    for t in TABLES})  # fmt: skip
     with open_store(tmp_path / "small.tc", case, engine) as store, tiered(store, passes, eval_budget=700) as cache:
-        cache.evaluation_batch({"one": [1], "bag": ([], [0, 0]), "pair": [[1, 1]], "c": ([], [0, 0])})
+        cache.evaluate_batch({"one": [1], "bag": ([], [0, 0]), "pair": [[1, 1]], "c": ([], [0, 0])})
         with pytest.raises(tc.TierCacheError, match="give smaller batches"):
-            cache.evaluation_batch(keys)
+            cache.evaluate_batch(keys)
 
 
 def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASE = Case(
-    tables=(table("a", 16), table("b", 5, tc.Adam(learning_rate=0.01))),
+    tables=(table("a", 16), table("b", 5, tc.optim.Adam(learning_rate=0.01))),
     specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
     num_samples=600,
     pass_rows=100,

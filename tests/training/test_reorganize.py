@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 def one_case(optimizer: Any = None, **options: Any) -> Case:
     """Two tables of one group and one of another."""
-    rule = optimizer or tc.Adagrad(learning_rate=0.05)
+    rule = optimizer or tc.optim.Adagrad(learning_rate=0.05)
     return Case(
         tables=(table("item", 5, rule), table("user", 5, rule), table("place", 3, rule)),
         specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
@@ -81,7 +81,7 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
 
     And each row is known to have changed when it was last trained, however often it was moved.
     """
-    case = one_case(tc.Adam(learning_rate=0.01), num_samples=20 * 32, pass_rows=32, num_keys=60)
+    case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=20 * 32, pass_rows=32, num_keys=60)
     cuts = cuts_of(case, drift=7)
     whole = write_dataset(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
@@ -143,7 +143,7 @@ def test_days_equal_memory_for_any_cut_and_budget(
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Path, engine: str) -> None:
     """Segments settle and stay through days that use few, many and then few of their keys; the bits are memory's."""
-    case = one_case(tc.Adam(learning_rate=0.01), num_samples=8 * 32, pass_rows=32, num_keys=120)
+    case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=8 * 32, pass_rows=32, num_keys=120)
     cuts = cuts_of(case, drift=0)
     for few in (*cuts[2:4], *cuts[6:]):
         for part in few.features.values():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASE = Case(
-    tables=(table("a", 4, tc.SGD(learning_rate=0.5)), table("b", 4, tc.SGD(learning_rate=0.5))),
+    tables=(table("a", 4, tc.optim.SGD(learning_rate=0.5)), table("b", 4, tc.optim.SGD(learning_rate=0.5))),
     specs=(
         Spec(name="f", table="a", hotness="ragged"),
         Spec(name="g", table="b"),
@@ -267,7 +267,7 @@ def test_weight_decay_is_read_at_each_step(world: World) -> None:
 
 def test_settings_of_tables_come_back_from_a_commit() -> None:
     """As JSON has them, also of a table whose steps are not those of the other one in its group."""
-    groups = group_tables(tuple(table(name, 4, tc.Adam(learning_rate=0.5)) for name in ("a", "b")))
+    groups = group_tables(tuple(table(name, 4, tc.optim.Adam(learning_rate=0.5)) for name in ("a", "b")))
     first, second = (RowOptimizer(groups, open_backend("cpu", groups[0].tables)) for _ in range(2))
     StepLR(first, step_size=1)
     for group in first.param_groups:

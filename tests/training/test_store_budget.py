@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASE = Case(
-    tables=(table("user", 24), table("item", 24), table("word", 40, tc.Adam())),
+    tables=(table("user", 24), table("item", 24), table("word", 40, tc.optim.Adam())),
     specs=(Spec(name="u", table="user"), Spec(name="i", table="item", hotness="fixed"), Spec(name="w", table="word")),
     num_samples=4096,
     pass_rows=512,

@@ -15,7 +15,9 @@ from tiercache.errors import DatasetError, StateError
 if TYPE_CHECKING:
     from pathlib import Path
 
-CASE = Case(tables=(table("a", 8), table("b", 3, tc.Adam())), specs=SPECS, num_samples=200, pass_rows=100, batch=16)
+CASE = Case(
+    tables=(table("a", 8), table("b", 3, tc.optim.Adam())), specs=SPECS, num_samples=200, pass_rows=100, batch=16
+)
 BUDGETS: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "16MiB"}
 
 
@@ -51,7 +53,7 @@ def test_a_store_that_was_given_stays_open_and_reading_is_all_that_one_for_readi
                 cache.optimizer.step()
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
         with tc.TierCache(store, passes, **BUDGETS) as cache:
-            found = [bag(batch) for piece in cache.evaluation(passes) for batch in piece.batches(50)]
+            found = [bag(batch) for piece in cache.evaluate(passes) for batch in piece.batches(50)]
             with pytest.raises(StateError, match="is open for reading: open it with mode='a' to train"):
                 next(cache.passes(epochs=2))
         assert torch.cat(found).shape[0] == 200
